@@ -11,6 +11,7 @@ from typing import Any
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.job import Job, StagePart
 from sim.mesh.models import ConfigSpec
+from sim.mesh.program import Program
 from sim.mesh.recipe import Recipe
 from sim.mesh.recordings.derive import Anchor, derive
 from sim.mesh.tracing.stitch import Recording
@@ -18,6 +19,7 @@ from sim.mesh.tracing.stitch import Recording
 __all__ = ["Library", "depends_on", "recordings"]
 
 _MOST_EVENTS = 600_000  # about 300 MB
+_MOST_OF_A_STEP = 60_000  # events; about 30 MB
 _MOST_ANCHORS = 6  # of one kind: with more, they do not follow from each other
 _DEFAULT = {field.name: field.default for field in dataclasses.fields(Recipe)}
 _LATER = ("microbatches", "graphs", "tp_overlap", "host")
@@ -37,6 +39,21 @@ class Library:
         self.derived = 0
         self._kinds: OrderedDict[Hashable, list[Anchor]] = OrderedDict()
         self._events = 0
+        self._last: tuple[Job, list[Program]] | None = None
+
+    def programs(self, job: Job, make: Callable[[], list[Program]]) -> list[Program]:
+        """Return what all ranks do in a step: that of the job before, if it is the same one, or it is made.
+
+        Args:
+            job: what is estimated.
+            make: puts the recordings of its stages together.
+        """
+        if self._last is not None and self._last[0] == job:
+            return list(self._last[1])
+        made = make()
+        small = sum(len(segment.events) for program in made for segment in program.segments.values()) <= _MOST_OF_A_STEP
+        self._last = (job, made) if small and _is_known(job) else None
+        return list(made)
 
     def get(
         self, job: Job, part: StagePart, kept: Sequence[int], record: Callable[[], Recording], *, fresh: bool = False
@@ -80,6 +97,7 @@ class Library:
         """Forget all recordings."""
         self._kinds.clear()
         self._events = 0
+        self._last = None
 
     def _forget(self) -> None:
         while self._events > self.most_events and len(self._kinds) > 1:
@@ -99,8 +117,8 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         part: the stage.
         kept: its layers that are recorded.
     """
-    if type(job) is not Job or not isinstance(job.model, ConfigSpec):
-        return None  # a module of the user's may be made in another way the next time
+    if not _is_known(job):
+        return None
     dims, recipe = job.dims, job.recipe
     kinds = job.model.layer_kinds
     if recipe.zero <= 1 or recipe.engine != "fully_shard" or job.is_skewed or recipe.conventions is not None:
@@ -129,6 +147,11 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         len(part.layers) if recipe.checkpoint_layers is not None else None,
         dataclasses.replace(recipe, **changed),
     )
+
+
+def _is_known(job: Job) -> bool:
+    """Whether a job says all: a module of the user's may be made in another way the next time."""
+    return type(job) is Job and isinstance(job.model, ConfigSpec)
 
 
 def _few_experts(job: Job) -> bool:

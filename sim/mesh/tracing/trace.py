@@ -61,6 +61,12 @@ def trace(job: Job, *, every_layer: bool = False) -> list[Program]:
         job: what is estimated.
         every_layer: record every layer, rather than a few and repeat what the middle ones do.
     """
+    if every_layer:
+        return _programs(job, every_layer=True)
+    return recordings.programs(job, lambda: _programs(job))
+
+
+def _programs(job: Job, *, every_layer: bool = False) -> list[Program]:
     by_kind: dict[Any, Anchor] = {}
     parts = job.stages()
     ready: dict[int, Recording] = {}
