@@ -256,6 +256,7 @@ def any_arrangements(draw: st.DrawFn) -> Arrangement:
         layers_per_stage=None if sizes is None else ",".join(map(str, sizes)),
         engine=draw(st.sampled_from(("fully_shard", "hsdp"))),
         reshard_after_forward=draw(st.booleans()),
+        reshard_inputs=draw(st.booleans()),
         reduce_each=degrees["pp"] == 1 and draw(st.booleans()),
         checkpointing=draw(st.sampled_from(("none", "full", "selective", "alternate"))),
     )

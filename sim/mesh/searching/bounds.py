@@ -175,6 +175,8 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     kept = {"full": hidden, "none": 4 * hidden + 2 * heads + 2 * kv + (3 if recipe.compile else 4) * ffn}
     kept["selective"] = 3 * hidden + 2 * heads + 2 * kv + 2 * ffn
     kept["alternate"] = (kept["selective"] + hidden) / 2  # attention, and every other matrix product
+    if recipe.sequence_parallel and not recipe.reshard_inputs:
+        kept["none"] += gathered_inputs
     at_work = kept["none"] + 2 * hidden + gathered_inputs
     per_layer = kept[recipe.checkpointing]
     checkpointed = layers if recipe.checkpoint_layers is None else min(recipe.checkpoint_layers, layers)
@@ -262,7 +264,8 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
 
     layers, width = shape.layers / dims.pp, WIDTH[recipe.param_dtype]
     passed = tokens * shape.hidden * width * layers
-    exposed = 10 * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
+    passes = 11 if recipe.reshard_inputs else 10  # two gathers more for each block, half hidden
+    exposed = passes * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
     if dims.ep_enabled:
         speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
         exposed += 4 * again * passed * shape.experts_per_token * (1 - 1 / dims.expert_ranks) / speed

@@ -173,7 +173,7 @@ def _folded(space: Space, degrees: dict[str, int]) -> list[tuple[int, bool]]:
 
 def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Candidate | Rejected]:
     seen = set()
-    for recipe in space.recipes:
+    for recipe in [variant for given in space.recipes for variant in _resharded(given, space.shape, dims)]:
         if recipe.zero == 2 and (dims.dp_shard * dims.ep * dims.cp == 1 or dims.pp > 1):
             recipe = dataclasses.replace(recipe, zero=3)  # nothing is sharded, or a stage keeps what it has gathered
         for scheduled in _schedules(recipe, dims, space.shape.layers):
@@ -192,6 +192,14 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
                     yield from _uneven(space, candidate)
                 else:
                     yield Rejected(str(candidate), "the pipeline cannot run", reason, candidate=candidate)
+
+
+def _resharded(recipe: Recipe, shape: Shape, dims: ParallelDims) -> list[Recipe]:
+    """The recipe itself, and where blocks keep what they gather, also with this gathered again in backward."""
+    keeps = dims.tp > 1 and recipe.sequence_parallel and recipe.checkpointing == "none" and shape.heads > 0
+    if not keeps or recipe.reshard_inputs:
+        return [recipe]
+    return [recipe, dataclasses.replace(recipe, reshard_inputs=True)]
 
 
 def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:

@@ -31,7 +31,7 @@ __all__ = ["Exploration", "NothingFits", "Progress"]
 _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell better
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
 _LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3}
-_ORDERED = ("checkpointing", "microbatches", "reduce_each", "zero")  # fields of a recipe that keep more, or less
+_ORDERED = ("checkpointing", "microbatches", "reduce_each", "reshard_inputs", "zero")  # what keeps more, or less
 _ALIKE = attrgetter(*(field.name for field in fields(Recipe) if field.name not in _ORDERED))
 
 Progress = Callable[[int, int, str], None]
@@ -296,5 +296,6 @@ def _is_larger(one: Candidate, other: Candidate) -> bool:
         and one.recipe.zero <= other.recipe.zero
         and one.parts <= other.parts
         and one.recipe.reduce_each <= other.recipe.reduce_each
+        and one.recipe.reshard_inputs <= other.recipe.reshard_inputs
         and one.dims.dp_shard <= other.dims.dp_shard
     )

@@ -245,6 +245,7 @@ class Floors:
             schedule="1f1b",
             stages_per_rank=None,
             reduce_each=False,
+            reshard_inputs=False,
         )
         return (dims.tp, dims.cp, dims.ulysses_degree, dims.ep, dims.etp, dims.fold_experts), recipe, micro_batch
 
