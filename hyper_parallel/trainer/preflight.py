@@ -134,6 +134,8 @@ def _check_engine(config: Config, dims: ParallelDims) -> None:
     others = [f"{name}={degree}" for name in ("tp", "pp", "ep") if (degree := getattr(dims, name)) > 1]
     if parallel.param_dtype == "bf16":
         others.append("param_dtype='bf16'")
+    if dims.fold_experts and dims.expert_ranks > 1:
+        others.append("fold_experts=True")
     if others:
         blame = "it splits parameters over all ranks, in the dtype they have"
         asked = f"cannot train with engine 'hsdp' and {', '.join(others)}"

@@ -155,6 +155,12 @@ REFUSED = [
         run("moe", ep=2, engine="hsdp"), 2, ["cannot train with engine 'hsdp' and ep=2"], id="hsdp with experts"
     ),
     pytest.param(
+        run("moe", cp=2, fold_experts=True, engine="hsdp"),
+        2,
+        ["cannot train with engine 'hsdp' and fold_experts=True"],
+        id="hsdp with experts over cp",
+    ),
+    pytest.param(
         run("moe", train={"batch_size": 6}, dp_replicate=2, ep=2),
         4,
         ["cannot split batch_size=6 sequences over 4 data-parallel ranks", "try: batch_size = 4 or 8"],
