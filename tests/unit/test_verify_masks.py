@@ -258,3 +258,31 @@ def test_a_proof_without_random_numbers_takes_no_further_step(monkeypatch):
 
     monkeypatch.setattr(verify_module, "shared_draws", never)
     assert residual(data_parallel(), p=0.0).ok
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_masks_of_tokens_in_zig_zag(wrong):
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.drop, self.chosen = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), None
+
+        def forward(self, x):
+            x = x if self.chosen is None else x[:, self.chosen]
+            y = self.first(x)
+            return x + self.drop(y) if self.chosen is None or not wrong else self.drop(x) + y
+
+    def zig_zag(model, mesh):
+        rank = mesh.get_local_rank()
+        torch.manual_seed(7 + rank)
+        model[0].chosen = torch.cat([torch.arange(8).chunk(4)[at] for at in (rank, 3 - rank)])
+        return DistributedDataParallel(model)
+
+    x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0))
+    options = {"parallelize": zig_zag, "loss_fn": lambda output, x: output.square().mean(), "optimizer_fn": None}
+    report = sim.verify_plan(lambda: nn.Sequential(Tokens(), nn.Linear(WIDTH, 4)), (x,), "cp=2", **options)
+    if wrong:
+        assert not report.ok, report
+        assert report.first.tensor.endswith("with random numbers"), report
+    else:
+        is_right(report)
