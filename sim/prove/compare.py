@@ -34,6 +34,7 @@ from sim.prove.judge import (
     spelling,
     title_of,
 )
+from sim.prove.modes.draws import Boundary
 from sim.prove.randomness import masks_problem, redrawn_row
 from sim.prove.record import Declarations, Entry, Key, spread_layout
 from sim.prove.report import Report, ReportRow
@@ -146,6 +147,20 @@ class Comparison:
         if any(after - before != 1 for piece in pieces for before, after in itertools.pairwise(piece)):
             self._row_orders.append(order)
             self.notes.append(f"dim {dim} of {self._place(mine)} is held in another order, and compared in that")
+
+    @property
+    def row_orders(self) -> list[tuple[int, ...]]:
+        """The orders in which ranks were given inputs, zig-zag or in turns: the places along a dim."""
+        return [places for _, places in self._row_orders]
+
+    def boundaries(self) -> list[Boundary]:
+        """Return what went into and came out of modules on one device, each tensor once."""
+        found: dict[int, Boundary] = {}
+        for key, entry in self.reference.recorder.entries.items():
+            if entry.value.is_floating_point():
+                bound = self.bounds.of(("value", key), entry.value)
+                found.setdefault(id(entry.value), Boundary(self._place(entry), entry.value, bound))
+        return list(found.values())
 
     def _place(self, entry: Entry) -> str:
         return Judged(entry.key.path, title_of(entry), "forward", Finding("right")).place

@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,12 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
-from sim.prove.record import ranks_along
+from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
-__all__ = ["Draw", "NoRandomness", "masks_problem", "redrawn", "redrawn_row"]
+__all__ = ["Draw", "DrawPlace", "DrawUse", "NoRandomness", "masks_problem", "redrawn", "redrawn_row"]
 
 _aten = torch.ops.aten
+
+_IN_PLACE = (
+    _aten._to_copy, _aten._unsafe_view, _aten.alias, _aten.clone, _aten.detach, _aten.expand, _aten.select,
+    _aten.slice, _aten.squeeze, _aten.unsqueeze, _aten.view,
+)  # fmt: skip
+"""Ops that leave numbers in their order, besides those that compute element by element."""
+
+DrawPlace: TypeAlias = tuple[str, str, int]
+"""Which draw it is: the module's path, the operation, and how many there were before."""
 
 
 class Draw(NamedTuple):
@@ -40,24 +50,61 @@ class Draw(NamedTuple):
     spread: bool = False
 
 
+@dataclass
+class DrawUse:
+    """What becomes of random numbers.
+
+    Attributes:
+        drawn: the numbers, as they were drawn; the rank's part of a DTensor's.
+        state: a fingerprint of the generator before it.
+        given: what they were put on, such as the input of dropout; None where that was not seen.
+        shape: of the numbers when they were put on it: another one, where a part was taken of them.
+    """
+
+    drawn: torch.Tensor
+    state: str
+    given: torch.Tensor | None = None
+    shape: tuple[int, ...] = ()
+
+
 class NoRandomness(TorchDispatchMode):
     """Lets random operations draw as they would, and puts what they are on average in place of the result.
 
-    So dropout does nothing, and uniform numbers are 1/2; one device and many ranks can be compared.
+    So dropout does nothing, and uniform numbers are 1/2; one device and many ranks can be compared. Where both sides
+    are given the same numbers, these are put in place, also where backward computes forward again: a draw from the
+    same state of the generator is the same draw.
 
     Args:
         path: returns the module that is running.
+        shared: numbers for the first step's forward, of the shape that is drawn.
+        keeps: note what becomes of the numbers.
 
     Attributes:
         draws: of forward.
         again: of forwards that backward repeats, as activation checkpointing does.
+        uses: what became of the numbers in the first step's forward.
+        is_misfit: what was drawn has another shape than what is shared.
     """
 
-    def __init__(self, path: Callable[[], str]) -> None:
+    def __init__(
+        self, path: Callable[[], str], shared: Mapping[DrawPlace, torch.Tensor] | None = None, *, keeps: bool = True
+    ) -> None:
         super().__init__()
         self.path = path
         self.draws: list[Draw] = []
         self.again: list[Draw] = []
+        self.uses: dict[DrawPlace, DrawUse] = {}
+        self.is_misfit = False
+        self._shared = shared or {}
+        self._counts: dict[tuple[str, str], int] = {}
+        self._by_state: dict[tuple[str, tuple[int, ...], str], torch.Tensor] = {}
+        self._followed: list[tuple[torch.Tensor, DrawUse]] = []  # random numbers that were put on nothing yet
+        self._keeps = keeps
+
+    def end_first_step(self) -> None:
+        """Forget the draws so far; those that follow are at their mean."""
+        self.draws, self.again, self._shared, self._keeps = [], [], {}, False
+        self._followed.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,10 +113,54 @@ class NoRandomness(TorchDispatchMode):
         kwargs = kwargs or {}
         calm = _CALM.get(func.overloadpacket)
         if calm is None:
-            return func(*args, **kwargs)
+            return self._follow(func, args, kwargs) if self._followed else func(*args, **kwargs)
         result = self._drawn(func, types, args, kwargs)
         with torch.no_grad():
+            if isinstance(result, torch.Tensor) and self._keeps:
+                numbers = self._numbers(func.overloadpacket.__name__, result)
+                if numbers is not None:
+                    _part_of(result).copy_(numbers)
+                    return result
             return calm(result, args, kwargs)
+
+    def _numbers(self, op: str, result: torch.Tensor) -> torch.Tensor | None:
+        """Return what is shared of a draw that has just been made; None: nothing."""
+        draw = self._last
+        alike = (op, draw.shape, draw.state)
+        if torch._C._current_graph_task_id() != -1:
+            return self._by_state.get(alike)
+        number = self._counts[draw.path, op] = self._counts.get((draw.path, op), -1) + 1
+        place = (draw.path, op, number)
+        part = _part_of(result)
+        use = self.uses[place] = DrawUse(part.clone(), draw.state)
+        self._followed.append((result, use))
+        numbers = self._shared.get(place)
+        if numbers is not None and numbers.shape != part.shape:
+            self.is_misfit, numbers = True, None
+        if numbers is not None:
+            self._by_state[alike] = numbers
+        return numbers
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Carry out an operation, and see what it puts random numbers on."""
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        index = next((at for at, (tensor, _) in enumerate(self._followed) if any(tensor is x for x in given)), None)
+        if index is None or torch._C._current_graph_task_id() != -1:
+            return func(*args, **kwargs)
+        numbers, use = self._followed[index]
+        others = [each for each in given if each is not numbers and each.dim() and each.is_floating_point()]
+        if others:
+            del self._followed[index]
+            other = max(others, key=torch.Tensor.numel)
+            if _broadcasts(numbers, other):
+                use.given, use.shape = local_of(other).clone(), tuple(_part_of(numbers).shape)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func.overloadpacket not in _IN_PLACE and torch.Tag.pointwise not in func.tags:
+            del self._followed[index]  # such as a transpose, after which they lie elsewhere
+        elif isinstance(result, torch.Tensor) and result is not numbers:
+            self._followed.append((result, use))
+        return result
 
     def noted(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Carry out an operation as it is; if it is random, note that it draws."""
@@ -83,7 +174,8 @@ class NoRandomness(TorchDispatchMode):
         # Backward itself is not differentiated, what it repeats is.
         in_backward = torch._C._current_graph_task_id() != -1
         kept = self.draws if not in_backward else self.again if torch.is_grad_enabled() else []
-        kept.append(Draw(self.path(), func.overloadpacket.__name__, tuple(first.shape), state, spread))
+        self._last = Draw(self.path(), func.overloadpacket.__name__, tuple(first.shape), state, spread)
+        kept.append(self._last)
         return result
 
 
@@ -177,6 +269,16 @@ def _split_axes(
     given = {name for name in split if name in sizes}
     near = [chosen for chosen in fits if given <= set(chosen)] or [chosen for chosen in fits if set(chosen) <= given]
     return near[0] if len(near) == 1 else None
+
+
+def _part_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _broadcasts(numbers: torch.Tensor, to: torch.Tensor) -> bool:
+    """Whether numbers can be put on a tensor as they are, each on one element or on several."""
+    sizes = itertools.zip_longest(reversed(numbers.shape), reversed(to.shape), fillvalue=1)
+    return numbers.dim() <= to.dim() and all(size in (1, full) for size, full in sizes)
 
 
 def _fingerprint(generator: torch.Generator | None) -> str:

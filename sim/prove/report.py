@@ -16,7 +16,7 @@ __all__ = ["MutantRow", "Report", "ReportRow", "Sensitivity"]
 
 _WIDTH = 120
 _HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
-_INPUT = re.compile("put (?!of step)")  # "input x"
+_INPUT = re.compile("put (?!of step|with random)")  # "input x"
 _LIMITS = (56, 9, 30, 30, 8, 8, 10)  # how wide a column may get, in letters
 
 Verdict: TypeAlias = str

@@ -25,8 +25,9 @@ from sim.prove.bound import SAFETY, DoubleGroupedProducts
 from sim.prove.evidence import gap, unit_roundoff
 from sim.prove.infer import order_said
 from sim.prove.modes.choices import Choice, ChoiceKey, Choices
+from sim.prove.modes.draws import SharedDraws
 from sim.prove.modes.precision import WidePrecision, narrow_words
-from sim.prove.randomness import Draw, NoRandomness, redrawn
+from sim.prove.randomness import Draw, DrawPlace, DrawUse, NoRandomness, redrawn
 from sim.prove.record import (
     AxesOf,
     ModuleRecorder,
@@ -58,6 +59,7 @@ class Task:
         wrapped: inputs that are given as DTensors.
         optimizer_fn: None for no optimizer.
         second: full values for the steps after the first; None: the same.
+        shared: random numbers for one device and for each rank, in place of their means; None: for none.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -74,6 +76,7 @@ class Task:
     steps: int
     train: bool
     second: Mapping[str, Any] | None = None
+    shared: SharedDraws | None = None
 
     @property
     def values(self) -> list[Mapping[str, Any]]:
@@ -112,6 +115,9 @@ class Run:
         same: for each name of a parameter, the first name of the same tensor.
         leaves: the parameters themselves.
         draws: random numbers in the first step's forward.
+        uses: what became of them.
+        repeats: backward has computed some of them again.
+        is_misfit: they have other shapes than those that were shared.
         redraw: one of them that a recomputation in backward has drawn otherwise.
         outputs: the tensors that the model returned, with the way to each.
         loss: what was differentiated, if it is one number.
@@ -133,6 +139,9 @@ class Run:
     same: dict[str, str]
     leaves: dict[str, nn.Parameter]
     draws: list[Draw] = field(default_factory=list)
+    uses: Mapping[DrawPlace, DrawUse] = field(default_factory=dict)
+    repeats: bool = False
+    is_misfit: bool = False
     redraw: Draw | None = None
     outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     loss: torch.Tensor | None = None
@@ -204,7 +213,8 @@ class _Session:
             raise TypeError(explain(ASKED, "optimizer_fn returned no optimizer", made, hint))
         self.wide = WidePrecision(dtype, self._inside)
         self.choices = Choices(self._inside, taken)
-        self.quiet = NoRandomness(lambda: self.run.recorder.inside[-1] if self.run.recorder.inside else "")
+        shared = None if task.shared is None else task.shared.one if mesh is None else task.shared.ranks[rank]
+        self.quiet = NoRandomness(lambda: self._inside() or "", shared)
 
     @property
     def run(self) -> Run:
@@ -216,6 +226,7 @@ class _Session:
         with DoubleGroupedProducts(), self.quiet, self.wide:
             self._forward()
             self.run.draws = [draw for draw in self.quiet.draws if not draw.spread]
+            self.run.uses, self.run.is_misfit = self.quiet.uses, self.quiet.is_misfit
             self.run.low, self.run.choices = self.wide.by_hand, self.choices.made
 
     def _forward(self) -> None:
@@ -268,12 +279,13 @@ class _Session:
                 if step:
                     self.args, self.kwargs = self.given[-1]
                     self.runs.append(self._next())
-                    self.quiet.draws, self.quiet.again = [], []
+                    self.quiet.end_first_step()
                     self._forward()
                 with _entered(self.run.recorder.modules, self.run.recorder.inside):
                     self._differentiate(self.run.outputs, self.run.loss, grads)
                 self._keep_gradients()
                 self.run.redraw = redrawn(self.quiet.draws, self.quiet.again)
+                self.run.repeats = bool(self.quiet.again)
                 if optimizer is not None:
                     # Imported here: whoever imports `sim`, or proves a plan without an optimizer, needs no trainer.
                     from hyper_parallel.trainer.optimizer import update
@@ -652,6 +664,9 @@ def _tensors(run: Run) -> Iterator[tuple[Any, torch.Tensor]]:
             yield ("grad", key), entry.grad
     for each, choice in run.choices.items():
         yield ("choice", each), choice.given
+    for place, use in run.uses.items():
+        if use.given is not None:
+            yield ("draw", place), use.given
     if run.loss is not None:
         yield "loss", run.loss.detach()
     for name, grad in run.gradients.items():

@@ -360,7 +360,7 @@ class _CalmInModules(NoRandomness):
     """Takes random numbers at their mean within modules, and leaves those that make weights and batches."""
 
     def __init__(self, watch: LoopWatch) -> None:
-        super().__init__(lambda: watch.where)
+        super().__init__(lambda: watch.where, keeps=False)
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
