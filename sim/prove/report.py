@@ -16,7 +16,7 @@ __all__ = ["MutantRow", "Report", "ReportRow", "Sensitivity"]
 
 _WIDTH = 120
 _HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
-_INPUT = re.compile("put (?!of step|with random)")  # "input x"
+_INPUT = re.compile("put (?!of step|in step|with random)")  # "input x"
 _LIMITS = (56, 9, 30, 30, 8, 8, 10)  # how wide a column may get, in letters
 
 Verdict: TypeAlias = str
@@ -57,7 +57,11 @@ class ReportRow:
 
     @property
     def place(self) -> str:
-        """The tensor with its module, for messages."""
+        """The tensor with its module, for messages.
+
+        >>> ReportRow("mlp", "input x", "forward").place, ReportRow("mlp", "output in step 2", "forward").place
+        ('mlp.input.x', 'mlp.output in step 2')
+        """
         prefix = "the gradient of " if self.kind == "gradient" else ""
         joint = "." if self.module else "the model's " if self.kind in ("forward", "gradient") else ""
         return f"{prefix}{self.module}{joint}{_INPUT.sub('put.', self.tensor)}"
