@@ -7,6 +7,7 @@ and `guess_memory`. None of them is shown as a result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
@@ -17,6 +18,7 @@ from sim.mesh.searching.space import Candidate, Shape
 __all__ = [
     "WIDTH",
     "Machine",
+    "even_layers",
     "even_memory",
     "even_time",
     "guess_memory",
@@ -195,6 +197,18 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     return _together(_state(shape, candidate), bytes_, candidate)
 
 
+@cache
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Return layers for stages where nobody says: embedding and head count as layers.
+
+    Args:
+        layers: of the model.
+        stages: of all ranks.
+    """
+    return tuple(len(part) for part in split_layers(layers, stages))
+
+
+@cache
 def even_time(shape: Shape, stages: int) -> tuple[int, ...]:
     """Return layers for stages that compute equally long: the head takes what it weighs, the embedding nothing.
 
@@ -293,7 +307,7 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
 def _fullest(shape: Shape, candidate: Candidate, each: int) -> float:
     """Return the layers of the rank that has most of them, of as many as all ranks have; the head counts as layers."""
     stages = candidate.dims.pp * each
-    sizes = candidate.layers_per_stage or tuple(len(part) for part in split_layers(shape.layers, stages))
+    sizes = candidate.layers_per_stage or even_layers(shape.layers, stages)
     head = _layers_in_head(shape)
     own = [float(sum(sizes[rank :: candidate.dims.pp])) for rank in range(candidate.dims.pp)]
     own[-1] += head

@@ -15,7 +15,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import even_memory, even_time
+from sim.mesh.searching.bounds import even_layers, even_memory, even_time
 from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
 
 __all__ = ["enumerate_candidates"]
@@ -212,7 +212,7 @@ def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     found = {even_time(space.shape, stages)}
     if recipe.schedule == "1f1b":
         found.add(even_memory(space.shape, candidate, space.seq_len))
-    usual = tuple(len(layers) for layers in split_layers(space.shape.layers, stages))
+    usual = even_layers(space.shape.layers, stages)
     for sizes in sorted(found - {usual}):
         yield dataclasses.replace(candidate, layers_per_stage=sizes)
 

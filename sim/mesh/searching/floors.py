@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -138,6 +139,8 @@ class Floors:
         for key, part in self._bases(candidate):
             if not known_only or key in self._known:
                 yield self._seconds(candidate, self._of(key), part)
+                if candidate.dims.pp > 1:
+                    yield self._of_schedule(candidate, self._of(key), part)
 
     def _bases(self, candidate: Candidate) -> list[tuple[Any, float]]:
         """What is recorded for a candidate, and the part of it that is one of its micro-batches.
@@ -163,8 +166,7 @@ class Floors:
         if copies is not None and self._shards(candidate) and candidate.recipe.zero >= 2:
             # Gradients that are not reduced in each micro-batch are added up, which moves as much.
             each += copies.forward + copies.gradients + (copies.backward if candidate.recipe.zero == 3 else 0.0)
-        least = each * (candidate.parts + _waits(candidate)) / candidate.dims.pp
-        return max(least, self._of_schedule(candidate, floor, part)) if candidate.dims.pp > 1 else least
+        return each * (candidate.parts + _waits(candidate)) / candidate.dims.pp
 
     def _of_schedule(self, candidate: Candidate, floor: Floor, part: float) -> float:
         """Return seconds of a step of a pipeline, whose stages need not compute equally long."""
@@ -235,18 +237,7 @@ class Floors:
         return self._known[key]
 
     def _key(self, candidate: Candidate, micro_batch: int) -> Any:
-        dims = candidate.dims
-        recipe = dataclasses.replace(
-            candidate.recipe,
-            checkpointing="none",
-            checkpoint_layers=None,
-            zero=3,
-            microbatches=1,
-            schedule="1f1b",
-            stages_per_rank=None,
-            reduce_each=False,
-            reshard_inputs=False,
-        )
+        dims, recipe = candidate.dims, _recorded_as(candidate.recipe)
         return (dims.tp, dims.cp, dims.ulysses_degree, dims.ep, dims.etp, dims.fold_experts), recipe, micro_batch
 
     def _pricing(self, recipe: Recipe) -> Pricing:
@@ -301,6 +292,22 @@ class Floors:
             tuple(layers["backward"]),
             head,
         )
+
+
+@cache
+def _recorded_as(recipe: Recipe) -> Recipe:
+    """Return the recipe that a floor is recorded with: nothing that only repeats or arranges what there is."""
+    return dataclasses.replace(
+        recipe,
+        checkpointing="none",
+        checkpoint_layers=None,
+        zero=3,
+        microbatches=1,
+        schedule="1f1b",
+        stages_per_rank=None,
+        reduce_each=False,
+        reshard_inputs=False,
+    )
 
 
 def _computing(program: Program) -> Iterator[tuple[str, int | None, Op]]:
