@@ -377,6 +377,25 @@ def test_more_stages_are_tried_where_the_bubble_matters() -> None:
     assert {one.parts for one in few if one.recipe.stages_per_rank == 8} < {one.parts for one in few}
 
 
+def test_micro_batches_of_any_size_up_to_eight() -> None:
+    options: dict[str, Any] = {"devices": 8, "batch": 24, "fixed": {"tp": 1, "pp": 1, "cp": 1, "dp_shard": 1}}
+    few = {one.parts for one in enumerate_candidates(space(**options)) if isinstance(one, Candidate)}
+    assert few == {3, 1}, "three sequences on each rank"
+    options["batch"] = 8 * 60
+    more = {60 // one.parts for one in enumerate_candidates(space(**options)) if isinstance(one, Candidate)}
+    assert more == {1, 2, 3, 4, 5, 6, 60}
+
+
+def test_the_guess_prefers_micro_batches_of_more_tokens() -> None:
+    shape, dims = shape_of(find_model("llama3-8b"), 2048), ParallelDims(dp_shard=8, world_size=8)
+    guesses = [
+        guess_seconds(shape, Candidate(dims, Recipe(microbatches=8 // size, zero=2), 8), 2048, H100)
+        for size in (1, 2, 4, 8)
+    ]
+    assert guesses == sorted(guesses, reverse=True)
+    assert guesses[0] > 1.1 * guesses[-1]
+
+
 def test_inputs_are_gathered_again_where_blocks_keep_them() -> None:
     found = [c for c in enumerate_candidates(space(fixed={"pp": 1, "cp": 1})) if isinstance(c, Candidate)]
     again = [one for one in found if one.recipe.reshard_inputs]

@@ -32,6 +32,7 @@ WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a number."""
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
+_FEW = 400  # tokens of a micro-batch that take twice as long as they compute: weights are read, operations issued
 _RECOMPUTED = {"none": 1.0, "selective": 1.05, "alternate": 1.18, "full": 4 / 3}
 
 
@@ -259,9 +260,9 @@ def _blocks_under_way(candidate: Candidate) -> float:
 def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
     """Return about how long a step takes, to order candidates by.
 
-    Compute at a fixed part of the peak, in a pipeline that of the fullest rank; of tensor and expert parallelism and of
-    messages between stages all communication, of sharded weights what compute does not hide; the bubble of the
-    pipeline.
+    Compute at a part of the peak, the smaller the fewer tokens a micro-batch has, in a pipeline that of the fullest
+    rank; of tensor and expert parallelism and of messages between stages all communication, of sharded weights what
+    compute does not hide; the bubble of the pipeline.
 
     Args:
         shape: of the model.
@@ -273,7 +274,7 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     tokens = candidate.batch * seq_len / dims.cp
     flops = machine.flops * (1.6 if recipe.float8 else 1.0) * _MATMUL
     compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / flops
-    compute *= _RECOMPUTED[recipe.checkpointing] * (1.0 if recipe.compile else 1.1)
+    compute *= _RECOMPUTED[recipe.checkpointing] * (1.0 if recipe.compile else 1.1) * (1 + _FEW * parts / tokens)
     again = 4 / 3 if recipe.checkpointing == "full" else 1.0
 
     layers, width = shape.layers / dims.pp, WIDTH[recipe.param_dtype]

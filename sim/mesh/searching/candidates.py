@@ -233,10 +233,10 @@ def _is_worth_its_stages(recipe: Recipe, dims: ParallelDims) -> bool:
 
 
 def _cuts(recipe: Recipe, batch: int) -> list[Recipe]:
-    """The recipe with micro-batches of 1, 2, 4 and 8 sequences, and with the whole batch."""
+    """The recipe with micro-batches of up to 8 sequences that the batch divides into, and with the whole batch."""
     if recipe.microbatches is not None:
         return [recipe] if batch % recipe.microbatches == 0 else []
-    sizes = sorted({size for size in (1, 2, 4, 8, batch) if batch % size == 0 and size <= batch})
+    sizes = sorted({size for size in (*range(1, 9), batch) if batch % size == 0})
     return [dataclasses.replace(recipe, microbatches=batch // size) for size in sizes]
 
 
