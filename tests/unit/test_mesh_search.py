@@ -514,6 +514,16 @@ def test_the_least_time_of_a_schedule(
     assert least_time(candidate, forward, [2 * one for one in forward], message) == pytest.approx(seconds)
 
 
+def test_a_schedule_of_many_micro_batches_is_not_played() -> None:
+    """The fullest rank's computing is the least in any case, and costs neither time nor memory to know."""
+    dims = ParallelDims(pp=2, world_size=2)
+    least = [
+        least_time(Candidate(dims, Recipe(microbatches=parts), parts), [1, 2], [2, 4], 0.0) / parts
+        for parts in (8, 512, 4096)
+    ]
+    assert least[0] > least[1] > least[2] == 6
+
+
 def test_a_floor_knows_what_each_checkpointing_computes_again() -> None:
     floor = Floor(seconds=10.0, products=3.0, matmuls=2.0, moves=1.0, activations=0, logits=0)
     dims = ParallelDims(dp_shard=4, world_size=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
@@ -11,6 +11,9 @@ from sim.mesh.searching.space import Candidate
 from sim.mesh.tracing.stitch import Action, orders
 
 __all__ = ["layers_of_stages", "least_time"]
+
+_MOST = 2048
+"""Stages times micro-batches of a schedule that is played."""
 
 
 def layers_of_stages(layers: int, candidate: Candidate) -> list[range]:
@@ -34,7 +37,7 @@ def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequenc
     """Return seconds from the first forward to the last backward, if nothing else is waited for.
 
     Of schedules that split backward in two, nobody says how long either half is: there it is what the fullest rank
-    computes.
+    computes, and so it is with many micro-batches, of which the first and the last matter little.
 
     Args:
         candidate: with a pipeline.
@@ -46,7 +49,7 @@ def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequenc
     kind = find_schedule(recipe.schedule)
     each = kind.checked_stages_per_rank(recipe.stages_per_rank)
     owners = _owners(recipe.schedule, ranks, each)
-    if kind.splits_backward:
+    if kind.splits_backward or len(owners) * parts > _MOST:
         busy = [0.0] * ranks
         for owner, *seconds in zip(owners, forward, backward, strict=True):
             busy[owner] += parts * sum(seconds)
@@ -59,7 +62,7 @@ def _owners(schedule: str, ranks: int, each: int) -> list[int]:
     return [rank_of_stage(schedule, stage, ranks, each) for stage in range(ranks * each)]
 
 
-_orders = cache(orders)
+_orders = lru_cache(maxsize=64)(orders)
 
 
 def _makespan(
