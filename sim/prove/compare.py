@@ -34,7 +34,7 @@ from sim.prove.judge import (
     spelling,
     title_of,
 )
-from sim.prove.modes.draws import Boundary
+from sim.prove.modes.draws import ModuleTensor
 from sim.prove.randomness import masks_problem, redrawn_row
 from sim.prove.record import Declarations, Entry, Key, spread_layout
 from sim.prove.report import Report, ReportRow
@@ -153,13 +153,13 @@ class Comparison:
         """The orders in which ranks were given inputs, zig-zag or in turns: the places along a dim."""
         return [places for _, places in self._row_orders]
 
-    def boundaries(self) -> list[Boundary]:
+    def boundaries(self) -> list[ModuleTensor]:
         """Return what went into and came out of modules on one device, each tensor once."""
-        found: dict[int, Boundary] = {}
+        found: dict[int, ModuleTensor] = {}
         for key, entry in self.reference.recorder.entries.items():
             if entry.value.is_floating_point():
                 bound = self.bounds.of(("value", key), entry.value)
-                found.setdefault(id(entry.value), Boundary(self._place(entry), entry.value, bound))
+                found.setdefault(id(entry.value), ModuleTensor(self._place(entry), entry.value, bound))
         return list(found.values())
 
     def _place(self, entry: Entry) -> str:

@@ -197,6 +197,12 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
         4,
     ),
     "reduced in each": ("dense", 2, {"reduce_each": True, "param_dtype": "bf16"}, 4),
+    "pipeline, experts on some stages": (
+        "experts",
+        4,
+        {"pp": 2, "cp": 2, "fold_experts": True, "schedule": "looped-bfs", "layers_per_stage": "0,1,1,0"},
+        2,
+    ),
 }
 
 

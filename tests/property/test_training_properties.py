@@ -77,8 +77,6 @@ def seen(problem: Problem, arrangement: Arrangement) -> None:
 @given(st.data(), problems)
 def test_any_ranks_train_as_one_device(data, problem):
     arrangement = data.draw(arrangements(problem))
-    again = arrangement.parallel.tp > 1 and data.draw(st.booleans(), label="inputs gathered again")
-    arrangement = arrangement._replace(parallel=replace(arrangement.parallel, reshard_inputs=again))
     seen(problem, arrangement)
     with folder() as keep:
         found = run(arrangement.of(problem), arrangement.world_size, keep)

@@ -22,7 +22,15 @@ from sim.mesh.estimate import estimate
 from sim.mesh.hardware import find_hardware
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import Machine, even_memory, even_time, guess_memory, guess_seconds, least_memory
+from sim.mesh.searching.bounds import (
+    Machine,
+    even_memory,
+    even_time,
+    guess_memory,
+    guess_seconds,
+    least_memory,
+    message_seconds,
+)
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.explore import NothingFits
 from sim.mesh.searching.floors import Floor, Floors
@@ -213,6 +221,27 @@ def test_the_guess_of_a_pipeline_knows_its_fullest_rank_and_its_messages() -> No
     assert guess(even_time(shape, 4), 2) < 0.97 * guess((8,) * 4, 2)
     bubbles = (1 + 1 / (4 * 8)) / (1 + 1 / (4 * 2))
     assert guess((2,) * 16, 8) > 1.02 * bubbles * guess((8,) * 4, 2), "messages take some of what the bubble gives"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "speed"), [({"pp": 2, "dp_shard": 8}, "between"), ({"pp": 4, "dp_shard": 4}, "inside")]
+)
+def test_a_message_is_as_fast_as_between_the_nearest_stages(degrees: dict[str, int], speed: str) -> None:
+    """Of 16 ranks, 4 stages have two on each node: a bound takes the messages between these."""
+    shape = shape_of(find_model("llama3-8b"), 8192)
+    candidate = Candidate(ParallelDims(**degrees, world_size=16), Recipe(microbatches=4), 8)
+    assert message_seconds(shape, candidate, 8192, H100) == 2 * 8192 * 4096 * 2 / getattr(H100, speed)
+
+
+def test_the_guess_knows_which_rank_has_the_last_stage() -> None:
+    """The stages of zbv lie in a V: the first rank has the first stage and the last, with the head."""
+    shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(pp=2, world_size=2)
+
+    def guess(layers: tuple[int, ...]) -> float:
+        recipe = Recipe(microbatches=4, schedule="zbv", stages_per_rank=2)
+        return guess_seconds(shape, Candidate(dims, recipe, 4, layers), 8192, H100)
+
+    assert guess((2, 13, 4, 13)) < guess((8, 8, 8, 8))
 
 
 def test_gradients_that_are_reduced_in_each_micro_batch_are_not_guessed_to_be_whole() -> None:

@@ -1,7 +1,7 @@
 """The ways to train a model on some devices, and how to find the good ones.
 
 search -> explore -> candidates, floors, ranking
-floors -> bounds, stages -> space
+candidates, floors -> bounds -> stages -> space
 ranking -> limits
 advice
 """

@@ -14,11 +14,10 @@ from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.metrics import least_kept
 from sim.mesh.hardware import Hardware
 from sim.mesh.searching.space import Candidate, Shape
+from sim.mesh.searching.stages import layers_of_stages, owners_of
 
 __all__ = [
-    "WIDTH",
     "Machine",
-    "even_layers",
     "even_memory",
     "even_time",
     "guess_memory",
@@ -26,10 +25,10 @@ __all__ = [
     "held_by_model",
     "least_memory",
     "machine_of",
+    "message_seconds",
 ]
 
-WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of a number."""
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
 _FEW = 400  # tokens of a micro-batch that take twice as long as they compute: weights are read, operations issued
@@ -89,7 +88,7 @@ def _on_a_rank(shape: Shape, candidate: Candidate) -> tuple[float, float]:
 def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     """Weights with optimizer state, and gradients."""
     dims, recipe = candidate.dims, candidate.recipe
-    computed = WIDTH[recipe.param_dtype]
+    computed = _BYTES[recipe.param_dtype]
     has_master = recipe.master == "fp32" and computed < 4
     weights, moments = (4 if recipe.master == "fp32" else computed), _MOMENTS[recipe.optimizer]
     dense, experts = _on_a_rank(shape, candidate)
@@ -121,7 +120,7 @@ def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     if dims.pp > 1 or candidate.parts == 1:
         return standing, 0.0
     if recipe.zero >= 2 and not recipe.reduce_each and dims.dp_shard * dims.ep * dims.cp > 1:
-        gradients = sum(_on_a_rank(shape, candidate)) * WIDTH[recipe.param_dtype]  # whole on each rank until the last
+        gradients = sum(_on_a_rank(shape, candidate)) * _BYTES[recipe.param_dtype]  # whole on each rank until the last
     return standing, gradients
 
 
@@ -129,7 +128,7 @@ def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     dims, recipe = candidate.dims, candidate.recipe
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
     layers = shape.layers // dims.pp
-    width = WIDTH[recipe.param_dtype]
+    width = _BYTES[recipe.param_dtype]
     split = dims.tp if recipe.sequence_parallel else 1
     checkpointed = layers if recipe.checkpoint_layers is None else min(recipe.checkpoint_layers, layers)
     checkpointed = 0 if recipe.checkpointing == "none" else checkpointed
@@ -167,7 +166,7 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
         seq_len: tokens of a sequence.
     """
     dims, recipe = candidate.dims, candidate.recipe
-    width, tokens = WIDTH[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
+    width, tokens = _BYTES[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
     layers = -(-shape.layers // dims.pp)
     hidden, ffn = (
         shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1),
@@ -196,17 +195,6 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
         if dims.pp == 1 and candidate.parts > 1 and not recipe.reduce_each:
             bytes_ += (dense + experts) * 4  # gradients are whole until the last micro-batch has added its own
     return _together(_state(shape, candidate), bytes_, candidate)
-
-
-@cache
-def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return layers for stages where nobody says: embedding and head count as layers.
-
-    Args:
-        layers: of the model.
-        stages: of all ranks.
-    """
-    return tuple(len(part) for part in split_layers(layers, stages))
 
 
 @cache
@@ -277,7 +265,7 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     compute *= _RECOMPUTED[recipe.checkpointing] * (1.0 if recipe.compile else 1.1) * (1 + _FEW * parts / tokens)
     again = 4 / 3 if recipe.checkpointing == "full" else 1.0
 
-    layers, width = shape.layers / dims.pp, WIDTH[recipe.param_dtype]
+    layers, width = shape.layers / dims.pp, _BYTES[recipe.param_dtype]
     passed = tokens * shape.hidden * width * layers
     passes = 11 if recipe.reshard_inputs else 10  # two gathers more for each block, half hidden
     exposed = passes * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
@@ -295,24 +283,36 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     exposed += _of_weights(shape, candidate, machine, compute)
     bubble = 0.0
     if dims.pp > 1:
-        each = find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
+        each = len(owners_of(candidate)) // dims.pp
         bubble = (dims.pp - 1) / (parts * each)
-        compute *= _fullest(shape, candidate, each)
-        inside = dims.world_size <= machine.devices_per_node
-        split = dims.tp if recipe.sequence_parallel else 1
-        sent = 2 * each * tokens * shape.hidden * width / split
-        exposed += sent / (machine.inside if inside else machine.between)
+        compute *= _fullest(shape, candidate)
+        exposed += 2 * each * parts * message_seconds(shape, candidate, seq_len, machine)
     return (compute + exposed) * (1 + bubble)
 
 
-def _fullest(shape: Shape, candidate: Candidate, each: int) -> float:
+def message_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
+    """Return seconds that a micro-batch takes at least from one stage to the next, on the fastest of these links.
+
+    Args:
+        shape: of the model.
+        candidate: with a pipeline, whose ranks lie as far from each other as all others have places.
+        seq_len: tokens of a sequence.
+        machine: that it runs on.
+    """
+    dims, recipe = candidate.dims, candidate.recipe
+    speed = machine.inside if dims.world_size // dims.pp < machine.devices_per_node else machine.between
+    tokens = candidate.batch // candidate.parts * seq_len / dims.cp
+    return tokens * shape.hidden * _BYTES[recipe.param_dtype] / (dims.tp if recipe.sequence_parallel else 1) / speed
+
+
+def _fullest(shape: Shape, candidate: Candidate) -> float:
     """Return the layers of the rank that has most of them, of as many as all ranks have; the head counts as layers."""
-    stages = candidate.dims.pp * each
-    sizes = candidate.layers_per_stage or even_layers(shape.layers, stages)
-    head = _layers_in_head(shape)
-    own = [float(sum(sizes[rank :: candidate.dims.pp])) for rank in range(candidate.dims.pp)]
-    own[-1] += head
-    return max(own) * candidate.dims.pp / (shape.layers + head)
+    ranks, head = candidate.dims.pp, _layers_in_head(shape)
+    own = [0.0] * ranks
+    for owner, layers in zip(owners_of(candidate), layers_of_stages(shape.layers, candidate), strict=True):
+        own[owner] += len(layers)
+    own[owner] += head
+    return max(own) * ranks / (shape.layers + head)
 
 
 def _layers_in_head(shape: Shape) -> float:
@@ -330,16 +330,16 @@ def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: f
     dense, experts = _on_a_rank(shape, candidate)
     gathers = {3: 2 * parts, 2: 1, 1: 1, 0: 0}[recipe.zero]
     reductions = parts if recipe.reduce_each else 1
-    sent = (dense + experts) * (gathers * WIDTH[recipe.param_dtype] + reductions * WIDTH[recipe.reduce_dtype])
+    sent = (dense + experts) * (gathers * _BYTES[recipe.param_dtype] + reductions * _BYTES[recipe.reduce_dtype])
     if shards == 1:
-        sent = (dense + experts) * WIDTH[recipe.reduce_dtype]
+        sent = (dense + experts) * _BYTES[recipe.reduce_dtype]
     # A group over nodes has the adapters of all its devices in a node.
     near = max(machine.devices_per_node // dims.tp, 1)
     inside = shards * dims.tp <= machine.devices_per_node
     seconds = sent / (machine.inside if inside else machine.between * min(near, shards))
     if dims.dp_replicate > 1:
         near = min(max(near // shards, 1), dims.dp_replicate)
-        seconds += 2 * (dense + experts) / shards * WIDTH[recipe.reduce_dtype] / (machine.between * near)
+        seconds += 2 * (dense + experts) / shards * _BYTES[recipe.reduce_dtype] / (machine.between * near)
     return max(seconds - 0.8 * compute, 0.05 * seconds)
 
 

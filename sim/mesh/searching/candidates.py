@@ -15,8 +15,9 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import even_layers, even_memory, even_time
+from sim.mesh.searching.bounds import even_memory, even_time
 from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
+from sim.mesh.searching.stages import layers_of_stages, owners_of
 
 __all__ = ["enumerate_candidates"]
 
@@ -208,11 +209,10 @@ def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     is_given = candidate.layers_per_stage is not None
     if dims.pp == 1 or is_given or recipe.schedule not in ("1f1b", "gpipe", "interleaved"):
         return
-    stages = dims.pp * find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
-    found = {even_time(space.shape, stages)}
+    found = {even_time(space.shape, len(owners_of(candidate)))}
     if recipe.schedule == "1f1b":
         found.add(even_memory(space.shape, candidate, space.seq_len))
-    usual = even_layers(space.shape.layers, stages)
+    usual = tuple(len(layers) for layers in layers_of_stages(space.shape.layers, candidate))
     for sizes in sorted(found - {usual}):
         yield dataclasses.replace(candidate, layers_per_stage=sizes)
 

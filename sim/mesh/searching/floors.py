@@ -22,7 +22,7 @@ from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.program import COMPUTE, Op, Program
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import WIDTH, held_by_model
+from sim.mesh.searching.bounds import held_by_model, machine_of, message_seconds
 from sim.mesh.searching.space import Candidate, Shape
 from sim.mesh.searching.stages import layers_of_stages, least_time
 from sim.mesh.spec import ModelSpec
@@ -170,7 +170,7 @@ class Floors:
 
     def _of_schedule(self, candidate: Candidate, floor: Floor, part: float) -> float:
         """Return seconds of a step of a pipeline, whose stages need not compute equally long."""
-        dims, recipe, shape = candidate.dims, candidate.recipe, self.shape
+        shape = self.shape
         alike = len(set(self.model.layer_kinds)) == 1
         again = self._recomputed(candidate, floor, part) / shape.layers if alike else 0.0
         added = self._added_up(candidate)
@@ -178,11 +178,7 @@ class Floors:
         forward = [part * sum(floor.forward[one.start : one.stop]) for one in stages]
         backward = [part * sum(floor.backward[one.start : one.stop]) + (again + added) * len(one) for one in stages]
         backward[-1] += part * floor.head
-        split = dims.tp if recipe.sequence_parallel else 1
-        tokens = candidate.batch // candidate.parts * self.seq_len / dims.cp
-        inside = dims.world_size <= self.hardware.devices_per_node
-        speed = self.hardware.value("intra.bandwidth" if inside else "inter.bandwidth")
-        message = tokens * shape.hidden * WIDTH[recipe.param_dtype] / split / speed
+        message = message_seconds(shape, candidate, self.seq_len, machine_of(self.hardware))
         return least_time(candidate, forward, backward, message)
 
     def _recomputed(self, candidate: Candidate, floor: Floor, part: float) -> float:
@@ -281,16 +277,16 @@ class Floors:
             axes = {"tp", "cp", "ep"} | ({"_".join(dims.expert_axes)} if "tp" in dims.expert_axes else set())
             waited = sum([exposed.get(axis, 0.0) for axis in axes])
             held = replay_memory(program, None).by_category
-        kept = held.get("activations", 0), held.get("logits", 0)
         return Floor(
-            computed + waited,
-            products,
-            matmuls,
-            moves,
-            *kept,
-            tuple(layers["forward"]),
-            tuple(layers["backward"]),
-            head,
+            seconds=computed + waited,
+            products=products,
+            matmuls=matmuls,
+            moves=moves,
+            activations=held.get("activations", 0),
+            logits=held.get("logits", 0),
+            forward=tuple(layers["forward"]),
+            backward=tuple(layers["backward"]),
+            head=head,
         )
 
 

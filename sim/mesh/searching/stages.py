@@ -10,7 +10,7 @@ from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from sim.mesh.searching.space import Candidate
 from sim.mesh.tracing.stitch import Action, orders
 
-__all__ = ["layers_of_stages", "least_time"]
+__all__ = ["layers_of_stages", "least_time", "owners_of"]
 
 _MOST = 2048
 """Stages times micro-batches of a schedule that is played."""
@@ -23,14 +23,28 @@ def layers_of_stages(layers: int, candidate: Candidate) -> list[range]:
         layers: of the model.
         candidate: with a pipeline.
     """
-    recipe = candidate.recipe
-    stages = candidate.dims.pp * find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
-    return _split(layers, stages, candidate.layers_per_stage)
+    return _split(layers, len(owners_of(candidate)), candidate.layers_per_stage)
 
 
 @cache
 def _split(layers: int, stages: int, sizes: tuple[int, ...] | None) -> list[range]:
     return split_layers(layers, stages, sizes=None if sizes is None else list(sizes))
+
+
+def owners_of(candidate: Candidate) -> list[int]:
+    """Return the place along the pipeline of the rank that has each stage.
+
+    Args:
+        candidate: with a pipeline.
+    """
+    recipe = candidate.recipe
+    return _owners(recipe.schedule, candidate.dims.pp, recipe.stages_per_rank)
+
+
+@cache
+def _owners(schedule: str, ranks: int, stages_per_rank: int | None) -> list[int]:
+    each = find_schedule(schedule).checked_stages_per_rank(stages_per_rank)
+    return [rank_of_stage(schedule, stage, ranks, each) for stage in range(ranks * each)]
 
 
 def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequence[float], message: float) -> float:
@@ -45,21 +59,13 @@ def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequenc
         backward: likewise.
         message: seconds that a micro-batch takes from one rank to the next.
     """
-    recipe, ranks, parts = candidate.recipe, candidate.dims.pp, candidate.parts
-    kind = find_schedule(recipe.schedule)
-    each = kind.checked_stages_per_rank(recipe.stages_per_rank)
-    owners = _owners(recipe.schedule, ranks, each)
-    if kind.splits_backward or len(owners) * parts > _MOST:
+    recipe, ranks, parts, owners = candidate.recipe, candidate.dims.pp, candidate.parts, owners_of(candidate)
+    if find_schedule(recipe.schedule).splits_backward or len(owners) * parts > _MOST:
         busy = [0.0] * ranks
         for owner, *seconds in zip(owners, forward, backward, strict=True):
             busy[owner] += parts * sum(seconds)
         return max(busy)
-    return _makespan(_orders(recipe.schedule, ranks, each, parts), owners, forward, backward, message)
-
-
-@cache
-def _owners(schedule: str, ranks: int, each: int) -> list[int]:
-    return [rank_of_stage(schedule, stage, ranks, each) for stage in range(ranks * each)]
+    return _makespan(_orders(recipe.schedule, ranks, recipe.stages_per_rank, parts), owners, forward, backward, message)
 
 
 _orders = lru_cache(maxsize=64)(orders)

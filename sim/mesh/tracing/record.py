@@ -450,7 +450,7 @@ class Recorder(Listener):
         if self._asleep:
             return
         op = "send" if sending else "recv"
-        group = self._group(axis, (min(pair), max(pair)))  # of a pipeline of two ranks, that of its collectives
+        group = self._group(axis, (min(pair), max(pair)))  # in the order of a group's ranks, on both sides
         self.events.append(Comm(op, group, size, size, _name(tensor.dtype), self.stream, handle, self._place, pair[1]))
 
     def on_wait(self, waitable: Waitable) -> None:

@@ -434,10 +434,10 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         own = [part for part in parts if part.rank == rank]
         adder = _Adder(job, program)
         sums = {part.index: _sums_of_norm(recordings[part.index]) for part in own}
-        whole = max(sums, key=lambda index: len(sums[index]))
+        whole = max(sums, key=lambda index: sum([size for _, size in sums[index].values()]))
+        known = {over for over, _ in sums[whole].values()}
         for part in own:
-            known = sums[whole].values() if part.index != whole else ()
-            again = {handle for handle, group in sums[part.index].items() if group in known}
+            again = {handle for handle, (over, _) in sums[part.index].items() if over in known and part.index != whole}
             adder.add(part, recordings[part.index], again)
         program.stages = tuple(part.index for part in own)
         program.order = _order(job, program, actions[rank])
@@ -446,14 +446,18 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
     return programs
 
 
-def _sums_of_norm(recording: Recording) -> dict[int, Any]:
-    """Return the handles of sums of the norm of gradients, and over what; a rank takes one over all its stages."""
+def _sums_of_norm(recording: Recording) -> dict[int, tuple[Any, int]]:
+    """Return the handles of sums of the norm of gradients, over what and of how many bytes.
+
+    A rank takes one over all its stages, of a number for each mesh that has the same ranks: dense weights and experts.
+    """
     return {
-        event.handle: (recording.groups[event.group], event.dtype)
+        event.handle: ((recording.groups[event.group], event.dtype), event.size)
         for (name, _, _), chunks in recording.segments.items()
         if name == "optimizer"
         for event in _flat(chunks)
-        if isinstance(event, Comm) and event.op == "all_reduce" and event.size == _BYTES_OF_NORM.get(event.dtype)
+        if isinstance(event, Comm) and event.op == "all_reduce"
+        if event.size in [meshes * _BYTES_OF_NORM.get(event.dtype, 0) for meshes in (1, 2)]
     }
 
 

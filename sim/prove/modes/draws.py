@@ -15,15 +15,15 @@ from sim.prove.infer import explanations
 from sim.prove.modes.values import listed
 from sim.prove.randomness import DrawPlace, DrawUse
 
-__all__ = ["Boundary", "SharedDraws", "shared_draws"]
+__all__ = ["ModuleTensor", "SharedDraws", "shared_draws"]
 
 _Uses: TypeAlias = Mapping[DrawPlace, DrawUse]
 
-
 _COARSE = 2.0**-7
+"""Part of a tensor's values: where rounding may be more, any part of it would be right."""
 
 
-class Boundary(NamedTuple):
+class ModuleTensor(NamedTuple):
     """A tensor of one device that random numbers may have been put on instead of the right one.
 
     Attributes:
@@ -83,7 +83,7 @@ def shared_draws(
     ranks: Sequence[_Uses],
     mesh: Layout,
     bound: Callable[[DrawPlace, torch.Tensor], float],
-    boundaries: Sequence[Boundary] = (),
+    boundaries: Sequence[ModuleTensor] = (),
     orders: Sequence[tuple[int, ...]] = (),
     repeats: Sequence[bool] = (),
 ) -> SharedDraws:
@@ -112,9 +112,7 @@ def shared_draws(
     free = {
         place: use
         for place, use in mine.items()
-        if place not in unclear
-        and use.given is not None
-        and bound(place, use.given) < _COARSE * magnitude(use.given)  # else any part would do
+        if place not in unclear and use.given is not None and bound(place, use.given) < _COARSE * magnitude(use.given)
     }
     there = [place for place in ranks[0] if all(place in uses for uses in ranks)]
     used = [place for place in there if all(uses[place].given is not None for uses in ranks)]
