@@ -20,12 +20,12 @@ __all__ = [
     "config_from_json",
     "config_to_json",
     "empty_tensors",
+    "is_left_out",
     "is_passed_over",
     "model_tensors",
     "place_of",
 ]
 
-_LLAMA, _MOE = "llama", "glm4_moe"
 _HEAD, _EMBEDDING = "head.weight", "embed.weight"
 
 _MODEL = (
@@ -40,6 +40,8 @@ _LAYER = (
     ("attention.wk.weight", "self_attn.k_proj.weight"),
     ("attention.wv.weight", "self_attn.v_proj.weight"),
     ("attention.wo.weight", "self_attn.o_proj.weight"),
+    ("attention.q_norm.weight", "self_attn.q_norm.weight"),
+    ("attention.k_norm.weight", "self_attn.k_norm.weight"),
     ("mlp.w1.weight", "mlp.gate_proj.weight"),
     ("mlp.w2.weight", "mlp.down_proj.weight"),
     ("mlp.w3.weight", "mlp.up_proj.weight"),
@@ -112,7 +114,7 @@ def empty_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     Args:
         config: the model's shape.
     """
-    if not isinstance(config, MoEConfig) or config.num_shared_experts:
+    if not isinstance(config, MoEConfig) or config.num_shared_experts or _kind_of(config) != "glm4_moe":
         return {}
     wide, flat = (0, config.hidden_size), (config.hidden_size, 0)
     return {
@@ -120,6 +122,19 @@ def empty_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         for layer in range(config.num_dense_layers, config.num_hidden_layers)
         for name, shape in (("gate_proj", wide), ("up_proj", wide), ("down_proj", flat))
     }
+
+
+def is_left_out(name: str, config: LlamaConfig) -> bool:
+    """Tell whether transformers has no place for a tensor of ours: the router's bias of a Qwen3MoeForCausalLM.
+
+    >>> is_left_out("layers.0.mlp.router.bias", MoEConfig(score="softmax"))
+    True
+
+    Args:
+        name: in our model.
+        config: the model's shape.
+    """
+    return name.endswith("router.bias") and _kind_of(config) == "qwen3_moe"
 
 
 def is_passed_over(name: str, config: LlamaConfig) -> bool:
@@ -155,14 +170,20 @@ _KEYS: tuple[tuple[str, str, Any], ...] = (
     ("init_std", "initializer_range", 0.02),
     ("tie_embeddings", "tie_word_embeddings", False),
 )
-_MOE_KEYS: tuple[tuple[str, str, Any], ...] = (
-    ("num_experts", "n_routed_experts", None),
+_EXPERT_KEYS: tuple[tuple[str, str, Any], ...] = (
     ("experts_per_token", "num_experts_per_tok", None),
-    ("num_shared_experts", "n_shared_experts", 1),
     ("expert_intermediate_size", "moe_intermediate_size", None),
+)
+_GLM_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("num_experts", "n_routed_experts", None),
+    ("num_shared_experts", "n_shared_experts", 1),
     ("num_dense_layers", "first_k_dense_replace", 1),
     ("norm_weights", "norm_topk_prob", True),
     ("routed_scale", "routed_scaling_factor", 1.0),
+)
+_QWEN_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("num_experts", "num_experts", None),
+    ("norm_weights", "norm_topk_prob", False),
 )
 # the keys of rope_parameters, or rope_scaling, with rope_type "llama3"
 _ROPE: tuple[tuple[str, str], ...] = (
@@ -173,12 +194,60 @@ _ROPE: tuple[tuple[str, str], ...] = (
 )
 _MOST = 2**24  # no size of a model is larger, and products of such sizes are still numbers of elements
 # what our models compute, where theirs could also compute something else
-_FIXED: tuple[tuple[str, Any], ...] = (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False))
-_MOE_FIXED: tuple[tuple[str, Any], ...] = (("use_qk_norm", False), ("n_group", 1), ("topk_group", 1))
+_FIXED: tuple[tuple[str, Any], ...] = (("hidden_act", "silu"), ("attention_bias", False))
+
+
+class _Kind(NamedTuple):
+    """A model of transformers that one of ours computes the same as.
+
+    Args:
+        architecture: its class there.
+        keys: of config.json: ours, theirs, and what is meant where it is left out.
+        fixed: keys of config.json and the only value that they can have.
+        ours: keys of our config and the only value that they can have.
+        head_dim: what is meant where config.json leaves it out; None: hidden_size / num_attention_heads.
+    """
+
+    architecture: str
+    keys: tuple[tuple[str, str, Any], ...]
+    fixed: dict[str, Any]
+    ours: dict[str, Any]
+    head_dim: int | None = None
+
+
+_ONE_WAY = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_KINDS = {
+    "llama": _Kind("LlamaForCausalLM", _KEYS, {**dict(_FIXED), "mlp_bias": False}, {"qk_norm": False}),
+    "qwen3": _Kind(
+        "Qwen3ForCausalLM", _KEYS, {**dict(_FIXED), "use_sliding_window": False}, {"qk_norm": True}, head_dim=128
+    ),
+    "glm4_moe": _Kind(
+        "Glm4MoeForCausalLM",
+        _KEYS + _EXPERT_KEYS + _GLM_KEYS,
+        {**dict(_FIXED), "use_qk_norm": False, "n_group": 1, "topk_group": 1},
+        {"qk_norm": False, "score": "sigmoid"},
+    ),
+    "qwen3_moe": _Kind(
+        "Qwen3MoeForCausalLM",
+        _KEYS + _EXPERT_KEYS + _QWEN_KEYS,
+        {**dict(_FIXED), "use_sliding_window": False, **_ONE_WAY},
+        {"qk_norm": True, "score": "softmax", "num_shared_experts": 0, "num_dense_layers": 0, "routed_scale": 1.0},
+    ),
+}
+"""By model_type."""
+
+
+def _kind_of(config: LlamaConfig) -> str:
+    if isinstance(config, MoEConfig):
+        return "glm4_moe" if config.score == "sigmoid" else "qwen3_moe"
+    return "qwen3" if config.qk_norm else "llama"
 
 
 def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the config.json of a LlamaForCausalLM, or of a Glm4MoeForCausalLM where there are experts.
+    """Return the config.json of a model of transformers that computes the same.
+
+    It is a LlamaForCausalLM, with `qk_norm` a Qwen3ForCausalLM; with experts a Glm4MoeForCausalLM, or, where the
+    router's scores are softmax's, a Qwen3MoeForCausalLM.
 
     >>> config_to_json(LlamaConfig(), torch.bfloat16)["architectures"]
     ['LlamaForCausalLM']
@@ -190,29 +259,26 @@ def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     Raises:
         ValueError: no model there computes the same.
     """
-    is_moe = isinstance(config, MoEConfig)
-    if config.qk_norm or config.head_dim * config.num_attention_heads != config.hidden_size:
-        seen = f"qk_norm: {config.qk_norm}   head_size: {config.head_size}   hidden_size: {config.hidden_size}"
-        blame = "what is imported again has heads of hidden_size / num_attention_heads, without norms"
-        raise ValueError(explain("cannot export to Hugging Face", blame, seen, "qk_norm=False, head_size=None"))
-    keys, fixed = (_KEYS + _MOE_KEYS, _FIXED[:2] + _MOE_FIXED) if is_moe else (_KEYS, _FIXED)
-    if isinstance(config, MoEConfig):
-        asked, seen = "cannot export to Hugging Face", f"score: {config.score!r}"
-        if config.score != "sigmoid":
-            blame = "its Glm4MoeForCausalLM, which the experts are written for, has sigmoid scores only"
-            raise ValueError(explain(asked, blame, seen, 'score="sigmoid"'))
-        if config.num_experts < 2:
-            seen = f"num_experts: {config.num_experts}"
-            raise ValueError(explain(asked, "its router needs two experts", seen, "num_experts=2, or LlamaConfig"))
+    kind = _KINDS[_kind_of(config)]
+    asked = "cannot export to Hugging Face"
+    unlike = [name for name, value in kind.ours.items() if getattr(config, name) != value]
+    if unlike:
+        seen = "   ".join(f"{name}: {getattr(config, name)!r}" for name in unlike)
+        hint = ", ".join(f"{name}={kind.ours[name]!r}" for name in unlike)
+        raise ValueError(explain(asked, f"its {kind.architecture} has {hint} only", seen, hint))
+    if isinstance(config, MoEConfig) and config.num_experts < 2:
+        seen = f"num_experts: {config.num_experts}"
+        raise ValueError(explain(asked, "its router needs two experts", seen, "num_experts=2, or LlamaConfig"))
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
     if config.rope_factor != 1:
         rope |= {"rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in _ROPE}}
     name = str(dtype).removeprefix("torch.")
+    is_glm = _kind_of(config) == "glm4_moe"
     return {
-        "architectures": ["Glm4MoeForCausalLM" if is_moe else "LlamaForCausalLM"],
-        "model_type": _MOE if is_moe else _LLAMA,
-        **{theirs: getattr(config, ours) for ours, theirs, _ in keys},
-        **dict(fixed),
+        "architectures": [kind.architecture],
+        "model_type": _kind_of(config),
+        **{theirs: getattr(config, ours) for ours, theirs, _ in kind.keys},
+        **kind.fixed,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "rope_parameters": rope,
@@ -223,7 +289,7 @@ def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": name,
         "bos_token_id": None,
         "eos_token_id": None,
-        **({"partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0} if is_moe else {}),
+        **({"partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0} if is_glm else {}),
     }
 
 
@@ -243,39 +309,43 @@ def config_from_json(settings: Any, asked: str) -> LlamaConfig:
     if not isinstance(settings, Mapping):
         blame = f"config.json holds a {type(settings).__name__}, not an object with keys"
         raise ValueError(explain(asked, blame, f"config.json: {settings!r}"[:200], '{"model_type": "llama", ...}'))
-    kind = settings.get("model_type")
-    if kind not in (_LLAMA, _MOE):
-        blame = f"there is no model here for model_type {kind!r}"
+    kind = _KINDS.get(str(settings.get("model_type")))
+    if kind is None:
+        blame = f"there is no model here for model_type {settings.get('model_type')!r}"
         seen = f"architectures: {settings.get('architectures')}"
-        raise ValueError(explain(asked, blame, seen, f"a folder with model_type {_LLAMA!r} or {_MOE!r}"))
-    keys = _KEYS + (_MOE_KEYS if kind == _MOE else ())
-    values = {ours: _value(asked, settings, ours, theirs, default) for ours, theirs, default in keys}
+        raise ValueError(explain(asked, blame, seen, f"a folder with model_type {' or '.join(map(repr, _KINDS))}"))
+    if "num_local_experts" in settings:  # what transformers 5 calls num_experts
+        settings = {"num_experts": settings["num_local_experts"], **settings}
+    values = {ours: _value(asked, settings, ours, theirs, default) for ours, theirs, default in kind.keys}
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     values["num_key_value_heads"] = _value(asked, settings, "num_key_value_heads", "num_key_value_heads", heads)
-    head_dim = _value(asked, settings, "hidden_size", "head_dim", hidden // heads)
+    head_dim = _value(asked, settings, "hidden_size", "head_dim", kind.head_dim or hidden // heads)
+    values["head_size"] = None if head_dim * heads == hidden else head_dim
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         blame, hint = "its rotary positions are no object with keys", '{"rope_type": "default", "rope_theta": 10000.0}'
         raise ValueError(explain(asked, blame, f"config.json: {rope!r}"[:200], hint))
     theta = settings.get("rope_theta", 10_000.0)
     values["rope_theta"] = float(_value(asked, {"rope_theta": theta, **rope}, "rope_theta", "rope_theta", None))
-    wanted = dict(_FIXED + (_MOE_FIXED if kind == _MOE else ())) | {"partial_rotary_factor": 1.0}
+    wanted = {**kind.fixed, "partial_rotary_factor": 1.0}
     found = {name: settings.get(name, value) for name, value in wanted.items()}
-    fraction = settings.get("partial_rotary_factor", 0.5 if kind == _MOE else 1.0)
+    fraction = settings.get("partial_rotary_factor", 0.5 if settings["model_type"] == "glm4_moe" else 1.0)
     found["partial_rotary_factor"] = rope.get("partial_rotary_factor", fraction)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "llama3":
         values |= {ours: _value(asked, rope, ours, theirs, None) for ours, theirs in _ROPE}
     else:
         wanted["rope_type"], found["rope_type"] = "default", rope_type
-    wanted["head_dim"], found["head_dim"] = hidden // heads, head_dim
     for name, value in wanted.items():
         if found[name] != value:
             seen = f"config.json: {name} = {found[name]!r}"
             hint = f"a model with {name} = {value!r}; parallelize_huggingface for models of transformers themselves"
             raise ValueError(explain(asked, f"the model here has {name} = {value!r} only", seen, hint))
+    values |= kind.ours
+    if values.get("score") == "softmax":
+        values["bias_update_rate"] = 0.0  # there is no bias there
     try:
-        return MoEConfig(**values) if kind == _MOE else LlamaConfig(**values)
+        return MoEConfig(**values) if "score" in values else LlamaConfig(**values)
     except (TypeError, ValueError) as error:
         hint = "the config.json that belongs to the weights"
         raise ValueError(explain(asked, "config.json describes no model that can be", f"seen: {error}", hint)) from None

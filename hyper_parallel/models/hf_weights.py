@@ -29,6 +29,7 @@ from hyper_parallel.models.hf_names import (
     config_from_json,
     config_to_json,
     empty_tensors,
+    is_left_out,
     is_passed_over,
     model_tensors,
     place_of,
@@ -54,8 +55,9 @@ def export_huggingface(
 
         export_huggingface(get_model_state_dict(model), config, "out/hf")
 
-    A `LlamaConfig` becomes a LlamaForCausalLM, a `MoEConfig` a Glm4MoeForCausalLM. Without a process group the caller
-    writes; with one, all its ranks call this, and rank 0 writes. The last file to appear is config.json: what is cut
+    A `LlamaConfig` becomes a LlamaForCausalLM, with `qk_norm` a Qwen3ForCausalLM; a `MoEConfig` a Glm4MoeForCausalLM,
+    with softmax scores a Qwen3MoeForCausalLM. Without a process group the caller writes; with one, all its ranks call
+    this, and rank 0 writes. The last file to appear is config.json: what is cut
     short cannot be loaded by mistake.
 
     Communication: one tensor after the other is gathered (`full_tensor`). Beside its shards, a rank holds one full
@@ -71,8 +73,8 @@ def export_huggingface(
 
     Raises:
         TypeError: an argument of another kind.
-        ValueError: names or shapes that are not those of the config, a folder with weights, scores of a router that
-            transformers has no model for, max_shard_bytes below one.
+        ValueError: names or shapes that are not those of the config, a folder with weights, a config that transformers
+            has no model for, or a bias of its router, max_shard_bytes below one.
         OSError: rank 0 could not write; on every rank.
     """
     asked = "cannot export to Hugging Face"
@@ -85,7 +87,7 @@ def export_huggingface(
     if max_shard_bytes < 1:
         blame, seen = "no tensor fits into such a file", f"max_shard_bytes: {max_shard_bytes}"
         raise ValueError(explain(asked, blame, seen, f"max_shard_bytes={5 * 2**30}"))
-    expected = model_tensors(config)
+    expected = {name: x for name, x in model_tensors(config).items() if not is_left_out(name, config)}
     tensors = _as_expected(asked, plain_names(state), expected, config)
     kept = {name: dtype if dtype is not None and not _is_buffer(name) else x.dtype for name, x in tensors.items()}
     settings = config_to_json(config, kept["layers.0.attention.wq.weight"])
@@ -114,6 +116,10 @@ def _as_expected(
     asked: str, tensors: dict[str, Tensor], expected: Mapping[str, Tensor], config: LlamaConfig
 ) -> dict[str, Tensor]:
     """Return the tensors in the model's order; refuse missing ones, others, and other shapes."""
+    for name in [name for name in tensors if is_left_out(name, config)]:
+        if tensors.pop(name).any():
+            blame = f"{name!r} changes what the router chooses, and transformers' model has no such bias"
+            raise ValueError(explain(asked, blame, "score: 'softmax'", "train with bias_update_rate=0"))
     check_known(asked, tensors, expected, config)
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -246,8 +252,9 @@ def import_huggingface(folder: str | Path) -> tuple[LlamaConfig, Callable[[Mappi
         load(get_model_state_dict(model))
 
     Args:
-        folder: with a config.json whose model is a LlamaForCausalLM without biases and with plain rotary positions, or
-            a Glm4MoeForCausalLM with rotary positions in whole heads and one group of experts.
+        folder: with a config.json whose model is a LlamaForCausalLM or Qwen3ForCausalLM without biases and with plain
+            rotary positions, a Qwen3MoeForCausalLM whose layers all have experts, or a Glm4MoeForCausalLM with rotary
+            positions in whole heads and one group of experts.
 
     Returns:
         The config of a `Llama` or `MoELlama` that computes the same, and `load_huggingface` of this folder.
@@ -296,9 +303,12 @@ def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
     with ExitStack() as stack, torch.no_grad():
         slices = _Slices(asked, files, stack)
         try:
-            jobs = [job for name, tensor in tensors.items() for job in slices.jobs(name, tensor)]
+            stored = {name: tensor for name, tensor in tensors.items() if not is_left_out(name, config)}
+            jobs = [job for name, tensor in stored.items() for job in slices.jobs(name, tensor)]
             for memory, source, part in jobs:
                 memory.copy_(source[part])
+            for name in tensors.keys() - stored.keys():
+                tensors[name].zero_()
         except (SafetensorError, OSError) as error:
             raise ValueError(explain(asked, "a file is damaged", f"seen: {error}", "another copy of it")) from None
 
@@ -439,7 +449,8 @@ def _check_count(asked: str, files: Mapping[str, Path], config: LlamaConfig) -> 
 
 def _check_complete(asked: str, files: Mapping[str, Path], expected: Mapping[str, Tensor], config: LlamaConfig) -> None:
     """Refuse a folder that lacks tensors of its model, or has some that the model here would leave out."""
-    wanted = {each: None for name, x in expected.items() for each in place_of(name, tuple(x.shape)).names}
+    stored = {name: tuple(x.shape) for name, x in expected.items() if not is_left_out(name, config)}
+    wanted = {each: None for name, shape in stored.items() for each in place_of(name, shape).names}
     missing = [name for name in wanted if name not in files]
     if missing:
         hint = "a complete folder, with experts one by one as transformers saves them"

@@ -26,6 +26,7 @@ SIZES = {
 }
 DENSE = LlamaConfig(**SIZES)  # type: ignore[arg-type]
 SPARSE = MoEConfig(**SIZES, num_experts=6, experts_per_token=3, expert_intermediate_size=20, num_dense_layers=1)  # type: ignore[arg-type]
+QWEN = replace(SPARSE, qk_norm=True, score="softmax", num_shared_experts=0, num_dense_layers=0, bias_update_rate=0.0)
 LONG = {"rope_theta": 100.0, "rope_factor": 6.0, "rope_original_seq_len": 64}  # of four frequencies: one fast, one slow
 CONFIGS = {
     "dense": DENSE,
@@ -35,6 +36,10 @@ CONFIGS = {
     "experts": replace(SPARSE, num_shared_experts=2, routed_scale=1.5),
     "no shared experts": replace(SPARSE, num_shared_experts=0),
     "experts, tied, weights as they are": replace(SPARSE, norm_weights=False, tie_embeddings=True),
+    "wide heads": replace(DENSE, head_size=12),
+    "norms of heads": replace(DENSE, qk_norm=True, head_size=6, tie_embeddings=True),
+    "norms of heads, softmax": QWEN,
+    "norms of heads, softmax, weights as they are": replace(QWEN, norm_weights=False, head_size=12),
 }
 TOKENS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(3))
 
@@ -43,9 +48,10 @@ def build(config: LlamaConfig, seed: int = 0) -> Llama:
     """A model whose norms and router biases are not what they start with."""
     model = (MoELlama if isinstance(config, MoEConfig) else Llama).build(config, seed)
     generator = torch.Generator().manual_seed(seed)
+    no_bias = isinstance(config, MoEConfig) and config.score == "softmax"
     with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.dim() == 1:
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 1 and not (no_bias and name.endswith("router.bias")):
                 tensor.add_(torch.empty_like(tensor).uniform_(-0.3, 0.3, generator=generator))
     return model.double() if not isinstance(config, MoEConfig) else model
 
@@ -82,7 +88,7 @@ def test_what_is_exported_comes_back_bit_for_bit(config: LlamaConfig, tmp_path: 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4_moe", "qwen3_moe"])
 def test_what_transformers_saves_is_loaded(kind: str, tied: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     same = {
@@ -98,6 +104,14 @@ def test_what_transformers_saves_is_loaded(kind: str, tied: bool, tmp_path: Path
     torch.manual_seed(0)
     if kind == "llama":
         theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**same))
+    elif kind == "qwen3":
+        theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**same, head_dim=12))
+    elif kind == "qwen3_moe":
+        more = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+        theirs = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**same, **more))
+        with torch.no_grad():
+            for layer in theirs.model.layers:
+                layer.mlp.gate.weight.normal_(std=0.1)
     else:
         more = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
         config = transformers.Glm4MoeConfig(**same, **more, partial_rotary_factor=1.0, head_dim=8)
@@ -109,11 +123,13 @@ def test_what_transformers_saves_is_loaded(kind: str, tied: bool, tmp_path: Path
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     found, load = import_huggingface(tmp_path)
     assert (type(found), found.tie_embeddings, found.max_seq_len) == (
-        LlamaConfig if kind == "llama" else MoEConfig,
+        MoEConfig if kind.endswith("moe") else LlamaConfig,
         tied,
         24,
     )
-    model = (Llama if kind == "llama" else MoELlama).build(found, seed=9)
+    model = (MoELlama if kind.endswith("moe") else Llama).build(found, seed=9)
+    if kind == "qwen3_moe":
+        model.layers[0].mlp.router.bias.fill_(1.0)  # of a run before; there is none in the folder
     load(model.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-6)
@@ -234,12 +250,12 @@ def test_folders_that_do_not_fit_are_refused_before_anything_changes(tmp_path: P
     for key, value, message in [
         ("hidden_act", "gelu", "hidden_act = 'silu' only"),
         ("attention_bias", True, "attention_bias = False only"),
-        ("head_dim", 16, "head_dim = 8 only"),
+        ("head_dim", 16, "'layers.0.attention.wq.weight' has another shape than in the config's model"),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1.0}, "rope_type = 'default' only"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0}, "has no low_freq_factor"),
         ("model_type", "gpt2", "no model here for model_type 'gpt2'"),
         ("vocab_size", None, "config.json has no vocab_size"),
-        ("hidden_size", 64, "head_dim = 16 only"),
+        ("hidden_size", 64, "'embed.weight' has another shape than in the config's model"),
         ("intermediate_size", 64, "'layers.0.mlp.w1.weight' has another shape than in the config's model"),
     ]:
         config.write_text(json.dumps({**shape, key: value}))
@@ -278,11 +294,16 @@ def test_glm_models_that_compute_something_else_are_refused(tmp_path: Path) -> N
 def test_exports_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     state = build(DENSE).state_dict()
     stage = {name: tensor for name, tensor in state.items() if "layers.1." not in name}
+    dense, normed = replace(QWEN, num_dense_layers=3), replace(SPARSE, qk_norm=True)
+    biased = build(QWEN).state_dict()
+    biased["layers.2.mlp.router.bias"][3] = 0.1
     for given, config, message in [
         (stage, DENSE, "tensors of the model are missing\n  missing: layers.1.attention_norm.weight"),
         ({**state, "layers.0.mlp.w4.weight": state["norm.weight"]}, DENSE, "has no 'layers.0.mlp.w4.weight'"),
         (state, replace(DENSE, intermediate_size=64), "'layers.0.mlp.w1.weight' has another shape"),
-        (state, replace(SPARSE, score="softmax", num_dense_layers=3), "sigmoid scores only"),
+        (build(dense).state_dict(), dense, "its Qwen3MoeForCausalLM has num_dense_layers=0 only"),
+        (build(normed).state_dict(), normed, "its Glm4MoeForCausalLM has qk_norm=False only"),
+        (biased, QWEN, "changes what the router chooses"),
     ]:
         with pytest.raises(ValueError, match="cannot export") as error:
             export_huggingface(given, config, tmp_path / "new")
