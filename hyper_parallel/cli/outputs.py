@@ -18,6 +18,7 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of train, or its --checkpoint-dir: the newest.")],
     folder: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
     dtype: Annotated[str | None, typer.Option(help="Of the weights, such as bfloat16; default: as they are.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="To write beside them; default: that of the run.")] = None,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
 
@@ -33,7 +34,7 @@ def export(
                 f"cannot export weights in {dtype}: they are floating-point numbers that transformers loads\n"
                 f"  --dtype {dtype}\n  try: --dtype bfloat16, float16, float32 or float64"
             )
-        config = export_checkpoint(checkpoint, folder, to)
+        config = export_checkpoint(checkpoint, folder, to, tokenizer=tokenizer)
         stdout_console().print(f"wrote {config.num_parameters():,} parameters to {folder}")
 
 

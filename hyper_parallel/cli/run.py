@@ -46,6 +46,7 @@ RUN_OPTIONS = (
     *_of("optimizer", "weight_decay", "max_grad_norm"),
     *_of("checkpoint", "folder=checkpoint_dir", "every=save_every", "keep", "background", "resume", "resume_step"),
     *_of("data", "path=data", "pattern=data_pattern", "max_bytes=data_bytes", "ignored=data_ignored"),
+    *_of("data", "tokenizer", "mask_prompts"),
     *_of("model", name="LlamaConfig", module=_LLAMA),
     *_of("experts", name="ExpertsConfig", module=_MOE),
 )

@@ -244,18 +244,19 @@ def _check_simulated(run: Config, world_size: int) -> Config:
 def describe_run(console: Console, run: Config, sim: int | None) -> None:
     """Print the model, the text, the batch and the ranks of a run, and where it starts."""
     model, train = run.shape(), run.train
-    corpus = load_corpus(run.data.path, run.data.pattern, run.data.max_bytes)
+    corpus = load_corpus(run.data)
     dims = plan_run(run, sim or RankPlace.from_environment().world_size)
     kind = "Llama" if train.model == "llama" else f"Llama with {run.experts.num_experts} experts per layer"
     console.print(
         f"{kind}, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
     )
+    unit, documents = ("bytes", "files") if corpus.has_bytes else ("tokens", "documents")
     console.print(
-        f"text: {corpus.source}, {corpus.files} files, {corpus.train.size / 1e6:.1f} MB + "
-        f"{corpus.valid.size / 1e6:.1f} MB held back"
+        f"text: {corpus.source}, {corpus.documents:,} {documents}, {corpus.train.size:,} {unit} + "
+        f"{corpus.valid.size:,} held back"
     )
-    console.print(f"batch: {train.batch_size} x {train.seq_len} bytes, {train.steps} steps; {describe_axes(dims)}")
+    console.print(f"batch: {train.batch_size} x {train.seq_len} {unit}, {train.steps} steps; {describe_axes(dims)}")
     found = None
     with suppress(CheckpointError):  # also while another run saves there; all ranks find it, and say the same
         found = None if console.quiet else run_to_go_on_from(run)
@@ -267,8 +268,14 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
         console.print(f"starts with the weights of {train.start_from}")
 
 
-def summarise(console: Console, result: TrainResult) -> None:
-    """Print what a run has come to: steps, losses, speed, and what could not be saved."""
+def summarise(console: Console, result: TrainResult, *, has_bytes: bool = True) -> None:
+    """Print what a run has come to: steps, losses, speed, and what could not be saved.
+
+    Args:
+        console: to print to.
+        result: of the run.
+        has_bytes: whether its tokens are bytes.
+    """
     for failure in result.save_failures:
         console.print(f"a checkpoint could not be written: {failure}")
     if not result.steps:
@@ -285,10 +292,8 @@ def summarise(console: Console, result: TrainResult) -> None:
         f"{result.tokens_per_s:,.0f} tokens/s"
     )
     if result.valid_loss is not None:
-        console.print(
-            f"held-back text: loss {result.valid_loss:.3f}, {bits_per_byte(result.valid_loss):.2f} bits per byte "
-            "(8 is guessing)"
-        )
+        bits = f"{bits_per_byte(result.valid_loss):.2f} bits per byte (8 is guessing)"
+        console.print(f"held-back text: loss {result.valid_loss:.3f}" + (f", {bits}" if has_bytes else ""))
     table, predicted = prediction_table(result.steps), result.steps[-1].predicted
     if table is not None and predicted is not None:
         console.print(table)

@@ -69,7 +69,7 @@ def train(
             )
         else:
             result, _ = run_simulated(console, f"{sim} simulated ranks", run, sim, stop)
-        summarise(console, result)
+        summarise(console, result, has_bytes=run.data.tokenizer is None)
         if run.checkpoint.folder is not None and result.steps:
             console.print(f"checkpoints: {run.checkpoint.folder}")
         elif result.stopped is not None:

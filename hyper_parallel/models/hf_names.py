@@ -6,6 +6,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -197,7 +198,7 @@ _MOST = 2**24  # no size of a model is larger, and products of such sizes are st
 _FIXED: tuple[tuple[str, Any], ...] = (("hidden_act", "silu"), ("attention_bias", False))
 
 
-class _Kind(NamedTuple):
+class _ModelType(NamedTuple):
     """A model of transformers that one of ours computes the same as.
 
     Args:
@@ -215,25 +216,26 @@ class _Kind(NamedTuple):
     head_dim: int | None = None
 
 
-_ONE_WAY = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-_KINDS = {
-    "llama": _Kind("LlamaForCausalLM", _KEYS, {**dict(_FIXED), "mlp_bias": False}, {"qk_norm": False}),
-    "qwen3": _Kind(
-        "Qwen3ForCausalLM", _KEYS, {**dict(_FIXED), "use_sliding_window": False}, {"qk_norm": True}, head_dim=128
-    ),
-    "glm4_moe": _Kind(
-        "Glm4MoeForCausalLM",
-        _KEYS + _EXPERT_KEYS + _GLM_KEYS,
-        {**dict(_FIXED), "use_qk_norm": False, "n_group": 1, "topk_group": 1},
-        {"qk_norm": False, "score": "sigmoid"},
-    ),
-    "qwen3_moe": _Kind(
-        "Qwen3MoeForCausalLM",
-        _KEYS + _EXPERT_KEYS + _QWEN_KEYS,
-        {**dict(_FIXED), "use_sliding_window": False, **_ONE_WAY},
-        {"qk_norm": True, "score": "softmax", "num_shared_experts": 0, "num_dense_layers": 0, "routed_scale": 1.0},
-    ),
-}
+_KINDS = MappingProxyType(
+    {
+        "llama": _ModelType("LlamaForCausalLM", _KEYS, {**dict(_FIXED), "mlp_bias": False}, {"qk_norm": False}),
+        "qwen3": _ModelType(
+            "Qwen3ForCausalLM", _KEYS, {**dict(_FIXED), "use_sliding_window": False}, {"qk_norm": True}, head_dim=128
+        ),
+        "glm4_moe": _ModelType(
+            "Glm4MoeForCausalLM",
+            _KEYS + _EXPERT_KEYS + _GLM_KEYS,
+            {**dict(_FIXED), "use_qk_norm": False, "n_group": 1, "topk_group": 1},
+            {"qk_norm": False, "score": "sigmoid"},
+        ),
+        "qwen3_moe": _ModelType(
+            "Qwen3MoeForCausalLM",
+            _KEYS + _EXPERT_KEYS + _QWEN_KEYS,
+            {**dict(_FIXED), "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            {"qk_norm": True, "score": "softmax", "num_shared_experts": 0, "num_dense_layers": 0, "routed_scale": 1.0},
+        ),
+    }
+)
 """By model_type."""
 
 

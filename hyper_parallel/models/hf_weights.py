@@ -50,6 +50,7 @@ def export_huggingface(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
+    tokenizer: Any = None,
 ) -> None:
     """Write weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
@@ -70,6 +71,7 @@ def export_huggingface(
         folder: made if it is not there; refused if it has weights.
         dtype: to write weights in. Default: as they are.
         max_shard_bytes: the most that one file holds, unless a single tensor is larger.
+        tokenizer: of transformers; saved there, and its tokens for beginning, end and padding become the model's.
 
     Raises:
         TypeError: an argument of another kind.
@@ -91,6 +93,8 @@ def export_huggingface(
     tensors = _as_expected(asked, plain_names(state), expected, config)
     kept = {name: dtype if dtype is not None and not _is_buffer(name) else x.dtype for name, x in tensors.items()}
     settings = config_to_json(config, kept["layers.0.attention.wq.weight"])
+    if tokenizer is not None:
+        settings |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     empty = empty_tensors(config)
     files = _files(expected, kept, max_shard_bytes)
     files[-1] += [_FileTensor(name, 0) for name in empty]
@@ -102,6 +106,8 @@ def export_huggingface(
             if writer is not None:
                 writer.try_to(partial(writer.add, place_of(name, tuple(full.shape)), full, kept[name]))
             del full
+    if writer is not None and tokenizer is not None:
+        writer.try_to(partial(tokenizer.save_pretrained, folder))
     if writer is not None:
         for name, shape in empty.items():
             writer.try_to(partial(writer.add, CheckpointPlace((name,), False), torch.empty(shape), kept["norm.weight"]))

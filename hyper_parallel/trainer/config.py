@@ -45,15 +45,21 @@ class DataConfig:
     """Where the text comes from.
 
     Args:
-        path: a folder or a file; None means the source files of the installed Python standard library.
+        path: a folder or a file; None means the source files of the installed Python standard library. The records of
+            .jsonl and .parquet files have `text`, `prompt` and `completion`, or `messages`.
         pattern: which files of the folder.
         max_bytes: stop reading after this many bytes.
+        tokenizer: folder, or name, of a tokenizer of transformers; None: that of `train.start_from`, if there is one,
+            else tokens are bytes.
+        mask_prompts: of prompts and conversations, only what completes them and what the assistant says counts.
         ignored: share of the targets that do not count, drawn per token: what padding or prompts are in other data.
     """
 
     path: str | None = None
     pattern: str = "*.py"
     max_bytes: int = 4_000_000
+    tokenizer: str | None = None
+    mask_prompts: bool = True
     ignored: float = 0.0
 
     def __post_init__(self) -> None:
@@ -69,7 +75,8 @@ class OptimizerConfig:
     Args:
         lr: highest learning rate, reached after the warmup.
         warmup_steps: steps over which the rate grows linearly.
-        schedule: "cosine" or "linear" decay to `min_lr_ratio * lr` at the last step, or "constant".
+        schedule: "cosine" or "linear" decay to `min_lr_ratio * lr` at the last step; "wsd": constant, and linear decay
+            over the last fifth; "constant".
         min_lr_ratio: last rate divided by `lr`.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
@@ -91,7 +98,7 @@ class OptimizerConfig:
         check_fields(asked, self)
         check_least(asked, 0, **_some(self, "lr", "warmup_steps", "min_lr_ratio", "weight_decay", "max_grad_norm"))
         check_least(asked, 0, 1, beta1=self.beta1, beta2=self.beta2)
-        check_choice(asked, "schedule", self.schedule, ("cosine", "linear", "constant"))
+        check_choice(asked, "schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Byte-level text without a download, and batches that do not depend on how many ranks read them.
+"""Text as bytes or as a tokenizer's ids, and batches that do not depend on how many ranks read them.
 
 The text is cut into windows of `seq_len` tokens. Sample number `i` of a seed is always the same one of them. An epoch
 is as many samples as there are windows: it has each of them once, in an order of its own. A step of a run uses the next
@@ -9,18 +9,24 @@ used.
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.trainer.config import DataConfig
 
-Bytes = npt.NDArray[np.uint8]
+Tokens = npt.NDArray[np.uint8] | npt.NDArray[np.int32]
 
 # Parts of the standard library that are tables, tests or generated rather than text a person wrote.
 _LEFT_OUT = frozenset(
@@ -39,68 +45,274 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as bytes: one part to train on, one held back, split by file so that no file is in both.
+    """Text as token ids: one part to train on, one held back, split by document so that none is in both.
 
     Args:
-        train: bytes to train on.
-        valid: bytes held back.
-        files: how many files were read.
+        train: ids to train on; -1 - id for those that are read, and do not count as targets.
+        valid: ids held back, likewise.
+        documents: how many were read: files, or records of files.
         source: where they came from, for people.
+        has_bytes: whether tokens are the bytes of the text.
     """
 
-    train: Bytes
-    valid: Bytes
-    files: int
+    train: Tokens
+    valid: Tokens
+    documents: int
     source: str
+    has_bytes: bool = True
+
+    def largest(self) -> int:
+        """Return the largest id."""
+        return int(
+            max(np.maximum(part, -1 - part.astype(np.int64)).max(initial=0) for part in (self.train, self.valid))
+        )
 
 
-def load_corpus(path: str | None = None, pattern: str = "*.py", max_bytes: int = 4_000_000) -> Corpus:
-    """Read text files in sorted order, up to about `max_bytes`; every tenth file is held back for validation.
+def load_corpus(data: DataConfig | None = None) -> Corpus:
+    """Read documents in sorted order, up to about `max_bytes`; every tenth one is held back for validation.
 
-    >>> load_corpus(max_bytes=200_000).source
+    >>> load_corpus(DataConfig(max_bytes=200_000)).source
     'the Python standard library'
 
-    Every rank reads the same files in the same order. The result is kept for the next call with the same arguments.
+    A document is a text file, or a record of a .jsonl or .parquet file. Every rank reads the same ones in the same
+    order. The result is kept for the next call with the same arguments.
 
     Args:
-        path: a folder (searched with its subfolders) or one file; None means the Python standard library. A single
-            file is split by position instead: its last tenth is held back.
-        pattern: which files of the folder.
-        max_bytes: stop adding files once this many bytes are read.
+        data: where the text is, and what makes tokens of it. A single text file is split by position instead: its last
+            tenth is held back.
 
     Raises:
-        ValueError: the path is missing, or holds too little text.
+        ValueError: the path is missing, holds too little text, or records without text; the tokenizer cannot be loaded,
+            or has no template for a conversation.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path).expanduser()
-    return _read_corpus(root.absolute(), pattern, max_bytes, stdlib=path is None)
+    data = data or DataConfig()
+    root = Path(sysconfig.get_paths()["stdlib"]) if data.path is None else Path(data.path).expanduser()
+    # What is drawn afterwards is not part of what is read.
+    return _read_corpus(root.absolute(), replace(data, ignored=0.0))
 
 
 @lru_cache(maxsize=4)
-def _read_corpus(root: Path, pattern: str, max_bytes: int, stdlib: bool) -> Corpus:
+def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     if not root.exists():
         raise ValueError(f"no text at '{root}': no such file or folder\n  try: another [data] path, or leave it out")
-    if root.is_file():
-        text = np.frombuffer(root.read_bytes()[:max_bytes], dtype=np.uint8)
+    has_bytes = data.tokenizer is None
+    encode = _encode_bytes if data.tokenizer is None else _encoder(data.tokenizer)
+    if root.is_file() and root.suffix not in _RECORDS:
+        text = encode(_Text([_Span(root.read_bytes()[: data.max_bytes], True)]))
         cut = text.size - text.size // VALID_EVERY
-        return Corpus(text[:cut], text[cut:], 1, str(root))
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
+        return Corpus(text[:cut], text[cut:], 1, str(root), has_bytes)
+    parts: tuple[list[Tokens], list[Tokens]] = ([], [])
     size = count = 0
-    for file in sorted(root.rglob(pattern), key=lambda f: f.relative_to(root).parts):
-        if size >= max_bytes:
+    for document in _documents(root, data, encode):
+        parts[count % VALID_EVERY == VALID_EVERY - 1].append(document.tokens)
+        size, count = size + document.size, count + 1
+        if size >= data.max_bytes:
             break
-        if not file.is_file() or (stdlib and _LEFT_OUT.intersection(file.relative_to(root).parts)):
-            continue
-        text_bytes = file.read_bytes()
-        parts[count % VALID_EVERY == VALID_EVERY - 1].append(text_bytes)
-        size, count = size + len(text_bytes), count + 1
     if not parts[1]:
+        found = f"{count} record(s)" if root.is_file() else f"{count} file(s) that match '{data.pattern}'"
         raise ValueError(
-            f"found {count} file(s) that match '{pattern}' in '{root}'; "
+            f"found {found} in '{root}'; "
             f"at least {VALID_EVERY} are needed, one in {VALID_EVERY} is held back for validation\n"
             "  try: another [data] path or pattern, or one large file"
         )
-    train, valid = (np.frombuffer(b"".join(part), dtype=np.uint8) for part in parts)
-    return Corpus(train, valid, count, "the Python standard library" if stdlib else str(root))
+    train, valid = (cast("Tokens", np.concatenate(part)) for part in parts)
+    return Corpus(train, valid, count, "the Python standard library" if data.path is None else str(root), has_bytes)
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+_RECORDS = (".jsonl", ".parquet")
+
+
+class _Span(NamedTuple):
+    """Part of a document's text, and whether its tokens count as targets."""
+
+    text: bytes
+    counts: bool
+
+
+class _Text(NamedTuple):
+    """A document's text.
+
+    Args:
+        spans: its parts, in order.
+        is_rendered: whether a template wrote it, with all its special tokens.
+    """
+
+    spans: list[_Span]
+    is_rendered: bool = False
+
+    def content(self) -> bytes:
+        """Return the parts as one."""
+        return b"".join(span.text for span in self.spans)
+
+
+_Encode = Callable[[_Text], Tokens]
+
+
+class _Document(NamedTuple):
+    """The tokens of a document, and the bytes of its text."""
+
+    tokens: Tokens
+    size: int
+
+
+def _documents(root: Path, data: DataConfig, encode: _Encode) -> Iterator[_Document]:
+    """Read the files of a folder, or the records of a file."""
+    is_left_out = _LEFT_OUT if data.path is None else frozenset[str]()
+    files = root.rglob(data.pattern) if root.is_dir() else iter([root])
+    for file in sorted(files, key=lambda f: f.relative_to(root).parts):
+        if not file.is_file() or is_left_out.intersection(file.relative_to(root).parts):
+            continue
+        if file.suffix in _RECORDS:
+            for number, record in _records(file):
+                text = _text(f"cannot read record {number} of {file}", record, data)
+                yield _Document(encode(text), len(text.content()))
+        else:
+            text = _Text([_Span(file.read_bytes(), True)])
+            yield _Document(encode(text), len(text.content()))
+
+
+def _records(file: Path) -> Iterator[tuple[int, Any]]:
+    """Read the records of a file, with their numbers from 1."""
+    if file.suffix == ".jsonl":
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    if line.strip():
+                        yield number, json.loads(line)
+                except ValueError as error:
+                    hint = "one JSON object in each line"
+                    asked, seen = f"cannot read record {number} of {file}", f"line: {line.strip()[:100]}"
+                    raise ValueError(explain(asked, f"it is no JSON: {error}", seen, hint)) from None
+        return
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        hint = "pip install 'hyper_parallel[text]'"
+        raise ValueError(explain(f"cannot read {file}", "pyarrow is not installed", f"seen: {error}", hint)) from None
+    number = 0
+    for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
+        for record in batch.to_pylist():
+            number += 1
+            yield number, record
+
+
+def _text(asked: str, record: Any, data: DataConfig) -> _Text:
+    """Return the text of a record: a conversation, a prompt with its completion, or plain text."""
+    known = record if isinstance(record, dict) else {}
+    if known.get("messages") is not None:
+        return _conversation(asked, known["messages"], data)
+    names = ("prompt", "completion") if "completion" in known else ("text",)
+    texts = [known.get(name) for name in names]
+    if not all(isinstance(text, str) for text in texts):
+        blame = f"it has no text in {' and '.join(map(repr, names))}"
+        seen = f"keys: {', '.join(map(str, known)) or type(record).__name__}"
+        hint = (
+            '{"text": "..."}, {"prompt": "...", "completion": "..."} or {"messages": [{"role": ..., "content": ...}]}'
+        )
+        raise ValueError(explain(asked, blame, seen, hint))
+    counts = [name != "prompt" or not data.mask_prompts for name in names]
+    return _Text([_Span(str(text).encode(), each) for text, each in zip(texts, counts, strict=True)])
+
+
+def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
+    """Write a conversation as the tokenizer's template has it; what the assistant says counts."""
+    if data.tokenizer is None:
+        blame, hint = "a conversation is written by a tokenizer's template", "[data] tokenizer (--tokenizer FOLDER)"
+        raise ValueError(explain(asked, blame, "messages, and no tokenizer", hint))
+    tokenizer = load_tokenizer(data.tokenizer)
+
+    def render(some: Any, **flags: Any) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(some, tokenize=False, **flags))
+        except Exception as error:  # templates raise errors of their own
+            hint = "a tokenizer with a chat template, and messages with a role and content"
+            seen = f"messages: {messages!r}"[:200]
+            raise ValueError(explain(asked, f"its template fails: {error}", seen, hint)) from None
+
+    whole = render(messages)
+    spans, done = list[_Span](), 0
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or not data.mask_prompts:
+            continue
+        before = render(messages[:index], add_generation_prompt=True)
+        content = str(message["content"]).strip()
+        place = whole.find(content, len(before)) if whole.startswith(before) else -1
+        if place < 0:
+            blame = f"the template writes message {index} in another way once others follow"
+            hint = "[data] mask_prompts = false, or a tokenizer with another template"
+            raise ValueError(explain(asked, blame, f"message: {message!r}"[:200], hint))
+        alone = render(messages[: index + 1])
+        ending = alone[alone.rfind(content) + len(content) :]  # the mark that ends a turn
+        end = place + len(content)
+        end += len(ending) if whole.startswith(ending, end) else 0
+        spans += [_Span(whole[done : len(before)].encode(), False), _Span(whole[len(before) : end].encode(), True)]
+        done = end
+    return _Text([*spans, _Span(whole[done:].encode(), not data.mask_prompts)], is_rendered=True)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def _encode_bytes(text: _Text) -> Tokens:
+    if all(span.counts for span in text.spans):
+        return np.frombuffer(text.content(), dtype=np.uint8)
+    ids = np.frombuffer(text.content(), dtype=np.uint8).astype(np.int32)
+    return _marked(ids, np.repeat([span.counts for span in text.spans], [len(span.text) for span in text.spans]))
+
+
+def _encoder(name: str) -> _Encode:
+    """Return what makes ids of text; a document that no template wrote ends with the token for that."""
+    tokenizer = load_tokenizer(name)
+
+    def encode(text: _Text) -> Tokens:
+        parts = [span.text.decode(errors="replace") for span in text.spans]
+        options = {"add_special_tokens": not text.is_rendered, "return_offsets_mapping": True, "verbose": False}
+        found = tokenizer("".join(parts), **options)
+        ids, starts = found["input_ids"], [start for start, _ in found["offset_mapping"]]
+        if not text.is_rendered and tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+            ids, starts = [*ids, tokenizer.eos_token_id], [*starts, sum(map(len, parts))]
+        ends = np.cumsum([len(part) for part in parts])  # a token is of the part that it begins in
+        where = np.searchsorted(ends, starts, side="right").clip(max=len(parts) - 1)
+        return _marked(np.array(ids, dtype=np.int32), np.array([span.counts for span in text.spans])[where])
+
+    return encode
+
+
+def _marked(ids: npt.NDArray[np.int32], counts: npt.NDArray[np.bool_]) -> Tokens:
+    return np.where(counts, ids, -1 - ids).astype(np.int32)
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(name: str) -> Any:
+    """Load a tokenizer of transformers.
+
+    Args:
+        name: folder, or name.
+
+    Raises:
+        ValueError: there is none, or it cannot say where in the text its tokens are.
+    """
+    asked = f"cannot load the tokenizer {name}"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        hint = "pip install 'hyper_parallel[text]'"
+        raise ValueError(explain(asked, "transformers is not installed", f"seen: {error}", hint)) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # it raises errors of many kinds
+        seen = f"seen: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        hint = "a folder with tokenizer.json, as save_pretrained writes it"
+        raise ValueError(explain(asked, "transformers finds none", seen, hint)) from None
+    if not tokenizer.is_fast:
+        blame = "it does not say where in the text its tokens are"
+        raise ValueError(explain(asked, blame, f"class: {type(tokenizer).__name__}", "a folder with tokenizer.json"))
+    return tokenizer
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def _mix(index: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
@@ -139,21 +351,24 @@ def shuffled(index: npt.NDArray[np.uint64], count: int, seed: int) -> npt.NDArra
     return place.astype(np.int64)
 
 
-def _cut(text: Bytes, starts: npt.NDArray[np.int64], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cut(text: Tokens, starts: npt.NDArray[np.int64], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     windows = text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
-    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    inputs, targets = np.where(inputs < 0, -1 - inputs, inputs), np.where(targets < 0, IGNORED, targets)
+    return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-def check_length(text: Bytes, seq_len: int, part: str) -> None:
+def check_length(text: Tokens, seq_len: int, part: str) -> None:
     """Raise ValueError when `text` cannot hold one sequence of `seq_len` tokens and the token after it."""
     if text.size < seq_len + 1:
-        blame = f"it has {text.size} bytes, but one sequence takes seq_len + 1 = {seq_len + 1}"
+        unit = "bytes" if text.dtype == np.uint8 else "tokens"
+        blame = f"it has {text.size} {unit}, but one sequence takes seq_len + 1 = {seq_len + 1}"
         asked, hint = f"cannot use the {part} part of the text", "a smaller seq_len, or more text"
         raise ValueError(explain(asked, blame, f"seq_len: {seq_len}", hint))
 
 
 def samples(
-    text: Bytes, indices: range, seq_len: int, seed: int, ignored: float = 0.0
+    text: Tokens, indices: range, seq_len: int, seed: int, ignored: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut the samples with these global numbers out of the text, in the orders of `seed`.
 
@@ -163,7 +378,7 @@ def samples(
     (torch.Size([4, 5]), True)
 
     Args:
-        text: bytes to cut from.
+        text: ids to cut from, see `Corpus`.
         indices: global sample numbers.
         seq_len: tokens per sample.
         seed: of the order of each epoch.
@@ -201,7 +416,7 @@ def rank_part(used: int, batch_size: int, rank: int, ranks: int) -> range:
 
 
 def valid_samples(
-    text: Bytes, count: int, seq_len: int, rank: int, ranks: int, multiple: int = 1
+    text: Tokens, count: int, seq_len: int, rank: int, ranks: int, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut this rank's part of `count` evenly spaced validation samples.
 
@@ -209,7 +424,7 @@ def valid_samples(
     `count` repeats the last sample, with targets that are all `IGNORED`.
 
     Args:
-        text: bytes to cut from.
+        text: ids to cut from, see `Corpus`.
         count: samples over all ranks.
         seq_len: tokens per sample.
         rank: this rank's place among those that read different samples.
@@ -226,3 +441,89 @@ def valid_samples(
     inputs, targets = _cut(text, starts.astype(np.int64), seq_len)
     targets[torch.from_numpy(index >= count)] = IGNORED
     return inputs, targets
+
+
+# -- batches of a loader -----------------------------------------------------------------------------------------------
+
+
+class LoaderBatches:
+    """Batches of all ranks together, from a loader such as torchdata's StatefulDataLoader; it begins anew at its end.
+
+    Every rank has a loader of its own that returns the same batches, and takes its sequences of each. So a run goes on
+    in the middle of the data whatever its degrees.
+
+    Args:
+        make: returns the loader. Its batches are pairs of inputs and targets, `IGNORED` where they do not count; or
+            mappings of "input_ids" and "labels" as transformers has them, -100 where they do not count and not moved by
+            one. Each int64 (batch_size, seq_len).
+        batch_size: sequences of a batch.
+        seq_len: tokens of a sequence.
+
+    Raises:
+        TypeError: what `make` returns cannot be iterated over.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Any]], batch_size: int, seq_len: int) -> None:
+        loader: Any = make()
+        if not isinstance(loader, Iterable):
+            hint = "train(config, data=lambda: StatefulDataLoader(...))"
+            seen = f"returned: {type(loader).__name__}"
+            raise TypeError(explain("cannot train on this data", "what data() returns has no batches", seen, hint))
+        self.loader: Any = loader
+        self.shape = (batch_size, seq_len)
+        self._batches: Iterator[Any] | None = None
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets (batch_size, seq_len) of the next batch.
+
+        Raises:
+            ValueError: a batch of another form, or no batch at all.
+        """
+        for is_anew in (self._batches is None, True):
+            self._batches = iter(self.loader) if is_anew or self._batches is None else self._batches
+            batch = next(self._batches, None)
+            if batch is not None:
+                return self._checked(batch)
+        hint = "a loader that can be iterated over again"
+        raise ValueError(explain("cannot train on this data", "the loader has no batch", f"{self.loader!r}", hint))
+
+    def _checked(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        asked, hint = "cannot train on this batch", f"(inputs, targets) or input_ids and labels, int64 {self.shape}"
+        if isinstance(batch, Mapping):
+            found = [batch.get("input_ids"), batch.get("labels", batch.get("input_ids"))]
+        else:
+            found = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+        seen = ", ".join(f"{tuple(x.shape)} {x.dtype}" if torch.is_tensor(x) else type(x).__name__ for x in found)
+        if not all(torch.is_tensor(x) and x.dtype == torch.int64 and tuple(x.shape) == self.shape for x in found):
+            raise ValueError(explain(asked, "the loader returns batches of another form", f"seen: {seen}", hint))
+        if len(found) != 2:
+            raise ValueError(explain(asked, "a batch is a pair", f"seen: {seen}", hint))
+        inputs, targets = found
+        if isinstance(batch, Mapping):
+            mask = batch.get("attention_mask")
+            if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+                blame, hint = "sequences are padded on the left, where the model would read it", "padding_side='right'"
+                raise ValueError(explain(asked, blame, f"attention_mask: {mask[0].tolist()}"[:200], hint))
+            targets = torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
+        return inputs, targets
+
+    def state(self) -> str | None:
+        """Return the loader's state as text; None if it has no `state_dict`."""
+        if not hasattr(self.loader, "state_dict"):
+            return None
+        buffer = io.BytesIO()
+        torch.save(self.loader.state_dict(), buffer)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+    def go_on(self, state: str | None, batches: int) -> None:
+        """Go on after so many batches: by the loader's state, or by reading past them where it has none.
+
+        Args:
+            state: see `state`.
+            batches: that have been used.
+        """
+        if state is not None and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True))
+            return
+        for _ in range(batches):
+            self.next()

@@ -6,12 +6,12 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import init_process_group
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.hsdp.api import HSDPCell
@@ -26,7 +27,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
-from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
+from hyper_parallel.trainer.data import IGNORED, LoaderBatches, load_corpus, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate, update
@@ -46,6 +47,7 @@ from hyper_parallel.trainer.saving import Progress, Saver, check_start
 from hyper_parallel.trainer.watchdog import Watchdog, default_store
 
 OnStep = Callable[[StepRecord], None]
+MakeLoader = Callable[[], Iterable[Any]]
 
 PARALLELIZE = MappingProxyType({"llama": parallelize_llama, "moe": parallelize_moe})
 
@@ -55,6 +57,8 @@ def train(
     on_step: OnStep | None = None,
     stop: StopRequest | None = None,
     predicted: Prediction | None = None,
+    *,
+    data: MakeLoader | None = None,
 ) -> TrainResult:
     """Train as one rank of a world and return the same result on every rank.
 
@@ -73,16 +77,19 @@ def train(
         stop: asks the run to save and end after the step it is in; who started the process sets it, see
             `stop_on_signals`.
         predicted: what a step should take; the first rank's records carry it.
+        data: makes a loader of batches, in place of the text of `config.data`; called once by every rank, see
+            `LoaderBatches`. Nothing is held back then, and validated on.
 
     Raises:
         TypeError: an argument of another kind.
-        ValueError: the config does not fit the number of ranks, the device, or the checkpoint it should go on from.
+        ValueError: a batch of another form, or one that differs among ranks; the config does not fit the number of
+            ranks, the device, or the checkpoint it should go on from.
         PlatformUnavailableError: the device cannot be used here.
         NonFiniteError: the loss or the gradient is inf or NaN, and the config says to stop.
         RankLostError: other ranks have failed or do not answer.
     """
     check("cannot train", Config, config=config)
-    check("cannot train", "callable | None", on_step=on_step)
+    check("cannot train", "callable | None", on_step=on_step, data=data)
     if stop is not None:
         check("cannot train", StopRequest, stop=stop)
     if predicted is not None:
@@ -94,13 +101,13 @@ def train(
     platform.set_device(place.local_rank)
     with _watchdog(config, place, stop) as watchdog:
         if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
-            return Trainer(config, dims, platform, place, None, stop, watchdog, predicted).run(on_step)
+            return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, data).run(on_step)
         watchdog.beat(0, "meeting the other ranks")
         with process_group(platform, place), watchdog.telling():
             watchdog.connect(default_store())
             watchdog.beat(0, "building the model")
             mesh = dims.build_mesh(platform.device_type)
-            return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted).run(on_step)
+            return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted, data).run(on_step)
 
 
 def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None) -> Watchdog:
@@ -129,6 +136,7 @@ class Trainer:
         stop: asks the run to end.
         watchdog: hears of progress.
         predicted: see `train`.
+        data: likewise.
 
     Attributes:
         model: this rank's part of the model.
@@ -146,11 +154,14 @@ class Trainer:
         stop: StopRequest | None = None,
         watchdog: Watchdog | None = None,
         predicted: Prediction | None = None,
+        data: MakeLoader | None = None,
     ) -> None:
         self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
         self.watchdog = watchdog
         self.device = platform.device(place.local_rank)
-        self.corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
+        train = config.train
+        self.loader = None if data is None else LoaderBatches(data, train.batch_size, train.seq_len)
+        self.corpus = load_corpus(config.data) if data is None else None
         if predicted is not None:
             predicted = replace(predicted, memory_before=platform.memory_stats().allocated)
         self.predicted = predicted
@@ -160,6 +171,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
+        self._are_same = False  # the batches of the ranks' loaders: looked at once
         self.saver = Saver(
             config, self.model, self.optimizer, self.device, rank=place.rank, world_size=place.world_size
         )
@@ -224,7 +236,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         part = rank_part(self.samples_used, train.batch_size, self.ranks.batch_rank, self.ranks.batch_ranks)
-        inputs, targets = samples(self.corpus.train, part, train.seq_len, train.seed, self.config.data.ignored)
+        inputs, targets = self._sequences(part)
         outcome = training_step(
             self.model,
             self.optimizer,
@@ -244,6 +256,7 @@ class Trainer:
         speed = train.batch_size * train.seq_len / seconds
         per_token = flops_per_token(self.config.shape(), train.seq_len)
         due = self.steps_done == train.steps or (train.eval_every and self.steps_done % train.eval_every == 0)
+        due = due and self.corpus is not None
         return StepRecord(
             step=self.steps_done,
             loss=outcome.loss,
@@ -258,6 +271,20 @@ class Trainer:
             skipped=not outcome.taken,
             predicted=self.predicted,
         )
+
+    def _sequences(self, part: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs and targets of this rank's samples in the step."""
+        train = self.config.train
+        if self.corpus is not None:
+            return samples(self.corpus.train, part, train.seq_len, train.seed, self.config.data.ignored)
+        assert self.loader is not None, "there is a text or a loader"
+        inputs, targets = self.loader.next()
+        if not self._are_same and not self.ranks.agree(_checksum(inputs, targets)):
+            blame, hint = "the ranks' loaders return other batches", "the same seed, and no DistributedSampler"
+            raise ValueError(explain("cannot train on this data", blame, f"step: {self.steps_done + 1}", hint))
+        self._are_same = True
+        own = slice(part.start - self.samples_used, part.stop - self.samples_used)
+        return inputs[own], targets[own]
 
     def _place(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Move this rank's sequences to its device, keep its part of each, and count the tokens of all ranks."""
@@ -287,6 +314,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss over the held-back text; every rank takes its part, and gets the same number."""
         train, ranks = self.config.train, self.ranks
+        assert self.corpus is not None, "a loader holds nothing back"
         self._tell(self.steps_done, "validating")
         size = train.batch_size // ranks.batch_ranks
         size = size if self.model.pipeline is not None else max(size // train.accumulate, 1)
@@ -313,12 +341,21 @@ class Trainer:
             load_huggingface(dict(self.model.named_tensors()), self.config.train.start_from)
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
+            if self.loader is not None:
+                self.loader.go_on(self.saver.loader_state, self.steps_done)
 
     def _save_if_due(self, ends: bool) -> None:
         keep, train = self.config.checkpoint, self.config.train
         ends = ends or self.steps_done == train.steps
         if keep.folder is not None and (ends or (keep.every and self.steps_done % keep.every == 0)):
-            self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped))
+            loader_state = None if self.loader is None else self.loader.state()
+            self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped), loader_state)
+
+
+def _checksum(inputs: torch.Tensor, targets: torch.Tensor) -> int:
+    """Return a number that depends on every id and its place."""
+    ids = torch.cat([inputs, targets]).flatten()
+    return int((ids * (torch.arange(ids.numel()) * 2654435761 % 2**31 + 1)).sum())
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
@@ -587,6 +624,14 @@ class RunGroups:
         if self.stages is not None:
             dist.all_reduce(total, group=self.stages)
         return self.over_tokens(total).item()
+
+    def agree(self, number: int) -> bool:
+        """Return, on every rank, whether all ranks have the same number."""
+        if self.world is None:
+            return True
+        value = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value[0] == -value[1])
 
     def any(self, flag: bool) -> bool:
         """Return, on every rank, whether any rank says yes."""

@@ -39,6 +39,9 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
     return torch.optim.AdamW(settings, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
+_DECAY = 0.2  # of the steps after the warmup, after Hägele et al. 2024 (arXiv:2405.18392)
+
+
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Return the learning rate of step number `step` (from 0) in a run of `steps`.
 
@@ -53,7 +56,12 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step + 1 - config.warmup_steps) / max(steps - config.warmup_steps, 1)
-    shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
+        "wsd": min((1.0 - progress) / _DECAY, 1.0),
+    }
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape[config.schedule])
 
 

@@ -44,7 +44,7 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
     shape = config.shape()
     dims.validate_against_model(SimpleNamespace(config=shape), config.train.seq_len)
     config.check_batch(dims.batch_ranks)
-    if config.model.vocab_size < 256:
+    if config.data.tokenizer is None and config.model.vocab_size < 256:
         asked, seen = "cannot read the text", f"model.vocab_size: {config.model.vocab_size}"
         raise ValueError(explain(asked, "its 256 byte values need a vocab_size of 256", seen, "vocab_size=256"))
     _check_etp(config, dims)
@@ -185,9 +185,13 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
             the checkpoint to go on from is another model's; the run needs more memory than there is.
         CheckpointError: the checkpoint to go on from is damaged.
     """
-    corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
+    corpus = load_corpus(config.data)
     check_length(corpus.train, config.train.seq_len, "training")
     check_length(corpus.valid, config.train.seq_len, "validation")
+    if corpus.largest() >= config.model.vocab_size:
+        blame = f"the text has token {corpus.largest()}, and model.vocab_size is {config.model.vocab_size}"
+        seen, hint = f"tokenizer: {config.data.tokenizer}", f"vocab_size={corpus.largest() + 1}, or more"
+        raise ValueError(explain("cannot read the text", blame, seen, hint))
     if config.train.log is not None:
         _check_log(Path(config.train.log))
     if config.train.tensorboard is not None:

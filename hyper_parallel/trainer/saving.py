@@ -22,6 +22,7 @@ from hyper_parallel.models.hf_weights import export_huggingface, import_huggingf
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.parallelize import Parallelized
 
@@ -61,6 +62,7 @@ class Saver:
         failures: what went wrong so far; the run goes on.
         safe_step: of the last checkpoint that is known to be complete.
         last_failed: whether the last save is among the failures.
+        loader_state: of the loader, in the checkpoint that was loaded; None if it has none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Saver:
         self.failures: tuple[str, ...] = ()
         self.safe_step: int | None = None
         self.last_failed = False
+        self.loader_state: str | None = None
         self._files: Checkpointer | None = None
         keep = config.checkpoint
         if keep.folder is not None:
@@ -121,10 +124,16 @@ class Saver:
                 head.copy_(table)
         self._set_generators(generators)
         self.safe_step = extra["progress"]["steps"]
+        self.loader_state = extra.get("loader")
         return Progress(**extra["progress"])
 
-    def save(self, progress: Progress) -> None:
-        """Save; in the background if so configured. What goes wrong is noted in `failures`."""
+    def save(self, progress: Progress, loader_state: str | None = None) -> None:
+        """Save; in the background if so configured. What goes wrong is noted in `failures`.
+
+        Args:
+            progress: of the run.
+            loader_state: where the loader is, if the run has one.
+        """
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
         tensors, _ = self._by_one_name({**model_tensors(self.model.parts), **state})
@@ -132,6 +141,7 @@ class Saver:
             "progress": dataclasses.asdict(progress),
             "model": _shape(self.config),
             "text": _text(self.config),
+            "loader": loader_state,
         }
         if self.config.checkpoint.resume_step is not None:
             extra["went_back_to"] = self.config.checkpoint.resume_step
@@ -305,23 +315,27 @@ _FREE = frozenset({"max_seq_len", "init_std", "bias_update_rate", "aux_loss_weig
 """What two models may differ in and compute the same with the same weights."""
 
 
-def export_checkpoint(checkpoint: str | Path, folder: str | Path, dtype: torch.dtype | None = None) -> LlamaConfig:
+def export_checkpoint(
+    checkpoint: str | Path, folder: str | Path, dtype: torch.dtype | None = None, *, tokenizer: str | None = None
+) -> LlamaConfig:
     """Write the weights of a checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
         export_checkpoint("out/run", "out/hf", torch.bfloat16)
 
-    By one process, whatever ranks have saved it, with the whole model in its memory.
+    By one process, whatever ranks have saved it, with the whole model in its memory. The tokenizer that the run was
+    trained with goes there, too.
 
     Args:
         checkpoint: one of a run of this trainer, or the folder of a run, whose newest complete one is taken.
         folder: made if it is not there; refused if it has weights.
         dtype: to write weights in. Default: as they are.
+        tokenizer: folder, or name, of another tokenizer, such as where the run's is now.
 
     Returns:
         The model's shape.
 
     Raises:
-        ValueError: no checkpoint of this trainer; see also `export_huggingface`.
+        ValueError: no checkpoint of this trainer, or its tokenizer cannot be loaded; see also `export_huggingface`.
         CheckpointError: it is damaged.
     """
     path = _newest(Path(checkpoint))
@@ -332,6 +346,8 @@ def export_checkpoint(checkpoint: str | Path, folder: str | Path, dtype: torch.d
         blame = "it does not say which model it is of"
         hint = "a checkpoint of hyper-parallel train, or load_checkpoint and export_huggingface"
         raise ValueError(explain(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint))
+    trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
+    words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
     kind, precision = shape.pop("kind"), shape.pop("precision")
     config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
     with torch.device("meta"):
@@ -347,7 +363,7 @@ def export_checkpoint(checkpoint: str | Path, folder: str | Path, dtype: torch.d
     load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
     if config.tie_embeddings and model.head is not None and model.embed is not None:
         model.head.weight = model.embed.weight
-    export_huggingface(model.state_dict(), config, folder, dtype=dtype)
+    export_huggingface(model.state_dict(), config, folder, dtype=dtype, tokenizer=words)
     return config
 
 
@@ -358,7 +374,7 @@ def _newest(path: Path) -> Path:
 
 
 def with_shape_of(run: Config, folder: str | Path) -> Config:
-    """Return a run of the model whose weights are in a folder of transformers.
+    """Return a run of the model whose weights are in a folder of transformers, with its tokenizer if it has one.
 
     Args:
         run: how to train it.
@@ -368,7 +384,9 @@ def with_shape_of(run: Config, folder: str | Path) -> Config:
         ValueError: as `import_huggingface`.
     """
     config, _ = import_huggingface(folder)
-    return run.with_shape(config).with_changes("train", {"start_from": str(folder)})
+    run = run.with_shape(config).with_changes("train", {"start_from": str(folder)})
+    has_tokenizer = (Path(folder) / "tokenizer.json").is_file()
+    return run.with_changes("data", {"tokenizer": str(folder)}) if has_tokenizer and not run.data.tokenizer else run
 
 
 def check_start(run: Config) -> None:

@@ -401,6 +401,8 @@ FLAGS = [
     ("data", "path", "--data", "texts", "texts"),
     ("data", "pattern", "--data-pattern", "*.md", "*.md"),
     ("data", "max_bytes", "--data-bytes", "999", 999),
+    ("data", "tokenizer", "--tokenizer", "words", "words"),
+    ("data", "mask_prompts", "--no-mask-prompts", None, False),
     ("data", "ignored", "--data-ignored", "0.5", 0.5),
     ("model", "vocab_size", "--vocab-size", "512", 512),
     ("model", "hidden_size", "--hidden-size", "64", 64),

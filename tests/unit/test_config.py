@@ -84,7 +84,7 @@ def test_an_empty_file_is_the_default(write) -> None:
         pytest.param(
             "[data]\ncolour = 3\n",
             "run.toml:2: unknown key 'colour' in [data]\n    colour = 3\n    ^^^^^^\n"
-            "  keys of [data]: path, pattern, max_bytes, ignored",
+            "  keys of [data]: path, pattern, max_bytes, tokenizer, mask_prompts, ignored",
             id="unknown key, nothing close",
         ),
         pytest.param(
@@ -123,7 +123,7 @@ def test_an_empty_file_is_the_default(write) -> None:
             "[optimizer]\nschedule = 'stairs'\n",
             "run.toml:2: cannot use [optimizer]: there is no kind of schedule 'stairs'\n"
             "    schedule = 'stairs'\n    ^^^^^^^^\n"
-            "  schedule: 'stairs'\n  try: schedule=one of 'cosine', 'linear', 'constant'",
+            "  schedule: 'stairs'\n  try: schedule=one of 'cosine', 'linear', 'wsd', 'constant'",
             id="unknown choice",
         ),
         pytest.param(
@@ -270,7 +270,8 @@ def test_rotary_tables_grow_with_the_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)]
+    ("schedule", "middle", "last"),
+    [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1), ("wsd", 1.0, 0.1)],
 )
 def test_the_rate_warms_up_and_decays(schedule: str, middle: float, last: float) -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=10, schedule=schedule, min_lr_ratio=0.1)

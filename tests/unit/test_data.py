@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import sim
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.trainer.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from hyper_parallel.trainer.data import (
     IGNORED,
     VALID_EVERY,
+    LoaderBatches,
     _mix,
     check_length,
     load_corpus,
@@ -21,6 +35,9 @@ from hyper_parallel.trainer.data import (
     shuffled,
     valid_samples,
 )
+from hyper_parallel.trainer.preflight import check_machine
+from hyper_parallel.trainer.saving import export_checkpoint, with_shape_of
+from hyper_parallel.trainer.trainer import train
 
 TEXT = np.arange(5_000, dtype=np.int64).astype(np.uint8)
 
@@ -37,26 +54,26 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_files_are_read_in_sorted_order_and_split_whole(folder: Path) -> None:
-    corpus = load_corpus(str(folder))
+    corpus = load_corpus(DataConfig(str(folder)))
     # a/10.py ... a/19.py, then b/00.py ... b/09.py; every tenth one is held back.
     assert bytes(corpus.train).decode() == "".join(letter * 50 for letter in "KLMNOPQRSABCDEFGHI")
     assert bytes(corpus.valid).decode() == "T" * 50 + "J" * 50
-    assert corpus.files == 20
+    assert corpus.documents == 20
 
 
 def test_reading_stops_at_max_bytes(folder: Path) -> None:
-    assert load_corpus(str(folder), max_bytes=501).files == 11
+    assert load_corpus(DataConfig(str(folder), max_bytes=501)).documents == 11
 
 
 def test_a_pattern_chooses_files(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"found 1 file\(s\) that match '\*.txt'.*at least 10 are needed"):
-        load_corpus(str(folder), pattern="*.txt")
+        load_corpus(DataConfig(str(folder), pattern="*.txt"))
 
 
 def test_one_file_is_split_by_position(tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_bytes(bytes(TEXT[:100]))
-    corpus = load_corpus(str(file))
+    corpus = load_corpus(DataConfig(str(file)))
     assert np.array_equal(corpus.train, TEXT[:90])
     assert np.array_equal(corpus.valid, TEXT[90:100])
 
@@ -65,17 +82,17 @@ def test_a_missing_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"no text at '.*nowhere': no such file or folder\n  try: another \[data\] path"
     ):
-        load_corpus(str(tmp_path / "nowhere"))
+        load_corpus(DataConfig(str(tmp_path / "nowhere")))
 
 
 def test_the_standard_library_is_python_text() -> None:
-    corpus = load_corpus(max_bytes=600_000)
-    assert corpus.files >= VALID_EVERY
+    corpus = load_corpus(DataConfig(max_bytes=600_000))
+    assert corpus.documents >= VALID_EVERY
     assert 600_000 <= corpus.train.size + corpus.valid.size < 1_500_000
     for part in (corpus.train, corpus.valid):
         assert b"def " in bytes(part)
         assert b"import " in bytes(part)
-    assert load_corpus(max_bytes=600_000) is corpus, "ranks of one process share the text"
+    assert load_corpus(DataConfig(max_bytes=600_000)) is corpus, "ranks of one process share the text"
 
 
 def test_the_hash_is_that_of_plain_integers() -> None:
@@ -194,3 +211,162 @@ def test_text_that_is_too_short_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=message):
         check_length(TEXT[:10], 10, "training")
+
+
+# -- records, tokenizers and loaders -----------------------------------------------------------------------------------
+
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    """A tokenizer of transformers, in a folder: bytes, and three special tokens."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    words = {word: number for number, word in enumerate([*special, *sorted(alphabet)])}
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    plain.add_special_tokens(special)
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = tokenizers.decoders.ByteLevel()
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|end|>")
+    found.chat_template = CHAT
+    found.save_pretrained(tmp_path / "tokenizer")
+    return found
+
+
+def lines(path: Path, record: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for _ in range(VALID_EVERY)))
+    return str(path)
+
+
+def read(tokenizer: Any, data: DataConfig) -> tuple[str, str]:
+    """The first record as it is read, and what of it counts."""
+    ids = load_corpus(data).valid.astype(np.int64)
+    return tokenizer.decode(np.where(ids < 0, -1 - ids, ids)), tokenizer.decode(ids[ids >= 0])
+
+
+def test_what_the_assistant_says_counts(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [("user", "assistant"), ("assistant", "b"), ("user", "b"), ("assistant", "da")]
+    path = lines(tmp_path / "x.jsonl", {"messages": [{"role": role, "content": text} for role, text in turns]})
+    data = DataConfig(path, tokenizer=str(tmp_path / "tokenizer"))
+    whole = "<|user|>assistant<|end|><|assistant|>b<|end|><|user|>b<|end|><|assistant|>da<|end|>"
+    assert read(tokenizer, data) == (whole, "b<|end|>da<|end|>")
+    assert read(tokenizer, DataConfig(path, tokenizer=data.tokenizer, mask_prompts=False)) == (whole, whole)
+    with pytest.raises(ValueError, match="a conversation is written by a tokenizer's template"):
+        load_corpus(DataConfig(path))
+
+
+def test_completions_count_and_documents_end(tokenizer: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "tokenizer")
+    path = lines(tmp_path / "x.jsonl", {"prompt": "1 + é = ", "completion": "3"})
+    assert read(tokenizer, DataConfig(path, tokenizer=folder)) == ("1 + é = 3<|end|>", "3<|end|>")
+    bytes_of_it = load_corpus(DataConfig(path)).valid
+    assert [t for t in bytes_of_it if t >= 0] == [ord("3")]
+    assert bytes((-1 - bytes_of_it[bytes_of_it < 0]).tolist()).decode() == "1 + é = "
+    path = lines(tmp_path / "y.jsonl", {"text": "one<|end|>"})
+    assert read(tokenizer, DataConfig(path, tokenizer=folder)) == ("one<|end|>", "one<|end|>")
+    (tmp_path / "text").write_text("abc " * 50)
+    corpus = load_corpus(DataConfig(str(tmp_path / "text"), tokenizer=folder))
+    assert tokenizer.decode(np.concatenate([corpus.train, corpus.valid])) == "abc " * 50 + "<|end|>"
+    assert corpus.largest() < len(tokenizer)
+
+
+def test_ignored_prompts_are_read_and_are_no_targets() -> None:
+    inputs, targets = samples(np.array([5, -1 - 6, -1 - 7, 8, 9], dtype=np.int32), range(1), 4, seed=0)
+    assert inputs.tolist() == [[5, 6, 7, 8]]
+    assert targets.tolist() == [[IGNORED, IGNORED, 8, 9]]
+
+
+def test_parquet_files_hold_the_same_records(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {number};" for number in range(12)]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    for suffix in ("parquet", "jsonl"):
+        corpus = load_corpus(DataConfig(str(tmp_path / f"x.{suffix}")))
+        assert bytes(corpus.valid) == texts[9].encode()
+        assert bytes(corpus.train).decode() == "".join(texts[:9] + texts[10:])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot read record 1 of .*: it is no JSON"),
+        ('{"body": "x"}', "it has no text in 'text'\n  keys: body"),
+        ('{"completion": "x"}', "it has no text in 'prompt' and 'completion'"),
+        ("[1]", "it has no text in 'text'\n  keys: list"),
+        ('{"text": "x"}', r"found 1 record\(s\) in .*at least 10 are needed"),
+    ],
+)
+def test_records_without_text_are_named(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_corpus(DataConfig(str(tmp_path / "x.jsonl")))
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = lines(tmp_path / "x.jsonl", {"text": "x"})
+    with pytest.raises(ValueError, match=r"cannot load the tokenizer .*nowhere: transformers finds none"):
+        load_corpus(DataConfig(path, tokenizer=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.sim
+def test_a_model_of_transformers_is_trained_on_conversations_and_answers(tokenizer: Any, tmp_path: Path) -> None:
+    """From a folder of transformers to one that it generates text from, tokenizer included."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
+    theirs.save_pretrained(tmp_path / "tokenizer")
+    asked = [{"role": "user", "content": "who?"}]
+    path = lines(tmp_path / "x.jsonl", {"messages": [*asked, {"role": "assistant", "content": "me"}]})
+    config = Config(
+        data=DataConfig(path),
+        train=TrainConfig(steps=40, batch_size=4, seq_len=8, device="cpu"),
+        optimizer=OptimizerConfig(lr=1e-2, schedule="wsd"),
+        parallel=ParallelConfig(tp=2),
+        checkpoint=CheckpointConfig(str(tmp_path / "run")),
+    )
+    config = with_shape_of(config, tmp_path / "tokenizer")
+    assert config.data.tokenizer == str(tmp_path / "tokenizer")
+    result = sim.run(train, world_size=4, args=(config,))[0]
+    assert result.losses[-1] < 0.1 * result.losses[0]
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    question = words.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**question, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
+    assert words.decode(answer) == "<|user|>who?<|end|><|assistant|>me<|end|>"
+    small = replace(config, checkpoint=CheckpointConfig()).with_changes("model", {"vocab_size": 50})
+    with pytest.raises(ValueError, match=r"the text has token [0-9]+, and model.vocab_size is 50"):
+        check_machine(small, ParallelDims(world_size=1), 1, False)
+
+
+def test_batches_of_a_loader() -> None:
+    ids = torch.arange(6).view(2, 3)
+    pairs = LoaderBatches(lambda: [(ids, ids + 1)], 2, 3)
+    for _ in range(2):  # it begins anew
+        assert [x.tolist() for x in pairs.next()] == [ids.tolist(), (ids + 1).tolist()]
+    labels = torch.tensor([[-100, 1, 2], [3, 4, 5]])
+    padded = {"input_ids": ids, "labels": labels, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    inputs, targets = LoaderBatches(lambda: [padded], 2, 3).next()
+    assert inputs.tolist() == ids.tolist()
+    assert targets.tolist() == [[1, 2, IGNORED], [4, 5, IGNORED]]
+    for batch, message in (
+        ((ids[:1], ids[:1]), "another form"),
+        ((ids.float(), ids), "another form"),
+        ((ids, ids, ids), "a pair"),
+        ({**padded, "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, "padded on the left"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoaderBatches(lambda batch=batch: [batch], 2, 3).next()
+    with pytest.raises(ValueError, match="has no batch"):
+        LoaderBatches(list, 2, 3).next()
+    with pytest.raises(TypeError, match="has no batches"):
+        LoaderBatches(lambda: 5, 2, 3)  # type: ignore[arg-type, return-value]

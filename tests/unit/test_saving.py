@@ -389,3 +389,63 @@ def test_the_place_in_the_text_is_saved(tmp_path: Path) -> None:
     assert extra["progress"] == {"steps": 3, "samples": 12, "skipped": 0}
     assert extra["model"]["kind"] == "llama"
     json.dumps(extra)
+
+
+class Counting:
+    """A loader that counts upwards, and knows where it is."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.place += 1
+            ids = (torch.arange(16 * 9).view(16, 9) * 7 + 31 * self.place) % 256
+            yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Forgetful(Counting):
+    """A loader without a state: what was used is read again."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.endswith("state_dict"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("loader", [Counting, Forgetful])
+def test_a_loader_of_ones_own_goes_on_whatever_the_degrees(loader: type[Counting], tmp_path: Path) -> None:
+    base = TINY.with_changes("train", {"steps": 4, "batch_size": 16, "seq_len": 8})
+    whole = train(base, data=loader)
+    assert whole.valid_loss is None
+    config = saving(tmp_path, base)
+    train(config.with_changes("train", {"steps": 2}), data=loader)
+    degrees = config.with_changes("parallel", {"tp": 2})
+    rest = sim.run(train, world_size=4, args=(degrees,), kwargs={"data": loader})[0]
+    assert rest.first_step == 3
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-4)
+    assert len(set(whole.losses)) == 4
+
+
+@pytest.mark.sim
+def test_loaders_that_differ_among_ranks_are_refused_on_every_rank() -> None:
+    config = TINY.with_changes("train", {"steps": 1, "batch_size": 16, "seq_len": 8})
+
+    def body() -> str:
+        def make() -> Counting:
+            loader = Counting()
+            loader.place = torch.distributed.get_rank()
+            return loader
+
+        with pytest.raises(ValueError, match="the ranks' loaders return other batches"):
+            train(config, data=make)
+        return "refused"
+
+    assert sim.run(body, world_size=2) == ["refused"] * 2
