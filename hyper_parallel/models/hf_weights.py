@@ -85,6 +85,9 @@ def export_huggingface(
     check(asked, "path", folder=folder)
     check(asked, "dtype | None", dtype=dtype)
     check(asked, "int", max_shard_bytes=max_shard_bytes)
+    if tokenizer is not None and not (hasattr(tokenizer, "save_pretrained") and hasattr(tokenizer, "eos_token_id")):
+        hint = "AutoTokenizer.from_pretrained(folder)"
+        raise TypeError(explain(asked, "tokenizer is none of transformers", f"tokenizer: {tokenizer!r}"[:200], hint))
     asked, folder = f"cannot export to {folder}", Path(folder)
     if max_shard_bytes < 1:
         blame, seen = "no tensor fits into such a file", f"max_shard_bytes: {max_shard_bytes}"
