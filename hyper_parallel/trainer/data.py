@@ -103,9 +103,9 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
         return Corpus(text[:cut], text[cut:], 1, str(root), has_bytes)
     parts: tuple[list[Tokens], list[Tokens]] = ([], [])
     size = count = 0
-    for document in _documents(root, data, encode):
-        parts[count % VALID_EVERY == VALID_EVERY - 1].append(document.tokens)
-        size, count = size + document.size, count + 1
+    for document in _documents(root, data):
+        parts[count % VALID_EVERY == VALID_EVERY - 1].append(encode(document))
+        size, count = size + len(document.content()), count + 1
         if size >= data.max_bytes:
             break
     if not parts[1]:
@@ -150,14 +150,7 @@ class _Text(NamedTuple):
 _Encode = Callable[[_Text], Tokens]
 
 
-class _Document(NamedTuple):
-    """The tokens of a document, and the bytes of its text."""
-
-    tokens: Tokens
-    size: int
-
-
-def _documents(root: Path, data: DataConfig, encode: _Encode) -> Iterator[_Document]:
+def _documents(root: Path, data: DataConfig) -> Iterator[_Text]:
     """Read the files of a folder, or the records of a file."""
     is_left_out = _LEFT_OUT if data.path is None else frozenset[str]()
     files = root.rglob(data.pattern) if root.is_dir() else iter([root])
@@ -166,24 +159,22 @@ def _documents(root: Path, data: DataConfig, encode: _Encode) -> Iterator[_Docum
             continue
         if file.suffix in _RECORDS:
             for number, record in _records(file):
-                text = _text(f"cannot read record {number} of {file}", record, data)
-                yield _Document(encode(text), len(text.content()))
+                yield _text(f"cannot read record {number} of {file}", record, data)
         else:
-            text = _Text([_Span(file.read_bytes(), True)])
-            yield _Document(encode(text), len(text.content()))
+            yield _Text([_Span(file.read_bytes(), True)])
 
 
 def _records(file: Path) -> Iterator[tuple[int, Any]]:
     """Read the records of a file, with their numbers from 1."""
     if file.suffix == ".jsonl":
-        with file.open(encoding="utf-8") as lines:
+        with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     if line.strip():
                         yield number, json.loads(line)
                 except ValueError as error:
                     hint = "one JSON object in each line"
-                    asked, seen = f"cannot read record {number} of {file}", f"line: {line.strip()[:100]}"
+                    asked, seen = f"cannot read record {number} of {file}", f"line: {line.strip()[:100]!r}"
                     raise ValueError(explain(asked, f"it is no JSON: {error}", seen, hint)) from None
         return
     try:
@@ -191,8 +182,13 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
     except ImportError as error:
         hint = "pip install 'hyper_parallel[text]'"
         raise ValueError(explain(f"cannot read {file}", "pyarrow is not installed", f"seen: {error}", hint)) from None
+    try:
+        table = parquet.ParquetFile(file)
+    except (ValueError, OSError) as error:
+        hint = "another copy of it"
+        raise ValueError(explain(f"cannot read {file}", "it is no parquet file", f"seen: {error}", hint)) from None
     number = 0
-    for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
+    for batch in table.iter_batches(batch_size=256):
         for record in batch.to_pylist():
             number += 1
             yield number, record
@@ -218,6 +214,9 @@ def _text(asked: str, record: Any, data: DataConfig) -> _Text:
 
 def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
     """Write a conversation as the tokenizer's template has it; what the assistant says counts."""
+    if not _is_conversation(messages):
+        blame, hint = "messages are objects with a role and content", '[{"role": "user", "content": "..."}, ...]'
+        raise ValueError(explain(asked, blame, f"messages: {messages!r}"[:200], hint))
     if data.tokenizer is None:
         blame, hint = "a conversation is written by a tokenizer's template", "[data] tokenizer (--tokenizer FOLDER)"
         raise ValueError(explain(asked, blame, "messages, and no tokenizer", hint))
@@ -227,7 +226,7 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         try:
             return str(tokenizer.apply_chat_template(some, tokenize=False, **flags))
         except Exception as error:  # templates raise errors of their own
-            hint = "a tokenizer with a chat template, and messages with a role and content"
+            hint = "a tokenizer with a chat template, and messages that it takes"
             seen = f"messages: {messages!r}"[:200]
             raise ValueError(explain(asked, f"its template fails: {error}", seen, hint)) from None
 
@@ -237,7 +236,7 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         if message["role"] != "assistant" or not data.mask_prompts:
             continue
         before = render(messages[:index], add_generation_prompt=True)
-        content = str(message["content"]).strip()
+        content = message["content"].strip()
         place = whole.find(content, len(before)) if whole.startswith(before) else -1
         if place < 0:
             blame = f"the template writes message {index} in another way once others follow"
@@ -250,6 +249,13 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         spans += [_Span(whole[done : len(before)].encode(), False), _Span(whole[len(before) : end].encode(), True)]
         done = end
     return _Text([*spans, _Span(whole[done:].encode(), not data.mask_prompts)], is_rendered=True)
+
+
+def _is_conversation(messages: Any) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    )
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -304,7 +310,7 @@ def load_tokenizer(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # it raises errors of many kinds
         seen = f"seen: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
-        hint = "a folder with tokenizer.json, as save_pretrained writes it"
+        hint = "another --tokenizer: a folder with tokenizer.json, as save_pretrained writes it"
         raise ValueError(explain(asked, "transformers finds none", seen, hint)) from None
     if not tokenizer.is_fast:
         blame = "it does not say where in the text its tokens are"
@@ -458,34 +464,36 @@ class LoaderBatches:
             one. Each int64 (batch_size, seq_len).
         batch_size: sequences of a batch.
         seq_len: tokens of a sequence.
+        vocab_size: tokens that the model knows.
 
     Raises:
         TypeError: what `make` returns cannot be iterated over.
     """
 
-    def __init__(self, make: Callable[[], Iterable[Any]], batch_size: int, seq_len: int) -> None:
+    def __init__(self, make: Callable[[], Iterable[Any]], batch_size: int, seq_len: int, vocab_size: int) -> None:
         loader: Any = make()
         if not isinstance(loader, Iterable):
             hint = "train(config, data=lambda: StatefulDataLoader(...))"
             seen = f"returned: {type(loader).__name__}"
             raise TypeError(explain("cannot train on this data", "what data() returns has no batches", seen, hint))
         self.loader: Any = loader
-        self.shape = (batch_size, seq_len)
-        self._batches: Iterator[Any] | None = None
+        self.shape, self.vocab_size = (batch_size, seq_len), vocab_size
+        self._batches: Iterator[Any] = iter(())
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets (batch_size, seq_len) of the next batch.
 
         Raises:
-            ValueError: a batch of another form, or no batch at all.
+            ValueError: a batch of another form, with tokens that the model does not know, or no batch at all.
         """
-        for is_anew in (self._batches is None, True):
-            self._batches = iter(self.loader) if is_anew or self._batches is None else self._batches
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = iter(self.loader)
             batch = next(self._batches, None)
-            if batch is not None:
-                return self._checked(batch)
-        hint = "a loader that can be iterated over again"
-        raise ValueError(explain("cannot train on this data", "the loader has no batch", f"{self.loader!r}", hint))
+        if batch is None:
+            hint = "a loader that can be iterated over again"
+            raise ValueError(explain("cannot train on this data", "the loader has no batch", f"{self.loader!r}", hint))
+        return self._checked(batch)
 
     def _checked(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         asked, hint = "cannot train on this batch", f"(inputs, targets) or input_ids and labels, int64 {self.shape}"
@@ -505,6 +513,11 @@ class LoaderBatches:
                 blame, hint = "sequences are padded on the left, where the model would read it", "padding_side='right'"
                 raise ValueError(explain(asked, blame, f"attention_mask: {mask[0].tolist()}"[:200], hint))
             targets = torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
+        ids = torch.cat([inputs, targets.masked_fill(targets == IGNORED, 0)])
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or most >= self.vocab_size:
+            blame = f"it has token {least if least < 0 else most}, and model.vocab_size is {self.vocab_size}"
+            raise ValueError(explain(asked, blame, f"ids: {least} to {most}", f"ids from 0, targets also {IGNORED}"))
         return inputs, targets
 
     def state(self) -> str | None:

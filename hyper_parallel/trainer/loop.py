@@ -27,13 +27,13 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
-from hyper_parallel.trainer.data import IGNORED, LoaderBatches, load_corpus, rank_part, samples, valid_samples
+from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate, update
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
-from hyper_parallel.trainer.preflight import check_precision, plan_run
+from hyper_parallel.trainer.preflight import check_precision, plan_run, read_text
 from hyper_parallel.trainer.report import (
     KEPT,
     JsonlLog,
@@ -160,8 +160,9 @@ class Trainer:
         self.watchdog = watchdog
         self.device = platform.device(place.local_rank)
         train = config.train
-        self.loader = None if data is None else LoaderBatches(data, train.batch_size, train.seq_len)
-        self.corpus = load_corpus(config.data) if data is None else None
+        vocab_size = config.model.vocab_size
+        self.loader = None if data is None else LoaderBatches(data, train.batch_size, train.seq_len, vocab_size)
+        self.corpus = read_text(config) if data is None else None
         if predicted is not None:
             predicted = replace(predicted, memory_before=platform.memory_stats().allocated)
         self.predicted = predicted

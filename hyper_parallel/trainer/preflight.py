@@ -17,7 +17,7 @@ from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
 from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.data import check_length, load_corpus
+from hyper_parallel.trainer.data import Corpus, check_length, load_corpus
 from hyper_parallel.trainer.metrics import least_kept
 from hyper_parallel.trainer.parallelize import WEIGHTS
 from hyper_parallel.trainer.report import check_tensorboard
@@ -171,6 +171,25 @@ def check_precision(config: Config, platform: Platform) -> None:
         raise ValueError(explain(asked, blame, seen, "param_dtype='fp32' (--precision fp32), or --device cpu"))
 
 
+def read_text(config: Config) -> Corpus:
+    """Load the text of a run, if its model can be trained on it.
+
+    Args:
+        config: the run.
+
+    Raises:
+        ValueError: as `load_corpus`; too little text for a sequence, or tokens that the model does not know.
+    """
+    corpus = load_corpus(config.data)
+    check_length(corpus.train, config.train.seq_len, "training")
+    check_length(corpus.valid, config.train.seq_len, "validation")
+    if (largest := corpus.largest()) >= config.model.vocab_size:
+        blame = f"the text has token {largest}, and model.vocab_size is {config.model.vocab_size}"
+        seen, hint = f"tokenizer: {config.data.tokenizer}", f"vocab_size={largest + 1}, or more"
+        raise ValueError(explain("cannot read the text", blame, seen, hint))
+    return corpus
+
+
 def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host: bool) -> None:
     """Check that the text, the log file and the memory are there, on the machine where the ranks will run.
 
@@ -185,13 +204,7 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
             the checkpoint to go on from is another model's; the run needs more memory than there is.
         CheckpointError: the checkpoint to go on from is damaged.
     """
-    corpus = load_corpus(config.data)
-    check_length(corpus.train, config.train.seq_len, "training")
-    check_length(corpus.valid, config.train.seq_len, "validation")
-    if corpus.largest() >= config.model.vocab_size:
-        blame = f"the text has token {corpus.largest()}, and model.vocab_size is {config.model.vocab_size}"
-        seen, hint = f"tokenizer: {config.data.tokenizer}", f"vocab_size={corpus.largest() + 1}, or more"
-        raise ValueError(explain("cannot read the text", blame, seen, hint))
+    read_text(config)
     if config.train.log is not None:
         _check_log(Path(config.train.log))
     if config.train.tensorboard is not None:

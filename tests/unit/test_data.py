@@ -299,12 +299,24 @@ def test_parquet_files_hold_the_same_records(tmp_path: Path) -> None:
         ('{"body": "x"}', "it has no text in 'text'\n  keys: body"),
         ('{"completion": "x"}', "it has no text in 'prompt' and 'completion'"),
         ("[1]", "it has no text in 'text'\n  keys: list"),
+        ('{"messages": [{"role": "user"}]}', "messages are objects with a role and content"),
+        ('{"messages": "hello"}', "messages are objects with a role and content"),
         ('{"text": "x"}', r"found 1 record\(s\) in .*at least 10 are needed"),
     ],
 )
 def test_records_without_text_are_named(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
+        load_corpus(DataConfig(str(tmp_path / "x.jsonl")))
+
+
+def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "x.parquet").write_bytes(b"text")
+    with pytest.raises(ValueError, match=r"cannot read .*x.parquet: it is no parquet file\n.*\n  try: "):
+        load_corpus(DataConfig(str(tmp_path / "x.parquet")))
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(ValueError, match=r"cannot read record 1 of .*x.jsonl: it is no JSON"):
         load_corpus(DataConfig(str(tmp_path / "x.jsonl")))
 
 
@@ -350,23 +362,25 @@ def test_a_model_of_transformers_is_trained_on_conversations_and_answers(tokeniz
 
 def test_batches_of_a_loader() -> None:
     ids = torch.arange(6).view(2, 3)
-    pairs = LoaderBatches(lambda: [(ids, ids + 1)], 2, 3)
+    pairs = LoaderBatches(lambda: [(ids, ids + 1)], 2, 3, 7)
     for _ in range(2):  # it begins anew
         assert [x.tolist() for x in pairs.next()] == [ids.tolist(), (ids + 1).tolist()]
     labels = torch.tensor([[-100, 1, 2], [3, 4, 5]])
     padded = {"input_ids": ids, "labels": labels, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-    inputs, targets = LoaderBatches(lambda: [padded], 2, 3).next()
+    inputs, targets = LoaderBatches(lambda: [padded], 2, 3, 7).next()
     assert inputs.tolist() == ids.tolist()
     assert targets.tolist() == [[1, 2, IGNORED], [4, 5, IGNORED]]
     for batch, message in (
         ((ids[:1], ids[:1]), "another form"),
         ((ids.float(), ids), "another form"),
         ((ids, ids, ids), "a pair"),
+        ((ids, ids + 2), "it has token 7, and model.vocab_size is 7"),
+        ((ids - 1, ids), "it has token -1, and"),
         ({**padded, "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, "padded on the left"),
     ):
         with pytest.raises(ValueError, match=message):
-            LoaderBatches(lambda batch=batch: [batch], 2, 3).next()
+            LoaderBatches(lambda batch=batch: [batch], 2, 3, 7).next()
     with pytest.raises(ValueError, match="has no batch"):
-        LoaderBatches(list, 2, 3).next()
+        LoaderBatches(list, 2, 3, 7).next()
     with pytest.raises(TypeError, match="has no batches"):
-        LoaderBatches(lambda: 5, 2, 3)  # type: ignore[arg-type, return-value]
+        LoaderBatches(lambda: 5, 2, 3, 7)  # type: ignore[arg-type, return-value]
