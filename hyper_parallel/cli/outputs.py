@@ -18,7 +18,9 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of train, or its --checkpoint-dir: the newest.")],
     folder: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
     dtype: Annotated[str | None, typer.Option(help="Of the weights, such as bfloat16; default: as they are.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="To write beside them; default: that of the run.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder of the tokenizer to add; default: that of the run.")
+    ] = None,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
 

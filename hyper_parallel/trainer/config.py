@@ -49,8 +49,8 @@ class DataConfig:
             .jsonl and .parquet files have `text`, `prompt` and `completion`, or `messages`.
         pattern: which files of the folder.
         max_bytes: stop reading after this many bytes.
-        tokenizer: folder, or name, of a tokenizer of transformers; None: tokens are bytes. `with_shape_of`, and so
-            `--start-from`, takes that of the folder.
+        tokenizer: folder of a tokenizer of transformers; None: tokens are bytes. `with_shape_of`, and so
+            `--start-from`, takes that of its folder.
         mask_prompts: of prompts and conversations, only what completes them and what the assistant says counts.
         ignored: share of the targets that do not count, drawn per token: what padding or prompts are in other data.
     """

@@ -268,9 +268,9 @@ def _encode_bytes(text: _Text) -> Tokens:
     return _marked(ids, np.repeat([span.counts for span in text.spans], [len(span.text) for span in text.spans]))
 
 
-def _encoder(name: str) -> _Encode:
+def _encoder(folder: str) -> _Encode:
     """Return what makes ids of text; a document that no template wrote ends with the token for that."""
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(folder)
 
     def encode(text: _Text) -> Tokens:
         parts = [span.text.decode(errors="replace") for span in text.spans]
@@ -291,30 +291,32 @@ def _marked(ids: npt.NDArray[np.int32], counts: npt.NDArray[np.bool_]) -> Tokens
 
 
 @lru_cache(maxsize=4)
-def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer of transformers.
+def load_tokenizer(folder: str) -> Any:
+    """Load a tokenizer of transformers; nothing is fetched.
 
     Args:
-        name: folder, or name.
+        folder: with its files.
 
     Raises:
         ValueError: there is none, or it cannot say where in the text its tokens are.
     """
-    asked = f"cannot load the tokenizer {name}"
+    asked = f"cannot load the tokenizer {folder}"
+    hint = "a folder that AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) has written"
+    if not Path(folder).is_dir():
+        raise ValueError(explain(asked, "there is no such folder", f"tokenizer: {folder}", hint))
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        hint = "pip install 'hyper_parallel[text]'"
-        raise ValueError(explain(asked, "transformers is not installed", f"seen: {error}", hint)) from None
+        install = "pip install 'hyper_parallel[text]'"
+        raise ValueError(explain(asked, "transformers is not installed", f"seen: {error}", install)) from None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # it raises errors of many kinds
         seen = f"seen: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
-        hint = "another --tokenizer: a folder with tokenizer.json, as save_pretrained writes it"
         raise ValueError(explain(asked, "transformers finds none", seen, hint)) from None
     if not tokenizer.is_fast:
         blame = "it does not say where in the text its tokens are"
-        raise ValueError(explain(asked, blame, f"class: {type(tokenizer).__name__}", "a folder with tokenizer.json"))
+        raise ValueError(explain(asked, blame, f"class: {type(tokenizer).__name__}", f"{hint}, with tokenizer.json"))
     return tokenizer
 
 

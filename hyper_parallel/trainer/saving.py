@@ -329,7 +329,7 @@ def export_checkpoint(
         checkpoint: one of a run of this trainer, or the folder of a run, whose newest complete one is taken.
         folder: made if it is not there; refused if it has weights.
         dtype: to write weights in. Default: as they are.
-        tokenizer: folder, or name, of another tokenizer, such as where the run's is now.
+        tokenizer: folder of another tokenizer, such as where the run's is now.
 
     Returns:
         The model's shape.

@@ -323,8 +323,10 @@ def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = lines(tmp_path / "x.jsonl", {"text": "x"})
-    with pytest.raises(ValueError, match=r"cannot load the tokenizer .*nowhere: transformers finds none"):
-        load_corpus(DataConfig(path, tokenizer=str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    for folder, message in (("nowhere", "there is no such folder"), ("empty", "transformers finds none")):
+        with pytest.raises(ValueError, match=rf"cannot load the tokenizer .*{folder}: {message}"):
+            load_corpus(DataConfig(path, tokenizer=str(tmp_path / folder)))
 
 
 @pytest.mark.sim
