@@ -141,10 +141,9 @@ def test_head_size_and_norms_of_heads():
     assert LlamaConfig(hidden_size=100, num_attention_heads=3, num_key_value_heads=3, head_size=8).head_dim == 8
     with pytest.raises(ValueError, match="so head_size is even\n  head_size: 7\n  try: head_size=8"):
         LlamaConfig(head_size=7)
-    for config in (wide, LlamaConfig(head_size=64)):
-        with pytest.raises(ValueError, match="cannot export to Hugging Face") as error:
-            config_to_json(config, torch.float32)
-        assert "try: qk_norm=False, head_size=None" in str(error.value)
+    for config, architecture in ((wide, "Qwen3ForCausalLM"), (LlamaConfig(head_size=64), "LlamaForCausalLM")):
+        written = config_to_json(config, torch.float32)
+        assert (written["head_dim"], written["architectures"]) == (64, [architecture])
 
 
 QWEN = LlamaConfig(
