@@ -20,6 +20,7 @@ from benchmarks import (
     links,
     mesh,
     mesh_here,
+    muon,
     proofs,
     redistribute,
     scripts,
@@ -92,6 +93,10 @@ def _dims() -> dict[str, str]:
         "dims": f"{_conditions()}, fp32, fused AdamW.\n\n{dims.table()}",
         "attention": f"{_conditions()}, fp32.\n\n{attention.table()}",
     }
+
+
+def _muon() -> dict[str, str]:
+    return {"muon": f"torch {torch.__version__}.\n\n{muon.table()}"}
 
 
 def _redistribute() -> dict[str, str]:
@@ -173,6 +178,7 @@ PARTS = {
     "wrapping": _wrapping,
     "shard": _shard,
     "dims": _dims,
+    "muon": _muon,
     "redistribute": _redistribute,
     "links": _links,
     "checkpoint": _checkpoint,

@@ -24,6 +24,7 @@ API = [
     "HSDPModule",
     "Layout",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "ParallelDims",
     "Partial",
