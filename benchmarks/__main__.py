@@ -17,6 +17,7 @@ from benchmarks import (
     dims,
     engine,
     engine_counts,
+    experts,
     links,
     mesh,
     mesh_here,
@@ -93,6 +94,10 @@ def _dims() -> dict[str, str]:
         "dims": f"{_conditions()}, fp32, fused AdamW.\n\n{dims.table()}",
         "attention": f"{_conditions()}, fp32.\n\n{attention.table()}",
     }
+
+
+def _experts() -> dict[str, str]:
+    return {"experts": f"{_conditions()}.\n\n{experts.table()}"}
 
 
 def _muon() -> dict[str, str]:
@@ -178,6 +183,7 @@ PARTS = {
     "wrapping": _wrapping,
     "shard": _shard,
     "dims": _dims,
+    "experts": _experts,
     "muon": _muon,
     "redistribute": _redistribute,
     "links": _links,

@@ -169,6 +169,8 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
     ),
     "tied": ("dense, tied, tokens ignored", 4, {"tp": 2}, 2),
     "experts": ("experts", 4, {"ep": 2}, 1),
+    "experts in bf16": ("experts", 4, {"ep": 2, "param_dtype": "bf16"}, 1),
+    "experts in bf16, not split": ("experts", 2, {"param_dtype": "bf16"}, 1),
     "experts, not split": ("experts", 2, {}, 1),
     "experts and tp": ("experts", 4, {"ep": 2, "tp": 2}, 1),
     "whole experts and tp": ("experts", 4, {"ep": 2, "tp": 2, "etp": 1}, 1),
