@@ -19,12 +19,12 @@ from sim.prove.randomness import redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
 from sim.prove.steps.names import find_names, submesh
+from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
 
 __all__ = ["LoopComparison", "bound_of"]
 
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
-_STEP = 16.0  # those of an optimizer's step, each
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6
 
@@ -77,6 +77,7 @@ class LoopComparison:
         self._paths = [self.names.paths(path, expected.paths) for path in paths]
         self._split = len({frozenset(path) for path in paths}) > 1  # stages of a pipeline
         self._left: dict[str, None] = {}
+        self._replays = {rank: UpdateReplay() for rank in range(len(ranks))}
 
     def report(self) -> Report:
         """Judge everything, in the order in which things happen."""
@@ -217,6 +218,7 @@ class LoopComparison:
         named = {rank: self.names.translated(getattr(step, kind), self._shapes) for rank, step in theirs.items()}
         order = reversed(full_by_name) if kind == "gradients" else iter(full_by_name)
         scale = max((largest(full) for full in full_by_name.values() if full is not None), default=0.0)
+        updates = self._updates(number, mine, theirs) if kind == "updates" else None
         for name in list(order):
             full, module, leaf = full_by_name[name], *_split(name)
             parts = {rank: tensors[name] for rank, tensors in named.items() if tensors.get(name) is not None}
@@ -235,15 +237,31 @@ class LoopComparison:
                 yield replace(row, verdict="bug", sentence=sentence)
                 continue
             moved = [getattr(other, kind)[name] for other in others if getattr(other, kind).get(name) is not None]
-            floor = _STEP * (number + 1) if kind == "updates" else _FEW
+            floor = ROUNDINGS * (number + 1) if kind == "updates" else _FEW
             found = self._find(parts, self.names.ordered(name, full), bound_of(full, moved, floor=floor))
             if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
                 found = replace(found, status="right")  # the optimizer adds them up
+            if updates is not None:
+                found = updates.judged(name, parts, found)
             if kind == "buffers" and found.status != "right":
                 found = replace(found, status="private")
             if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
                 found = replace(found, is_coarse=_is_coarse(found, full, scale))
             yield self._row(row, found)
+
+    def _updates(self, number: int, mine: RecordedStep, theirs: Mapping[int, RecordedStep]) -> UpdatesOfStep:
+        """Return the updates of a step, beside what one device's optimizers make of each rank's gradients."""
+        starts = {
+            rank: UpdateStarts(self._rules(step), self.names.translated(step.starts.values, self._shapes))
+            for rank, step in theirs.items()
+        }
+        gradients = {rank: self.names.translated(step.gradients, self._shapes) for rank, step in theirs.items()}
+        return UpdatesOfStep(mine.starts.rules, starts, gradients, self._replays, number + 1)
+
+    def _rules(self, step: RecordedStep) -> dict[str, UpdateRule]:
+        """Return how a rank's optimizers update its parameters, by the names of one device."""
+        named = ((self.names.parts.get(name, ((name,), 0))[0], rule) for name, rule in step.starts.rules.items())
+        return {each: rule for names, rule in named for each in names}
 
     def _say_partial(self, name: str, steps: Mapping[int, RecordedStep]) -> bool:
         """Whether the gradients of a parameter are DTensors that say so themselves, on all ranks that have one."""

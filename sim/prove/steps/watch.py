@@ -20,6 +20,7 @@ from sim.kernel.context import current_rank
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import Draw, NoRandomness, redrawn
 from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
+from sim.prove.steps.updates import UpdateStarts
 
 __all__ = ["CallKey", "LoopRecord", "LoopWatch", "RecordedStep"]
 
@@ -40,6 +41,7 @@ class RecordedStep:
         partial: the names of those that are DTensors, and say themselves that they are parts of a sum.
         updates: each parameter after that.
         buffers: after the step.
+        starts: what its optimizers began with.
     """
 
     calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class RecordedStep:
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
+    starts: UpdateStarts = field(default_factory=lambda: UpdateStarts({}, {}))
 
 
 @dataclass
@@ -97,6 +100,7 @@ class LoopRecord:
                 named(step.updates),
                 named(step.buffers),
                 {new(name) for name in step.partial},
+                UpdateStarts(named(step.starts.rules), named(step.starts.values)),
             )
             for step in self.steps
         ]
@@ -312,8 +316,10 @@ class LoopWatch:
             return  # torch has one table of these hooks for all ranks
         if id(optimizer) in self._taken:
             self._is_over = True
-        self._step()
+        step = self._step()
         self.note_gradients(_params_of(optimizer))
+        if step is not None:
+            step.starts = step.starts.joined(UpdateStarts.of(optimizer, self.parameters()))
         self.is_updating = True
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
