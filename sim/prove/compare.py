@@ -84,10 +84,10 @@ class Comparison:
         self._events: list[Judged] = []
         self._keys: list[Key] = []  # of the boundaries in forward, in order
         self._private: set[Key] = set()
-        self._replays = {rank: UpdateReplay() for rank in range(len(runs))} if before is None else before._replays
+        self._replays: Mapping[int, UpdateReplay] = {rank: UpdateReplay() for rank in range(len(runs))}
         if before is not None:  # how parameters are held does not change
             self._parameters, self._orders, self._owned = before._parameters, before._orders, before._owned
-            self._buffers = before._buffers
+            self._buffers, self._replays = before._buffers, before._replays
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -659,8 +659,8 @@ class Comparison:
             values = {name: run.starts.values[own] for name, own in named.items() if own in run.starts.values}
             starts[rank] = UpdateStarts(rules, values)
             gradients[rank] = {name: run.gradients.get(own) for name, own in named.items()}
-        rules = self.reference.starts.rules
-        return UpdatesOfStep(rules, starts, gradients, self._replays, self.reference.step + 1)
+        step = self.reference.step + 1
+        return UpdatesOfStep(self.reference.starts.rules, starts, gradients, self._replays, step)
 
     def _updated(
         self, name: str, mine: torch.Tensor, there: Mapping[int, torch.Tensor], made: Finding, bound: float

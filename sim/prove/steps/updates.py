@@ -72,17 +72,20 @@ class UpdateStarts:
     values: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> UpdateStarts:
+    def of(
+        cls, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], hooks: int = 0
+    ) -> UpdateStarts:
         """Note what an optimizer begins with.
 
         Args:
             optimizer: about to step.
             parameters: the model's, by name.
+            hooks: how many of its hooks change nothing; with others, it is not the optimizer alone that updates.
         """
         own = {id(each): group for group in optimizer.param_groups for each in group["params"]}
         mine = {name: each for name, each in parameters.items() if id(each) in own}
         values = {name: local_of(each).clone() for name, each in mine.items() if _is_alike(each)}
-        if not is_elementwise(optimizer) or _is_changed(optimizer):
+        if not is_elementwise(optimizer) or _is_changed(optimizer, hooks):
             return cls({}, values)
         first = all(not state or float(state.get("step", 1)) == 0 for state in optimizer.state.values())
         rules = {id(group): UpdateRule(type(optimizer), _options(group), first) for group in optimizer.param_groups}
@@ -106,10 +109,10 @@ def _is_alike(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) == isinstance(grad, DTensor) or grad is None
 
 
-def _is_changed(optimizer: torch.optim.Optimizer) -> bool:
+def _is_changed(optimizer: torch.optim.Optimizer, hooks: int) -> bool:
     """Whether hooks, or a `GradScaler`, take part in the step, so that it is more than the optimizer's own."""
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(hooked) or getattr(optimizer, "grad_scale", None) is not None
+    own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return own > hooks or getattr(optimizer, "grad_scale", None) is not None
 
 
 class UpdateReplay:
@@ -202,7 +205,7 @@ class UpdatesOfStep:
         others = [rank for rank in parts if self._has_others(name, rank)]
         words = self._options(name, odd or others) or self._as_far(name, odd, parts, bound)
         if found.status != "right":
-            return replace(found, sentence=f"{found.sentence}; {words}") if words else found
+            return replace(found, sentence="; ".join(filter(None, (found.sentence, words))))
         if not odd:
             return found
         words = words or f"{ranks_phrase(odd)} make{'s' * (len(odd) == 1)} another update of it than one device would"
