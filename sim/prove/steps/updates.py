@@ -156,9 +156,11 @@ class UpdateReplay:
             parameter.grad = None if grad is None else grad.to(parameter.dtype)
             group = next(each for each in optimizer.param_groups if each["params"][0] is parameter)
             group.update(rule.options)
+        # Imported here: whoever imports `sim` needs no trainer.
+        from hyper_parallel.trainer.optimizer import update
+
         for optimizer in {id(optimizer): optimizer for _, optimizer in self._held.values()}.values():
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         return {name: self._held[name][0].detach().clone() for name in steady}
 
     def _begin(self, values: Mapping[str, torch.Tensor], rules: Mapping[str, UpdateRule]) -> None:
