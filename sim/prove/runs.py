@@ -31,7 +31,7 @@ from sim.prove.randomness import Draw, DrawPlace, DrawUse, NoRandomness, redrawn
 from sim.prove.record import (
     AxesOf,
     ModuleRecorder,
-    local_of,
+    copy_of,
     named_buffers,
     named_parameters,
     spread_layout,
@@ -199,7 +199,7 @@ class _Session:
         self._mesh, self._rank = mesh, rank
         first_run = Run(
             ModuleRecorder(model, mesh, rank),
-            {name: local_of(parameter).clone() for name, parameter in kept.items()},
+            {name: copy_of(parameter) for name, parameter in kept.items()},
             {name: _declared(axes, parameter) for name, parameter in kept.items()},
             same,
             kept,
@@ -254,7 +254,7 @@ class _Session:
             raise ValueError(explain(ASKED, blame, seen, "inputs that the model takes")) from error
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: local_of(buffer).clone() for name, buffer in named_buffers(self.model).items()}
+        return {name: copy_of(buffer) for name, buffer in named_buffers(self.model).items()}
 
     def _finish(self, output: Any) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
         loss_fn = self.task.loss_fn
@@ -296,7 +296,7 @@ class _Session:
                     self.run.starts = UpdateStarts.of(optimizer, self._leaves())
                     with _disable_current_modes() if is_elementwise(optimizer) else nullcontext():
                         update(optimizer)
-                    self.run.update = {name: local_of(leaf).clone() for name, leaf in self._leaves().items()}
+                    self.run.update = {name: copy_of(leaf) for name, leaf in self._leaves().items()}
                 self.run.stepped_buffers = self._buffers()
 
     def _next(self) -> Run:
@@ -304,7 +304,7 @@ class _Session:
         first = self.runs[0]
         return Run(
             ModuleRecorder(self.model, self._mesh, self._rank),
-            {name: local_of(leaf).clone() for name, leaf in self._leaves().items()},
+            {name: copy_of(leaf) for name, leaf in self._leaves().items()},
             first.layouts,
             first.same,
             first.leaves,
@@ -328,7 +328,7 @@ class _Session:
     def _keep_gradients(self) -> None:
         for name, leaf in self._leaves().items():
             grad = leaf.grad
-            self.run.gradients[name] = None if grad is None else local_of(grad).clone()
+            self.run.gradients[name] = None if grad is None else copy_of(grad)
             self.run.grad_layouts[name] = (None, ()) if grad is None else _declared(self.axes, grad)
 
     def _leaves(self) -> dict[str, nn.Parameter]:

@@ -31,7 +31,7 @@ from sim.prove.bound import SAFETY, Perturbed
 from sim.prove.faults import diagnose
 from sim.prove.infer import explanations
 from sim.prove.judge import Finding, pending_words
-from sim.prove.record import local_of
+from sim.prove.record import copy_of, local_of
 from sim.prove.report import Report, ReportRow
 from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdatesOfStep, UpdateStarts
 from sim.world import World, WorldOptions
@@ -251,7 +251,7 @@ def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _
         scale = max(1.0, (record.grad_norm + 1e-6) / most) if most else 1.0
         for name, gradient in gradients.items():
             found.tensors[step, "gradient", name] = _unsharded(gradient * scale)
-        found.updates.append({name: local_of(each).clone() for name, each in trainer.model.named_parameters()})
+        found.updates.append({name: copy_of(each) for name, each in trainer.model.named_parameters()})
         for name, tensor in trainer.model.named_tensors():
             found.tensors[step, "update", name] = _unsharded(tensor.detach())
     return found

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from sim.explain.errors import ranks_phrase
 from sim.prove.evidence import gap, magnitude, top, unit_roundoff
 from sim.prove.judge import Finding
-from sim.prove.record import local_of
+from sim.prove.record import copy_of
 
 __all__ = [
     "ROUNDINGS",
@@ -84,7 +84,7 @@ class UpdateStarts:
         """
         own = {id(each): group for group in optimizer.param_groups for each in group["params"]}
         mine = {name: each for name, each in parameters.items() if id(each) in own}
-        values = {name: local_of(each).clone() for name, each in mine.items() if _is_alike(each)}
+        values = {name: copy_of(each) for name, each in mine.items() if _is_alike(each)}
         if not is_elementwise(optimizer) or _is_changed(optimizer, hooks):
             return cls({}, values)
         first = all(not state or float(state.get("step", 1)) == 0 for state in optimizer.state.values())
