@@ -19,7 +19,16 @@ from torch.overrides import TorchFunctionMode
 from sim.kernel.context import current_rank
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import Draw, NoRandomness, redrawn
-from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
+from sim.prove.record import (
+    argument_names,
+    copy_of,
+    named_buffers,
+    named_modules,
+    named_parameters,
+    own_views,
+    tensors_in,
+)
+from sim.prove.steps.updates import UpdateStarts
 
 __all__ = ["CallKey", "LoopRecord", "LoopWatch", "RecordedStep"]
 
@@ -40,6 +49,9 @@ class RecordedStep:
         partial: the names of those that are DTensors, and say themselves that they are parts of a sum.
         updates: each parameter after that.
         buffers: after the step.
+        starts: what its optimizers began with.
+        grads: of what stood at each boundary in each call, in the order in which backward computed them.
+        nodes: where that stands in autograd's graph; kept for one device alone.
     """
 
     calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -48,6 +60,9 @@ class RecordedStep:
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
+    starts: UpdateStarts = field(default_factory=lambda: UpdateStarts({}, {}))
+    grads: dict[tuple[CallKey, int], torch.Tensor] = field(default_factory=dict)
+    nodes: dict[tuple[CallKey, int], Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,6 +78,7 @@ class LoopRecord:
         batch_norms: the paths of those that normalise with the mean of the rows that they are given.
         choices: what `topk` and its like took.
         redraw: random numbers of a forward that a recomputation in backward has drawn otherwise.
+        leaves: where parameters stand in autograd's graph, by name.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -73,6 +89,7 @@ class LoopRecord:
     choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
     redraw: Draw | None = None
     trained: set[str] = field(default_factory=set)
+    leaves: dict[str, int] = field(default_factory=dict)
 
     def root_of(self, path: str) -> str:
         """Return the root that a module or a tensor belongs to."""
@@ -97,6 +114,8 @@ class LoopRecord:
                 named(step.updates),
                 named(step.buffers),
                 {new(name) for name in step.partial},
+                UpdateStarts(named(step.starts.rules), named(step.starts.values)),
+                {((new(path), side, way), call): grad for ((path, side, way), call), grad in step.grads.items()},
             )
             for step in self.steps
         ]
@@ -104,7 +123,8 @@ class LoopRecord:
         redraw = self.redraw and self.redraw._replace(path=new(self.redraw.path))
         paths, names = [new(path) for path in self.paths], [new(root) for root in self.roots]
         batch_norms, trained = ({new(each) for each in found} for found in (self.batch_norms, self.trained))
-        return LoopRecord(named(self.initial), steps, paths, names, batch_norms, choices, redraw, trained)
+        initial, leaves = named(self.initial), named(self.leaves)
+        return LoopRecord(initial, steps, paths, names, batch_norms, choices, redraw, trained, leaves)
 
 
 class LoopWatch:
@@ -118,6 +138,7 @@ class LoopWatch:
         roots: the modules that names start from, where they are known before the first call.
         most: steps to record; what comes after is not.
         on_more: called where another step begins.
+        keeps_graph: keep where tensors stand in autograd's graph.
     """
 
     def __init__(
@@ -125,8 +146,11 @@ class LoopWatch:
         roots: Sequence[nn.Module] = (),
         most: int | None = None,
         on_more: Callable[[], None] = lambda: None,
+        *,
+        keeps_graph: bool = False,
     ) -> None:
         self.record = LoopRecord()
+        self._keeps_graph = keeps_graph
         self.is_updating = False  # an optimizer is at work
         self._most, self._on_more = most, on_more
         self._roots: list[tuple[str, nn.Module]] = []
@@ -155,7 +179,7 @@ class LoopWatch:
     def __enter__(self) -> LoopWatch:
         self._rank = current_rank()
         hooks = [
-            module_hooks.register_module_forward_pre_hook(self._enter_module),
+            module_hooks.register_module_forward_pre_hook(self._enter_module),  # type: ignore[arg-type]
             module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
@@ -219,10 +243,11 @@ class LoopWatch:
         """Copy parameters that have not been seen before."""
         for name, parameter in self.parameters().items():
             if name not in self.record.initial and not parameter.is_meta:
-                self.record.initial[name] = local_of(parameter).clone()
+                self.record.initial[name] = copy_of(parameter)
                 self.record.trained.update([name] if parameter.requires_grad else [])
+                self.record.leaves[name] = id(parameter)
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._inside:
             self._is_for_shapes = _asks_for_shapes()
             if id(module) not in self._paths:
@@ -230,8 +255,17 @@ class LoopWatch:
         if id(module) in self._paths and self._counts():
             self._begin()  # before the module gathers its parameters, which are noted as they are
         self._inside.append(id(module))
+        kwargs = _keywords()
+        if id(module) in self._paths and self._counts():
+            views: dict[int, torch.Tensor] = {}
+            args = own_views(args, views)
+            kwargs.update(own_views(kwargs, views))
         for index, value in enumerate(args):
             self._note(module, "input", str(index), value)
+        names = argument_names(module) if kwargs else []
+        for name, value in kwargs.items():
+            self._note(module, "input", str(names.index(name)) if name in names else name, value)
+        return args
 
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del args
@@ -256,7 +290,22 @@ class LoopWatch:
             for way, tensor in tensors_in(value):
                 if tensor.is_meta:
                     continue  # a schedule that asks for shapes
-                step.calls.setdefault((path, side, place + way), []).append(local_of(tensor).clone())
+                calls = step.calls.setdefault((path, side, place + way), [])
+                calls.append(copy_of(tensor))
+                if tensor.requires_grad and not tensor.is_leaf:
+                    self._note_grad(step, ((path, side, place + way), len(calls) - 1), tensor)
+
+    def _note_grad(self, step: RecordedStep, key: tuple[CallKey, int], tensor: torch.Tensor) -> None:
+        """Keep the gradient with respect to what stands at a boundary, once it is computed."""
+        grads = step.grads  # the hook must not hold the step, which holds the graph: no collector sees that cycle
+
+        def hook(grad: torch.Tensor) -> None:
+            value = copy_of(grad)
+            grads[key] = grads[key] + value if key in grads else value  # of a second backward
+
+        tensor.register_hook(hook)
+        if self._keeps_graph:
+            step.nodes[key] = tensor.grad_fn
 
     # -- backward and updates ----------------------------------------------------------------------------------------
 
@@ -266,7 +315,7 @@ class LoopWatch:
             return
         step = self._step()
         if step is not None:
-            step.losses.append(local_of(value).clone().reshape(()))
+            step.losses.append(copy_of(value).reshape(()))
 
     def on_backward(self, loss: torch.Tensor) -> None:
         """Keep a scalar that is differentiated."""
@@ -289,7 +338,7 @@ class LoopWatch:
             for name, parameter in self.parameters().items():
                 if chosen is None or id(parameter) in chosen:
                     grad = parameter.grad
-                    step.gradients[name] = None if grad is None else local_of(grad).clone()
+                    step.gradients[name] = None if grad is None else copy_of(grad)
                     if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
                         step.partial.add(name)
 
@@ -299,8 +348,8 @@ class LoopWatch:
         if step is not None:
             for name, parameter in self.parameters().items():
                 if chosen is None or id(parameter) in chosen:
-                    step.updates[name] = local_of(parameter).clone()
-            step.buffers = {name: local_of(buffer).clone() for name, buffer in self.buffers().items()}
+                    step.updates[name] = copy_of(parameter)
+            step.buffers = {name: copy_of(buffer) for name, buffer in self.buffers().items()}
 
     def end_step(self) -> None:
         """Let what comes belong to the next step."""
@@ -312,8 +361,10 @@ class LoopWatch:
             return  # torch has one table of these hooks for all ranks
         if id(optimizer) in self._taken:
             self._is_over = True
-        self._step()
+        step = self._step()
         self.note_gradients(_params_of(optimizer))
+        if step is not None:
+            step.starts = step.starts.joined(UpdateStarts.of(optimizer, self.parameters()))
         self.is_updating = True
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -344,6 +395,12 @@ def _asks_for_shapes() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _keywords() -> dict[str, Any]:
+    """Return the keyword arguments of the module that is called, which torch does not give to hooks on all modules."""
+    there = sys._getframe(2).f_locals.get("kwargs")  # of nn.Module's own call
+    return there if isinstance(there, dict) else {}
 
 
 def _first_names(roots: Sequence[tuple[str, nn.Module]], find: Any) -> Iterator[tuple[str, Any]]:
