@@ -78,6 +78,28 @@ def test_a_wrong_plan_is_noticed():
     assert printed == promised != wrong
 
 
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readme_begins_with_an_installation_a_command_and_a_picture():
+    first = README.splitlines()[:12]
+    assert len(README.splitlines()) < 150
+    assert any(line.startswith("pip install ") for line in first)
+    assert any(line.startswith("hyper-parallel ") for line in first)
+    assert any(line.startswith("![") for line in first)
+
+
+def estimated(text):
+    """Return the exit codes of the commands of a page that estimate a model by its name; 3 is what does not fit."""
+    commands = re.findall(r"^hyper-parallel (estimate --model .*)$", text, re.MULTILINE)
+    return [CliRunner().invoke(cli.app, shlex.split(command)).exit_code for command in commands]
+
+
+def test_what_the_readme_estimates_fits():
+    assert estimated(README) == [0]
+    assert estimated("hyper-parallel estimate --model llama3-8b --hardware h100-sxm --devices 1 --seq-len 128") == [3]
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=page_id)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
