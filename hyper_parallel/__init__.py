@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         shard_module,
     )
     from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
+    from hyper_parallel.core.shard.show import show
     from hyper_parallel.platform import get_platform
 
 __version__ = "0.1.0"
@@ -68,6 +69,7 @@ __all__ = [
     "Partial",
     "Replicate",
     "Shard",
+    "show",
     # From one layout to another, and between local and full tensors
     "distribute_tensor",
     "from_local",
@@ -182,6 +184,7 @@ _NAMES_OF = MappingProxyType(
             "shard_module",
         ),
         "hyper_parallel.core.shard.loss": ("vocab_parallel_cross_entropy",),
+        "hyper_parallel.core.shard.show": ("show",),
         "hyper_parallel.platform": ("get_platform",),
         "hyper_parallel.core.mesh.parallel_dims": ("ParallelDims",),
     }

@@ -63,6 +63,7 @@ API = [
     "save_checkpoint",
     "shard_module",
     "share_comm_ctx",
+    "show",
     "split_group",
     "stage_slices",
     "to_local",
