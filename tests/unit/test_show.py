@@ -1,5 +1,6 @@
 """`hyper_parallel.show`: every rank's part is in the table, in a terminal and in a notebook, and nothing is sent."""
 
+import builtins
 import re
 import sys
 from html.parser import HTMLParser
@@ -301,6 +302,15 @@ def test_a_notebook_gets_html(capsys, monkeypatch):
     python.get_ipython = SimpleNamespace  # IPython in a terminal
     hp.show(MESH("dp"), (4,))
     assert "4..7" in capsys.readouterr().out
+
+
+def test_text_stays_text_where_rich_would_display_by_itself(monkeypatch):
+    class ZMQInteractiveShell:  # the name by which rich knows a notebook
+        """A shell of a notebook."""
+
+    before = str(view(MESH("dp"), (4,)))
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    assert str(view(MESH("dp"), (4,))) == before
 
 
 def test_names_cannot_be_taken_for_html_or_markup():

@@ -103,7 +103,7 @@ def fold(count: int, most: int, keep: int | None = None) -> Iterator[int | None]
 
 
 def _console(**options: Any) -> Console:
-    return Console(highlight=False, markup=False, emoji=False, **options)
+    return Console(highlight=False, markup=False, emoji=False, force_jupyter=False, **options)
 
 
 def _table_html(table: Table) -> str:
