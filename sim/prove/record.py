@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -365,25 +366,31 @@ def tensors_in(value: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_in(getattr(value, part.name), f"{way}.{part.name}")
 
 
-def own_views(value: Any, views: dict[int, torch.Tensor]) -> Any:
+def own_views(value: Any, views: dict[int, torch.Tensor], *, quick: bool = False) -> Any:
     """Return arguments with a view in place of each tensor that is differentiated.
 
     So the gradient of a module's input is what this module gives to it. Others that have the same input on one device
     may have another tensor on a rank, such as one that was converted for each of them.
+
+    Args:
+        value: arguments, in containers.
+        views: those that are made already, by the id of the tensor.
+        quick: past the modes of dispatch, where none of them follows tensors.
     """
     if isinstance(value, torch.Tensor):
         if not value.requires_grad or isinstance(value, nn.Parameter):
             return value
         if id(value) not in views:
-            views[id(value)] = view = value.view_as(value)
+            with _past_modes(value) if quick else nullcontext():
+                views[id(value)] = view = value.view_as(value)
             view.__dict__.update(
                 value.__dict__
             )  # what a module has written on it, such as which part of a tensor it is
         return views[id(value)]
     if type(value) in (tuple, list):
-        return type(value)(own_views(entry, views) for entry in value)
+        return type(value)(own_views(entry, views, quick=quick) for entry in value)
     if type(value) is dict:
-        return {key: own_views(entry, views) for key, entry in value.items()}
+        return {key: own_views(entry, views, quick=quick) for key, entry in value.items()}
     return value
 
 
@@ -403,10 +410,16 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     They would take most of the time of it, and a copy is none of the program's operations.
     """
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(own) not in (torch.Tensor, nn.Parameter) or own.dtype not in _AS_IT_IS or own.is_sparse:
+    if own.dtype not in _AS_IT_IS or own.is_sparse:
         return local_of(tensor).clone()
-    with torch._C._ExcludeDispatchKeyGuard(_MODES):
-        return own.detach().clone()
+    with _past_modes(own):
+        return local_of(own).clone()
+
+
+def _past_modes(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Let no mode of dispatch see what is done with a plain tensor; others need it, and get no such context."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return torch._C._ExcludeDispatchKeyGuard(_MODES) if is_plain else nullcontext()
 
 
 _AS_IT_IS = (torch.float64, torch.int64, torch.bool)  # dtypes that no mode converts

@@ -128,8 +128,8 @@ for _ in range(2):
 """
     (tmp_path / "one.py").write_text(one.replace("RANKS", "False"))
     (tmp_path / "ranks.py").write_text(one.replace("RANKS", "True"))
-    report = verify_script(Launch(f"{tmp_path}/ranks.py", nproc=2), Launch(f"{tmp_path}/one.py"))
-    assert report.first.place == "the gradient of blocks.1.mlp.up.input of step 1", report
+    report = verify_script(Launch(f"{tmp_path}/ranks.py", nproc=2), Launch(f"{tmp_path}/one.py"), 1)
+    assert report.first.place == "the gradient of blocks.1.mlp.up.input", report
 
 
 # -- keyword arguments -------------------------------------------------------------------------------------------------

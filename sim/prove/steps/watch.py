@@ -258,8 +258,8 @@ class LoopWatch:
         kwargs = _keywords()
         if id(module) in self._paths and self._counts():
             views: dict[int, torch.Tensor] = {}
-            args = own_views(args, views)
-            kwargs.update(own_views(kwargs, views))
+            args = own_views(args, views, quick=True)
+            kwargs.update(own_views(kwargs, views, quick=True))
         for index, value in enumerate(args):
             self._note(module, "input", str(index), value)
         names = argument_names(module) if kwargs else []
