@@ -70,7 +70,7 @@ def read_run(
             model that the trainer cannot train.
     """
     from hyper_parallel.trainer.config import MODELS, Config, load_config
-    from hyper_parallel.trainer.saving import with_shape_of
+    from hyper_parallel.trainer.saving import check_start, with_shape_of
 
     run = load_config(file) if file is not None else Config()
     model = given["train"].get("model")
@@ -90,6 +90,9 @@ def read_run(
                 f"cannot start '{model}' from {run.train.start_from}: it holds a '{run.train.model}'\n"
                 f"  --model {model}\n  try: leave out --model"
             )
+        for section in ("model", "experts"):
+            run = run.with_changes(section, given.get(section, {}))
+        check_start(run)
     return run
 
 

@@ -252,10 +252,13 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
     )
     unit, documents = ("bytes", "files") if corpus.has_bytes else ("tokens", "documents")
+    targets = corpus.targets()
     console.print(
         f"text: {corpus.source}, {corpus.documents:,} {documents}, {corpus.train.size:,} {unit} + "
-        f"{corpus.valid.size:,} held back"
+        f"{corpus.valid.size:,} held back" + (f"; {targets:,} count as targets" * (targets < corpus.train.size))
     )
+    if corpus.is_cut and run.data.path is not None:
+        console.print(f"  not all of it: reading stopped at {run.data.max_bytes:,} bytes (--data-bytes)")
     console.print(f"batch: {train.batch_size} x {train.seq_len} {unit}, {train.steps} steps; {describe_axes(dims)}")
     found = None
     with suppress(CheckpointError):  # also while another run saves there; all ranks find it, and say the same

@@ -53,6 +53,7 @@ class Corpus:
         documents: how many were read: files, or records of files.
         source: where they came from, for people.
         has_bytes: whether tokens are the bytes of the text.
+        is_cut: whether reading stopped at `max_bytes`.
     """
 
     train: Tokens
@@ -60,6 +61,11 @@ class Corpus:
     documents: int
     source: str
     has_bytes: bool = True
+    is_cut: bool = False
+
+    def targets(self) -> int:
+        """Return how many of the tokens to train on count as targets."""
+        return int((self.train >= 0).sum())
 
     def largest(self) -> int:
         """Return the largest id."""
@@ -98,9 +104,10 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     has_bytes = data.tokenizer is None
     encode = _encode_bytes if data.tokenizer is None else _encoder(data.tokenizer)
     if root.is_file() and root.suffix not in _RECORDS:
-        text = encode(_Text([_Span(root.read_bytes()[: data.max_bytes], True)]))
+        content = root.read_bytes()
+        text = encode(_Text([_Span(content[: data.max_bytes], True)]))
         cut = text.size - text.size // VALID_EVERY
-        return Corpus(text[:cut], text[cut:], 1, str(root), has_bytes)
+        return Corpus(text[:cut], text[cut:], 1, str(root), has_bytes, len(content) > data.max_bytes)
     parts: tuple[list[Tokens], list[Tokens]] = ([], [])
     size = count = 0
     for document in _documents(root, data):
@@ -113,10 +120,18 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
         raise ValueError(
             f"found {found} in '{root}'; "
             f"at least {VALID_EVERY} are needed, one in {VALID_EVERY} is held back for validation\n"
-            "  try: another [data] path or pattern, or one large file"
+            f"  try: {_other_text(root, data.pattern)}"
         )
     train, valid = (cast("Tokens", np.concatenate(part)) for part in parts)
-    return Corpus(train, valid, count, "the Python standard library" if data.path is None else str(root), has_bytes)
+    source = "the Python standard library" if data.path is None else str(root)
+    return Corpus(train, valid, count, source, has_bytes, size >= data.max_bytes)
+
+
+def _other_text(root: Path, pattern: str) -> str:
+    """Say what to try where a folder or file has too little text: the files that it does have, if there are any."""
+    there = {file.suffix for file in root.rglob("*") if file.is_file()} if root.is_dir() else set[str]()
+    known = [f"'*{suffix}'" for suffix in (*_RECORDS, ".txt", ".md") if suffix in there and pattern != f"*{suffix}"]
+    return f"[data] pattern = {known[0]} (--data-pattern)" if known else "another [data] path or pattern, or more text"
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------

@@ -178,11 +178,16 @@ def read_text(config: Config) -> Corpus:
         config: the run.
 
     Raises:
-        ValueError: as `load_corpus`; too little text for a sequence, or tokens that the model does not know.
+        ValueError: as `load_corpus`; too little text for a sequence, none that counts, or tokens that the model does
+            not know.
     """
     corpus = load_corpus(config.data)
     check_length(corpus.train, config.train.seq_len, "training")
     check_length(corpus.valid, config.train.seq_len, "validation")
+    if not corpus.targets():
+        blame, seen = "none of its tokens counts as a target", f"mask_prompts: {config.data.mask_prompts}"
+        hint = "records with a completion, or something that the assistant says; or mask_prompts = false"
+        raise ValueError(explain("cannot train on the text", blame, seen, hint))
     if (largest := corpus.largest()) >= config.model.vocab_size:
         blame = f"the text has token {largest}, and model.vocab_size is {config.model.vocab_size}"
         seen, hint = f"tokenizer: {config.data.tokenizer}", f"vocab_size={largest + 1}, or more"

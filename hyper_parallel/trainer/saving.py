@@ -369,6 +369,9 @@ def export_checkpoint(
 
 def _newest(path: Path) -> Path:
     """Return the newest checkpoint of a run's folder, or the folder itself if it is one."""
+    if not path.is_dir():
+        hint = "the --checkpoint-dir of a run, or one of the checkpoints in it"
+        raise ValueError(explain(f"cannot export {path}", "there is no such folder", f"checkpoint: {path}", hint))
     with Checkpointer(path) as run:
         return run.latest() or path
 
@@ -405,5 +408,5 @@ def check_start(run: Config) -> None:
     if unlike:
         blame = f"its model has another {unlike[0]} than the run's"
         seen = "\n  ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in unlike)
-        hint = "with_shape_of(config, folder), or the [model] and [experts] of the folder"
+        hint = "with_shape_of(config, folder), as --start-from takes it; or the [model] and [experts] of the folder"
         raise ValueError(explain(f"cannot start from {run.train.start_from}", blame, seen, hint))
