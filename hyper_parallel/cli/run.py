@@ -37,7 +37,8 @@ def _of(section: str, *fields: str, name: str = "", module: str = _CONFIG) -> An
 
 RUN_OPTIONS = (
     *_of("train", "model", "steps", "batch_size", "seq_len", "accumulate", "seed", "device"),
-    *_of("train", "eval_every", "eval_sequences", "log=log_file", "tensorboard", "profile_steps", "memory_limit_gb"),
+    *_of("train", "eval_every", "eval_sequences", "log=log_file", "tensorboard", "profile_steps"),
+    *_of("train", "memory_snapshot", "memory_limit_gb"),
     *_of("train", "on_nonfinite", "max_skips", "stuck_after_s=stuck_after", "predict", "hardware"),
     *_of("parallel", *_DEGREES, "schedule", "stages_per_rank", "layers_per_stage", "engine"),
     *_of("parallel", "param_dtype=precision", "reshard_after_forward", "reduce_each", "reshard_inputs"),

@@ -34,7 +34,7 @@ from hyper_parallel.trainer.guards import NonFiniteError, StopRequest
 from hyper_parallel.trainer.loop import RankPlace
 from hyper_parallel.trainer.loop import train as train_rank
 from hyper_parallel.trainer.parallelize import describe_axes
-from hyper_parallel.trainer.preflight import check_machine, check_precision, plan_run
+from hyper_parallel.trainer.preflight import check_machine, check_platform, plan_run
 from hyper_parallel.trainer.report import (
     Prediction,
     Traffic,
@@ -216,7 +216,7 @@ def check_run(run: Config, sim: int | None) -> Config:
         world_size, local_ranks = place.world_size, place.local_world_size
     platform = get_platform(run.train.device)
     dims = plan_run(run, world_size)
-    check_precision(run, platform)
+    check_platform(run, platform)
     check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")
     return run
 

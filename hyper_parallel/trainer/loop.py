@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate, update
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
-from hyper_parallel.trainer.preflight import check_precision, plan_run, read_text
+from hyper_parallel.trainer.preflight import check_platform, plan_run, read_text
 from hyper_parallel.trainer.report import (
     KEPT,
     JsonlLog,
@@ -97,9 +97,9 @@ def train(
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
     platform = get_platform(config.train.device)
-    check_precision(config, platform)
+    check_platform(config, platform)
     platform.set_device(place.local_rank)
-    with _watchdog(config, place, stop) as watchdog:
+    with _watchdog(config, place, stop, platform) as watchdog, _recorded_memory(config, place, platform):
         if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
             return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, data).run(on_step)
         watchdog.beat(0, "meeting the other ranks")
@@ -110,13 +110,21 @@ def train(
             return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted, data).run(on_step)
 
 
-def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None) -> Watchdog:
+def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None, platform: Platform) -> Watchdog:
     """Return what ends this rank when it cannot go on; one without others may take its time, as in a debugger."""
     seconds = config.train.stuck_after_s
     if seconds is None:
         seconds = STUCK_AFTER_S if place.world_size > 1 else 0
-    folder = _out(config) / "stuck"
-    return Watchdog(seconds or math.inf, folder, rank=place.rank, world_size=place.world_size, stop=stop)
+    ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+    return Watchdog(
+        seconds or math.inf, _out(config) / "stuck", **ranks, stop=stop, recording=platform.flight_recording
+    )
+
+
+def _recorded_memory(config: Config, place: RankPlace, platform: Platform) -> AbstractContextManager[Any]:
+    if not config.train.memory_snapshot:
+        return nullcontext()
+    return platform.recorded_memory(_out(config) / "memory" / f"rank-{place.rank}.pickle")
 
 
 def _out(config: Config) -> Path:

@@ -155,16 +155,22 @@ def _check_saving(config: Config) -> None:
         raise ValueError(explain(f"cannot go back to step {keep.resume_step}", blame, seen, hint))
 
 
-def check_precision(config: Config, platform: Platform) -> None:
-    """Check that the device's backend can add up gradients in the dtype of the weights.
+def check_platform(config: Config, platform: Platform) -> None:
+    """Check that the device can do what the run asks for: add up gradients in the weights' dtype, and record memory.
 
     Args:
         config: the run.
         platform: the kind of device it is to run on.
 
     Raises:
-        ValueError: `param_dtype` is "fp64", and the backend reduces no float64, as hccl of NPUs.
+        ValueError: `param_dtype` is "fp64", and the backend reduces no float64, as hccl of NPUs; `memory_snapshot`
+            where no allocator counts tensors, as on the CPU.
     """
+    if config.train.memory_snapshot and not platform.has_streams:
+        asked, blame = "cannot write memory snapshots", f"on {platform.device_type} no allocator counts tensors"
+        seen = f"memory_snapshot: True   device: {platform.device_type}"
+        hint = "leave it out, or train on an accelerator; hyper-parallel estimate says what takes memory on any device"
+        raise ValueError(explain(asked, blame, seen, hint))
     if config.parallel.param_dtype == "fp64" and not platform.reductions.takes(torch.float64):
         asked, blame = "cannot train with param_dtype='fp64'", f"{platform.backend} does not reduce float64"
         seen = f"device: {platform.device_type}   backend: {platform.backend}"
