@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
@@ -158,7 +159,6 @@ class CudaPlatform(AcceleratorPlatform):
 
     device_type = "cuda"
     backend = "nccl"
-    _recorder = "_dump_nccl_trace"
 
     def __init__(self) -> None:
         if torch.version.cuda is None and torch.version.hip is None:
@@ -173,6 +173,11 @@ class CudaPlatform(AcceleratorPlatform):
                 "not hide it"
             )
         super().__init__()
+
+    def flight_recording(self) -> bytes | None:
+        """Return the last collectives of this process, pickled as torch's analyser reads them (`torchfrtrace`)."""
+        recorder: Any = _distributed_c10d  # builds without CUDA do not have it
+        return bytes(recorder._dump_nccl_trace())
 
 
 # Ascend NPUs: hccl, through torch_npu, which is imported here, only when asked for, and nowhere else ------------------

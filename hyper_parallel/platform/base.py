@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch._C import _distributed_c10d
 
 from hyper_parallel.platform.reductions import Reductions, reductions_of
 
@@ -179,12 +178,9 @@ class Platform(ABC):
     def flight_recording(self) -> bytes | None:
         """Return the last collectives of this process, pickled as torch's analyser reads them (`torchfrtrace`).
 
-        None where torch has no recorder for this backend, or TORCH_FR_BUFFER_SIZE=0 has switched it off.
+        None where torch has no recorder for this backend.
         """
-        dump = getattr(_distributed_c10d, self._recorder, None)
-        return None if dump is None else bytes(dump())
-
-    _recorder = "_dump_fr_trace"  # of gloo, from torch 2.12 on
+        return None
 
     @property
     @abstractmethod
