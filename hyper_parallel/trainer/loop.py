@@ -30,7 +30,7 @@ from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
 from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
-from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate, update
+from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimizer, clip_gradients, update
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
 from hyper_parallel.trainer.preflight import check_platform, plan_run, read_text
@@ -59,6 +59,7 @@ def train(
     predicted: Prediction | None = None,
     *,
     data: MakeLoader | None = None,
+    lr_scheduler: MakeScheduler | None = None,
 ) -> TrainResult:
     """Train as one rank of a world and return the same result on every rank.
 
@@ -78,7 +79,10 @@ def train(
             `stop_on_signals`.
         predicted: what a step should take; the first rank's records carry it.
         data: makes a loader of batches, in place of the text of `config.data`; called once by every rank, see
-            `LoaderBatches`. Nothing is held back then, and validated on.
+            `LoaderBatches`. Nothing is held back then, and validated on. `RecordLoader` makes one of records.
+        lr_scheduler: makes a scheduler of torch.optim.lr_scheduler for an optimizer, in place of the named schedule and
+            its warmup; called once by every rank. Its rate, from `config.optimizer.lr`, is that of all parameters, and
+            it steps after each step.
 
     Raises:
         TypeError: an argument of another kind.
@@ -89,7 +93,7 @@ def train(
         RankLostError: other ranks have failed or do not answer.
     """
     check("cannot train", Config, config=config)
-    check("cannot train", "callable | None", on_step=on_step, data=data)
+    check("cannot train", "callable | None", on_step=on_step, data=data, lr_scheduler=lr_scheduler)
     if stop is not None:
         check("cannot train", StopRequest, stop=stop)
     if predicted is not None:
@@ -100,14 +104,15 @@ def train(
     check_platform(config, platform)
     platform.set_device(place.local_rank)
     with _watchdog(config, place, stop, platform) as watchdog, _recorded_memory(config, place, platform):
+        made: dict[str, Any] = {"data": data, "lr_scheduler": lr_scheduler}
         if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
-            return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, data).run(on_step)
+            return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, **made).run(on_step)
         watchdog.beat(0, "meeting the other ranks")
         with process_group(platform, place), watchdog.telling():
             watchdog.connect(default_store())
             watchdog.beat(0, "building the model")
             mesh = dims.build_mesh(platform.device_type)
-            return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted, data).run(on_step)
+            return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted, **made).run(on_step)
 
 
 def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None, platform: Platform) -> Watchdog:
@@ -145,6 +150,7 @@ class Trainer:
         watchdog: hears of progress.
         predicted: see `train`.
         data: likewise.
+        lr_scheduler: likewise.
 
     Attributes:
         model: this rank's part of the model.
@@ -163,6 +169,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
         predicted: Prediction | None = None,
         data: MakeLoader | None = None,
+        lr_scheduler: MakeScheduler | None = None,
     ) -> None:
         self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
         self.watchdog = watchdog
@@ -178,6 +185,7 @@ class Trainer:
         self.share = ShareOfLoss()
         self.model = PARALLELIZE[config.train.model](config, dims, self.device, self.share)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.rates = Rates(config.optimizer, train.steps, lr_scheduler)
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
         self._are_same = False  # the batches of the ranks' loaders: looked at once
@@ -241,7 +249,7 @@ class Trainer:
         """Take the next optimizer step: forward and backward over this rank's samples, reduce, update."""
         train, start = self.config.train, time.perf_counter()
         self.platform.reset_peak_memory()
-        lr = learning_rate(self.steps_done, train.steps, self.config.optimizer)
+        lr = self.rates.of(self.steps_done)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         part = rank_part(self.samples_used, train.batch_size, self.ranks.batch_rank, self.ranks.batch_ranks)
@@ -257,6 +265,7 @@ class Trainer:
             max_grad_norm=self.config.optimizer.max_grad_norm,
             accepts=lambda loss, grad_norm: self._accepts(loss, grad_norm, part),
         )
+        self.rates.after_step(outcome.loss)
         counted = self.share.counted  # before a validation sets its own
         self.steps_done += 1
         self.samples_used += train.batch_size
@@ -350,15 +359,16 @@ class Trainer:
             load_huggingface(dict(self.model.named_tensors()), self.config.train.start_from)
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
+            self.rates.go_on(self.saver.states["scheduler"], self.steps_done)
             if self.loader is not None:
-                self.loader.go_on(self.saver.loader_state, self.steps_done)
+                self.loader.go_on(self.saver.states["loader"], self.steps_done)
 
     def _save_if_due(self, ends: bool) -> None:
         keep, train = self.config.checkpoint, self.config.train
         ends = ends or self.steps_done == train.steps
         if keep.folder is not None and (ends or (keep.every and self.steps_done % keep.every == 0)):
-            loader_state = None if self.loader is None else self.loader.state()
-            self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped), loader_state)
+            states = {"loader": None if self.loader is None else self.loader.state(), "scheduler": self.rates.state()}
+            self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped), states)
 
 
 def _checksum(inputs: torch.Tensor, targets: torch.Tensor) -> int:

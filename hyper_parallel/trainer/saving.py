@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class Saver:
         failures: what went wrong so far; the run goes on.
         safe_step: of the last checkpoint that is known to be complete.
         last_failed: whether the last save is among the failures.
-        loader_state: of the loader, in the checkpoint that was loaded; None if it has none.
+        states: of the loader and the scheduler, in the checkpoint that was loaded; None for what has none.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Saver:
         self.failures: tuple[str, ...] = ()
         self.safe_step: int | None = None
         self.last_failed = False
-        self.loader_state: str | None = None
+        self.states: Mapping[str, str | None] = {}
         self._files: Checkpointer | None = None
         keep = config.checkpoint
         if keep.folder is not None:
@@ -124,15 +125,15 @@ class Saver:
                 head.copy_(table)
         self._set_generators(generators)
         self.safe_step = extra["progress"]["steps"]
-        self.loader_state = extra.get("loader")
+        self.states = {name: extra.get(name) for name in ("loader", "scheduler")}
         return Progress(**extra["progress"])
 
-    def save(self, progress: Progress, loader_state: str | None = None) -> None:
+    def save(self, progress: Progress, states: Mapping[str, str | None]) -> None:
         """Save; in the background if so configured. What goes wrong is noted in `failures`.
 
         Args:
             progress: of the run.
-            loader_state: where the loader is, if the run has one.
+            states: of the run's loader and scheduler, as text; None for what has none.
         """
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
@@ -141,7 +142,7 @@ class Saver:
             "progress": dataclasses.asdict(progress),
             "model": _shape(self.config),
             "text": _text(self.config),
-            "loader": loader_state,
+            **states,
         }
         if self.config.checkpoint.resume_step is not None:
             extra["went_back_to"] = self.config.checkpoint.resume_step
