@@ -22,7 +22,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW that decays matrices and leaves norms alone.
+    """Build a fused AdamW that decays matrices and leaves norms alone; frozen parameters are left out.
 
     Parameters on different meshes, such as experts beside the rest, are groups of their own: torch updates the tensors
     of a group together, which must then be on one mesh.
@@ -33,6 +33,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
     """
     groups: dict[Any, list[nn.Parameter]] = {}
     for _, param in named:
+        if not param.requires_grad:
+            continue
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         groups.setdefault((param.ndim >= 2, mesh), []).append(param)
     settings = [
@@ -87,7 +89,7 @@ class Rates:
 
     def __init__(self, config: OptimizerConfig, steps: int, make: MakeScheduler | None = None) -> None:
         self.config, self.steps = config, steps
-        self.scheduler: LRScheduler | None = None
+        self.scheduler: Any = None
         if make is not None:
             self._steps = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], config.lr, (config.beta1, config.beta2))
             self.scheduler = make(self._steps)

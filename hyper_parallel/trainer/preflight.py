@@ -155,6 +155,32 @@ def _check_saving(config: Config) -> None:
         raise ValueError(explain(f"cannot go back to step {keep.resume_step}", blame, seen, hint))
 
 
+def check_given(config: Config, dims: ParallelDims) -> None:
+    """Check that a run of a model that the caller makes asks for nothing that only the trainer's own models can do.
+
+    Args:
+        config: the run.
+        dims: its degrees.
+
+    Raises:
+        ValueError: degrees beside those of data parallelism, or what changes a model's code, or weights to start from.
+    """
+    parallel, asked = config.parallel, "cannot train a model of your own"
+    others = [f"{name}={degree}" for name in ("tp", "cp", "pp", "ep") if (degree := getattr(dims, name)) > 1]
+    if others:
+        blame, hint = "it is split by data parallelism only", "dp_shard and dp_replicate, or [model] without model="
+        raise ValueError(explain(asked, blame, f"degrees: {', '.join(others)}", hint))
+    changes = {
+        "engine": parallel.engine != "fully_shard",
+        "checkpointing": parallel.checkpointing != "none",
+        "compile": parallel.compile,
+        "start_from": config.train.start_from is not None,
+    }
+    if wrong := [name for name, is_asked in changes.items() if is_asked]:
+        hint = "leave it out: what model() returns has its weights, and may checkpoint its blocks and be compiled"
+        raise ValueError(explain(asked, f"{wrong[0]} is for [model]", f"set: {', '.join(wrong)}", hint))
+
+
 def check_platform(config: Config, platform: Platform) -> None:
     """Check that the device can do what the run asks for: add up gradients in the weights' dtype, and record memory.
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_loop_kit import plainly_trained
 from typer.testing import CliRunner
 
 from hyper_parallel import cli
@@ -27,7 +28,6 @@ from hyper_parallel.trainer.data import (
     shuffled,
     valid_samples,
 )
-from hyper_parallel.trainer.optimizer import learning_rate
 from hyper_parallel.trainer.preflight import read_text
 
 TEXT = np.arange(5_000, dtype=np.int64).astype(np.uint8)
@@ -318,31 +318,6 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     for folder, message in (("nowhere", "there is no such folder"), ("empty", "transformers finds none")):
         with pytest.raises(ValueError, match=rf"cannot load the tokenizer .*{folder}: {message}"):
             load_corpus(DataConfig(path, tokenizer=str(tmp_path / folder)))
-
-
-def plainly_trained(model: Any, config: Config) -> list[float]:
-    """The losses of a model of transformers that a plain loop trains on one device, on the batches of a run."""
-    corpus, train, rates = load_corpus(config.data), config.train, config.optimizer
-    params = list(model.parameters())
-    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]]
-    decays = (rates.weight_decay, 0.0)
-    optimizer = torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
-        betas=(rates.beta1, rates.beta2),
-    )
-    losses = []
-    for step in range(train.steps):
-        batch = range(step * train.batch_size, (step + 1) * train.batch_size)
-        inputs, targets = samples(corpus.train, batch, train.seq_len, train.seed)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train.steps, rates)
-        loss = torch.nn.functional.cross_entropy(model(inputs).logits.transpose(1, 2), targets, ignore_index=-100)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, rates.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.sim
