@@ -37,7 +37,8 @@ def _of(section: str, *fields: str, name: str = "", module: str = _CONFIG) -> An
 
 RUN_OPTIONS = (
     *_of("train", "model", "steps", "batch_size", "seq_len", "accumulate", "seed", "device"),
-    *_of("train", "eval_every", "eval_sequences", "log=log_file", "tensorboard", "profile_steps", "memory_limit_gb"),
+    *_of("train", "eval_every", "eval_sequences", "log=log_file", "tensorboard", "profile_steps"),
+    *_of("train", "memory_snapshot", "memory_limit_gb"),
     *_of("train", "on_nonfinite", "max_skips", "stuck_after_s=stuck_after", "predict", "hardware"),
     *_of("parallel", *_DEGREES, "schedule", "stages_per_rank", "layers_per_stage", "engine"),
     *_of("parallel", "param_dtype=precision", "reshard_after_forward", "reduce_each", "reshard_inputs"),
@@ -70,7 +71,7 @@ def read_run(
             model that the trainer cannot train.
     """
     from hyper_parallel.trainer.config import MODELS, Config, load_config
-    from hyper_parallel.trainer.saving import with_shape_of
+    from hyper_parallel.trainer.saving import check_start, with_shape_of
 
     run = load_config(file) if file is not None else Config()
     model = given["train"].get("model")
@@ -90,6 +91,9 @@ def read_run(
                 f"cannot start '{model}' from {run.train.start_from}: it holds a '{run.train.model}'\n"
                 f"  --model {model}\n  try: leave out --model"
             )
+        for section in ("model", "experts"):
+            run = run.with_changes(section, given.get(section, {}))
+        check_start(run)
     return run
 
 

@@ -34,7 +34,7 @@ from hyper_parallel.trainer.guards import NonFiniteError, StopRequest
 from hyper_parallel.trainer.loop import RankPlace
 from hyper_parallel.trainer.loop import train as train_rank
 from hyper_parallel.trainer.parallelize import describe_axes
-from hyper_parallel.trainer.preflight import check_machine, check_precision, plan_run
+from hyper_parallel.trainer.preflight import check_machine, check_platform, plan_run
 from hyper_parallel.trainer.report import (
     Prediction,
     Traffic,
@@ -225,7 +225,7 @@ def check_run(run: Config, sim: int | None) -> Config:
         world_size, local_ranks = place.world_size, place.local_world_size
     platform = get_platform(run.train.device)
     dims = plan_run(run, world_size)
-    check_precision(run, platform)
+    check_platform(run, platform)
     check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")
     return run
 
@@ -261,10 +261,13 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
     )
     unit, documents = ("bytes", "files") if corpus.has_bytes else ("tokens", "documents")
+    targets = corpus.targets()
     console.print(
         f"text: {corpus.source}, {corpus.documents:,} {documents}, {corpus.train.size:,} {unit} + "
-        f"{corpus.valid.size:,} held back"
+        f"{corpus.valid.size:,} held back" + (f"; {targets:,} count as targets" * (targets < corpus.train.size))
     )
+    if corpus.is_cut and run.data.path is not None:
+        console.print(f"  not all of it: reading stopped at {run.data.max_bytes:,} bytes (--data-bytes)")
     console.print(f"batch: {train.batch_size} x {train.seq_len} {unit}, {train.steps} steps; {describe_axes(dims)}")
     found = None
     with suppress(CheckpointError):  # also while another run saves there; all ranks find it, and say the same

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
@@ -20,6 +23,8 @@ __all__ = [
     "torch_npu_is_installed",
 ]
 
+
+_ALLOCATIONS = 100_000  # kept of a recording, the last ones: the last steps, in a file of some 100 MB
 
 # The common part of cuda and npu: everything that torch's device modules spell the same -------------------------------
 
@@ -121,6 +126,21 @@ class AcceleratorPlatform(Platform):
         """Give memory that the allocator holds but no tensor uses back to the device."""
         self._module.empty_cache()
 
+    @contextmanager
+    def recorded_memory(self, path: Path) -> Iterator[None]:
+        """Return a context that writes each allocation of its block, and the lines that made it, to a file at its end.
+
+        Args:
+            path: of the file; its folder is made.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._module.memory._record_memory_history(max_entries=_ALLOCATIONS)
+        try:
+            yield
+        finally:
+            self._module.memory._dump_snapshot(str(path))
+            self._module.memory._record_memory_history(enabled=None)
+
     @property
     def supports_pinned_memory(self) -> bool:
         """True: copies from and to pinned host memory are asynchronous."""
@@ -153,6 +173,11 @@ class CudaPlatform(AcceleratorPlatform):
                 "not hide it"
             )
         super().__init__()
+
+    def flight_recording(self) -> bytes | None:
+        """Return the last collectives of this process, pickled as torch's analyser reads them (`torchfrtrace`)."""
+        recorder: Any = _distributed_c10d  # builds without CUDA do not have it
+        return bytes(recorder._dump_nccl_trace())
 
 
 # Ascend NPUs: hccl, through torch_npu, which is imported here, only when asked for, and nowhere else ------------------

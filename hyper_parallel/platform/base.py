@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -159,6 +160,27 @@ class Platform(ABC):
     @abstractmethod
     def empty_cache(self) -> None:
         """Give memory that the allocator holds but no tensor uses back to the device."""
+
+    def recorded_memory(self, path: Path) -> AbstractContextManager[Any]:
+        """Return a context that writes each allocation of its block, and the lines that made it, to a file at its end.
+
+        https://docs.pytorch.org/memory_viz draws the file. It is written after an error, too, such as that of memory
+        running out.
+
+        Args:
+            path: of the file; its folder is made.
+
+        Raises:
+            PlatformUnavailableError: the device has no allocator that could say.
+        """
+        raise PlatformUnavailableError(f"cannot record memory: {self.name()} has no allocator that counts tensors")
+
+    def flight_recording(self) -> bytes | None:
+        """Return the last collectives of this process, pickled as torch's analyser reads them (`torchfrtrace`).
+
+        None where torch has no recorder for this backend.
+        """
+        return None
 
     @property
     @abstractmethod

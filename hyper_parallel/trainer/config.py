@@ -131,6 +131,8 @@ class TrainConfig:
         tensorboard: folder for TensorBoard's event files. None writes none.
         profile_steps: steps to record with torch.profiler on the first rank, after two others; 0: none. The trace goes
             to profile.json beside the log. See `hyper-parallel estimate --compare`.
+        memory_snapshot: record every allocation of a GPU or NPU, and write memory/rank-*.pickle beside the log at the
+            end, or when memory runs out, for https://docs.pytorch.org/memory_viz.
         on_nonfinite: what inf or NaN in loss or gradient does: stop, skip, or dump and stop. "stop": raise, the weights
             are those of the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
         max_skips: with "skip", stop after this many such steps in a row.
@@ -155,6 +157,7 @@ class TrainConfig:
     hardware: str | None = None
     tensorboard: str | None = None
     profile_steps: int = 0
+    memory_snapshot: bool = False
     on_nonfinite: str = "stop"
     max_skips: int = 10
     stuck_after_s: float | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.trainer.config import DataConfig
+from hyper_parallel.trainer.config import Config, DataConfig
 
 Tokens = npt.NDArray[np.uint8] | npt.NDArray[np.int32]
 
@@ -53,6 +55,7 @@ class Corpus:
         documents: how many were read: files, or records of files.
         source: where they came from, for people.
         has_bytes: whether tokens are the bytes of the text.
+        is_cut: whether reading stopped at `max_bytes`.
     """
 
     train: Tokens
@@ -60,6 +63,11 @@ class Corpus:
     documents: int
     source: str
     has_bytes: bool = True
+    is_cut: bool = False
+
+    def targets(self) -> int:
+        """Return how many of the tokens to train on count as targets."""
+        return int((self.train >= 0).sum())
 
     def largest(self) -> int:
         """Return the largest id."""
@@ -98,9 +106,10 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     has_bytes = data.tokenizer is None
     encode = _encode_bytes if data.tokenizer is None else _encoder(data.tokenizer)
     if root.is_file() and root.suffix not in _RECORDS:
-        text = encode(_Text([_Span(root.read_bytes()[: data.max_bytes], True)]))
+        content = root.read_bytes()
+        text = encode(_Text([_Span(content[: data.max_bytes], True)]))
         cut = text.size - text.size // VALID_EVERY
-        return Corpus(text[:cut], text[cut:], 1, str(root), has_bytes)
+        return Corpus(text[:cut], text[cut:], 1, str(root), has_bytes, len(content) > data.max_bytes)
     parts: tuple[list[Tokens], list[Tokens]] = ([], [])
     size = count = 0
     for document in _documents(root, data):
@@ -113,10 +122,18 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
         raise ValueError(
             f"found {found} in '{root}'; "
             f"at least {VALID_EVERY} are needed, one in {VALID_EVERY} is held back for validation\n"
-            "  try: another [data] path or pattern, or one large file"
+            f"  try: {_other_text(root, data.pattern)}"
         )
     train, valid = (cast("Tokens", np.concatenate(part)) for part in parts)
-    return Corpus(train, valid, count, "the Python standard library" if data.path is None else str(root), has_bytes)
+    source = "the Python standard library" if data.path is None else str(root)
+    return Corpus(train, valid, count, source, has_bytes, size >= data.max_bytes)
+
+
+def _other_text(root: Path, pattern: str) -> str:
+    """Say what to try where a folder or file has too little text: the files that it does have, if there are any."""
+    there = {file.suffix for file in root.rglob("*") if file.is_file()} if root.is_dir() else set[str]()
+    known = [f"'*{suffix}'" for suffix in (*_RECORDS, ".txt", ".md") if suffix in there and pattern != f"*{suffix}"]
+    return f"[data] pattern = {known[0]} (--data-pattern)" if known else "another [data] path or pattern, or more text"
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -524,11 +541,7 @@ class LoaderBatches:
 
     def state(self) -> str | None:
         """Return the loader's state as text; None if it has no `state_dict`."""
-        if not hasattr(self.loader, "state_dict"):
-            return None
-        buffer = io.BytesIO()
-        torch.save(self.loader.state_dict(), buffer)
-        return base64.b64encode(buffer.getvalue()).decode()
+        return state_text(self.loader.state_dict()) if hasattr(self.loader, "state_dict") else None
 
     def go_on(self, state: str | None, batches: int) -> None:
         """Go on after so many batches: by the loader's state, or by reading past them where it has none.
@@ -538,7 +551,102 @@ class LoaderBatches:
             batches: that have been used.
         """
         if state is not None and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True))
+            self.loader.load_state_dict(state_from(state))
             return
         for _ in range(batches):
             self.next()
+
+
+class RecordLoader:
+    """Batches of records that are read as they are needed, for data larger than memory; begins anew at its end.
+
+        def records():
+            return RecordLoader(load_dataset("json", data_files="*.jsonl", split="train", streaming=True), config)
+
+        train(config, data=records)
+
+    Records are put one after the other and cut into windows, in the order in which they come. A run that goes on takes
+    the state of the records, where they have a `state_dict`, as those of `datasets` that stream; else it passes over
+    those that were used.
+
+    Args:
+        records: can be iterated over more than once; each has a text, a completion or messages, as those of a file.
+        config: the run: tokenizer, masks, and the size of a batch.
+
+    Raises:
+        TypeError: arguments of another kind.
+        ValueError: the tokenizer cannot be loaded; when read, a record of another form.
+    """
+
+    def __init__(self, records: Iterable[Any], config: Config) -> None:
+        check("cannot read records", Iterable, records=records)
+        check("cannot read records", Config, config=config)
+        self.records: Any = records
+        self.data, self.shape = config.data, (config.train.batch_size, config.train.seq_len)
+        self._encode = _encode_bytes if config.data.tokenizer is None else _encoder(config.data.tokenizer)
+        self._read, self._tokens = 0, list[Tokens]()  # records of this pass, and tokens that were in no batch yet
+        self._knows_its_place = hasattr(records, "load_state_dict")
+        self._begin = self._inner_state()
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield inputs and targets (batch_size, seq_len), from where it is; without end, unless there is no record."""
+        batch, seq_len = self.shape
+        starts = np.arange(batch, dtype=np.int64) * seq_len
+        has_some = True
+        while has_some:
+            has_some = self._read > 0
+            for record in self._remaining():
+                has_some, self._read = True, self._read + 1
+                text = _text(f"cannot read record {self._read} of the data", record, self.data)
+                self._tokens.append(self._encode(text))
+                while sum(map(len, self._tokens)) > batch * seq_len:
+                    tokens = cast("Tokens", np.concatenate(self._tokens))
+                    self._tokens = [tokens[batch * seq_len :]]
+                    yield _cut(tokens, starts, seq_len)
+            self._read = 0
+            if self._knows_its_place:  # datasets begins where it was loaded, whenever it is iterated over
+                self.records.load_state_dict(self._begin)
+
+    def _remaining(self) -> Iterator[Any]:
+        return iter(self.records) if self._knows_its_place else itertools.islice(self.records, self._read, None)
+
+    def _inner_state(self) -> Any:
+        return self.records.state_dict() if self._knows_its_place else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is: in the records, and the tokens that were read and are in no batch yet."""
+        left = np.concatenate([np.empty(0, dtype=np.int32), *self._tokens]).astype(np.int32)
+        return {"read": self._read, "tokens": torch.from_numpy(left), "records": self._inner_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another one was.
+
+        Args:
+            state: of `state_dict`.
+        """
+        self._read, self._tokens = state["read"], [state["tokens"].numpy()]
+        if state["records"] is not None:
+            self.records.load_state_dict(state["records"])
+
+
+def state_text(state: Any) -> str:
+    """Write a state of plain values and tensors as text, for a checkpoint.
+
+    >>> state_from(state_text({"epoch": 1}))
+    {'epoch': 1}
+
+    Args:
+        state: of a loader or scheduler.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def state_from(text: str) -> Any:
+    """Read what `state_text` has written; no code of it is run.
+
+    Args:
+        text: in a checkpoint.
+    """
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)

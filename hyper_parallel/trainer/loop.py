@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,10 +31,10 @@ from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
 from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
-from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate, update
-from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
+from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimizer, clip_gradients, update
+from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes, shard_given
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
-from hyper_parallel.trainer.preflight import check_precision, plan_run, read_text
+from hyper_parallel.trainer.preflight import check_given, check_platform, plan_run, read_text
 from hyper_parallel.trainer.report import (
     KEPT,
     JsonlLog,
@@ -43,11 +44,12 @@ from hyper_parallel.trainer.report import (
     TensorBoardLog,
     TrainResult,
 )
-from hyper_parallel.trainer.saving import Progress, Saver, check_start
+from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape
 from hyper_parallel.trainer.watchdog import Watchdog, default_store
 
 OnStep = Callable[[StepRecord], None]
 MakeLoader = Callable[[], Iterable[Any]]
+MakeModel = Callable[[], nn.Module]
 
 PARALLELIZE = MappingProxyType({"llama": parallelize_llama, "moe": parallelize_moe})
 
@@ -59,6 +61,8 @@ def train(
     predicted: Prediction | None = None,
     *,
     data: MakeLoader | None = None,
+    lr_scheduler: MakeScheduler | None = None,
+    model: MakeModel | None = None,
 ) -> TrainResult:
     """Train as one rank of a world and return the same result on every rank.
 
@@ -78,7 +82,13 @@ def train(
             `stop_on_signals`.
         predicted: what a step should take; the first rank's records carry it.
         data: makes a loader of batches, in place of the text of `config.data`; called once by every rank, see
-            `LoaderBatches`. Nothing is held back then, and validated on.
+            `LoaderBatches`. Nothing is held back then, and validated on. `RecordLoader` makes one of records.
+        lr_scheduler: makes a scheduler of torch.optim.lr_scheduler for an optimizer, in place of the named schedule and
+            its warmup; called once by every rank. Its rate, from `config.optimizer.lr`, is that of all parameters, and
+            it steps after each step.
+        model: makes a causal language model with its weights, in place of that of `config.model`, such as one of
+            transformers or peft; called once by every rank, after torch's generator got the seed. It is split by data
+            parallelism, and what it has frozen is not trained, nor saved. See `shard_given`.
 
     Raises:
         TypeError: an argument of another kind.
@@ -89,34 +99,45 @@ def train(
         RankLostError: other ranks have failed or do not answer.
     """
     check("cannot train", Config, config=config)
-    check("cannot train", "callable | None", on_step=on_step, data=data)
+    check("cannot train", "callable | None", on_step=on_step, data=data, lr_scheduler=lr_scheduler, model=model)
     if stop is not None:
         check("cannot train", StopRequest, stop=stop)
     if predicted is not None:
         check("cannot train", Prediction, predicted=predicted)
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
+    if model is not None:
+        check_given(config, dims)
     platform = get_platform(config.train.device)
-    check_precision(config, platform)
+    check_platform(config, platform)
     platform.set_device(place.local_rank)
-    with _watchdog(config, place, stop) as watchdog:
+    with _watchdog(config, place, stop, platform) as watchdog, _recorded_memory(config, place, platform):
+        made: dict[str, Any] = {"data": data, "lr_scheduler": lr_scheduler, "model": model}
         if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
-            return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, data).run(on_step)
+            return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, **made).run(on_step)
         watchdog.beat(0, "meeting the other ranks")
         with process_group(platform, place), watchdog.telling():
             watchdog.connect(default_store())
             watchdog.beat(0, "building the model")
             mesh = dims.build_mesh(platform.device_type)
-            return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted, data).run(on_step)
+            return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted, **made).run(on_step)
 
 
-def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None) -> Watchdog:
+def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None, platform: Platform) -> Watchdog:
     """Return what ends this rank when it cannot go on; one without others may take its time, as in a debugger."""
     seconds = config.train.stuck_after_s
     if seconds is None:
         seconds = STUCK_AFTER_S if place.world_size > 1 else 0
-    folder = _out(config) / "stuck"
-    return Watchdog(seconds or math.inf, folder, rank=place.rank, world_size=place.world_size, stop=stop)
+    ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+    return Watchdog(
+        seconds or math.inf, _out(config) / "stuck", **ranks, stop=stop, recording=platform.flight_recording
+    )
+
+
+def _recorded_memory(config: Config, place: RankPlace, platform: Platform) -> AbstractContextManager[Any]:
+    if not config.train.memory_snapshot:
+        return nullcontext()
+    return platform.recorded_memory(_out(config) / "memory" / f"rank-{place.rank}.pickle")
 
 
 def _out(config: Config) -> Path:
@@ -137,6 +158,8 @@ class Trainer:
         watchdog: hears of progress.
         predicted: see `train`.
         data: likewise.
+        lr_scheduler: likewise.
+        model: likewise.
 
     Attributes:
         model: this rank's part of the model.
@@ -155,28 +178,65 @@ class Trainer:
         watchdog: Watchdog | None = None,
         predicted: Prediction | None = None,
         data: MakeLoader | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+        model: MakeModel | None = None,
     ) -> None:
         self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
         self.watchdog = watchdog
         self.device = platform.device(place.local_rank)
         train = config.train
+        self.ranks = RunGroups(dims, mesh is not None, self.device, WEIGHTS[config.parallel.param_dtype])
+        given = None if model is None else self._made(model)
+        if given is not None:
+            config = config.with_changes("model", {"vocab_size": _vocab_size(given)})
         vocab_size = config.model.vocab_size
         self.loader = None if data is None else LoaderBatches(data, train.batch_size, train.seq_len, vocab_size)
         self.corpus = read_text(config) if data is None else None
         if predicted is not None:
             predicted = replace(predicted, memory_before=platform.memory_stats().allocated)
         self.predicted = predicted
-        self.ranks = RunGroups(dims, mesh is not None, self.device, WEIGHTS[config.parallel.param_dtype])
         self.share = ShareOfLoss()
-        self.model = PARALLELIZE[config.train.model](config, dims, self.device, self.share)
+        if given is None:
+            shape, self.parameters = None, config.shape().num_parameters()
+            self.flops_per_token: float | None = flops_per_token(config.shape(), train.seq_len)
+            self.model = PARALLELIZE[train.model](config, dims, self.device, self.share)
+        else:
+            shape, self.flops_per_token = given_shape(given, config.parallel.param_dtype), None
+            self.parameters = shape["parameters"]
+            self.model = shard_given(given, dims, config.parallel, self.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.rates = Rates(config.optimizer, train.steps, lr_scheduler)
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
         self._are_same = False  # the batches of the ranks' loaders: looked at once
         self.saver = Saver(
-            config, self.model, self.optimizer, self.device, rank=place.rank, world_size=place.world_size
+            config,
+            self.model,
+            self.optimizer,
+            self.device,
+            rank=place.rank,
+            world_size=place.world_size,
+            shape=shape,
         )
         self._resume()
+
+    def _made(self, make: MakeModel) -> nn.Module:
+        """Let the caller make the model, which must be the same on every rank."""
+        self.platform.manual_seed(self.config.train.seed)
+        model, asked = make(), "cannot train this model"
+        check(asked, nn.Module, **{"model()": model})
+        params = list(model.parameters())
+        if not any(param.requires_grad for param in params):
+            blame, hint = "none of its parameters is to be trained", "requires_grad_(True) for some"
+            raise ValueError(explain(asked, blame, f"parameters: {len(params)}", hint))
+        bits = [int(param.detach().contiguous().view(torch.uint8).sum()) * (n + 1) for n, param in enumerate(params)]
+        if not self.ranks.agree(sum(bits) % 2**62):
+            blame, hint = (
+                "the ranks' models have other weights",
+                "the same folder, or torch's generator for random ones",
+            )
+            raise ValueError(explain(asked, blame, f"model(): {type(model).__name__}", hint))
+        return model
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -207,7 +267,7 @@ class Trainer:
         return TrainResult(
             steps=tuple(records),
             valid_loss=records[-1].valid_loss if records else None,
-            parameters=self.config.shape().num_parameters(),
+            parameters=self.parameters,
             layout=describe_axes(self.dims),
             device=self.platform.name(),
             stopped=stopped,
@@ -233,7 +293,7 @@ class Trainer:
         """Take the next optimizer step: forward and backward over this rank's samples, reduce, update."""
         train, start = self.config.train, time.perf_counter()
         self.platform.reset_peak_memory()
-        lr = learning_rate(self.steps_done, train.steps, self.config.optimizer)
+        lr = self.rates.of(self.steps_done)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         part = rank_part(self.samples_used, train.batch_size, self.ranks.batch_rank, self.ranks.batch_ranks)
@@ -249,13 +309,13 @@ class Trainer:
             max_grad_norm=self.config.optimizer.max_grad_norm,
             accepts=lambda loss, grad_norm: self._accepts(loss, grad_norm, part),
         )
+        self.rates.after_step(outcome.loss)
         counted = self.share.counted  # before a validation sets its own
         self.steps_done += 1
         self.samples_used += train.batch_size
         self.platform.synchronize()
         seconds = time.perf_counter() - start
         speed = train.batch_size * train.seq_len / seconds
-        per_token = flops_per_token(self.config.shape(), train.seq_len)
         due = self.steps_done == train.steps or (train.eval_every and self.steps_done % train.eval_every == 0)
         due = due and self.corpus is not None
         return StepRecord(
@@ -266,12 +326,18 @@ class Trainer:
             seconds=seconds,
             tokens_per_s=speed,
             valid_loss=self.evaluate() if due else None,
-            mfu=model_flops_utilisation(speed, per_token, self.platform.name(), self.place.world_size),
+            mfu=self._utilisation(speed),
             memory_bytes=memory_bytes(self.platform),
             tokens=int(counted),
             skipped=not outcome.taken,
             predicted=self.predicted,
         )
+
+    def _utilisation(self, tokens_per_s: float) -> float | None:
+        per_token, place = self.flops_per_token, self.place
+        if per_token is None:
+            return None
+        return model_flops_utilisation(tokens_per_s, per_token, self.platform.name(), place.world_size)
 
     def _sequences(self, part: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and targets of this rank's samples in the step."""
@@ -342,15 +408,21 @@ class Trainer:
             load_huggingface(dict(self.model.named_tensors()), self.config.train.start_from)
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
+            self.rates.go_on(self.saver.states["scheduler"], self.steps_done)
             if self.loader is not None:
-                self.loader.go_on(self.saver.loader_state, self.steps_done)
+                self.loader.go_on(self.saver.states["loader"], self.steps_done)
 
     def _save_if_due(self, ends: bool) -> None:
         keep, train = self.config.checkpoint, self.config.train
         ends = ends or self.steps_done == train.steps
         if keep.folder is not None and (ends or (keep.every and self.steps_done % keep.every == 0)):
-            loader_state = None if self.loader is None else self.loader.state()
-            self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped), loader_state)
+            states = {"loader": None if self.loader is None else self.loader.state(), "scheduler": self.rates.state()}
+            self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped), states)
+
+
+def _vocab_size(model: nn.Module) -> int | None:
+    """Return how many tokens a model knows; None where it has no embedding."""
+    return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
 
 
 def _checksum(inputs: torch.Tensor, targets: torch.Tensor) -> int:

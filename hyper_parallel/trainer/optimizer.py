@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
+from hyper_parallel.trainer.data import state_from, state_text
 from hyper_parallel.trainer.parallelize import Parallelized
+
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build a fused AdamW that decays matrices and leaves norms alone, or Muon for all matrices within the blocks.
+
+    Frozen parameters are left out.
 
     Parameters on different meshes, such as experts beside the rest, are groups of their own: torch updates the tensors
     of a group together, which must then be on one mesh.
@@ -29,6 +36,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
     """
     groups: dict[Any, list[nn.Parameter]] = {}
     for name, param in named:
+        if not param.requires_grad:
+            continue
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         is_hidden = param.ndim >= 2 and not any(end in name for end in ("embed", "head."))
         groups.setdefault((param.ndim >= 2, config.muon and is_hidden, mesh), []).append(param)
@@ -70,6 +79,72 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         "wsd": min((1.0 - progress) / _DECAY, 1.0),
     }
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape[config.schedule])
+
+
+class Rates:
+    """Learning rates of a run: those of a named schedule, or of a scheduler of torch, whose state is saved.
+
+    A scheduler steps an optimizer of its own, with one group of parameters, and the run's takes its rate: so its state
+    is the same whatever the degrees.
+
+    Args:
+        config: the named schedule; a scheduler starts from its `lr`.
+        steps: of the run.
+        make: see `train`; None: the named schedule.
+
+    Raises:
+        TypeError: `make` returns no scheduler of torch.
+    """
+
+    def __init__(self, config: OptimizerConfig, steps: int, make: MakeScheduler | None = None) -> None:
+        self.config, self.steps = config, steps
+        self.scheduler: Any = None
+        if make is not None:
+            self._steps = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], config.lr, (config.beta1, config.beta2))
+            self.scheduler = make(self._steps)
+            if not isinstance(self.scheduler, LRScheduler):
+                seen = f"returned: {type(self.scheduler).__name__}"
+                hint = "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, 100)"
+                raise TypeError(explain("cannot train", "lr_scheduler returns no scheduler of torch", seen, hint))
+
+    def of(self, step: int) -> float:
+        """Return the learning rate of step number `step`, from 0: with a scheduler, of the step that it has come to."""
+        if self.scheduler is None:
+            return learning_rate(step, self.steps, self.config)
+        return float(self._steps.param_groups[0]["lr"])
+
+    def after_step(self, loss: float) -> None:
+        """Let a scheduler step.
+
+        Args:
+            loss: of the step, for `ReduceLROnPlateau`.
+        """
+        if self.scheduler is not None:
+            self._steps.step()  # of no gradient: torch warns of a scheduler that steps before its optimizer
+            self.scheduler.step(*([loss] if isinstance(self.scheduler, ReduceLROnPlateau) else []))
+
+    def state(self) -> str | None:
+        """Return a scheduler's state as text; None for a named schedule, which needs none."""
+        if self.scheduler is None:
+            return None
+        return state_text({"scheduler": self.scheduler.state_dict(), "lr": self.of(0)})
+
+    def go_on(self, state: str | None, steps: int) -> None:
+        """Go on after so many steps: by a scheduler's state, or by as many steps of it where there is none.
+
+        Args:
+            state: see `state`.
+            steps: that have been done.
+        """
+        if self.scheduler is None:
+            return
+        if state is None:
+            for _ in range(steps):
+                self.after_step(math.inf)
+            return
+        found = state_from(state)
+        self.scheduler.load_state_dict(found["scheduler"])
+        self._steps.param_groups[0]["lr"] = found["lr"]  # of which most schedulers compute the next
 
 
 def update(optimizer: torch.optim.Optimizer, accepted: bool = True) -> None:

@@ -402,6 +402,41 @@ def _wrap_by_hsdp(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> N
         )
 
 
+# -- models that a caller makes ----------------------------------------------------------------------------------------
+
+
+def shard_given(model: nn.Module, dims: ParallelDims, parallel: ParallelConfig, device: torch.device) -> Parallelized:
+    """Train a causal language model as it is, with its parameters split over the ranks with other tokens.
+
+    The units are the modules of its outermost lists, which are its blocks, and the rest. What is frozen is gathered as
+    well, and has no gradients.
+
+    Args:
+        model: with its weights, alike on every rank; changed in place. It takes ids (batch, seq) and returns logits, or
+            an output of transformers that has them.
+        dims: the degrees, of which only those of data parallelism are above 1; the mesh is built.
+        parallel: precision and resharding.
+        device: where it goes.
+    """
+    model.to(device=device, dtype=WEIGHTS[parallel.param_dtype]).train()
+    if hasattr(getattr(model, "config", None), "use_cache"):  # of keys and values, for text that is generated
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "use_cache": False}), with_kwargs=True
+        )
+    model.register_forward_hook(lambda _, args, output: getattr(output, "logits", output))
+    if dims.token_ranks > 1 or parallel.param_dtype == "bf16":
+        dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        blocks = list(_blocks(model))
+        shard_units(model, blocks, dims, policy, reshard_after_forward=parallel.reshard_after_forward)
+    return Parallelized([model])
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _blocks(child)
+
+
 # -- each rank's share of the loss -------------------------------------------------------------------------------------
 
 # With n tokens in the global batch that count (whose target is not `IGNORED`), on all ranks and in all micro-batches,

@@ -155,16 +155,48 @@ def _check_saving(config: Config) -> None:
         raise ValueError(explain(f"cannot go back to step {keep.resume_step}", blame, seen, hint))
 
 
-def check_precision(config: Config, platform: Platform) -> None:
-    """Check that the device's backend can add up gradients in the dtype of the weights.
+def check_given(config: Config, dims: ParallelDims) -> None:
+    """Check that a run of a model that the caller makes asks for nothing that only the trainer's own models can do.
+
+    Args:
+        config: the run.
+        dims: its degrees.
+
+    Raises:
+        ValueError: degrees beside those of data parallelism, or what changes a model's code, or weights to start from.
+    """
+    parallel, asked = config.parallel, "cannot train a model of your own"
+    others = [f"{name}={degree}" for name in ("tp", "cp", "pp", "ep") if (degree := getattr(dims, name)) > 1]
+    if others:
+        blame, hint = "it is split by data parallelism only", "dp_shard and dp_replicate, or [model] without model="
+        raise ValueError(explain(asked, blame, f"degrees: {', '.join(others)}", hint))
+    changes = {
+        "engine": parallel.engine != "fully_shard",
+        "checkpointing": parallel.checkpointing != "none",
+        "compile": parallel.compile,
+        "start_from": config.train.start_from is not None,
+    }
+    if wrong := [name for name, is_asked in changes.items() if is_asked]:
+        hint = "leave it out: what model() returns has its weights, and may checkpoint its blocks and be compiled"
+        raise ValueError(explain(asked, f"{wrong[0]} is for [model]", f"set: {', '.join(wrong)}", hint))
+
+
+def check_platform(config: Config, platform: Platform) -> None:
+    """Check that the device can do what the run asks for: add up gradients in the weights' dtype, and record memory.
 
     Args:
         config: the run.
         platform: the kind of device it is to run on.
 
     Raises:
-        ValueError: `param_dtype` is "fp64", and the backend reduces no float64, as hccl of NPUs.
+        ValueError: `param_dtype` is "fp64", and the backend reduces no float64, as hccl of NPUs; `memory_snapshot`
+            where no allocator counts tensors, as on the CPU.
     """
+    if config.train.memory_snapshot and not platform.has_streams:
+        asked, blame = "cannot write memory snapshots", f"on {platform.device_type} no allocator counts tensors"
+        seen = f"memory_snapshot: True   device: {platform.device_type}"
+        hint = "leave it out, or train on an accelerator; hyper-parallel estimate says what takes memory on any device"
+        raise ValueError(explain(asked, blame, seen, hint))
     if config.parallel.param_dtype == "fp64" and not platform.reductions.takes(torch.float64):
         asked, blame = "cannot train with param_dtype='fp64'", f"{platform.backend} does not reduce float64"
         seen = f"device: {platform.device_type}   backend: {platform.backend}"
@@ -178,11 +210,16 @@ def read_text(config: Config) -> Corpus:
         config: the run.
 
     Raises:
-        ValueError: as `load_corpus`; too little text for a sequence, or tokens that the model does not know.
+        ValueError: as `load_corpus`; too little text for a sequence, none that counts, or tokens that the model does
+            not know.
     """
     corpus = load_corpus(config.data)
     check_length(corpus.train, config.train.seq_len, "training")
     check_length(corpus.valid, config.train.seq_len, "validation")
+    if not corpus.targets():
+        blame, seen = "none of its tokens counts as a target", f"mask_prompts: {config.data.mask_prompts}"
+        hint = "records with a completion, or something that the assistant says; or mask_prompts = false"
+        raise ValueError(explain("cannot train on the text", blame, seen, hint))
     if (largest := corpus.largest()) >= config.model.vocab_size:
         blame = f"the text has token {largest}, and model.vocab_size is {config.model.vocab_size}"
         seen, hint = f"tokenizer: {config.data.tokenizer}", f"vocab_size={largest + 1}, or more"

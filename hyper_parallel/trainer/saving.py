@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata
 from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.config import MODELS, Config
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.parallelize import Parallelized
@@ -57,12 +60,13 @@ class Saver:
         device: of the model.
         rank: of the caller.
         world_size: number of ranks.
+        shape: what tells the model from others, of one that is not the config's.
 
     Attributes:
         failures: what went wrong so far; the run goes on.
         safe_step: of the last checkpoint that is known to be complete.
         last_failed: whether the last save is among the failures.
-        loader_state: of the loader, in the checkpoint that was loaded; None if it has none.
+        states: of the loader and the scheduler, in the checkpoint that was loaded; None for what has none.
     """
 
     def __init__(
@@ -74,13 +78,15 @@ class Saver:
         *,
         rank: int,
         world_size: int,
+        shape: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
+        self.shape = _shape(config) if shape is None else shape
         self.rank, self.world_size = rank, world_size
         self.failures: tuple[str, ...] = ()
         self.safe_step: int | None = None
         self.last_failed = False
-        self.loader_state: str | None = None
+        self.states: Mapping[str, str | None] = {}
         self._files: Checkpointer | None = None
         keep = config.checkpoint
         if keep.folder is not None:
@@ -114,9 +120,9 @@ class Saver:
         if path is None:
             return None
         which = {"step": self.config.checkpoint.resume_step} if goes_back else {"path": path}
-        metadata = _checked(self.config, path)
+        metadata = _checked(self.config, path, self.shape)
         state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
-        tensors, twins = self._by_one_name({**model_tensors(self.model.parts), **state})
+        tensors, twins = self._by_one_name({**self._trained(), **state})
         generators = self._generators() if metadata.world_size == self.world_size else {}
         extra = files.load(tensors, **which, per_rank=generators)
         with torch.no_grad():
@@ -124,24 +130,24 @@ class Saver:
                 head.copy_(table)
         self._set_generators(generators)
         self.safe_step = extra["progress"]["steps"]
-        self.loader_state = extra.get("loader")
+        self.states = {name: extra.get(name) for name in ("loader", "scheduler")}
         return Progress(**extra["progress"])
 
-    def save(self, progress: Progress, loader_state: str | None = None) -> None:
+    def save(self, progress: Progress, states: Mapping[str, str | None]) -> None:
         """Save; in the background if so configured. What goes wrong is noted in `failures`.
 
         Args:
             progress: of the run.
-            loader_state: where the loader is, if the run has one.
+            states: of the run's loader and scheduler, as text; None for what has none.
         """
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
-        tensors, _ = self._by_one_name({**model_tensors(self.model.parts), **state})
+        tensors, _ = self._by_one_name({**self._trained(), **state})
         extra: dict[str, Any] = {
             "progress": dataclasses.asdict(progress),
-            "model": _shape(self.config),
+            "model": self.shape,
             "text": _text(self.config),
-            "loader": loader_state,
+            **states,
         }
         if self.config.checkpoint.resume_step is not None:
             extra["went_back_to"] = self.config.checkpoint.resume_step
@@ -169,6 +175,11 @@ class Saver:
             self.safe_step = saved.step
         else:
             self.failures = (*self.failures, f"step {saved.step}: {saved.error}")
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model but for frozen ones, which whoever has frozen them has got."""
+        frozen = {f"model.{name}" for name, param in self.model.named_parameters() if not param.requires_grad}
+        return {name: value for name, value in model_tensors(self.model.parts).items() if name not in frozen}
 
     # -- one weight under two names ----------------------------------------------------------------------------------
 
@@ -233,7 +244,7 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
         path, _ = _to_go_on_from(config, files)
     if path is None:
         return None
-    extra = _checked(config, path).extra
+    extra = _checked(config, path, _shape(config)).extra
     then, now = extra.get("text"), _text(config)
     then = {"order": "drawn", **(then if isinstance(then, dict) else {})}  # once samples were drawn independently
     changes = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in now if key in then and then[key] != now[key]]
@@ -260,13 +271,13 @@ def _has_gone_back(newest: Path, step: int) -> bool:
     return False
 
 
-def _checked(config: Config, path: Path) -> CheckpointMetadata:
+def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMetadata:
     """Return what a checkpoint says of itself, if the run can go on from it."""
     if not config.checkpoint.resume:
         blame, hint = "it holds the checkpoints of another run", "another folder, or go on with --resume"
         raise ValueError(explain("cannot start anew in this folder", blame, f"there is: {path}", hint))
     metadata, asked = read_metadata(path), f"cannot go on from {path}"
-    extra, mine = metadata.extra, _shape(config)
+    extra = metadata.extra
     if not isinstance(extra, dict) or not isinstance(extra.get("model"), dict) or not _is_progress(extra):
         seen = f"extra: {extra!r}"[:200]
         raise ValueError(explain(asked, "it was not saved by hyper-parallel train", seen, "another folder"))
@@ -349,6 +360,12 @@ def export_checkpoint(
     trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
     words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
     kind, precision = shape.pop("kind"), shape.pop("precision")
+    if kind not in MODELS:
+        blame, hint = (
+            f"it is of a {kind}, which train(config, model=...) was given",
+            "export_given(checkpoint, model, folder)",
+        )
+        raise ValueError(explain(f"cannot export {path}", blame, f"kind: {kind}", hint))
     config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
     with torch.device("meta"):
         model: Llama = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
@@ -367,8 +384,69 @@ def export_checkpoint(
     return config
 
 
+def given_shape(model: nn.Module, precision: str) -> dict[str, Any]:
+    """Return what tells a model that was given from others, for its checkpoints: kind, precision, and numbers.
+
+    Args:
+        model: before it is sharded.
+        precision: its weights are kept in.
+    """
+    params = list(model.parameters())
+    trained = sum(param.numel() for param in params if param.requires_grad)
+    numbers = {"parameters": sum(param.numel() for param in params), "trained": trained}
+    return {"kind": type(model).__name__, "precision": "fp64" if precision == "fp64" else "fp32", **numbers}
+
+
+def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *, tokenizer: str | None = None) -> None:
+    """Fill a model with what a run of `train(config, model=...)` has trained, and let it write itself to a folder.
+
+        export_given("out/run", make_model(), "out/adapter")
+
+    A model of transformers writes all its weights, and one of peft its adapter.
+
+    Args:
+        checkpoint: one of the run, or the run's folder, whose newest complete one is taken.
+        model: as the run's `model` makes it; has a `save_pretrained`.
+        folder: for `save_pretrained`.
+        tokenizer: folder of another tokenizer than the run's, to be written, too.
+
+    Raises:
+        TypeError: a model without a `save_pretrained`.
+        ValueError: a checkpoint of another model.
+        CheckpointError: it is damaged.
+    """
+    path, asked = _newest(Path(checkpoint)), f"cannot export {checkpoint}"
+    check(asked, nn.Module, model=model)
+    if not hasattr(model, "save_pretrained"):
+        blame, hint = (
+            f"a {type(model).__name__} cannot write itself",
+            "a model of transformers or peft; or load_checkpoint",
+        )
+        raise TypeError(explain(asked, blame, f"model: {type(model).__name__}", hint))
+    metadata = read_metadata(path)
+    extra = metadata.extra if isinstance(metadata.extra, dict) else {}
+    there = extra.get("model") or {}
+    here = given_shape(model, there.get("precision", "fp32"))
+    if there != here:
+        hint = "what the run's model= makes, with the same parameters frozen"
+        raise ValueError(explain(asked, "it is of another model", f"there: {there}   here: {here}", hint))
+    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+    model.to(torch.float64 if here["precision"] == "fp64" else torch.float32)
+    tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
+    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
+    for name, param in model.named_parameters():
+        param.data = param.data.to(dtypes[name])
+    save: Any = model
+    save.save_pretrained(folder)
+    if words := tokenizer or (extra.get("text") or {}).get("tokenizer"):
+        load_tokenizer(words).save_pretrained(folder)
+
+
 def _newest(path: Path) -> Path:
     """Return the newest checkpoint of a run's folder, or the folder itself if it is one."""
+    if not path.is_dir():
+        hint = "the --checkpoint-dir of a run, or one of the checkpoints in it"
+        raise ValueError(explain(f"cannot export {path}", "there is no such folder", f"checkpoint: {path}", hint))
     with Checkpointer(path) as run:
         return run.latest() or path
 
@@ -405,5 +483,5 @@ def check_start(run: Config) -> None:
     if unlike:
         blame = f"its model has another {unlike[0]} than the run's"
         seen = "\n  ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in unlike)
-        hint = "with_shape_of(config, folder), or the [model] and [experts] of the folder"
+        hint = "with_shape_of(config, folder), as --start-from takes it; or the [model] and [experts] of the folder"
         raise ValueError(explain(f"cannot start from {run.train.start_from}", blame, seen, hint))

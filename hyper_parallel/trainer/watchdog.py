@@ -104,6 +104,7 @@ class Watchdog:
         grace_s: how long to wait for other ranks' answers, in seconds.
         stop: asks the run to stop.
         on_stuck: called on the watchdog's thread with the message, in place of printing it and ending the process.
+        recording: returns what `Platform.flight_recording` does, which goes to folder/flight; None: nothing goes there.
 
     Raises:
         ValueError: a timeout that is not above 0.
@@ -120,6 +121,7 @@ class Watchdog:
         grace_s: float = 10.0,
         stop: StopRequest | None = None,
         on_stuck: Callable[[str], None] | None = None,
+        recording: Callable[[], bytes | None] | None = None,
     ) -> None:
         if not timeout_s > 0:
             blame, seen = "timeout_s is not above 0", f"timeout_s: {timeout_s}"
@@ -129,7 +131,7 @@ class Watchdog:
         self._first_store = store
         self._store: Any = None
         self._stop, self._asked_at = stop, math.inf
-        self._on_stuck = on_stuck or _end_process
+        self._on_stuck, self._recording = on_stuck or _end_process, recording
         self._progress = _Progress()
         self._failed = ""
         self._over, self._alarmed = threading.Event(), threading.Event()
@@ -293,11 +295,13 @@ class Watchdog:
         return json.dumps(dataclasses.asdict(self._report()))
 
     def _raise_alarm(self) -> None:
-        report = self._report()
-        text = verdict([report], 1, self.folder)
+        report, stacks = self._report(), all_stacks().encode()
         if self._store is not None and not self._alarmed.is_set():  # said first: what follows may take its time
             _say(f"no progress of {line_of(report)}; asking the other ranks")
-        self._write(f"rank-{self.rank}.txt", all_stacks())
+        self._write(f"rank-{self.rank}.txt", lambda: stacks)
+        if self._recording is not None:
+            self._write(f"flight/rank_{self.rank}", self._recording)
+        text = self._judged([report], 1)
         if self._store is not None:
             try:
                 text = self._agree("alarm", self.grace_s, self._verdict)
@@ -306,16 +310,21 @@ class Watchdog:
         self._on_stuck(text)
 
     def _verdict(self, reports: list[RankReport]) -> str:
-        text = verdict(reports, self.world_size, self.folder)
-        self._write("verdict.txt", text + "\n")
+        text = self._judged(reports, self.world_size)
+        self._write("verdict.txt", f"{text}\n".encode)
         return text
 
-    def _write(self, name: str, text: str) -> None:
-        def write() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_text(text, encoding="utf-8")
+    def _judged(self, reports: list[RankReport], world_size: int) -> str:
+        return verdict(reports, world_size, self.folder, has_recordings=(self.folder / "flight").is_dir())
 
-        with suppress(OSError, queue.Empty):  # a disk that is full or does not answer: the process ends all the same
+    def _write(self, name: str, content: Callable[[], bytes | None]) -> None:
+        def write() -> None:
+            if (found := content()) is not None:
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.folder / name).write_bytes(found)
+
+        # A disk that is full, or a recorder that does not answer: the process ends all the same.
+        with suppress(Exception):
             self._within(self.grace_s, write)
 
     # -- what ranks tell each other
@@ -503,7 +512,7 @@ def _line(call: FrameSummary) -> str:
 # -- who is to blame -------------------------------------------------------------------------------------------------
 
 
-def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path) -> str:
+def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path, *, has_recordings: bool = False) -> str:
     """Say in four parts which ranks the others wait for.
 
     >>> waits = RankReport(0, 7, 8, 30.0, "", "torch/distributed/distributed_c10d.py:3029 in all_reduce", ())
@@ -523,6 +532,7 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path) 
         reports: of the ranks that have answered.
         world_size: of the run.
         folder: where the stacks are.
+        has_recordings: whether the last collectives are there, too.
     """
     answered = {report.rank: report for report in sorted(reports, key=lambda report: report.rank)}
     silent = [rank for rank in range(world_size) if rank not in answered]
@@ -547,7 +557,9 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path) 
         blame = f"{who} {'does' if one else 'do'} not come to where the others wait for {'it' if one else 'them'}"
         hint = f"{folder}/rank-{blamed[0]}.txt shows what it is about; a longer timeout where a step may take this long"
     more = [f"and {len(rows) - _ROWS} ranks more"] if len(rows) > _ROWS else []
-    seen = "\n  ".join([*rows[:_ROWS], *more, f"stacks of all threads: {folder}/rank-*.txt"])
+    more += [f"stacks of all threads: {folder}/rank-*.txt"]
+    more += [f"last collectives, for torchfrtrace: {folder}/flight"] * has_recordings
+    seen = "\n  ".join([*rows[:_ROWS], *more])
     return explain(asked, blame, seen, hint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from torch._C import _distributed_c10d
 
 from hyper_parallel.trainer.watchdog import STUCK_EXIT
 
@@ -18,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.watchdog import Watchdog, default_store
 
 port, rank, world_size, stuck = map(int, sys.argv[1:5])
@@ -45,6 +48,7 @@ print(store.port, flush=True)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 model = Model()
 kept = dict(rank=rank, world_size=world_size, store=default_store(), grace_s=GRACE)
+kept["recording"] = get_platform("cpu").flight_recording
 with Watchdog(1.0, folder, **kept) as watchdog:
     for step in range(4):
         model.step = step
@@ -107,6 +111,15 @@ def test_an_endless_loop_is_found_and_all_processes_end(tmp_path: Path) -> None:
         assert ("in forward" if rank == stuck else "in all_reduce") in stacks
         assert rank == stuck or f"rank {rank}, step 2 (training)" in verdict
         assert "thread 'watchdog'" in stacks
+    if not hasattr(_distributed_c10d, "_dump_fr_trace_json"):
+        assert "last collectives" not in verdict, "torch 2.11 does not record gloo's"
+        return
+    assert f"last collectives, for torchfrtrace: {tmp_path / 'stuck'}/flight" in verdict
+    records = [pickle.loads((tmp_path / "stuck" / "flight" / f"rank_{rank}").read_bytes()) for rank in range(3)]
+    names = [[each["profiling_name"] for each in record["entries"]] for record in records]
+    assert [found.count("gloo:all_reduce") for found in names] == [2, 3, 3], "the others wait in step 2"
+    groups = [record["pg_config"][record["entries"][-1]["process_group"][0]]["ranks"] for record in records]
+    assert groups == ["[0, 1, 2]"] * 3, "which torchfrtrace looks up, and gloo leaves out"
 
 
 @pytest.mark.parametrize("mode", ["lock", "gone"])

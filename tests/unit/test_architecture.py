@@ -304,6 +304,7 @@ def _has_state(node: ast.ClassDef) -> bool:
 _UNPICKLING = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 _MAY_PICKLE = {
     "sim/testing/processes.py": "arguments of living ranks",
+    "hyper_parallel/platform/cpu.py": "flight recorder dumps; they are only written",
     "sim/timeline/export.py": "flight recorder dumps, which torch's analyser wants so; they are only written",
 }
 

@@ -359,6 +359,7 @@ FLAGS = [
     ("train", "predict", "--no-predict", None, False),
     ("train", "hardware", "--hardware", "h200", "h200"),
     ("train", "profile_steps", "--profile-steps", "2", 2),
+    ("train", "memory_snapshot", "--memory-snapshot", None, True),
     ("train", "device", "--device", "cpu", "cpu"),
     ("train", "eval_every", "--eval-every", "3", 3),
     ("train", "seed", "--seed", "5", 5),

@@ -10,6 +10,7 @@ import pytest
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.platform import PlatformUnavailableError
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import (
     CheckpointConfig,
@@ -26,7 +27,7 @@ from hyper_parallel.trainer.optimizer import learning_rate
 from hyper_parallel.trainer.preflight import (
     available_memory,
     check_machine,
-    check_precision,
+    check_platform,
     plan_run,
 )
 
@@ -320,7 +321,7 @@ class _Npu(CpuPlatform):
     device_type, backend = "npu", "hccl"
 
 
-def test_float64_is_refused_where_the_backend_does_not_reduce_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_device_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = Config(parallel=ParallelConfig(param_dtype="fp64"), train=TrainConfig(steps=1, device="npu"))
     message = (
         "cannot train with param_dtype='fp64': hccl does not reduce float64\n"
@@ -328,10 +329,15 @@ def test_float64_is_refused_where_the_backend_does_not_reduce_it(monkeypatch: py
         "  try: param_dtype='fp32' (--precision fp32), or --device cpu"
     )
     with pytest.raises(ValueError, match="cannot train") as caught:
-        check_precision(config, _Npu())
+        check_platform(config, _Npu())
     assert str(caught.value) == message
-    check_precision(config, CpuPlatform())
-    check_precision(Config(parallel=ParallelConfig(param_dtype="bf16")), _Npu())
+    check_platform(config, CpuPlatform())
+    check_platform(Config(parallel=ParallelConfig(param_dtype="bf16")), _Npu())
+    snapshots = Config(train=TrainConfig(steps=1, device="cpu", memory_snapshot=True))
+    with pytest.raises(ValueError, match=r"cannot write memory snapshots: on cpu no allocator counts tensors"):
+        train(snapshots)
+    with pytest.raises(PlatformUnavailableError, match=r"cannot record memory: CPU .* has no allocator"):
+        CpuPlatform().recorded_memory(tmp_path)
     monkeypatch.setattr("hyper_parallel.trainer.loop.get_platform", lambda device: _Npu())
     with pytest.raises(ValueError, match="hccl does not reduce float64"):
         train(config)

@@ -5,24 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from plain_loop_kit import plainly_trained
+from typer.testing import CliRunner
 
-import sim
-from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.trainer.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from hyper_parallel import cli
+from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from hyper_parallel.trainer.data import (
     IGNORED,
     VALID_EVERY,
@@ -35,9 +28,7 @@ from hyper_parallel.trainer.data import (
     shuffled,
     valid_samples,
 )
-from hyper_parallel.trainer.preflight import check_machine
-from hyper_parallel.trainer.saving import export_checkpoint, with_shape_of
-from hyper_parallel.trainer.trainer import train
+from hyper_parallel.trainer.preflight import read_text
 
 TEXT = np.arange(5_000, dtype=np.int64).astype(np.uint8)
 
@@ -330,36 +321,78 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.sim
-def test_a_model_of_transformers_is_trained_on_conversations_and_answers(tokenizer: Any, tmp_path: Path) -> None:
-    """From a folder of transformers to one that it generates text from, tokenizer included."""
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
+def test_a_model_of_transformers_is_trained_on_conversations_and_answers(
+    tokenizer: Any, tmp_path: Path, kind: str
+) -> None:
+    """From a folder of transformers to one that it generates text from, by way of the commands: tokenizer included."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": tokenizer.eos_token_id}
     torch.manual_seed(0)
-    theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
-    theirs.save_pretrained(tmp_path / "tokenizer")
+    shape = getattr(transformers, f"{kind}Config")(**sizes, **heads, tie_word_embeddings=kind == "Qwen3")
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(shape)
+    start, run = str(tmp_path / "tokenizer"), str(tmp_path / "run")
+    theirs.save_pretrained(start)
     asked = [{"role": "user", "content": "who?"}]
     path = lines(tmp_path / "x.jsonl", {"messages": [*asked, {"role": "assistant", "content": "me"}]})
     config = Config(
-        data=DataConfig(path),
-        train=TrainConfig(steps=40, batch_size=4, seq_len=8, device="cpu"),
-        optimizer=OptimizerConfig(lr=1e-2, schedule="wsd"),
-        parallel=ParallelConfig(tp=2),
-        checkpoint=CheckpointConfig(str(tmp_path / "run")),
+        data=DataConfig(path, tokenizer=start),
+        train=TrainConfig(steps=24, batch_size=4, seq_len=8, device="cpu"),
+        optimizer=OptimizerConfig(lr=1e-2, schedule="constant"),
     )
-    config = with_shape_of(config, tmp_path / "tokenizer")
-    assert config.data.tokenizer == str(tmp_path / "tokenizer")
-    result = sim.run(train, world_size=4, args=(config,))[0]
-    assert result.losses[-1] < 0.1 * result.losses[0]
-    export_checkpoint(tmp_path / "run", tmp_path / "out")
-    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    same = ["--batch-size", "4", "--seq-len", "8", "--lr", "1e-2", "--lr-schedule", "constant"]
+    same += ["--start-from", start, "--data", path, "--checkpoint-dir", run, "--log-file", str(tmp_path / "log")]
+
+    def command(*words: str) -> str:
+        result = CliRunner().invoke(cli.app, words)
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split())
+
+    said = command("train", "--sim", "4", "--tp", "2", "--steps", "8", *same)
+    assert "90 tokens + 10 held back; 27 count as targets" in said
+    said = command("train", "--sim", "2", "--pp", "2", "--accumulate", "2", "--steps", "24", *same)
+    assert "goes on from step 8" in said
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "log").read_text().splitlines()]
+    torch.testing.assert_close(losses, plainly_trained(theirs, config), rtol=1e-4, atol=1e-6)
+
+    wrong = CliRunner().invoke(cli.app, ["train", *same, "--vocab-size", "100"])
+    assert wrong.exit_code == 2
+    assert "its model has another vocab_size than the run's" in wrong.output
+    wrong = CliRunner().invoke(cli.app, ["export", str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    assert "there is no such folder" in wrong.output
+
+    out = tmp_path / "out"
+    command("export", run, str(out))
+    words = transformers.AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param, theirs.get_parameter(name), rtol=1e-3, atol=1e-4)
     question = words.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**question, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
     assert words.decode(answer) == "<|user|>who?<|end|><|assistant|>me<|end|>"
-    small = replace(config, checkpoint=CheckpointConfig()).with_changes("model", {"vocab_size": 50})
+
+
+def test_what_a_text_and_a_model_do_not_share_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "tokenizer")
+    path = lines(tmp_path / "x.jsonl", {"prompt": "1 + 2 = " * 4, "completion": "3"})
+    config = Config(data=DataConfig(path, tokenizer=folder), train=TrainConfig(seq_len=8, device="cpu"))
     with pytest.raises(ValueError, match=r"the text has token [0-9]+, and model.vocab_size is 50"):
-        check_machine(small, ParallelDims(world_size=1), 1, False)
+        read_text(config.with_changes("model", {"vocab_size": 50}))
+    path = lines(tmp_path / "y.jsonl", {"messages": [{"role": "user", "content": "does anybody answer?"}]})
+    with pytest.raises(ValueError, match=r"none of its tokens counts as a target\n  mask_prompts: True"):
+        read_text(config.with_changes("data", {"path": path}))
+    assert read_text(config.with_changes("data", {"path": path, "mask_prompts": False})).targets() > 0
+
+
+def test_a_folder_that_the_pattern_leaves_out_says_what_there_is(tmp_path: Path) -> None:
+    lines(tmp_path / "x.jsonl", {"text": "x"})
+    with pytest.raises(ValueError, match=r"found 0 file\(s\).*\n  try: \[data\] pattern = '\*.jsonl'"):
+        load_corpus(DataConfig(str(tmp_path)))
+    corpus = load_corpus(DataConfig(str(tmp_path), pattern="*.jsonl", max_bytes=10))
+    assert bytes(corpus.train) == b"x" * 9
+    assert corpus.is_cut
+    assert not load_corpus(DataConfig(str(tmp_path), pattern="*.jsonl")).is_cut
 
 
 def test_batches_of_a_loader() -> None:

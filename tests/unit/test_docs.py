@@ -9,6 +9,7 @@ import io
 import itertools
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,34 @@ def blocks(text):
     return _BLOCK.findall(text)
 
 
+class Loggers:
+    """What wandb and mlflow have of what pages call, for where they are not installed; refuses a step twice."""
+
+    def __init__(self):
+        self.run, self.steps = None, []
+
+    def init(self, *, project):
+        self.run = self
+        return self
+
+    def log(self, data, step):
+        assert data["loss"] > 0
+        assert step == len(self.steps) + 1
+        self.steps.append(step)
+
+    def log_metrics(self, metrics, step):
+        assert all(isinstance(float(value), float) for value in metrics.values())
+        self.log(metrics, step)
+
+
+@pytest.fixture
+def loggers(monkeypatch):
+    fakes = {name: Loggers() for name in ("wandb", "mlflow")}
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    return fakes
+
+
 def run_page(text):
     """Execute the python blocks of a page in one namespace; yield what each printed and what the page says."""
     namespace = {"__name__": "train"}
@@ -47,10 +76,12 @@ def run_page(text):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_python_blocks_run_and_print_what_the_page_says(page):
+def test_python_blocks_run_and_print_what_the_page_says(page, loggers):
     for printed, promised in run_page(page.read_text()):
         if promised is not None:
             assert printed == promised
+    logged = {name: fake.steps for name, fake in loggers.items()}
+    assert page.name != "training.md" or logged == {"wandb": [1, 2, 3], "mlflow": [1, 2, 3]}
 
 
 def test_a_wrong_promise_is_noticed():

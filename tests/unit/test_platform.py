@@ -101,6 +101,13 @@ class FakeNpu:
     def empty_cache(self) -> None:
         self.asked.append(("empty cache",))
 
+    @property
+    def memory(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            _record_memory_history=lambda **options: self.asked.append(("record", options)),
+            _dump_snapshot=lambda path: Path(path).write_text("snapshot"),
+        )
+
 
 @pytest.fixture
 def fake_npu(monkeypatch: pytest.MonkeyPatch) -> FakeNpu:
@@ -318,6 +325,20 @@ def test_npu_uses_only_names_that_torch_npu_has(fake_npu: FakeNpu) -> None:
         ("reset peak",),
         ("empty cache",),
     ]
+
+
+def test_memory_is_recorded_until_it_runs_out(fake_npu: FakeNpu, tmp_path: Path) -> None:
+    path = tmp_path / "memory" / "rank-0.pickle"
+
+    def run_out() -> None:
+        with get_platform("npu").recorded_memory(path):
+            assert not path.exists()
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run_out()
+    assert path.read_text() == "snapshot"
+    assert fake_npu.asked == [("record", {"max_entries": 100_000}), ("record", {"enabled": None})]
 
 
 def test_npu_record_stream_goes_to_the_tensor(fake_npu: FakeNpu) -> None:

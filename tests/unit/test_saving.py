@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as rates
 
 import sim
 from hyper_parallel.core.checkpoint import folders
@@ -27,7 +28,7 @@ from hyper_parallel.trainer.config import (
     ParallelConfig,
     TrainConfig,
 )
-from hyper_parallel.trainer.data import samples
+from hyper_parallel.trainer.data import IGNORED, RecordLoader, samples
 from hyper_parallel.trainer.guards import StopRequest
 from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import TrainResult, read_log
@@ -419,10 +420,60 @@ class Forgetful(Counting):
         return super().__getattribute__(name)
 
 
+RECORDS = [{"prompt": f"{number} + {number} = ", "completion": f"{2 * number}, of course. "} for number in range(29)]
+
+
+class Streamed:
+    """Records that know where they are, as those of datasets: each iteration begins where it was loaded."""
+
+    def __init__(self) -> None:
+        self.first = self.place = 0
+
+    def __iter__(self) -> Any:
+        self.place = self.first
+        while self.place < len(RECORDS):
+            self.place += 1
+            yield RECORDS[self.place - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = self.place = state["place"]
+
+
+BASE = TINY.with_changes("train", {"steps": 4, "batch_size": 16, "seq_len": 8})
+LOADERS = {
+    "with a state": Counting,
+    "without": Forgetful,
+    "records": lambda: RecordLoader(RECORDS, BASE),
+    "records with a state": lambda: RecordLoader(Streamed(), BASE),
+}
+
+
+def test_records_are_read_one_after_the_other_and_over_again() -> None:
+    config = BASE.with_changes("data", {"mask_prompts": False})
+    text = "".join(each["prompt"] + each["completion"] for each in RECORDS).encode()
+    batches = iter(RecordLoader(RECORDS, config))
+    for number in range(20):
+        inputs, targets = next(batches)
+        stream = bytes(text[(number * 128 + place) % len(text)] for place in range(129))
+        assert bytes(inputs.flatten().tolist()) == stream[:-1]
+        assert bytes(targets.flatten().tolist()) == stream[1:]
+    assert list(RecordLoader([], config)) == []
+    inputs, targets = next(iter(RecordLoader(RECORDS, BASE)))
+    assert 0.3 < (targets == IGNORED).float().mean() < 0.6, "prompts do not count"
+    with pytest.raises(ValueError, match="cannot read record 2 of the data: it has no text in 'text'"):
+        next(iter(RecordLoader([RECORDS[0], {"body": ""}], config)))
+    with pytest.raises(TypeError, match="records"):
+        RecordLoader(5, config)  # type: ignore[arg-type]
+
+
 @pytest.mark.sim
-@pytest.mark.parametrize("loader", [Counting, Forgetful])
-def test_a_loader_of_ones_own_goes_on_whatever_the_degrees(loader: type[Counting], tmp_path: Path) -> None:
-    base = TINY.with_changes("train", {"steps": 4, "batch_size": 16, "seq_len": 8})
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_of_ones_own_goes_on_whatever_the_degrees(kind: str, tmp_path: Path) -> None:
+    loader = LOADERS[kind]
+    base = BASE.with_changes("train", {"steps": 7})  # more than a pass over the records
     whole = train(base, data=loader)
     assert whole.valid_loss is None
     config = saving(tmp_path, base)
@@ -431,7 +482,43 @@ def test_a_loader_of_ones_own_goes_on_whatever_the_degrees(loader: type[Counting
     rest = sim.run(train, world_size=4, args=(degrees,), kwargs={"data": loader})[0]
     assert rest.first_step == 3
     assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-4)
-    assert len(set(whole.losses)) == 4
+    assert len(set(whole.losses)) == 7
+
+
+SCHEDULERS = {
+    "warmup": lambda opt: rates.SequentialLR(
+        opt, [rates.LinearLR(opt, 0.1, total_iters=2), rates.ExponentialLR(opt, 0.5)], milestones=[2]
+    ),
+    "one cycle": lambda opt: rates.OneCycleLR(opt, max_lr=1e-2, total_steps=6),
+    "plateau": lambda opt: rates.ReduceLROnPlateau(opt, factor=0.5, patience=0, threshold=1.0),
+}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_of_torch_goes_on_whatever_the_degrees(kind: str, tmp_path: Path) -> None:
+    make = SCHEDULERS[kind]
+    base = TINY.with_changes("train", {"steps": 5, "accumulate": 1})
+    whole = train(base, lr_scheduler=make)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=base.optimizer.lr)
+    scheduler, expected = make(optimizer), []
+    for step in whole.steps:
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step(*([step.loss] if kind == "plateau" else []))
+    assert [step.lr for step in whole.steps] == expected
+    assert len(set(expected)) > 2
+    config = saving(tmp_path, base)
+    train(config.with_changes("train", {"steps": 3}), lr_scheduler=make)
+    degrees = config.with_changes("parallel", {"tp": 2})
+    rest = sim.run(train, world_size=2, args=(degrees,), kwargs={"lr_scheduler": make})[0]
+    assert [step.lr for step in rest.steps] == expected[3:]
+    assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-4)
+
+
+def test_what_is_no_scheduler_is_refused() -> None:
+    with pytest.raises(TypeError, match="lr_scheduler returns no scheduler of torch\n  returned: float"):
+        train(TINY, lr_scheduler=lambda optimizer: 0.1)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.sim
