@@ -66,6 +66,7 @@ class ClassMemory:
         categories: in the order of `CurvePoint.totals`.
         curve: memory over the steady step.
         unmatched: blocks freed in the second step that were not in use: an error of the recording if not 0.
+        on_host: bytes in the host's memory by category, when they are most in the second step, largest first.
     """
 
     rank: int
@@ -85,6 +86,12 @@ class ClassMemory:
     categories: tuple[str, ...] = ()
     curve: list[CurvePoint] = field(default_factory=list, repr=False)
     unmatched: int = 0
+    on_host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in the host's memory at most."""
+        return sum(self.on_host.values())
 
     @property
     def fragments(self) -> int:
@@ -115,17 +122,17 @@ def replay_memory(
     """
     plan = MemoryPlan(program)
     replay = _Replay(plan, rules if rules is not None else AllocatorRules(caching=False), cut)
-    for key in program.segments:
-        if key[0] == "build":
-            replay.item(key, -1, -1)
-    first = replay.step()
-    persistent = replay.allocator.allocated
-    second = replay.step()
+    first, persistent, second = replay.all()
     totals, curve = _by_category(plan, first, second)
     by_category = {name: size for name, size in totals.items() if size}
     rest = second.allocated - sum(by_category.values())
     if rest:
         by_category[ROUNDING] = rest
+    on_host: dict[str, int] = {}
+    if program.on_host:
+        hosts = MemoryPlan(program, on_host=True)
+        begun, _, ended = _Replay(hosts, AllocatorRules(caching=False), cut).all()
+        on_host = {name: size for name, size in _by_category(hosts, begun, ended)[0].items() if size}
     return ClassMemory(
         rank=program.rank,
         like=program.like,
@@ -144,6 +151,7 @@ def replay_memory(
         categories=tuple(totals),
         curve=curve,
         unmatched=second.unmatched,
+        on_host=dict(sorted(on_host.items(), key=lambda item: -item[1])),
     )
 
 
@@ -179,6 +187,14 @@ class _Replay:
         self.retries = 0  # in what was left out
         self.pattern = find_pattern(plan.program.order) if cut else None
         self.found = _Step()
+
+    def all(self) -> tuple[_Step, int, _Step]:
+        """Replay what builds the model, and two steps; return both, and what is in use between them."""
+        for key in self.plan.program.segments:
+            if key[0] == "build":
+                self.item(key, -1, -1)
+        first = self.step()
+        return first, self.allocator.allocated, self.step()
 
     def step(self) -> _Step:
         """Replay a step."""

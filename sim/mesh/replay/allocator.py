@@ -327,13 +327,23 @@ class Taking(NamedTuple):
 
 
 class MemoryPlan:
-    """A program reduced to what concerns memory."""
+    """A program reduced to what concerns memory: the device's, or the host's.
 
-    def __init__(self, program: Program) -> None:
+    Args:
+        program: of a rank.
+        on_host: which of the two.
+    """
+
+    def __init__(self, program: Program, *, on_host: bool = False) -> None:
         self.program = program
         self.stride = 1
+        hosted = program.on_host
         events = {
-            key: [(at, event) for at, event in enumerate(segment.events) if isinstance(event, Alloc | Free)]
+            key: [
+                (at, event)
+                for at, event in enumerate(segment.events)
+                if isinstance(event, Alloc | Free) and (event.block in hosted) == on_host
+            ]
             for key, segment in program.segments.items()
         }
         for found in events.values():

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from sim.mesh.program import Await, Comm, CommGroup, Event, EventRecord, HostWait, Op, Program, Wait
+from sim.mesh.program import HOST_COPIES, Await, Comm, CommGroup, Event, EventRecord, HostWait, Op, Program, Wait
 
 __all__ = [
     "AWAIT",
@@ -38,6 +38,8 @@ __all__ = [
 
 # Communication as other work sees it: when it runs, who waits for it, and how it shares links and devices -------------
 
+_TO_HOST = frozenset(HOST_COPIES.values())
+"""What stands for the axis of copies between host and device; a device's engines for them take none of its cores."""
 BUBBLE = "bubble"
 """Cause of a gap: the rank that sends has not got there yet."""
 HOST = "host"
@@ -151,7 +153,13 @@ def share(flight: Flight, seconds: float, flying: list[Flight], queues: dict[obj
 
 def beside(flying: list[Flight], start: float, end: float) -> float:
     """Seconds between start and end in which some communication runs."""
-    spans = sorted([(max(f.start, start), min(f.end, end)) for f in flying if f.end > start and f.start < end])
+    spans = sorted(
+        [
+            (max(flight.start, start), min(flight.end, end))
+            for flight in flying
+            if flight.end > start and flight.start < end and flight.link not in _TO_HOST
+        ]
+    )
     covered, until = 0.0, start
     for left, right in spans:
         if right > until:
@@ -309,8 +317,11 @@ def _piece(
         if isinstance(event, Op):
             cost, price = prices.host_seconds(event), prices.op(event)
             host += cost
-            if event.kind == "host":
-                codes.append((ISSUE, cost))
+            if event.kind in ("host", "on_host"):
+                if event.kind == "on_host":
+                    evidence.add(event.kind, price)
+                host += price.seconds
+                codes.append((ISSUE, cost + price.seconds))
                 continue
             evidence.add(event.kind, price)
             seconds[event.kind] += price.seconds
@@ -386,5 +397,7 @@ def _piece(
 
 
 def _link(prices: Prices, group: CommGroup) -> str:
+    if group.axis in _TO_HOST:
+        return group.axis
     crosses = getattr(prices, "crosses_nodes", None)
     return "between nodes" if crosses is not None and crosses(group) else "within a node"

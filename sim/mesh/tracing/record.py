@@ -24,6 +24,7 @@ from sim.comm.collectives import Call
 from sim.kernel.waiting import Waitable
 from sim.mesh.program import (
     COMPUTE,
+    HOST_COPIES,
     Alloc,
     Await,
     Comm,
@@ -43,7 +44,7 @@ from sim.mesh.tracing.lone import Listener
 
 __all__ = ["Recorder", "RecordedEvent", "RecordedStream"]
 
-_PRODUCTS = frozenset({"matmul"})
+_SCALAR = 8  # bytes: what a kernel may read of the host's memory
 _DTYPE_NAMES: dict[torch.dtype, str] = {}  # a cache of a pure function
 
 
@@ -156,6 +157,7 @@ class Recorder(Listener):
         stream: the number of the current one.
         answer: what a tensor's value is said to be, while a program may ask for one; None: torch's error.
         reads: whether the host waits for such a value.
+        on_host: blocks that are in the host's memory.
     """
 
     def __init__(self) -> None:
@@ -183,6 +185,7 @@ class Recorder(Listener):
         self.refilled: set[int] = set()  # blocks of storages that are given memory again, as those of whole weights are
         self.gradients: set[int] = set()  # blocks that were gradients when a step's backward was done
         self._works: dict[int, dist.Work] = {}  # of functional collectives, by storage of the result
+        self.on_host: set[int] = set()
         self._asleep = False
         self._deaf = False
 
@@ -303,6 +306,8 @@ class Recorder(Listener):
         kind = kernel.kind
         if kind == "host":
             self._know_all(out)
+            if self.on_host and any(self._is_on_host(t) for t in _tensors(args)):
+                self.on_host.update([self._block(t.untyped_storage()) for t in _tensors((out,))])
             return out
         given = _tensors(args) + _tensors(kwargs.values()) if kwargs else _tensors(args)
         results = _tensors((out,))
@@ -321,6 +326,9 @@ class Recorder(Listener):
         writes = tuple(dict.fromkeys([*[self._touch(t) for t in written], *targets]))
         overwritten = {touch.block for touch in writes} if kernel.name in _OVERWRITES else set()
         reads = tuple(touch for touch in dict.fromkeys(sources) if touch.block not in overwritten)
+        if self.on_host and self._is_done_by_host((*sources, *writes)):
+            kind = "on_host"
+            self.on_host.update([touch.block for touch in targets])
         shape: tuple[int, ...] = ()
         flops = 0
         if kernel.matmul:
@@ -349,6 +357,50 @@ class Recorder(Listener):
             if stride:
                 count *= size
         return Touch(block, count * tensor.dtype.itemsize if tensor.numel() else 0)
+
+    # -- the host's memory ---------------------------------------------------------------------------------------
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self._blocks.get(tensor.untyped_storage()._cdata) in self.on_host
+
+    def _is_done_by_host(self, touches: Sequence[Touch]) -> bool:
+        """Tell whether an operation works on what is on the host; a kernel may read numbers there."""
+        hosted = [touch.bytes for touch in touches if touch.block in self.on_host]
+        elsewhere = [touch.bytes for touch in touches if touch.block not in self.on_host]
+        return bool(hosted) and (max(hosted) > _SCALAR or max(elsewhere, default=0) <= _SCALAR)
+
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
+        """Copy what is on the host to the device: converted there, as torch does, from what `source` is."""
+        self.on_host.add(self.block_of(source))
+        landed = target
+        if target.dtype != source.dtype:
+            landed = torch.empty_like(target, dtype=source.dtype)
+        self.block_of(landed)  # it is taken before it is copied to
+        self._copy("copy_to_device", source, pinned=pinned, wait=not pinned)
+        if landed is not target:
+            target.copy_(landed)
+
+    def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
+        """Return a copy on the host of what is on the device."""
+        copy = torch.empty(source.shape, dtype=source.dtype)
+        self.on_host.add(self.block_of(copy))
+        self._copy("copy_to_host", source, pinned=pinned, wait=wait or not pinned)
+        return copy
+
+    def _copy(self, op: str, source: torch.Tensor, *, pinned: bool, wait: bool) -> None:
+        """Write a copy down, in the order of the current stream."""
+        if self._asleep:
+            return
+        name = op if pinned else f"{op}_pageable"
+        size = source.numel() * source.dtype.itemsize
+        self._next_handle += 1
+        # A group for each direction: a device has an engine for either.
+        group = self._group(HOST_COPIES[name], ())
+        dtype = _name(source.dtype)
+        self.emit(Comm(name, group, size, size, dtype, self.stream, self._next_handle, self._place))
+        self.emit(Wait(self._next_handle, self.stream))
+        if wait:
+            self.emit(HostWait(self.stream))
 
     # -- memory --------------------------------------------------------------------------------------------------
 
