@@ -441,3 +441,26 @@ def test_an_error_of_the_script_is_shown_from_its_own_lines(
     assert "line 9" in said
     assert "recording.py" not in said
     assert "replay: python -m sim estimate --hardware h100-sxm --nproc 2 " in said
+
+
+@pytest.mark.parametrize(
+    ("inside", "operation"),
+    [
+        (
+            "torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(8, 8))(x)",
+            "aten.mm.default, in module '1' (Linear)",
+        ),
+        ("torch.fft.fft(x.bfloat16())", "torch.fft.fft"),
+        ("x.no_such_thing", None),
+    ],
+)
+def test_an_operation_that_fails_is_named_with_its_module(
+    inside: str, operation: str | None, script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(LOOP.format(steps=4, inside=f"x = torch.ones(4, 4); {inside}"))
+    assert main(["--hardware", "h100-sxm", "--nproc", "2", path, "--lr", "1"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    found = [line.removeprefix("  operation: ") for line in said if line.startswith("  operation: ")]
+    assert found == ([] if operation is None else [operation])
+    if operation is not None:
+        assert said[-1].startswith(f"  try: python -m sim run {path} --lr 1, with real values; if it fails as well, ")

@@ -45,6 +45,7 @@ from sim.mesh.tracing.lone import Listener
 __all__ = ["Recorder", "RecordedEvent", "RecordedStream"]
 
 _SCALAR = 8  # bytes: what a kernel may read of the host's memory
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 _DTYPE_NAMES: dict[torch.dtype, str] = {}  # a cache of a pure function
 
 
@@ -302,7 +303,7 @@ class Recorder(Listener):
             return func(*args, **kwargs)
         if kernel.space == "_c10d_functional":
             return self._functional(func, kernel, args, kwargs)
-        out = func(*args, **kwargs)
+        out = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         kind = kernel.kind
         if kind == "host":
             self._know_all(out)
@@ -601,6 +602,23 @@ def _issue(group: Any, name: str, source: torch.Tensor, result: torch.Tensor, ar
         return group.broadcast([result], cast_options)
     asked, blame = f"cannot record the functional collective {name!r}", "it is none that is known here"
     raise ValueError(explain(asked, blame, f"group: {group!r}", "dist.all_gather and the like, or another collective"))
+
+
+def _grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return what a product by groups makes in any dtype: torch's kernels take all floats, its fake one bf16 alone."""
+    if mat_a.dtype == mat_b.dtype == torch.bfloat16 or bias is not None:
+        made: torch.Tensor = _GROUPED_MM(mat_a, mat_b, offs, bias, out_dtype)
+        return made
+    sizes = (*(mat_a.shape[:1] if mat_a.dim() == mat_b.dim() == 3 else ()), mat_a.shape[-2], mat_b.shape[-1])
+    if offs is not None and mat_a.dim() == mat_b.dim() == 2:  # each group has some of the inner dimension
+        sizes = (offs.shape[0], *sizes)
+    return mat_a.new_empty(sizes, dtype=out_dtype or mat_a.dtype)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
