@@ -129,8 +129,9 @@ class Pricing:
         Raises:
             UnknownOperation: it is of a kind that has none; the message names it.
         """
-        moved = 0 if op.kind in ("attention", "attention_backward", "host") else op.bytes
-        key = (op.name, op.kind, op.flops, op.shape, op.dtype, moved)
+        name, kind, flops, _, _, dtype, shape, _, _ = op
+        moved = 0 if kind in ("attention", "attention_backward", "host") else op.bytes
+        key = (name, kind, flops, shape, dtype, moved)
         price = self._prices.get(key)
         if price is None:
             price = self._prices[key] = self._price(op, moved)

@@ -88,7 +88,12 @@ class Op(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes read and written."""
-        return sum([touch.bytes for touch in self.reads]) + sum([touch.bytes for touch in self.writes])
+        total = 0
+        for _, size in self.reads:
+            total += size
+        for _, size in self.writes:
+            total += size
+        return total
 
 
 class Comm(NamedTuple):
