@@ -81,6 +81,7 @@ def record(
     warmup: int = WARMUP,
     steps: int = STEPS,
     arguments: tuple[str, ...] = (),
+    hardware: str = HARDWARE,
 ) -> RecordedScript:
     """Record the steps of a script on one rank, and on those that it sends messages to.
 
@@ -91,11 +92,12 @@ def record(
         warmup: steps that are left out.
         steps: that are recorded.
         arguments: of the script.
+        hardware: that it is recorded for.
     """
     launch = Launch(str(script), arguments=arguments, nproc=nproc, show=())
     source = read_script(launch)
     assert source is not None
-    recorded = record_script(launch, source, find_hardware(HARDWARE), (rank,), warmup, steps)
+    recorded = record_script(launch, source, find_hardware(hardware), (rank,), warmup, steps)
     assert isinstance(recorded, RecordedScript)
     return recorded
 

@@ -187,6 +187,33 @@ class Platform(ABC):
     def supports_pinned_memory(self) -> bool:
         """Whether pinned host memory makes copies between host and device asynchronous."""
 
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether the device's memory is not the host's, so that what goes from one to the other is copied."""
+        return self.device_type != "cpu"
+
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
+        """Copy `source`, which is on the host, to `target` on the device, on the current stream.
+
+        Args:
+            target: where to.
+            source: of the same shape.
+            pinned: whether `source` is page-locked: then the host goes on while the device reads.
+        """
+        del pinned  # torch sees it
+        target.copy_(source, non_blocking=True)
+
+    def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
+        """Return a copy on the host of `source`, which is on the device; it is made on the current stream.
+
+        Args:
+            source: what to copy.
+            pinned: whether the copy is page-locked.
+            wait: whether the host waits for it; else, if it is pinned, the caller has to.
+        """
+        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+        return copy.copy_(source, non_blocking=not wait)
+
     def manual_seed(self, seed: int) -> None:
         """Seed torch's default generators, the host's and every device's, with `seed`."""
         torch.manual_seed(seed)

@@ -30,7 +30,7 @@ from sim.mesh.pricing.comm_cost import (
 )
 from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.hardware_file import GRADES
-from sim.mesh.program import Comm, CommGroup, Event, Op
+from sim.mesh.program import HOST_COPIES, Comm, CommGroup, Event, Op
 
 __all__ = ["Price", "Pricing", "UnknownOperation", "weakest"]
 
@@ -97,6 +97,7 @@ class Pricing:
         self._kernels = attention or str(self._attention.get("default", "flash2"))
         self._check_kernels(self._kernels)
         self._fabric = self.calibration.of(hardware, "fabric", hardware.fabric)
+        self._offload = self.calibration.of(hardware, "offload")
         self.links = Links(
             intra=hardware.value("intra.bandwidth"),
             mesh=hardware.topology == "mesh",
@@ -128,8 +129,9 @@ class Pricing:
         Raises:
             UnknownOperation: it is of a kind that has none; the message names it.
         """
-        moved = 0 if op.kind in ("attention", "attention_backward", "host") else op.bytes
-        key = (op.name, op.kind, op.flops, op.shape, op.dtype, moved)
+        name, kind, flops, _, _, dtype, shape, _, _ = op
+        moved = 0 if kind in ("attention", "attention_backward", "host") else op.bytes
+        key = (name, kind, flops, shape, dtype, moved)
         price = self._prices.get(key)
         if price is None:
             price = self._prices[key] = self._price(op, moved)
@@ -138,6 +140,8 @@ class Pricing:
     def _price(self, op: Op, moved: int) -> Price:
         if op.kind == "host":
             return Price(0.0, "measured", "host")
+        if op.kind == "on_host":
+            return self._host_price(moved)
         if op.kind == "matmul" and op.shape:
             return self._matmul_price(op.shape, op.dtype, op.flops, moved)
         if op.kind in ("attention", "attention_backward") and op.shape:
@@ -162,6 +166,22 @@ class Pricing:
         seen = f"dtype: {op.dtype}   reads and writes: {op.bytes} bytes"
         hint = "give it a kind in sim/mesh/tracing/kinds.py, or build the model of operations that have one"
         raise UnknownOperation(explain(asked, blame, seen, hint))
+
+    def _host_price(self, moved: int) -> Price:
+        """The host is bounded by its memory; `host.bandwidth` is a device's share of it."""
+        bandwidth = self.hardware.value("host.bandwidth", float(self._offload["bandwidth_gbytes_s"]) * 1e9)
+        seconds = moved / (float(self._offload["stream"]) * bandwidth)
+        return Price(seconds, "assumed", "host", float(self._offload["spread"]))
+
+    def _copy_price(self, comm: Comm) -> Price:
+        """A copy between host and device takes a part of the link between them."""
+        figures, hardware = self._offload, self.hardware
+        link = hardware.value("host.link", float(figures["link_gbytes_s"]) * 1e9)
+        pageable = comm.op.endswith("_pageable")
+        seconds = float(figures["latency_us"]) * 1e-6
+        seconds += comm.size / (float(figures["pageable" if pageable else "pinned"]) * link)
+        grade = "assumed" if pageable else _of_curve(figures["grade"], hardware.grade("host.link"))
+        return Price(seconds, grade, "link", float(figures["spread" if pageable else "pinned_spread"]))
 
     def _matmul_price(self, shape: tuple[int, ...], dtype: str, flops: int, moved: int) -> Price:
         hardware, curve = self.hardware, self._matmul
@@ -209,6 +229,8 @@ class Pricing:
         Raises:
             UnknownOperation: an operation that there is no price for.
         """
+        if comm.op in HOST_COPIES:
+            return self._copy_price(comm)
         if comm.op in ("send", "recv", "isend", "irecv"):
             same = self._same_node(rank, comm.peer)
             spread = NodeSpread(2, 1, 2) if same else NodeSpread(2, 2, 1)
@@ -282,7 +304,7 @@ class Pricing:
         if isinstance(event, Op):
             return self._op_seconds
         if isinstance(event, Comm):
-            return self._comm_seconds
+            return self._op_seconds if event.op in HOST_COPIES else self._comm_seconds
         return 0.0
 
     def interval(self, price: Price) -> tuple[float, float]:

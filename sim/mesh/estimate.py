@@ -86,11 +86,13 @@ class MemoryEstimate:
         classes: one for each place along the pipeline.
         limit: what the device's allocator can have.
         spread: relative standard deviation of what is reserved.
+        host_limit: a device's share of its host's memory; None: it is not known.
     """
 
     classes: tuple[ClassMemory, ...]
     limit: int
     spread: float
+    host_limit: int | None = None
 
     @property
     def fullest(self) -> ClassMemory:
@@ -118,10 +120,14 @@ class MemoryEstimate:
     def fits(self, limit_bytes: int | None = None) -> bool:
         """Tell whether every rank's allocated memory, and what lies outside of the allocator, are within a limit.
 
+        What is offloaded to the host has to fit there, too.
+
         Args:
             limit_bytes: None: what the device has.
         """
         limit = self.limit if limit_bytes is None else limit_bytes
+        if self.host_limit is not None and any(one.host_bytes > self.host_limit for one in self.classes):
+            return False
         return all(one.peak_reserved + one.context_bytes <= limit and not one.missing for one in self.classes)
 
 
@@ -376,7 +382,8 @@ def memory_of(programs: Sequence[Program], hardware: Hardware, general: Mapping[
         groups = {(group.axis, tuple(group.ranks)) for group in program.groups if len(group.ranks) > 1}
         context = hardware.context_bytes + len(groups) * hardware.bytes_per_group
         classes.append(replay_memory(program, rules, context_bytes=context))
-    return MemoryEstimate(tuple(classes), hardware.memory_bytes, float(general.get("memory_spread", 0.05)))
+    host = int(hardware.value("host.memory", 0)) or None
+    return MemoryEstimate(tuple(classes), hardware.memory_bytes, float(general.get("memory_spread", 0.05)), host)
 
 
 def time_of(
@@ -426,7 +433,7 @@ def time_of(
         exposed={axis: part(seconds, [axis]) for axis, seconds in slowest.exposed.items() if seconds > 0},
         bubble=part(slowest.bubble, kinds),
         optimizer=part(slowest.optimizer, kinds),
-        host=part(slowest.host, []),
+        host=part(slowest.host, ["on_host"]),
         mfu=rate(at_peak),
         tokens_per_second_per_device=rate(tokens),
     )
@@ -439,7 +446,7 @@ def _evidence(rank: RankTime, names: Sequence[str] | None = None) -> tuple[str, 
     """
     evidence: PriceBasis = rank.evidence
     chosen = evidence.seconds if names is None else {n: evidence.seconds[n] for n in names if n in evidence.seconds}
-    weight: dict[str, float] = {**rank.kinds, **rank.exposed}
+    weight: dict[str, float] = {**rank.kinds, **rank.exposed, "on_host": rank.host}
     total = sum(sum(by_grade.values()) for by_grade in chosen.values())
     if not total:
         return "assumed", 0.2

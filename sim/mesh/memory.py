@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,6 +65,7 @@ class ClassMemory:
         categories: in the order of `CurvePoint.totals`.
         curve: memory over the steady step.
         unmatched: blocks freed in the second step that were not in use: an error of the recording if not 0.
+        on_host: bytes in the host's memory by category, when they are most in the second step, largest first.
     """
 
     rank: int
@@ -85,6 +85,12 @@ class ClassMemory:
     categories: tuple[str, ...] = ()
     curve: list[CurvePoint] = field(default_factory=list, repr=False)
     unmatched: int = 0
+    on_host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in the host's memory at most."""
+        return sum(self.on_host.values())
 
     @property
     def fragments(self) -> int:
@@ -115,17 +121,19 @@ def replay_memory(
     """
     plan = MemoryPlan(program)
     replay = _Replay(plan, rules if rules is not None else AllocatorRules(caching=False), cut)
-    for key in program.segments:
-        if key[0] == "build":
-            replay.item(key, -1, -1)
-    first = replay.step()
-    persistent = replay.allocator.allocated
-    second = replay.step()
-    totals, curve = _by_category(plan, first, second)
+    first, persistent, second = replay.all()
+    totals, curve = _by_category(plan, replay.between, first, second)
     by_category = {name: size for name, size in totals.items() if size}
     rest = second.allocated - sum(by_category.values())
     if rest:
         by_category[ROUNDING] = rest
+    on_host: dict[str, int] = {}
+    if program.on_host:
+        hosts = MemoryPlan(program, on_host=True)
+        replay_of_host = _Replay(hosts, AllocatorRules(caching=False), cut)
+        begun, _, ended = replay_of_host.all()
+        of_host, _ = _by_category(hosts, replay_of_host.between, begun, ended)
+        on_host = {name: size for name, size in of_host.items() if size}
     return ClassMemory(
         rank=program.rank,
         like=program.like,
@@ -144,6 +152,7 @@ def replay_memory(
         categories=tuple(totals),
         curve=curve,
         unmatched=second.unmatched,
+        on_host=dict(sorted(on_host.items(), key=lambda item: -item[1])),
     )
 
 
@@ -176,9 +185,19 @@ class _Replay:
         self.plan = plan
         self.allocator = CachingAllocator(rules)
         self.live: dict[int, Block] = {}
+        self.between: dict[int, int] = {}  # what is in use between the steps: sizes that were asked for
         self.retries = 0  # in what was left out
         self.pattern = find_pattern(plan.program.order) if cut else None
         self.found = _Step()
+
+    def all(self) -> tuple[_Step, int, _Step]:
+        """Replay what builds the model, and two steps; return both, and what is in use between them."""
+        for key in self.plan.program.segments:
+            if key[0] == "build":
+                self.item(key, -1, -1)
+        first, persistent = self.step(), self.allocator.allocated
+        self.between = {number: block.asked for number, block in self.live.items()}
+        return first, persistent, self.step()
 
     def step(self) -> _Step:
         """Replay a step."""
@@ -243,25 +262,26 @@ class _Replay:
 
 
 class _Walk:
-    """Sizes in use by category, without an allocator."""
+    """Sizes in use by category in the second step, without an allocator."""
 
-    def __init__(self, plan: MemoryPlan) -> None:
+    def __init__(self, plan: MemoryPlan, between: dict[int, int]) -> None:
         self.plan = plan
         self.names = list(dict.fromkeys([*plan.program.categories.values(), OTHER]))
         self.totals = [0] * len(self.names)
         self.live: dict[int, tuple[int, int]] = {}
         self.points: list[CurvePoint] = []
-        numbers = {name: at for at, name in enumerate(self.names)}
-        self.category = {
-            block: numbers[plan.program.categories.get(block, OTHER)]
-            for taken in plan.memory.values()
-            for block in [taking.block for taking in taken]
-        }
+        self.numbers = {name: at for at, name in enumerate(self.names)}
+        for number, asked in between.items():
+            used = self.live[number] = (self._category(number % plan.stride), -(-asked // 512) * 512)
+            self.totals[used[0]] += used[1]
 
-    def item(self, key: tuple[str, int, str], batch: int) -> Iterator[int]:
-        """Replay a segment; yield the index of each event that changes something, after the change."""
+    def _category(self, block: int) -> int:
+        return self.numbers[self.plan.program.categories.get(block, OTHER)]
+
+    def item(self, key: tuple[str, int, str], batch: int) -> Iterator[tuple[int, int]]:
+        """Replay a segment; yield the index of each event that changes something, and by how much, after the change."""
         shift = self.plan.stride * (batch + 1)
-        live, totals, category = self.live, self.totals, self.category
+        live, totals, category = self.live, self.totals, self._category
         for block, size, _, each, index in self.plan.memory[key]:
             handle = block + shift if each else block
             if size < 0:
@@ -269,26 +289,25 @@ class _Walk:
                 if used is None:
                     continue
                 totals[used[0]] -= used[1]
-            elif handle in live:
-                continue
-            else:
-                used = live[handle] = (category[block], -(-size // 512) * 512)
+                yield index, -used[1]
+            elif handle not in live:
+                used = live[handle] = (category(block), -(-size // 512) * 512)
                 totals[used[0]] += used[1]
-            yield index
+                yield index, used[1]
 
     def rename(self, shift: int) -> None:
         """The blocks in use are those of later micro-batches."""
         stride = self.plan.stride
         self.live = {(n + stride * shift if n >= stride else n): used for n, used in self.live.items()}
 
-    def step(self, found: _Step, record: bool) -> dict[str, int]:
-        """Replay a step as it was found; return the totals at its peak, and keep the curve if it is to be recorded."""
+    def step(self, found: _Step) -> dict[str, int]:
+        """Replay the step as it was found; return the totals at its peak, and keep the curve."""
         order = self.plan.program.order
         jumps = {jump.start: jump for jump in found.jumps}
         at_peak = list(self.totals)
         reserved, kept, finest = 0, -1, max(1, int(_FINEST * found.allocated))
         starts: dict[int, int] = {}
-        position = 0
+        position, total = 0, sum(self.totals)
         while position < len(order):
             jump = jumps.get(position)
             if jump is not None:
@@ -299,12 +318,13 @@ class _Walk:
             starts[position] = len(self.points)
             key, batch = order[position]
             reserved = found.reserved_after.get(position, reserved)
-            for index in self.item(key, batch):
+            for index, change in self.item(key, batch):
+                total += change
                 is_peak = position == found.position and index == found.index
                 if is_peak:
                     at_peak = list(self.totals)
-                if record and (is_peak or abs(sum(self.totals) - kept) >= finest):
-                    kept = sum(self.totals)
+                if is_peak or abs(total - kept) >= finest:
+                    kept = total
                     # Within a segment at least what is in use is reserved: on a CPU just that.
                     self.points.append(CurvePoint(position, index, tuple(self.totals), max(reserved, kept)))
             position += 1
@@ -319,16 +339,21 @@ class _Walk:
             self.points.extend([point._replace(position=point.position + by) for point in cycle])
 
 
-def _by_category(plan: MemoryPlan, first: _Step, second: _Step) -> tuple[dict[str, int], list[CurvePoint]]:
-    """Return the bytes of each category at the peak of the second step, and the curve over that step."""
-    walk = _Walk(plan)
-    for key in plan.program.segments:
-        if key[0] == "build":
-            deque(walk.item(key, -1), maxlen=0)
-    walk.step(first, record=False)
+def _by_category(
+    plan: MemoryPlan, between: dict[int, int], first: _Step, second: _Step
+) -> tuple[dict[str, int], list[CurvePoint]]:
+    """Return the bytes of each category at the peak of the second step, and the curve over that step.
+
+    Args:
+        plan: of the program.
+        between: sizes of what is in use between the steps, by number.
+        first: step.
+        second: step.
+    """
+    walk = _Walk(plan, between)
     left = first.reserved_after[max(first.reserved_after)] if first.reserved_after else first.reserved
     walk.points.append(CurvePoint(-1, 0, tuple(walk.totals), left))
-    totals = walk.step(second, record=True)
+    totals = walk.step(second)
     return totals, _thinned(walk.points)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "COMPUTE",
+    "HOST_COPIES",
     "Alloc",
     "Await",
     "Comm",
@@ -33,6 +34,15 @@ __all__ = [
 
 COMPUTE = 0
 """The stream that operations are queued on unless the engine says otherwise."""
+HOST_COPIES = MappingProxyType(
+    {
+        "copy_to_device": "host to device",
+        "copy_to_device_pageable": "host to device",
+        "copy_to_host": "device to host",
+        "copy_to_host_pageable": "device to host",
+    }
+)
+"""Copies between host and device, of page-locked memory unless they say otherwise; what stands for the axis of each."""
 
 
 class Touch(NamedTuple):
@@ -53,7 +63,8 @@ class Op(NamedTuple):
     Attributes:
         name: torch's, such as `aten.mm`.
         kind: `matmul`, `attention`, `attention_backward`, `memory` (bounded by what it reads and writes),
-            `random`, `optimizer`, `fused` (several of them as one kernel), or `host` (nothing on the device).
+            `random`, `optimizer`, `fused` (several of them as one kernel), `host` (nothing on the device), or
+            `on_host` (computed by the host, in its memory).
         flops: floating-point operations.
         reads: what it reads.
         writes: what it writes.
@@ -77,14 +88,22 @@ class Op(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes read and written."""
-        return sum([touch.bytes for touch in self.reads]) + sum([touch.bytes for touch in self.writes])
+        total = 0
+        for _, size in self.reads:
+            total += size
+        for _, size in self.writes:
+            total += size
+        return total
 
 
 class Comm(NamedTuple):
-    """A collective, or one side of a point-to-point transfer. It runs on a stream of its group's own.
+    """A collective, one side of a point-to-point transfer, or a copy between host and device.
+
+    It runs on a stream of its group's own; copies have one for each direction.
 
     Attributes:
-        op: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`, `recv` ...
+        op: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`, `recv` ..., or one of
+            `HOST_COPIES`.
         group: number of its `CommGroup`.
         size: bytes of the full buffer, as nccl-tests count: what is gathered, or what goes into a reduction.
         moved: the larger of the bytes that the rank sends and receives.
@@ -136,7 +155,7 @@ class HostWait(NamedTuple):
 
 
 class Alloc(NamedTuple):
-    """A block of device memory is taken."""
+    """A block of memory is taken: of the device's, or of the host's where the program says so."""
 
     block: int
     bytes: int
@@ -144,7 +163,7 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A block of device memory is freed."""
+    """A block of memory is freed."""
 
     block: int
 
@@ -220,6 +239,7 @@ class Program:
         order: the segments of a step and the number of the micro-batch each works on (-1: none), in the order of the
             rank's schedule. `build` is not among them.
         stages: pipeline stages of the rank, in model order.
+        on_host: blocks that are in the host's memory.
     """
 
     rank: int
@@ -231,6 +251,7 @@ class Program:
     segments: dict[tuple[str, int, str], Segment] = field(default_factory=dict)
     order: list[tuple[tuple[str, int, str], int]] = field(default_factory=list)
     stages: tuple[int, ...] = (0,)
+    on_host: frozenset[int] = frozenset()
 
     def segments_in_order(self) -> Iterator[tuple[Segment, int]]:
         """Yield the segments of a step with the micro-batch of each."""
@@ -242,6 +263,7 @@ class Program:
         data = vars(self) | {
             "groups": [(axis, _ranks_as_data(ranks)) for axis, ranks in self.groups],
             "categories": list(self.categories.items()),
+            "on_host": sorted(self.on_host),
             "segments": [
                 (key, segment.name, segment.stage, segment.variant, [(type(e).__name__, *e) for e in segment.events])
                 for key, segment in self.segments.items()
@@ -270,6 +292,7 @@ class Program:
             },
             order=[(tuple(key), batch) for key, batch in data["order"]],
             stages=tuple(data["stages"]),
+            on_host=frozenset(data["on_host"]),
         )
 
 

@@ -260,7 +260,20 @@ def memory_notes(estimate: Any) -> list[str]:
     notes.append(f"{fits}: {gib(memory.reserved)} reserved{outside}, {percent(used / limit)} of {gib(limit)}")
     if memory.interval is not None:
         notes.append(f"80 % interval of reserved: {_range(memory.interval)}")
-    return notes
+    return notes + _host_notes(memory)
+
+
+def _host_notes(memory: Any) -> list[str]:
+    """Say what is offloaded to the host."""
+    fullest = max(memory.classes, key=lambda one: one.host_bytes)
+    if not fullest.host_bytes:
+        return []
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in fullest.on_host.items())
+    share = ""
+    if memory.host_limit is not None:
+        over = "" if fullest.host_bytes <= memory.host_limit else ", which DOES NOT FIT"
+        share = f", {percent(fullest.host_bytes / memory.host_limit)} of a device's share{over}"
+    return [f"on the host: {gib(fullest.host_bytes)} for each rank{share}: {parts}"]
 
 
 def _range(between: Any) -> str:
@@ -377,6 +390,7 @@ def memory_dict(memory: Any) -> dict[str, Any]:
                 "context_bytes": one.context_bytes,
                 "at": one.at,
                 "by_category": dict(one.by_category),
+                "on_host": dict(one.on_host),
             }
             for one in memory.classes
         ],

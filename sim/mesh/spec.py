@@ -41,6 +41,8 @@ __all__ = [
     "CustomSpec",
     "ModelSpec",
     "naming_modules",
+    "failed_in",
+    "module_title",
 ]
 
 
@@ -513,45 +515,48 @@ def naming_modules() -> Iterator[None]:
     except _DATA_DEPENDENT as error:
         who = "the code around the model"
         if stack:
-            who = _name_of(stack[-1], stack[0])
+            who = module_title(stack[-1], stack[0])
         blame = f"{who} reads values, or makes a tensor whose size depends on values, which only a real run has"
         hint = "sizes from shapes; torch.where(mask, a, b) for a[mask]; no .item(), .tolist(), nonzero"
         raise ValueError(explain(_ASKED, blame, f"operation: {getattr(error, 'func', error)}", hint)) from error
     except Exception as error:
-        modules, operation = _failed_in(error)
+        modules, operation = failed_in(error)
         if not modules or "\n  try: " in str(error):  # our own, or one of ours that says all already
             raise
         first = str(error).strip().partition("\n")[0]
-        blame = f"{_name_of(modules[-1], modules[0])} has raised {type(error).__name__}: {first}"
+        blame = f"{module_title(modules[-1], modules[0])} has raised {type(error).__name__}: {first}"
         hint = "the module by itself on the meta device, in the same dtype; param_dtype=fp32 where a dtype is refused"
-        raise ValueError(explain(_ASKED, blame, f"operation: {operation}", hint)) from error
+        raise ValueError(explain(_ASKED, blame, f"operation: {operation or _NONE}", hint)) from error
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _name_of(module: nn.Module, root: nn.Module) -> str:
+def module_title(module: nn.Module, root: nn.Module) -> str:
     """Return what a module is called in a message."""
     path = next((name for name, one in root.named_modules() if one is module), "")
     kind = type(module).__name__.removeprefix("HSDP")  # the engine's subclass of it
     return f"module {path!r} ({kind})" if path else kind
 
 
-def _failed_in(error: BaseException) -> tuple[list[nn.Module], str]:
-    """Return the modules that an error has passed through, the outermost first, and the operation that raised it.
+_NONE = "none of torch's"
+
+
+def failed_in(error: BaseException) -> tuple[list[nn.Module], str]:
+    """Return the modules that an error has passed through, the outermost first, and torch's operation that raised it.
 
     They are read from the frames of the traceback: a module whose forward has ended early, as that of a checkpointed
     one does when it is computed again, is not among them.
     """
     modules: list[nn.Module] = []
-    operation = "none of torch's"
+    operation = ""
     trace = error.__traceback__
     while trace is not None:
         seen = trace.tb_frame.f_locals
         owner, called = seen.get("self"), seen.get("func")
         if isinstance(owner, nn.Module) and trace.tb_frame.f_code.co_name == "_call_impl":
             modules.append(owner)
-            operation = "none of torch's"
+            operation = ""
         elif isinstance(called, torch._ops.OpOverload):
             operation = str(called)
         elif callable(called) and trace.tb_frame.f_code.co_name == "__torch_function__":

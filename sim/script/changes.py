@@ -1,18 +1,17 @@
-"""Compilers, data workers and offload of a script, which an estimate goes without."""
+"""Compilers and data workers of a script, which an estimate goes without, and the copies of its offload."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.distributed import fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.utils.data import DataLoader
 
-from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy
-
-__all__ = ["without_compiler_and_workers", "without_offload"]
+__all__ = ["Mover", "recorded_offload", "without_compiler_and_workers"]
 
 
 @contextmanager
@@ -55,23 +54,68 @@ def without_compiler_and_workers(on_change: Callable[[str], None]) -> Iterator[N
         yield
 
 
+class Mover(Protocol):
+    """What records copies between a rank's host and its device; see `sim.mesh.tracing.record.Recorder`.
+
+    Attributes:
+        has_host: whether their memory is not one.
+        move: makes the copy of a tensor; its second argument: whether the host goes on meanwhile.
+    """
+
+    has_host: bool
+    move: Callable[[torch.Tensor, bool], torch.Tensor] | None
+
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
+        """Copy `source` to `target`."""
+
+    def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
+        """Return a copy."""
+
+
 @contextmanager
-def without_offload(on_change: Callable[[str], None]) -> Iterator[None]:
-    """Say of each policy of offload that what it keeps on the host counts as the device's here: both are one CPU.
+def recorded_offload(here: Callable[[], Mover]) -> Iterator[None]:
+    """Let torch's FSDP2 copy what it offloads: of tensors that are all on one CPU, `Tensor.to` makes no copy.
 
     Args:
-        on_change: as above.
+        here: returns what records the rank that asks.
     """
+    given: Any = FSDPParam.all_gather_inputs  # a property
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def all_gather_inputs(param: FSDPParam) -> list[torch.Tensor]:
+        mover = here()
+        if not (param.offload_to_cpu and mover.has_host and param.sharded_state is ShardedState.SHARDED):
+            return list(given.fget(param))
+
+        def to_device(source: torch.Tensor, later: bool) -> torch.Tensor:
+            del later  # always, but pageable memory is waited for
+            target = torch.empty_like(source, memory_format=torch.contiguous_format)
+            mover.copy_to_device(target, source, pinned=param.pin_memory)
+            return target
+
+        with _moving(mover, to_device):
+            return list(given.fget(param))
+
+    def foreach_reduce(fsdp_params: list[FSDPParam], *args: Any, **options: Any) -> Any:
+        mover = here()
+        if not (mover.has_host and any(param.offload_to_cpu for param in fsdp_params)):
+            return reduce(fsdp_params, *args, **options)
+        pinned = all(param.pin_memory for param in fsdp_params)
+        with _moving(mover, lambda source, later: mover.copy_to_host(source, pinned=pinned, wait=not later)):
+            return reduce(fsdp_params, *args, **options)
+
     with ExitStack() as stack:
-        for policy in (CPUOffloadPolicy, fsdp.CPUOffloadPolicy):
-            stack.callback(setattr, policy, "__init__", policy.__init__)
-            policy.__init__ = _noticed(policy.__init__, on_change)  # type: ignore[method-assign]
+        stack.callback(setattr, FSDPParam, "all_gather_inputs", given)
+        stack.callback(setattr, _fsdp_param_group, "foreach_reduce", reduce)
+        setattr(FSDPParam, "all_gather_inputs", property(all_gather_inputs))  # noqa: B010 (mypy: a method)
+        setattr(_fsdp_param_group, "foreach_reduce", foreach_reduce)  # noqa: B010 (mypy: a function)
         yield
 
 
-def _noticed(init: Callable[..., None], on_change: Callable[[str], None]) -> Callable[..., None]:
-    def init_policy(policy: Any, *args: Any, **options: Any) -> None:
-        init(policy, *args, **options)
-        on_change("CPUOffloadPolicy: taken as no offload, all is on the device and nothing is copied")
-
-    return init_policy
+@contextmanager
+def _moving(mover: Mover, move: Callable[[torch.Tensor, bool], torch.Tensor]) -> Iterator[None]:
+    mover.move = move
+    try:
+        yield
+    finally:
+        mover.move = None

@@ -33,6 +33,7 @@ from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Op, Program
 from sim.mesh.report import compute_note, memory_dict, memory_notes, memory_table, percent, terms_dict, time_table
+from sim.mesh.spec import failed_in, module_title
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.lone import MAX_LONE_RANKS, FewRanksWorld
 from sim.script.failure import report_failure
@@ -312,9 +313,21 @@ def _run(
             if needed:
                 return needed
             finish_views(views)
-            return report_failure(error, launch.nproc, launch.map_device, launch.replay())
+            return report_failure(error, launch.nproc, launch.map_device, launch.replay(), _where(error, launch))
         finish_views(views)
     return RecordedScript(recorders, events)
+
+
+def _where(error: BaseException, launch: Launch) -> str:
+    """Name the module and torch's operation that have failed, and say how to tell whose mistake it is."""
+    cause = error.__cause__ or error
+    modules, operation = failed_in(cause)
+    if not operation or "\n  try: " in str(cause):
+        return ""
+    who = f", in {module_title(modules[-1], modules[0])}" if modules else ""
+    command = shlex.join(["python", "-m", "sim", "run", launch.script, *launch.arguments])
+    hint = f"{command}, with real values; if it fails as well, other sizes or another dtype"
+    return f"  operation: {operation}{who}\n  try: {hint}\n"
 
 
 def _place_on_node(world: FewRanksWorld, hardware: Hardware) -> None:

@@ -22,8 +22,16 @@ _ASKED_FOR_CUDA = re.compile(
 _ASKED_FOR_NPU = re.compile(r"device string: npu|module 'torch' has no attribute 'npu'|No module named 'torch_npu'")
 
 
-def report_failure(error: BaseException, nproc: int, map_device: str | None, replay: str) -> int:
-    """Say on the error output what ended the ranks; return the exit code."""
+def report_failure(error: BaseException, nproc: int, map_device: str | None, replay: str, where: str = "") -> int:
+    """Say on the error output what ended the ranks; return the exit code.
+
+    Args:
+        error: what has come out of the world.
+        nproc: ranks of it.
+        map_device: what is mapped to the CPU.
+        replay: the command that does the same again.
+        where: more lines on where the script has failed, and what to try.
+    """
     if isinstance(error, KeyboardInterrupt):
         print(f"interrupted; the {nproc} ranks have ended", file=sys.stderr)
         return INTERRUPTED
@@ -37,7 +45,7 @@ def report_failure(error: BaseException, nproc: int, map_device: str | None, rep
         text += f"\n{error}\n"
     elif "\n  replay: " not in str(error):
         text += f"  replay: {replay}\n"
-    print(text + _device_hint(str(cause), map_device), end="", file=sys.stderr)
+    print(text + (_device_hint(str(cause), map_device) or where), end="", file=sys.stderr)
     return FAILURE
 
 

@@ -35,7 +35,7 @@ from sim.kernel.waiting import Waitable
 from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Place, Program, Segment
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
-from sim.script.changes import without_compiler_and_workers, without_offload
+from sim.script.changes import recorded_offload, without_compiler_and_workers
 from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values, tensors_in
 
@@ -83,7 +83,8 @@ class ScriptRecorder(Recorder):
         rank: that it records.
         warmup: steps that are left out.
         steps: steps to record after them.
-        on_accelerator: whether norms, dropout and attention are the kernels of accelerators.
+        on_accelerator: whether norms, dropout and attention are the kernels of accelerators, and what a policy of
+            offload keeps on the host is in other memory than the rest.
 
     Attributes:
         done: how many steps the script has made.
@@ -92,6 +93,7 @@ class ScriptRecorder(Recorder):
         unpriced: operations of no known kind, priced by the bytes that they read and write.
         needs: called with each rank that it sends to or receives from; may end the run.
         program: what the rank does in the recorded steps, once it has made them.
+        move: while torch moves what it offloads: makes the copy of a tensor; True: the host does not wait for it.
         count_events: says how many collectives and messages the rank has issued so far.
         traced: the numbers of the first one in the recorded steps, and of the first one after them.
     """
@@ -106,7 +108,8 @@ class ScriptRecorder(Recorder):
         self.changes: dict[tuple[str, str], None] = {}
         self.unpriced: set[str] = set()
         self.needs: Callable[[int], None] | None = None
-        self._on_accelerator = on_accelerator
+        self._on_accelerator = self.has_host = on_accelerator
+        self.move: Callable[[torch.Tensor, bool], torch.Tensor] | None = None
         self._cuts: list[tuple[int, str]] = []  # in the events of the recorded steps: what begins there
         self._standing: list[int] = []
         self._first: weakref.ref[Any] | None = None
@@ -354,10 +357,12 @@ class ScriptRecorder(Recorder):
                 if buffer is not None:
                     self.categories.setdefault(self.block_of(_local(buffer)), "parameters")
         for optimizer in list(self._optimizers):
-            for state in optimizer.state.values():
+            for param, state in optimizer.state.items():
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor):
                         self.categories.setdefault(self.block_of(_local(value)), "optimizer")
+                        if isinstance(param, torch.Tensor) and self._is_on_host(_local(param)):
+                            self.on_host.add(self.block_of(_local(value)))  # counters of steps among them
 
     # -- the program ---------------------------------------------------------------------------------------------
 
@@ -384,10 +389,11 @@ class ScriptRecorder(Recorder):
                 program.segments[key] = Segment(*key, part)
                 program.order.append((key, -1))
         program.categories = {renamed.get(block, block): name for block, name in self.categories.items()}
+        program.on_host = frozenset(renamed.get(block, block) for block in self.on_host)
         return program
 
     def _carried_over(self, events: Sequence[Event]) -> tuple[dict[int, int], set[int]]:
-        """Match what the steps leave behind with what they have found of the steps before, by size.
+        """Match what the steps leave behind with what they have found of the steps before, by memory and size.
 
         Returns:
             By block that is left: the block found that it stands for in the next period; and blocks that are freed
@@ -395,14 +401,15 @@ class ScriptRecorder(Recorder):
         """
         found, made = set(self._standing), dict.fromkeys(e.block for e in events if isinstance(e, Alloc))
         freed = dict.fromkeys(e.block for e in events if isinstance(e, Free))
-        gone: defaultdict[int, deque[int]] = defaultdict(deque)
+        gone: defaultdict[tuple[bool, int], deque[int]] = defaultdict(deque)
         for block in freed:
             if block in found:
-                gone[self.sizes[block]].append(block)
+                gone[block in self.on_host, self.sizes[block]].append(block)
         renamed: dict[int, int] = {}
         for block in made:
-            if block not in freed and gone[self.sizes[block]]:
-                renamed[block] = gone[self.sizes[block]].popleft()
+            like = gone[block in self.on_host, self.sizes[block]]
+            if block not in freed and like:
+                renamed[block] = like.popleft()
         return renamed, {block for blocks in gone.values() for block in blocks}
 
     def _settled(self, event: Event, renamed: dict[int, int]) -> Event:
@@ -522,9 +529,11 @@ class _ScriptCalls(AcceleratorKernels):
 
     def __init__(self, recorder: ScriptRecorder, on_accelerator: bool) -> None:
         super().__init__()
+        self._recorder = recorder
         if not on_accelerator:
             self._kernels = {}
         self._kernels |= {torch.Tensor.numpy: recorder.array_of}
+        self._kernels |= {torch.Tensor.pin_memory: _as_it_is}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call what stands for `func` here."""
@@ -532,6 +541,8 @@ class _ScriptCalls(AcceleratorKernels):
             return self._backward(*args, **(kwargs or {}))
         if func is torch.autograd.backward:
             return self._run(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and self._recorder.move is not None and kwargs and "non_blocking" in kwargs:
+            return self._recorder.move(args[0], kwargs["non_blocking"])
         return super().__torch_function__(func, types, args, kwargs)
 
     def _backward(self, tensor: Any, gradient: Any = None, *more: Any, **options: Any) -> None:
@@ -663,7 +674,7 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
         stack.callback(setattr, c10d, "_object_to_tensor", c10d._object_to_tensor)
         c10d._object_to_tensor = lambda obj, device, group: here().tensors_of(obj)
         stack.enter_context(without_compiler_and_workers(lambda what: here().change(what)))
-        stack.enter_context(without_offload(lambda what: here().change(what)))
+        stack.enter_context(recorded_offload(here))
         for module in _ASKING:
             stack.callback(setattr, module, "_are_we_tracing", module._are_we_tracing)
             module._are_we_tracing = lambda: False  # no compiler: collectives are waited for where values are used
@@ -714,6 +725,12 @@ def _with_values(init: Callable[..., None], here: Callable[[], ScriptRecorder]) 
                 mesh._rank_map = known
 
     return init_mesh
+
+
+def _as_it_is(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Return a tensor that is to be page-locked: here is no device that would care."""
+    del args
+    return tensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

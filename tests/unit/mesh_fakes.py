@@ -56,6 +56,8 @@ def fake_estimate(
             at="backward of layers.0",
             by_category={name: int(share * allocated) for name, share in shares.items()},
             context_bytes=2**30,
+            on_host={},
+            host_bytes=0,
         )
         for rank in range(dims.pp)
     ]

@@ -328,6 +328,36 @@ def test_messages(pricing):
     assert pricing.comm(comm("recv", 64 * MIB, 8), CommGroup("pp", ())).seconds == far
 
 
+def test_copies_between_host_and_device_take_their_link(pricing):
+    def seconds(op, size, of=pricing):
+        return of.comm(comm(op, size), CommGroup("host to device", ()))
+
+    pinned = seconds("copy_to_device", 10**9)
+    assert 1 / 64 < pinned.seconds < 1 / 45
+    assert pinned.grade == "calibrated"  # a measured share of the datasheet's link
+    assert seconds("copy_to_host", 10**9) == pinned
+    assert seconds("copy_to_device_pageable", 10**9).seconds > 2 * pinned.seconds
+    assert seconds("copy_to_device_pageable", 10**9).grade == "assumed"
+    assert seconds("copy_to_device", 4).seconds > 1e-6
+    assert seconds("copy_to_device", 10**9, Pricing(find_hardware("a100-80gb"))).seconds > 1.9 * pinned.seconds
+    hardware = find_hardware("h100-sxm")
+    unknown = {name: figure for name, figure in hardware.figures.items() if name != "host.link"}
+    assumed = seconds("copy_to_device", 10**9, Pricing(dataclasses.replace(hardware, figures=unknown)))
+    assert assumed.grade == "assumed"
+    assert assumed.seconds > pinned.seconds
+    assert pricing.host_seconds(comm("copy_to_device", 1)) == pricing.host_seconds(matmul(1, 1, 1))
+    with pytest.raises(UnknownOperation, match="copy_to_disk"):
+        seconds("copy_to_disk", 1)
+
+
+def test_the_host_computes_as_fast_as_its_memory(pricing):
+    price = pricing.op(stream(10**9, "on_host"))
+    assert 10**9 / 76.8e9 < price.seconds < 3 * 10**9 / 76.8e9
+    assert (price.grade, price.bound) == ("assumed", "host")
+    faster = Pricing(find_hardware("h100-sxm").with_figures(host__bandwidth=153.6e9))
+    assert faster.op(stream(10**9, "on_host")).seconds == pytest.approx(price.seconds / 2)
+
+
 def test_sharing_takes_bandwidth(pricing):
     for op, ranks in (
         ("all_gather", group(8)),

@@ -9,6 +9,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from sim.mesh.memory import ROUNDING, ClassMemory, replay_memory
 from sim.mesh.program import Alloc, Event, Free, Op, Place, Program, Segment
@@ -214,6 +216,52 @@ def test_expandable_segments_are_consistent_when_memory_is_short(seed: int) -> N
     assert (allocator.allocated, allocator.reserved) == (0, 0)
 
 
+REQUESTS = st.lists(
+    st.tuples(
+        st.one_of(st.sampled_from([512, MIB, MIB + 1, 4 * MIB, 10 * MIB]), st.integers(1, 60 * MIB)),
+        st.integers(0, 2),
+        st.integers(0, 2),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(
+    requests=REQUESTS,
+    rules=st.sampled_from([CACHING, EXPANDABLE, PLAIN]),
+    limit=st.one_of(st.none(), st.integers(MIB, 100 * MIB)),
+)
+@example([(4 * MIB, 0, 0), (4 * MIB, 0, 0), (30 * MIB, 0, 1)], CACHING, 40 * MIB)  # half a segment is free
+def test_reserved_is_never_less_than_what_is_in_use(
+    requests: list[tuple[int, int, int]], rules: AllocatorRules, limit: int | None
+) -> None:
+    """At no moment, whatever the limit: what is in use does not go back to the device.
+
+    A request is its size, its stream, and how many of the oldest blocks are freed before it.
+    """
+    allocator = CachingAllocator(replace(rules, limit=limit))
+    used: list[Block] = []
+    for size, stream, freed in requests:
+        for block in used[:freed]:
+            allocator.give(block)
+        del used[:freed]
+        used.append(allocator.take(size, stream))
+        assert allocator.allocated == sum(block.size for block in used)
+        assert allocator.peak_reserved >= allocator.reserved >= allocator.allocated
+        if limit is not None and rules.caching:
+            assert allocator.missing >= allocator.reserved - limit
+        if rules is CACHING:  # all of it is there: what is in use, and what is free
+            pieces = [each for each in allocator.state(lambda block: "used") if each != "segment"]
+            sizes = {kind: sum(size for size, of in pieces if of == kind) for kind in ("used", "free")}
+            assert sizes["used"] == allocator.allocated
+            assert sum(sizes.values()) == allocator.reserved
+    for block in used:
+        allocator.give(block)
+    allocator.release_cached()
+    assert allocator.reserved == allocator.allocated == 0
+
+
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 FORWARD, BACKWARD, OPTIMIZER = ("forward", 0, "steady"), ("backward", 0, "steady"), ("optimizer", -1, "only")
@@ -300,6 +348,18 @@ class TestReplay:
         made.order.append((("forward", 7, "steady"), 0))
         with pytest.raises(ValueError, match=r"its order names the segment \('forward', 7, 'steady'\)"):
             replay_memory(made)
+
+    def test_what_is_on_the_host_takes_none_of_the_device(self) -> None:
+        made = program([Alloc(1, 3 * MIB, 0)], [Free(1), Alloc(2, 5 * MIB, 0)], [Alloc(3, 7 * MIB, 0), Free(2)])
+        everything = replay_memory(made)
+        assert everything.on_host == {}
+        made.on_host = frozenset({2, 3})
+        found = replay_memory(made)
+        assert found.on_host == {"optimizer": 7 * MIB, "gradients": 5 * MIB}
+        assert found.host_bytes == 12 * MIB
+        assert found.by_category == {"activations": 3 * MIB}
+        assert everything.peak_allocated == 12 * MIB
+        assert Program.from_json(made.to_json()) == made
 
     def test_the_curve_has_the_peak(self) -> None:
         made = program([Alloc(1, 30 * MIB, 0)], [Alloc(4, 8 * MIB, 0), Free(4), Free(1)], batches=5, ahead=2)

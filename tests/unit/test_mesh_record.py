@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -45,6 +46,34 @@ def test_a_product_with_its_shape_flops_and_bytes():
     assert (product.flops, product.shape, product.dtype) == (2 * 4 * 8 * 2, (1, 4, 2, 8), "bfloat16")
     assert [touch.bytes for touch in product.reads] == [4 * 8 * 2, 8 * 2 * 2]
     assert [touch.bytes for touch in product.writes] == [4 * 2 * 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("one", "other", "ends"),
+    [
+        ((32, 64), (8, 64, 128), True),
+        ((8, 16, 64), (64, 32), True),
+        ((16, 32), (32, 64), True),
+        ((8, 16, 64), (8, 64, 32), False),
+    ],
+    ids=["rows", "columns", "inner", "batch"],
+)
+def test_products_by_groups_in_every_dtype_that_kernels_take(
+    one: tuple[int, ...], other: tuple[int, ...], ends: bool, dtype: torch.dtype
+) -> None:
+    """torch's fake one takes bf16 alone; experts of transformers are such products in the model's dtype."""
+
+    def body() -> torch.Tensor:
+        groups = torch.ones(8, dtype=torch.int32) if ends else None
+        return torch._grouped_mm(torch.zeros(one, dtype=dtype), torch.zeros(other, dtype=dtype), offs=groups)
+
+    offs = torch.arange(4, 36, 4, dtype=torch.int32) if ends else None
+    real = torch._grouped_mm(torch.zeros(one, dtype=dtype), torch.zeros(other, dtype=dtype), offs=offs)
+    events, _, made = record(body)
+    (product,) = [op for op in only(events, Op) if op.kind == "matmul"]
+    assert (made.shape, made.dtype, made.stride()) == (real.shape, real.dtype, real.stride())
+    assert [touch.bytes for touch in product.writes] == [real.numel() * dtype.itemsize]
 
 
 def test_views_are_no_kernels_and_take_no_memory():

@@ -73,6 +73,30 @@ class TestOneRank:
         assert timeline.step == pytest.approx(20 * US)
         assert timeline.ranks[0].host == pytest.approx(13 * US)
 
+    def test_what_the_host_computes_delays_what_it_issues_next(self) -> None:
+        host = Op("aten.add_", "on_host", 4, (), (), "float32", (), 0, 0)
+        timeline = step_of(op(3), HostWait(0), host, op(2))
+        assert timeline.step == pytest.approx(9 * US)
+        assert timeline.ranks[0].host == pytest.approx(4 * US)
+        assert timeline.ranks[0].compute == pytest.approx(5 * US)
+        assert step_of(op(3), host, op(2)).step == pytest.approx(5 * US)  # beside the device, if it waits for nothing
+
+    def test_copies_to_the_host_and_from_it_go_at_once_and_slow_nothing_down(self) -> None:
+        def step(*events: Event) -> Timeline:
+            program = one(list(events))
+            program.groups = [CommGroup("host to device", ()), CommGroup("device to host", ()), CommGroup("tp", (0, 1))]
+            return replay_time([program], Prices(overlap_slowdown=1.5, shares=True))
+
+        ways = comm(6, 0, 1, stream=1, kind="copy_to_device"), comm(6, 1, 2, stream=2, kind="copy_to_host")
+        waits = Wait(1, 1), Wait(2, 2), EventRecord(1, 1), EventRecord(2, 2), Await(1, 0), Await(2, 0)
+        found = step(*ways, op(8), *waits, op(1))
+        assert found.step == pytest.approx(9 * US)
+        assert not found.ranks[0].exposed
+        found = step(*ways, op(2), *waits, op(1))  # each way is busy all the time
+        assert found.step == pytest.approx(6 * US)
+        assert sum(found.ranks[0].exposed.values()) == pytest.approx(3 * US)
+        assert step(comm(6, 2, 1), op(8), Wait(1, 0), op(1)).step == pytest.approx(12 * US)  # tp does slow it down
+
     def test_communication_beside_computation_is_not_exposed(self) -> None:
         timeline = step_of(comm(5, 0, 1), op(7), Wait(1, 0), op(1))
         assert timeline.step == pytest.approx(8 * US)

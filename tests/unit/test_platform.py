@@ -218,7 +218,18 @@ def test_cpu_answers_without_any_device() -> None:
     assert cpu.name().startswith("CPU (")
     assert not cpu.has_streams
     assert not cpu.supports_pinned_memory
+    assert not cpu.has_own_memory
     assert repr(cpu) == "CpuPlatform(device_type='cpu', backend='gloo')"
+
+
+def test_copies_between_host_and_device_are_copies() -> None:
+    cpu, source = get_platform("cpu"), torch.arange(6.0).view(2, 3)
+    copy = cpu.copy_to_host(source, pinned=False, wait=True)
+    assert torch.equal(copy, source)
+    assert copy.data_ptr() != source.data_ptr()
+    target = torch.zeros(2, 3, dtype=torch.bfloat16)
+    cpu.copy_to_device(target, source, pinned=False)
+    assert torch.equal(target.float(), source)
 
 
 def test_cpu_streams_and_events_do_nothing_and_are_always_done() -> None:
@@ -308,6 +319,7 @@ def test_npu_uses_only_names_that_torch_npu_has(fake_npu: FakeNpu) -> None:
     assert npu.device_count() == 2
     assert npu.has_streams
     assert npu.supports_pinned_memory
+    assert npu.has_own_memory
     assert npu.new_stream(priority=-1) == ("stream", -1)
     assert npu.current_stream() == ("current stream",)
     assert npu.new_event() == ("event",)

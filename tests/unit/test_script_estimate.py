@@ -24,7 +24,10 @@ from benchmarks.scripts import (
     told,
     watching_steps,
 )
-from sim.script.estimate import main
+from sim.mesh.memory import replay_memory
+from sim.mesh.program import HOST_COPIES, Comm, Op
+from sim.mesh.replay.allocator import AllocatorRules
+from sim.script.estimate import RecordedScript, main
 from sim.script.launch import execute_script, prepare_views, read_script, script_folder_first
 from sim.script.options import Launch
 from sim.world import world
@@ -63,38 +66,123 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from {package} import CPUOffloadPolicy, fully_shard
+from {package} import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+copies = min(2, dist.get_world_size())
+mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
+model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+options = {{{options}}}
 for layer in model:
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh{offload})
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(layer, mesh=mesh, **options)
+fully_shard(model, mesh=mesh, **options)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 for _ in range(4):
-    model(torch.ones(2, 8)).sum().backward()
+    for _ in range({batches}):
+        model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
+PACKAGES = ["hyper_parallel.core.fully_shard", "torch.distributed.fsdp"]
+
+
+def sharded(path: Path, package: str, *options: str, batches: int = 1) -> Path:
+    path.write_text(SHARDED.format(package=package, options=", ".join(options), batches=batches))
+    return path
 
 
 def test_collectives_of_our_own_fully_shard_are_those_on_simulated_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(SHARDED.format(package="hyper_parallel.core.fully_shard", offload=""))
+    path = sharded(tmp_path / "train.py", PACKAGES[0])
     found = told(record(path).events[0])
     assert found == simulated(path, 4, 0)
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= {event[0] for event in found}
 
 
-@pytest.mark.parametrize("package", ["hyper_parallel.core.fully_shard", "torch.distributed.fsdp"])
-def test_offload_is_said_to_be_left_out(package: str, tmp_path: Path) -> None:
-    changes = []
-    for offload in (", offload_policy=CPUOffloadPolicy()", ""):
-        path = tmp_path / "train.py"
-        path.write_text(SHARDED.format(package=package, offload=offload))
-        changes.append([line for line, what in record(path).recorders[0].changes if "CPUOffloadPolicy" in what])
-    assert changes == [["train.py:13 in <module>"], []]
+PINNED, PAGEABLE = "'offload_policy': CPUOffloadPolicy()", "'offload_policy': CPUOffloadPolicy(pin_memory=False)"
+BF16 = "'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+SHARDS = (8 * 16 + 16 + 16 * 8 + 8) * 4 // 2  # bytes of all parameters on one of two ranks
+
+
+def moved(recorded: RecordedScript) -> dict[str, int]:
+    """Bytes that the first rank copies in a recorded step between its host and its device."""
+    (program, *_) = recorded.programs
+    found: dict[str, int] = {}
+    for segment, _ in program.segments_in_order():
+        for event in segment.events:
+            if isinstance(event, Comm) and event.op in HOST_COPIES:
+                assert program.groups[event.group].axis == HOST_COPIES[event.op]
+                found[event.op] = found.get(event.op, 0) + event.size
+    return {op: size // 2 for op, size in found.items()}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("options", "batches", "copied"),
+    [
+        ([PINNED], 1, {"copy_to_device": 2 * SHARDS, "copy_to_host": SHARDS}),
+        ([PINNED, BF16], 1, {"copy_to_device": 2 * SHARDS, "copy_to_host": SHARDS}),
+        ([PINNED, "'reshard_after_forward': False"], 1, {"copy_to_device": SHARDS, "copy_to_host": SHARDS}),
+        ([PAGEABLE], 2, {"copy_to_device_pageable": 4 * SHARDS, "copy_to_host_pageable": 2 * SHARDS}),
+        ([BF16], 1, {}),
+    ],
+    ids=["pinned", "bf16", "kept", "pageable", "none"],
+)
+def test_offload_is_copied_and_kept_on_the_host(
+    package: str, options: list[str], batches: int, copied: dict[str, int], tmp_path: Path
+) -> None:
+    path = sharded(tmp_path / "train.py", package, *options, batches=batches)
+    recorded = record(path, hardware="h100-sxm")
+    # With real tensors there is nothing that could lock their pages.
+    sharded(path, package, *[PAGEABLE if option == PINNED else option for option in options], batches=batches)
+    assert told(recorded.events[0]) == simulated(path, 4, 0)
+    assert moved(recorded) == copied
+    memory = replay_memory(recorded.programs[0], AllocatorRules(caching=False, round_to=1))
+    assert not memory.unmatched
+    assert not recorded.recorders[0].changes
+    on_host = {"parameters", "gradients", "optimizer"}.intersection(memory.on_host)
+    on_device = {"parameters", "gradients", "optimizer"}.intersection(memory.by_category)
+    if not copied:
+        assert not memory.on_host
+        assert on_device == {"parameters", "gradients", "optimizer"}
+        return
+    assert not on_device
+    kept = sum(memory.on_host[name] for name in on_host)
+    assert kept == pytest.approx(4 * SHARDS, abs=4 * 4 * 512)  # each block rounded up to 512 bytes, and counters
+    done_by_host = {e.name for s in recorded.programs[0].segments.values() for e in s.events if is_on_host(e)}
+    assert "aten.addcdiv_" in done_by_host
+    assert not any("mm" in name for name in done_by_host)
+
+
+def is_on_host(event: Any) -> bool:
+    return isinstance(event, Op) and event.kind == "on_host"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_offloaded_takes_on_the_device_what_it_takes_of_torch(package: str, tmp_path: Path) -> None:
+    """On a CPU the host's memory is the device's: torch copies nothing there, and no more is allocated."""
+    path = sharded(tmp_path / "train.py", package, PAGEABLE)
+    recorded = record(path, 1)
+    assert moved(recorded) == {}
+    assert predicted_bytes(recorded) == pytest.approx(allocated_by_torch(path), rel=0.02)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_steps_of_what_is_offloaded_take_longer(
+    package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(sharded(tmp_path / "train.py", package))
+    plain = estimated(capsys, "--nproc", "4", path)
+    path = str(sharded(tmp_path / "train.py", package, PINNED))
+    found = estimated(capsys, "--nproc", "4", path)
+    (memory,) = found["memory"]["classes"]
+    assert set(memory["on_host"]) >= {"parameters", "gradients", "optimizer"}
+    assert memory["peak_allocated"] < plain["memory"]["classes"][0]["peak_allocated"]
+    assert found["time"]["step"]["value"] > plain["time"]["step"]["value"]
+    assert main(["--hardware", "h100-sxm", "--nproc", "4", path]) == 0
+    said = capsys.readouterr().out
+    assert "on the host: " in said
+    assert "exposed communication, host to device" in said
+    assert "otherwise than the script says" not in said
 
 
 @pytest.mark.parametrize("warmup", [1, 2])
@@ -353,3 +441,26 @@ def test_an_error_of_the_script_is_shown_from_its_own_lines(
     assert "line 9" in said
     assert "recording.py" not in said
     assert "replay: python -m sim estimate --hardware h100-sxm --nproc 2 " in said
+
+
+@pytest.mark.parametrize(
+    ("inside", "operation"),
+    [
+        (
+            "torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(8, 8))(x)",
+            "aten.mm.default, in module '1' (Linear)",
+        ),
+        ("torch.fft.fft(x.bfloat16())", "torch.fft.fft"),
+        ("x.no_such_thing", None),
+    ],
+)
+def test_an_operation_that_fails_is_named_with_its_module(
+    inside: str, operation: str | None, script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(LOOP.format(steps=4, inside=f"x = torch.ones(4, 4); {inside}"))
+    assert main(["--hardware", "h100-sxm", "--nproc", "2", path, "--lr", "1"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    found = [line.removeprefix("  operation: ") for line in said if line.startswith("  operation: ")]
+    assert found == ([] if operation is None else [operation])
+    if operation is not None:
+        assert said[-1].startswith(f"  try: python -m sim run {path} --lr 1, with real values; if it fails as well, ")

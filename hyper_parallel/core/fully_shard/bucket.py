@@ -41,6 +41,9 @@ class Storage:
         on_host: Keep them on the host (CPU offload).
         pinned: There, in page-locked memory.
         flat: All shards of a bucket are views of one buffer, which the gather reads directly.
+
+    Attributes:
+        apart: Whether they are in other memory than what is computed with, and have to be copied.
     """
 
     def __init__(self, platform: Platform, *, on_host: bool = False, pinned: bool = False, flat: bool = False) -> None:
@@ -49,11 +52,20 @@ class Storage:
         self.device = torch.device("cpu") if on_host else self.compute
         self.on_host = on_host
         self.pinned = pinned and on_host and platform.supports_pinned_memory
+        self.apart = on_host and platform.has_own_memory
         self.flat = flat
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor without values, where the shards are kept."""
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+    def to_device(self, target: torch.Tensor, shard: torch.Tensor) -> None:
+        """Copy a shard that is kept apart."""
+        self.platform.copy_to_device(target, shard, pinned=self.pinned)
+
+    def to_host(self, gradient: torch.Tensor, *, wait: bool) -> torch.Tensor:
+        """Return a gradient where the shards are kept apart; unless it is waited for, the end of backward does so."""
+        return self.platform.copy_to_host(gradient, pinned=self.pinned, wait=wait)
 
     @property
     def needs_data(self) -> bool:
@@ -103,6 +115,7 @@ class Bucket:
         for param, unsharded, shard in zip(params, values, shards, strict=True):
             param.make_sharded(shard, cast(nn.Parameter, unsharded))
             param.pinned = storage.pinned
+            param.to_host = storage.to_host if storage.apart else None
         self._make_unsharded()
 
     # -- the shards ---------------------------------------------------------------------------------------------------
@@ -275,7 +288,8 @@ class Bucket:
         dtype = computed_in(first.dtype, self.param_dtype)
         device = first.device if first.is_meta else self.storage.compute
         self.compute_dtype, self.compute_device = dtype, device
-        self._converts = device != first.device or any(param.local.dtype != dtype for param in self.params)
+        elsewhere = self.storage.apart or device != first.device
+        self._converts = elsewhere or any(param.local.dtype != dtype for param in self.params)
         # Replicated parameters are used where they are, if they are fit for it: nothing is copied, and nothing freed.
         self.aliased = self.group is None and not self._converts and self.shards is None
         self.post_forward_shard = None
@@ -421,10 +435,10 @@ class Bucket:
             shards.append(param.local.detach())
             if param.local_numel < param.chunk:
                 slot[param.local_numel :].zero_()
-        if self.storage.on_host:
+        if self.storage.apart:
             # Of pinned memory the device reads while the host goes on; the gather starts behind it on the same stream.
             for where, shard in zip(places, shards, strict=True):
-                where.copy_(shard, non_blocking=True)
+                self.storage.to_device(where, shard)
         else:
             torch._foreach_copy_(places, shards)
 
@@ -625,7 +639,7 @@ class ExtensionBucket(Bucket):
         self._output_specs, self._metadata = [], []
         for param in self.params:
             local: Any = param.local
-            if local.device != self.compute_device:
+            if self.storage.apart or local.device != self.compute_device:
                 local = local.to(self.compute_device, non_blocking=True)
             arguments: tuple[Any, ...] = (self._mesh,)
             if len(inspect.signature(local.fsdp_pre_all_gather).parameters) > 1:

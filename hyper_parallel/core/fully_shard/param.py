@@ -104,6 +104,7 @@ class ManagedParam:
         self.target = "grad"  # the attribute of `sharded` that reduced gradients are added to
         self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each gradient of the unsharded one
         self.pinned = False  # whether gradients go to page-locked memory
+        self.to_host: Callable[..., torch.Tensor] | None = None  # makes copies on the host, if the shard is kept there
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
         self.made_version = 0  # of the latter; in-place changes count it up
@@ -331,9 +332,10 @@ class ManagedParam:
                 changed = hook(given)
                 given = given if changed is None else changed
             local = given._local_tensor
-        device = self.local.device
-        if local.device != device:
-            local = self._to_host(local, device)
+        if self.to_host is not None:
+            # Not later where the host reads it right away: to add it to an earlier gradient, or in a hook.
+            later = self.pinned and existing is None and not self._has_hooks
+            local = self.to_host(local, wait=not later)
         if existing is None:
             setattr(self.sharded, self.target, self.laid_out(local))
         else:
@@ -373,12 +375,6 @@ class ManagedParam:
         if local.dtype == model.dtype:
             return dtensor_like(local, model)
         return self._laid_out(local)
-
-    def _to_host(self, local: torch.Tensor, device: torch.device) -> torch.Tensor:
-        copy = torch.empty(local.shape, dtype=local.dtype, device=device, pin_memory=self.pinned)
-        # Not where the host reads it right away: to add it to an earlier gradient, or in a hook.
-        later = self.pinned and getattr(self.sharded, self.target, None) is None and not self._has_hooks
-        return copy.copy_(local, non_blocking=later)  # the end of backward waits for it
 
     @property
     def _has_hooks(self) -> bool:

@@ -97,6 +97,9 @@ FIGURES: dict[str, Kind] = {
     "inter.taper": Kind("1", False, "bandwidth lost at each doubling of nodes", zero=True),
     "host.op": Kind("s", True, "the host's time to issue an operation", zero=True),
     "host.collective": Kind("s", True, "the host's time to issue a communication", zero=True),
+    "host.link": Kind("B/s", False, "between a device and its host, one direction"),
+    "host.memory": Kind("B", False, "a device's share of its host's memory"),
+    "host.bandwidth": Kind("B/s", False, "a device's share of the bandwidth of its host's memory"),
     "context.bytes": Kind("B", False, "memory of the driver's context", zero=True),
     "context.per_group": Kind("B", False, "memory of a communicator", zero=True),
 }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hyper_parallel.core.common.errors import explain
-from sim.mesh.program import Alloc, Free, Program
+from sim.mesh.program import Alloc, Event, Free, Program
 
 __all__ = [
     "CACHING",
@@ -90,12 +90,12 @@ PLAIN = AllocatorRules(caching=False, round_to=64)
 
 
 class Block:
-    """A piece of a segment."""
+    """A piece of a segment; `asked` is the size that was wanted of it."""
 
-    __slots__ = ("address", "after", "arena", "before", "free", "size")
+    __slots__ = ("address", "after", "arena", "asked", "before", "free", "size")
 
     def __init__(self, size: int, address: int, arena: _Arena) -> None:
-        self.size = size
+        self.size = self.asked = size
         self.address = address
         self.arena = arena
         self.free = False
@@ -148,7 +148,7 @@ class CachingAllocator:
     def take(self, size: int, stream: int) -> Block:
         """Return a block of at least `size` bytes."""
         rules = self.rules
-        size = -(-size // rules.round_to) * rules.round_to
+        asked, size = size, -(-size // rules.round_to) * rules.round_to
         small = size <= rules.small
         arena = self._arenas.get((stream, small))
         if arena is None:
@@ -157,7 +157,9 @@ class CachingAllocator:
             self.allocated += size
             self.reserved = self.allocated
             self.peak_reserved = max(self.peak_reserved, self.reserved)
-            return Block(size, 0, arena)
+            block = Block(size, 0, arena)
+            block.asked = asked
+            return block
         free = arena.free
         at = bisect_left(free, (size,))
         if rules.expandable and at < len(free) - 1 and free[at][2] is arena.tail:
@@ -177,6 +179,7 @@ class CachingAllocator:
             block.size = size
             insort(free, (rest, other.address, other))
         block.free = False
+        block.asked = asked
         self.allocated += block.size
         return block
 
@@ -326,34 +329,46 @@ class Taking(NamedTuple):
     event: int
 
 
-class MemoryPlan:
-    """A program reduced to what concerns memory."""
+_Change = tuple[int, int, int, int]
+"""A block, its size or -1, its stream, and the number of the event."""
 
-    def __init__(self, program: Program) -> None:
+
+def _of_memory(events: list[Event]) -> list[_Change]:
+    found: list[_Change] = []
+    for at, event in enumerate(events):
+        kind = type(event)  # there are very many: `isinstance` takes three times as long
+        if kind is Alloc:
+            found.append((*event, at))
+        elif kind is Free:
+            found.append((event[0], -1, 0, at))  # type: ignore[arg-type]
+    return found
+
+
+class MemoryPlan:
+    """A program reduced to what concerns memory: the device's, or the host's.
+
+    Args:
+        program: of a rank.
+        on_host: which of the two.
+    """
+
+    def __init__(self, program: Program, *, on_host: bool = False) -> None:
         self.program = program
-        self.stride = 1
-        events = {
-            key: [(at, event) for at, event in enumerate(segment.events) if isinstance(event, Alloc | Free)]
-            for key, segment in program.segments.items()
-        }
-        for found in events.values():
-            self.stride = max([self.stride, *(event.block + 1 for _, event in found)])
+        events = {key: _of_memory(segment.events) for key, segment in program.segments.items()}
+        if program.on_host or on_host:
+            hosted = program.on_host
+            events = {key: [each for each in found if (each[0] in hosted) == on_host] for key, found in events.items()}
+        self.stride = 1 + max([0, *[block for found in events.values() for block, _, _, _ in found]])
         once = self._once(events)
-        empty = {
-            event.block
-            for found in events.values()
-            for _, event in found
-            if isinstance(event, Alloc) and not event.bytes
-        }
-        self.memory: dict[tuple[str, int, str], list[Taking]] = {}
-        for key, found in events.items():
-            self.memory[key] = [
-                Taking(event.block, event.bytes, event.stream, event.block not in once, at)
-                if isinstance(event, Alloc)
-                else Taking(event.block, -1, 0, event.block not in once, at)
-                for at, event in found
-                if event.block not in empty
+        empty = {block for found in events.values() for block, size, _, _ in found if not size}
+        self.memory: dict[tuple[str, int, str], list[Taking]] = {
+            key: [
+                Taking(block, size, stream, block not in once, at)
+                for block, size, stream, at in found
+                if block not in empty
             ]
+            for key, found in events.items()
+        }
         for key, _ in program.order:
             if key not in self.memory:
                 known = ", ".join(map(str, sorted(self.memory)))
@@ -366,7 +381,7 @@ class MemoryPlan:
                     )
                 )
 
-    def _once(self, events: dict[tuple[str, int, str], list[tuple[int, Alloc | Free]]]) -> set[int]:
+    def _once(self, events: dict[tuple[str, int, str], list[_Change]]) -> set[int]:
         """Blocks of which there is one, rather than one for each micro-batch.
 
         A block is per micro-batch if some micro-batch runs both a segment that takes it and one that gives it back.
@@ -374,12 +389,22 @@ class MemoryPlan:
         batches: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)
         for key, batch in self.program.order:
             batches[key].add(batch)
-        taken: defaultdict[int, set[int]] = defaultdict(set)
-        given: defaultdict[int, set[int]] = defaultdict(set)
+        nobody, nothing = {-1}, frozenset[int]()
+        taken: dict[int, set[int]] = {}
+        given: dict[int, set[int]] = {}
         for key, found in events.items():
-            for _, event in found:
-                (taken if isinstance(event, Alloc) else given)[event.block] |= batches[key] or {-1}
-        return {block for block, by in taken.items() if -1 in by or -1 in given[block] or not by & given[block]}
+            of_key = batches[key] or nobody
+            for side, is_free in ((taken, False), (given, True)):
+                new = dict.fromkeys([block for block, size, _, _ in found if (size < 0) is is_free], of_key)
+                for block in side.keys() & new.keys():
+                    new[block] = side[block] | of_key
+                side.update(new)
+        once = set()
+        for block, by in taken.items():
+            others = given.get(block, nothing)
+            if -1 in by or -1 in others or by.isdisjoint(others):
+                once.add(block)
+        return once
 
     def count(self, start: int, end: int) -> int:
         """Return how many blocks are allocated or freed between two positions of the order."""

@@ -7,7 +7,20 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from sim.mesh.program import Await, Comm, CommGroup, Event, EventRecord, HostWait, Op, Program, Wait
+from sim.mesh.program import (
+    HOST_COPIES,
+    Alloc,
+    Await,
+    Comm,
+    CommGroup,
+    Event,
+    EventRecord,
+    Free,
+    HostWait,
+    Op,
+    Program,
+    Wait,
+)
 
 __all__ = [
     "AWAIT",
@@ -38,6 +51,8 @@ __all__ = [
 
 # Communication as other work sees it: when it runs, who waits for it, and how it shares links and devices -------------
 
+_TO_HOST = frozenset(HOST_COPIES.values())
+"""What stands for the axis of copies between host and device; a device's engines for them take none of its cores."""
 BUBBLE = "bubble"
 """Cause of a gap: the rank that sends has not got there yet."""
 HOST = "host"
@@ -150,8 +165,13 @@ def share(flight: Flight, seconds: float, flying: list[Flight], queues: dict[obj
 
 
 def beside(flying: list[Flight], start: float, end: float) -> float:
-    """Seconds between start and end in which some communication runs."""
-    spans = sorted([(max(f.start, start), min(f.end, end)) for f in flying if f.end > start and f.start < end])
+    """Seconds between start and end in which some communication runs, other than copies to the host and from it."""
+    near = [flight for flight in flying if flight.end > start and flight.start < end and flight.link not in _TO_HOST]
+    if not near:
+        return 0.0
+    if len(near) == 1:
+        return min(near[0].end, end) - max(near[0].start, start)
+    spans = sorted([(max(flight.start, start), min(flight.end, end)) for flight in near])
     covered, until = 0.0, start
     for left, right in spans:
         if right > until:
@@ -191,10 +211,11 @@ class PriceBasis:
         self.seconds: dict[str, dict[str, float]] = {}
         self.spreads: dict[str, float] = {}
 
-    def add(self, what: str, price: Any) -> None:
-        """Count a price."""
-        self._count(what, getattr(price, "grade", "assumed"), price.seconds)
-        self.spreads[what] = self.spreads.get(what, 0.0) + price.seconds * getattr(price, "spread", 0.0)
+    def add(self, what: str, price: Any, times: int = 1) -> None:
+        """Count a price, once or several times."""
+        seconds = price.seconds * times
+        self._count(what, getattr(price, "grade", "assumed"), seconds)
+        self.spreads[what] = self.spreads.get(what, 0.0) + seconds * getattr(price, "spread", 0.0)
 
     def update(self, other: PriceBasis) -> None:
         """Count what another one has counted."""
@@ -259,9 +280,14 @@ def cut_into_pieces(program: Program, prices: Prices, peers: frozenset[int]) -> 
         prices: of its events.
         peers: global ranks whose programs are simulated too. Others are taken to do the same at the same time.
     """
-    everything = [event for segment in program.segments.values() for event in segment.events]
-    waited = frozenset([event.handle for event in everything if isinstance(event, Wait)])
-    received = {event.handle for event in everything if isinstance(event, Comm) and event.op == "recv"}
+    waits, received = set[int](), set[int]()
+    for segment in program.segments.values():
+        for event in segment.events:
+            if type(event) is Wait:  # there are very many events: `isinstance` takes three times as long
+                waits.add(event.handle)
+            elif type(event) is Comm and event.op == "recv":
+                received.add(event.handle)
+    waited = frozenset(waits)
     made = {}
     for key in {key for key, _ in program.order}:
         cuts = [0, *_cuts(program.segments[key].events, received, peers), len(program.segments[key].events)]
@@ -271,6 +297,8 @@ def cut_into_pieces(program: Program, prices: Prices, peers: frozenset[int]) -> 
 
 def _cuts(events: Sequence[Event], received: set[int], peers: frozenset[int]) -> Iterator[int]:
     """Yield where a segment waits for a message, its own or another segment's, after it has sent something."""
+    if not received:
+        return
     issued = {event.handle for event in events if isinstance(event, Comm)}
     sent, arrives = False, received - issued
     for at, event in enumerate(events):
@@ -302,22 +330,30 @@ def _piece(
     awaits: list[tuple[Channel, int]] = []
     seconds: defaultdict[str, float] = defaultdict(float)
     evidence = PriceBasis()
+    counts: dict[tuple[str, int], tuple[Any, int]] = {}
     host = 0.0
     synchronous = getattr(prices, "is_synchronous", False)
-    for at in range(start, end):
-        event = program.segments[key].events[at]
+    for at, event in enumerate(program.segments[key].events[start:end], start):
+        if type(event) is Alloc or type(event) is Free:  # most are
+            continue
         if isinstance(event, Op):
+            kind, stream = event.kind, event.stream
             cost, price = prices.host_seconds(event), prices.op(event)
+            taken = price.seconds
             host += cost
-            if event.kind == "host":
-                codes.append((ISSUE, cost))
+            if kind in ("host", "on_host"):
+                if kind == "on_host":
+                    evidence.add(kind, price)
+                host += taken
+                codes.append((ISSUE, cost + taken))
                 continue
-            evidence.add(event.kind, price)
-            seconds[event.kind] += price.seconds
-            streams[event.stream] = None
-            codes.append((OP, event.stream, price.seconds, cost, at))
+            same = (kind, id(price))  # prices are shared by operations of one size
+            counted = counts.get(same)
+            counts[same] = (price, 1) if counted is None else (price, counted[1] + 1)
+            streams[stream] = None
+            codes.append((OP, stream, taken, cost, at))
             if synchronous:
-                codes.append((HOST_WAIT, event.stream))
+                codes.append((HOST_WAIT, stream))
         elif isinstance(event, Comm):
             group = program.groups[event.group]
             cost, alone = prices.host_seconds(event), prices.comm(event, group, rank=program.rank)
@@ -366,6 +402,9 @@ def _piece(
             codes.append((AWAIT, event.stream, event.event))
         elif isinstance(event, HostWait):
             codes.append((HOST_WAIT, event.stream))
+    for (kind, _), (price, times) in counts.items():
+        evidence.add(kind, price, times)
+        seconds[kind] += price.seconds * times
     return Piece(
         key,
         end == len(program.segments[key].events),
@@ -386,5 +425,7 @@ def _piece(
 
 
 def _link(prices: Prices, group: CommGroup) -> str:
+    if group.axis in _TO_HOST:
+        return group.axis
     crosses = getattr(prices, "crosses_nodes", None)
     return "between nodes" if crosses is not None and crosses(group) else "within a node"

@@ -37,7 +37,20 @@ MAX_LONE_RANKS = 1_048_576
 
 
 class Listener:
-    """Told of what the rank communicates, as it does."""
+    """Told of what the rank communicates, as it does.
+
+    Attributes:
+        has_host: whether the rank's device has a host with other memory, to which it copies.
+    """
+
+    has_host = False
+
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
+        """The rank copies from its host to its device."""
+
+    def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
+        """The rank copies from its device to its host."""
+        raise NotImplementedError
 
     def on_collective(self, call: Call, axis: str, ranks: tuple[int, ...], waitable: Waitable) -> None:
         """A collective has been issued."""
@@ -86,6 +99,24 @@ class _LonePlatform(SimPlatform):
     def prefers_large_messages(self) -> bool:
         """True, as on a device with streams."""
         return True
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether the listener tells it from the host's."""
+        return self._listener.has_host
+
+    @property
+    def supports_pinned_memory(self) -> bool:
+        """True, where there is a host."""
+        return self._listener.has_host
+
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
+        """Let the listener copy."""
+        self._listener.copy_to_device(target, source, pinned=pinned)
+
+    def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
+        """Let the listener copy."""
+        return self._listener.copy_to_host(source, pinned=pinned, wait=wait)
 
     def new_stream(self, priority: int = 0) -> Stream:
         """Return a stream of the listener's."""

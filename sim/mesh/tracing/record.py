@@ -24,6 +24,7 @@ from sim.comm.collectives import Call
 from sim.kernel.waiting import Waitable
 from sim.mesh.program import (
     COMPUTE,
+    HOST_COPIES,
     Alloc,
     Await,
     Comm,
@@ -43,7 +44,8 @@ from sim.mesh.tracing.lone import Listener
 
 __all__ = ["Recorder", "RecordedEvent", "RecordedStream"]
 
-_PRODUCTS = frozenset({"matmul"})
+_SCALAR = 8  # bytes: what a kernel may read of the host's memory
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 _DTYPE_NAMES: dict[torch.dtype, str] = {}  # a cache of a pure function
 
 
@@ -156,6 +158,7 @@ class Recorder(Listener):
         stream: the number of the current one.
         answer: what a tensor's value is said to be, while a program may ask for one; None: torch's error.
         reads: whether the host waits for such a value.
+        on_host: blocks that are in the host's memory.
     """
 
     def __init__(self) -> None:
@@ -183,6 +186,7 @@ class Recorder(Listener):
         self.refilled: set[int] = set()  # blocks of storages that are given memory again, as those of whole weights are
         self.gradients: set[int] = set()  # blocks that were gradients when a step's backward was done
         self._works: dict[int, dist.Work] = {}  # of functional collectives, by storage of the result
+        self.on_host: set[int] = set()
         self._asleep = False
         self._deaf = False
 
@@ -299,10 +303,12 @@ class Recorder(Listener):
             return func(*args, **kwargs)
         if kernel.space == "_c10d_functional":
             return self._functional(func, kernel, args, kwargs)
-        out = func(*args, **kwargs)
+        out = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         kind = kernel.kind
         if kind == "host":
             self._know_all(out)
+            if self.on_host and any(self._is_on_host(t) for t in _tensors(args)):
+                self.on_host.update([self._block(t.untyped_storage()) for t in _tensors((out,))])
             return out
         given = _tensors(args) + _tensors(kwargs.values()) if kwargs else _tensors(args)
         results = _tensors((out,))
@@ -321,6 +327,9 @@ class Recorder(Listener):
         writes = tuple(dict.fromkeys([*[self._touch(t) for t in written], *targets]))
         overwritten = {touch.block for touch in writes} if kernel.name in _OVERWRITES else set()
         reads = tuple(touch for touch in dict.fromkeys(sources) if touch.block not in overwritten)
+        if self.on_host and self._is_done_by_host((*sources, *writes)):
+            kind = "on_host"
+            self.on_host.update([touch.block for touch in targets])
         shape: tuple[int, ...] = ()
         flops = 0
         if kernel.matmul:
@@ -349,6 +358,50 @@ class Recorder(Listener):
             if stride:
                 count *= size
         return Touch(block, count * tensor.dtype.itemsize if tensor.numel() else 0)
+
+    # -- the host's memory ---------------------------------------------------------------------------------------
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self._blocks.get(tensor.untyped_storage()._cdata) in self.on_host
+
+    def _is_done_by_host(self, touches: Sequence[Touch]) -> bool:
+        """Tell whether an operation works on what is on the host; a kernel may read numbers there."""
+        hosted = [touch.bytes for touch in touches if touch.block in self.on_host]
+        elsewhere = [touch.bytes for touch in touches if touch.block not in self.on_host]
+        return bool(hosted) and (max(hosted) > _SCALAR or max(elsewhere, default=0) <= _SCALAR)
+
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
+        """Copy what is on the host to the device: converted there, as torch does, from what `source` is."""
+        self.on_host.add(self.block_of(source))
+        landed = target
+        if target.dtype != source.dtype:
+            landed = torch.empty_like(target, dtype=source.dtype)
+        self.block_of(landed)  # it is taken before it is copied to
+        self._copy("copy_to_device", source, pinned=pinned, wait=not pinned)
+        if landed is not target:
+            target.copy_(landed)
+
+    def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
+        """Return a copy on the host of what is on the device."""
+        copy = torch.empty(source.shape, dtype=source.dtype)
+        self.on_host.add(self.block_of(copy))
+        self._copy("copy_to_host", source, pinned=pinned, wait=wait or not pinned)
+        return copy
+
+    def _copy(self, op: str, source: torch.Tensor, *, pinned: bool, wait: bool) -> None:
+        """Write a copy down, in the order of the current stream."""
+        if self._asleep:
+            return
+        name = op if pinned else f"{op}_pageable"
+        size = source.numel() * source.dtype.itemsize
+        self._next_handle += 1
+        # A group for each direction: a device has an engine for either.
+        group = self._group(HOST_COPIES[name], ())
+        dtype = _name(source.dtype)
+        self.emit(Comm(name, group, size, size, dtype, self.stream, self._next_handle, self._place))
+        self.emit(Wait(self._next_handle, self.stream))
+        if wait:
+            self.emit(HostWait(self.stream))
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -549,6 +602,23 @@ def _issue(group: Any, name: str, source: torch.Tensor, result: torch.Tensor, ar
         return group.broadcast([result], cast_options)
     asked, blame = f"cannot record the functional collective {name!r}", "it is none that is known here"
     raise ValueError(explain(asked, blame, f"group: {group!r}", "dist.all_gather and the like, or another collective"))
+
+
+def _grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return what a product by groups makes in any dtype: torch's kernels take all floats, its fake one bf16 alone."""
+    if mat_a.dtype == mat_b.dtype == torch.bfloat16 or bias is not None:
+        made: torch.Tensor = _GROUPED_MM(mat_a, mat_b, offs, bias, out_dtype)
+        return made
+    sizes = (*(mat_a.shape[:1] if mat_a.dim() == mat_b.dim() == 3 else ()), mat_a.shape[-2], mat_b.shape[-1])
+    if offs is not None and mat_a.dim() == mat_b.dim() == 2:  # each group has some of the inner dimension
+        sizes = (offs.shape[0], *sizes)
+    return mat_a.new_empty(sizes, dtype=out_dtype or mat_a.dtype)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
