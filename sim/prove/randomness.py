@@ -19,7 +19,17 @@ from sim.prove.modes.means import is_random, mean_of, put_mean
 from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
-__all__ = ["Draw", "DrawPlace", "DrawUse", "NoRandomness", "bare_words", "masks_problem", "redrawn", "redrawn_row"]
+__all__ = [
+    "THE_STEP",
+    "Draw",
+    "DrawPlace",
+    "DrawUse",
+    "NoRandomness",
+    "bare_words",
+    "masks_problem",
+    "redrawn",
+    "redrawn_row",
+]
 
 _aten = torch.ops.aten
 
@@ -30,6 +40,9 @@ _IN_PLACE = (
     _aten.slice, _aten.squeeze, _aten.unsqueeze, _aten.view,
 )  # fmt: skip
 """Ops that leave numbers in their order, besides those that compute element by element."""
+
+THE_STEP = "the step"
+"""Stands for a module's path where a step draws outside of modules."""
 
 DrawPlace: TypeAlias = tuple[str, str, int, int]
 """Which draw it is: the module's path, the operation, how many there were before in the step, and how many steps."""
@@ -188,11 +201,13 @@ class NoRandomness(TorchDispatchMode):
         if index is None or torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)
         numbers, use = self._followed[index]
-        others = [each for each in given if each is not numbers and each.dim() and each.is_floating_point()]
-        if others:
+        random = {id(tensor) for tensor, _ in self._followed}
+        others = [each for each in given if id(each) not in random and each.dim() and each.is_floating_point()]
+        other = max(others, key=torch.Tensor.numel, default=numbers)
+        is_scaled = torch.Tag.pointwise in func.tags and other.numel() < numbers.numel()  # such as by row, before
+        if other is not numbers and not is_scaled:
             del self._followed[index]
-            other = max(others, key=torch.Tensor.numel)
-            if _broadcasts(numbers, other):
+            if use.given is None and _broadcasts(numbers, other):
                 use.given, use.shape = local_of(other).clone(), tuple(_part_of(numbers).shape)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)

@@ -548,6 +548,37 @@ def test_draws_apart_of_what_ranks_hold_alike_are_found_in_steps():
     assert masks.first.sentence == "bernoulli_ draws different numbers on ranks 0-1, which hold the same over tp"
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_noise_that_a_step_draws_by_itself(wrong):
+    def step(model, batch):
+        times = torch.randint(1, 10, (len(batch),))
+        noise = torch.randn_like(batch)
+        share = (times.to(batch) / 10).sqrt()[:, None]
+        given = batch * (1 - share) + noise * share
+        aim = noise.abs() if wrong and dist.is_initialized() else noise
+        loss = (model(given) - aim).square().mean()
+        loss.backward()
+        return loss
+
+    def averaged(model, batch):
+        loss = step(model, batch)
+        for parameter in model.parameters():
+            parameter.grad += torch.rand_like(parameter.grad) - 0.5  # rounds at random: nothing, on average
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return loss
+
+    model = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
+    report = sim.verify_step(step, model, X, "dp=2", rank_step=averaged, shard_batch=own_rows)
+    left = [note for note in report.notes if "random numbers" in note]
+    if wrong:
+        assert "with random numbers" in report.first.tensor, report
+    else:
+        assert report.ok, report
+        assert [note.partition(": ")[0] for note in left] == [
+            "random numbers of the step (rand_like) are taken at their mean"
+        ]
+
+
 class Half(nn.Module):
     """A stage of a pipeline, under the names of the whole model."""
 

@@ -15,7 +15,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.evidence import magnitude
 from sim.prove.infer import explanations
 from sim.prove.modes.values import listed
-from sim.prove.randomness import DrawPlace, DrawUse
+from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse
 from sim.prove.record import ranks_along
 from sim.prove.report import Report, ReportRow
 from sim.prove.steps.names import submesh
@@ -322,7 +322,8 @@ class _Matching:
         """Yield draws of ranks where one device has none, though all else that it draws is known."""
         for place in dict.fromkeys(place for uses in self.ranks for place in uses):
             mine = [each for each in self.mine if each[3] == place[3]]
-            there = any(each[:2] == place[:2] for each in mine)  # as of a forward that ranks repeat
+            # As of a forward that ranks repeat; or of what they send, rounded at random.
+            there = place[0] == THE_STEP or any(each[:2] == place[:2] for each in mine)
             if (
                 there
                 or place in self.unclear

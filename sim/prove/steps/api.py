@@ -88,8 +88,8 @@ def verify_step(
     modules, the loss, the gradients that the optimizer takes, each parameter after it, and the buffers. Where losses,
     gradients and updates are right, tensors between modules may be what they like.
 
-    Random numbers in modules are at their mean; then, if all is right, those of one device on both sides, as in
-    `verify_plan`.
+    Random numbers of the step and its modules are at their mean; then, if all is right, those of one device on both
+    sides, as in `verify_plan`.
 
     The ranks' parameters may have other names, or be several of one device's behind each other (q, k and v in one) or
     in turns: values tell which, or `names`. The loss of a rank may be a part of the sum or the mean. Parameters of
@@ -240,7 +240,7 @@ class _StepTask:
         taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
         shared: Mapping[DrawPlace, torch.Tensor] | None = None,
     ) -> LoopRecord:
-        watch = LoopWatch(roots, self.steps, shared=shared)
+        watch = LoopWatch(roots, self.steps, shared=shared, calms_all=True)
         watch.note_initial()
         chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
         optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None

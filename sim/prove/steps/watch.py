@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from sim.kernel.context import current_rank
 from sim.prove.modes.choices import Choice, ChoiceKey
-from sim.prove.randomness import Draw, DrawPlace, DrawUse, NoRandomness, redrawn
+from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
 from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
 
 __all__ = ["CallKey", "LoopRecord", "LoopWatch", "RecordedStep"]
@@ -141,6 +141,7 @@ class LoopWatch:
         most: steps to record; what comes after is not.
         on_more: called where another step begins.
         shared: random numbers in place of their means.
+        calms_all: do so with those outside of modules, too: they are a step's own, and no weights or batches.
     """
 
     def __init__(
@@ -149,8 +150,11 @@ class LoopWatch:
         most: int | None = None,
         on_more: Callable[[], None] = lambda: None,
         shared: Mapping[DrawPlace, torch.Tensor] | None = None,
+        *,
+        calms_all: bool = False,
     ) -> None:
         self.record = LoopRecord()
+        self.calms_all = calms_all
         self.is_updating = False  # an optimizer is at work
         self._most, self._on_more = most, on_more
         self._roots: list[tuple[str, nn.Module]] = []
@@ -162,7 +166,7 @@ class LoopWatch:
         self._is_enough = self._is_for_shapes = False
         self._rank: int | None = None
         self._stack = ExitStack()
-        self._calm = _CalmInModules(self, shared)
+        self._calm = _CalmInSteps(self, shared)
         self.record.uses, self.record.bare = self._calm.uses, self._calm.bare
         for root in roots:
             self._name(root)
@@ -176,6 +180,11 @@ class LoopWatch:
     def is_inside(self) -> bool:
         """Whether a module is running."""
         return bool(self._inside)
+
+    @property
+    def number_of_step(self) -> int:
+        """How many steps came before the one that is taken, or is next."""
+        return len(self.record.steps) - (not self._is_over)
 
     @property
     def is_for_shapes(self) -> bool:
@@ -389,24 +398,29 @@ def _first_names(roots: Sequence[tuple[str, nn.Module]], find: Any) -> Iterator[
                 yield (f"{prefix}.{name}" if prefix else name), tensor
 
 
-class _CalmInModules(NoRandomness):
-    """Takes random numbers at their mean within modules, and leaves those that make weights and batches."""
+class _CalmInSteps(NoRandomness):
+    """Takes random numbers at their mean, of a loop only those in modules: others make weights and batches."""
 
     def __init__(self, watch: LoopWatch, shared: Mapping[DrawPlace, torch.Tensor] | None) -> None:
-        super().__init__(lambda: watch.where, shared)
+        super().__init__(self._path, shared)
         self._watch = watch
+
+    def _path(self) -> str:
+        if self._watch.is_inside or not self._watch.calms_all or torch._C._current_graph_task_id() != -1:
+            return self._watch.where
+        return THE_STEP
 
     @property
     def number_of_step(self) -> int:
         """How many steps came before."""
-        return max(len(self._watch.record.steps) - 1, 0)
+        return self._watch.number_of_step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out an operation."""
         backward = torch._C._current_graph_task_id() != -1
         if self._watch.is_for_shapes:
             return func(*args, **(kwargs or {}))
-        if not self._watch.is_inside and not backward:
+        if not self._watch.is_inside and not backward and not self._watch.calms_all:
             return self.noted(func, types, args, kwargs or {})  # a checkpoint around all of it draws here, too
         return super().__torch_dispatch__(func, types, args, kwargs)
 
