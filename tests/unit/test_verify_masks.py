@@ -548,6 +548,26 @@ def test_draws_apart_of_what_ranks_hold_alike_are_found_in_steps():
     assert masks.first.sentence == "bernoulli_ draws different numbers on ranks 0-1, which hold the same over tp"
 
 
+def test_layers_that_are_left_out_of_micro_batches():
+    def accumulated(model, batch):
+        total = 0.0
+        for part in batch.chunk(2):
+            loss = squared_share(model, part)
+            total += loss
+        for parameter in model.parameters() if dist.is_initialized() else ():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return total
+
+    def squared_share(model, part):
+        loss = model(part).square().mean() / 2
+        loss.backward()
+        return loss.detach()
+
+    report = sim.verify_step(accumulated, Skipped, X, "dp=2", shard_batch=own_rows, optimizer_fn=None)
+    assert report.ok, report
+    assert "random numbers of the model (rand) are taken at their mean" in "".join(report.notes)
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_noise_that_a_step_draws_by_itself(wrong):
     def step(model, batch):

@@ -194,6 +194,7 @@ def shared_draws(
     repeats: Sequence[bool] = (),
     calls: Callable[[int, str], bool] = lambda rank, path: True,
     inputs: Callable[[str], Layout | None] = lambda path: None,
+    repeated: Callable[[int, str], bool] = lambda step, path: False,
 ) -> SharedDraws:
     """Find out which part of one device's random numbers each rank draws: that of what the numbers are put on.
 
@@ -218,6 +219,7 @@ def shared_draws(
         repeats: whether backward has computed forward again, on one device and on each rank.
         calls: whether a rank calls a module, with anything.
         inputs: called with a module, returns how the ranks hold what went into it, where that is known.
+        repeated: whether one device calls a module several times in a step, as for micro-batches.
     """
     flags = list(repeats) or [False] * (len(ranks) + 1)
     unclear = set().union(*(_repeated(uses, again) for uses, again in zip((mine, *ranks), flags, strict=True)))
@@ -225,7 +227,7 @@ def shared_draws(
     matching.match(_singly)
     matching.match(_joined)
     matching.match_elsewhere(boundaries)
-    matching.match_alike(inputs)
+    matching.match_alike(inputs, repeated)
     shared = matching.shared
     shared.rows += [*matching.lacking(calls), *matching.added()]
     order = [(path, op.rstrip("_")) for path, op, _, _ in (*mine, *(place for uses in ranks for place in uses))]
@@ -283,11 +285,12 @@ class _Matching:
                         self.shared.elsewhere[place] = other.place
                         break
 
-    def match_alike(self, inputs: Callable[[str], Layout | None]) -> None:
+    def match_alike(self, inputs: Callable[[str], Layout | None], repeated: Callable[[int, str], bool]) -> None:
         """Give all ranks what one device draws, where all draw as much and nothing is seen of what it is put on.
 
         Args:
             inputs: called with a module, returns how the ranks hold what went into it.
+            repeated: whether one device calls a module several times in a step: its micro-batches are other rows.
         """
         counts = [Counter((path, op, step) for path, op, _, step in uses) for uses in (self.mine, *self.ranks)]
         for place, use in self.mine.items():
@@ -295,6 +298,7 @@ class _Matching:
             there = {rank: uses[place] for rank, uses in enumerate(self.ranks) if place in uses}
             uses = [use, *there.values()]
             known = place in self.shared.one or place in self.done or place in self.unclear or not there
+            known = known or repeated(place[3], place[0])
             if known or any(each.given is not None or each.drawn.shape != use.drawn.shape for each in uses):
                 continue
             if len({counts[0][kind], *(counts[rank + 1][kind] for rank in there)}) == 1:

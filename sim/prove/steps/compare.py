@@ -16,7 +16,7 @@ from sim.prove.evidence import gap, top, unit_roundoff
 from sim.prove.infer import order_of_rows
 from sim.prove.judge import COARSE, Finding, Judge, divided_words, of_own_rows, pending_words, short
 from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
-from sim.prove.randomness import DrawPlace, DrawUse, redrawn_row
+from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
 from sim.prove.steps.names import find_names, submesh
@@ -144,7 +144,12 @@ class LoopComparison:
             [record.repeats for record in (self.expected, *self.ranks)],
             lambda rank, path: path in called[rank],
             self._inputs.get,
+            self._is_repeated,
         )
+
+    def _is_repeated(self, step: int, path: str) -> bool:
+        paths = self.expected.roots if path == THE_STEP else [path]
+        return any(len(values) > 1 for key, values in self.expected.steps[step].calls.items() if key[0] in paths)
 
     def check_used(self, shared: SharedDraws) -> None:
         """Refuse, as `SharedDraws.check_used` does, what drew otherwise than these numbers are for."""
