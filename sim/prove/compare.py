@@ -370,8 +370,9 @@ class Comparison:
                 ),
                 None,
             )
-            split = _splitting(found.found) if found is not None and found.found is not None else []
-            problem = masks_problem(ranks, draw.shape, self.task.mesh, split)
+            layout = found.found if found is not None else None
+            split, rows = (_splitting(layout), _splitting(layout, 1)) if layout is not None else ([], [])
+            problem = masks_problem(ranks, draw.shape, self.task.mesh, split, rows)
             word, where = draw.op.rstrip("_"), short(found.found) if found is not None else ""
             if problem is not None:
                 yield ReportRow(
@@ -780,8 +781,9 @@ def _split_name(name: str) -> tuple[str, str]:
     return module, tensor
 
 
-def _splitting(layout: Layout) -> list[str]:
-    entries = layout.alias_placements or ()
+def _splitting(layout: Layout, dims: int | None = None) -> list[str]:
+    """Return the axes that split a tensor, or the first of its dims."""
+    entries = (layout.alias_placements or ())[:dims]
     return [name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry) if name != "None"]
 
 

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
@@ -17,12 +17,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
+from sim.prove.modes.means import is_random, mean_of, put_mean
 from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
-__all__ = ["Draw", "DrawPlace", "DrawUse", "NoRandomness", "masks_problem", "redrawn", "redrawn_row"]
+__all__ = [
+    "THE_STEP",
+    "Draw",
+    "DrawPlace",
+    "DrawUse",
+    "NoRandomness",
+    "bare_words",
+    "masks_problem",
+    "redrawn",
+    "redrawn_row",
+]
 
 _aten = torch.ops.aten
+
+_RRELU = (_aten.rrelu_with_noise, _aten.rrelu_with_noise_)
 
 _IN_PLACE = (
     _aten._to_copy, _aten._unsafe_view, _aten.alias, _aten.clone, _aten.detach, _aten.expand, _aten.select,
@@ -30,8 +43,11 @@ _IN_PLACE = (
 )  # fmt: skip
 """Ops that leave numbers in their order, besides those that compute element by element."""
 
-DrawPlace: TypeAlias = tuple[str, str, int]
-"""Which draw it is: the module's path, the operation, and how many there were before."""
+THE_STEP = "the step"
+"""Stands for a module's path where a step draws outside of modules."""
+
+DrawPlace: TypeAlias = tuple[str, str, int, int]
+"""Which draw it is: the module's path, the operation, how many there were before in the step, and how many steps."""
 
 
 class Draw(NamedTuple):
@@ -63,12 +79,16 @@ class DrawUse:
         state: a fingerprint of the generator before it.
         given: what they were put on, such as the input of dropout; None where that was not seen.
         shape: of the numbers when they were put on it: another one, where a part was taken of them.
+        place: which draw it is, by the names of who drew.
+        spread: for a DTensor, whose parts torch itself makes differ or agree.
     """
 
     drawn: torch.Tensor
     state: str
     given: torch.Tensor | None = None
     shape: tuple[int, ...] = ()
+    place: DrawPlace = ("", "", 0, 0)
+    spread: bool = False
 
 
 class NoRandomness(TorchDispatchMode):
@@ -80,34 +100,40 @@ class NoRandomness(TorchDispatchMode):
 
     Args:
         path: returns the module that is running.
-        shared: numbers for the first step's forward, of the shape that is drawn.
-        keeps: note what becomes of the numbers.
+        shared: numbers for forward, of the shape that is drawn.
 
     Attributes:
-        draws: of forward.
-        again: of forwards that backward repeats, as activation checkpointing does.
-        uses: what became of the numbers in the first step's forward.
+        draws: of the step's forward.
+        again: of forwards that backward repeats in the step, as activation checkpointing does.
+        uses: what became of the numbers, in all steps.
+        repeats: whether backward has repeated a draw in any step.
         is_misfit: what was drawn has another shape than what is shared.
+        bare: where numbers are drawn that nothing is put in place of, and by which operation.
     """
 
-    def __init__(
-        self, path: Callable[[], str], shared: Mapping[DrawPlace, torch.Tensor] | None = None, *, keeps: bool = True
-    ) -> None:
+    def __init__(self, path: Callable[[], str], shared: Mapping[DrawPlace, torch.Tensor] | None = None) -> None:
         super().__init__()
         self.path = path
         self.draws: list[Draw] = []
         self.again: list[Draw] = []
         self.uses: dict[DrawPlace, DrawUse] = {}
-        self.is_misfit = False
+        self.repeats = self.is_misfit = False
+        self.bare: dict[str, None] = {}
         self._shared = shared or {}
-        self._counts: dict[tuple[str, str], int] = {}
+        self._counts: dict[tuple[str, str, int], int] = {}
         self._by_state: dict[tuple[str, tuple[int, ...], str], torch.Tensor] = {}
         self._followed: list[tuple[torch.Tensor, DrawUse]] = []  # random numbers that were put on nothing yet
-        self._keeps = keeps
+        self._steps = 0
 
-    def end_first_step(self) -> None:
-        """Forget the draws so far; those that follow are at their mean."""
-        self.draws, self.again, self._shared, self._keeps = [], [], {}, False
+    @property
+    def number_of_step(self) -> int:
+        """How many steps came before."""
+        return self._steps
+
+    def next_step(self) -> None:
+        """Count what follows for the next step."""
+        self.draws, self.again = [], []
+        self._steps += 1
         self._followed.clear()
 
     def __torch_dispatch__(
@@ -115,17 +141,43 @@ class NoRandomness(TorchDispatchMode):
     ) -> Any:
         """Carry out an operation."""
         kwargs = kwargs or {}
-        calm = _CALM.get(func.overloadpacket)
-        if calm is None:
+        if not is_random(func):
             return self._follow(func, args, kwargs) if self._followed else func(*args, **kwargs)
+        if func.overloadpacket in _RRELU:
+            return self._rrelu(func, types, args, kwargs)
+        if mean_of(func) is None:
+            return self._bare(func, args, kwargs)
         result = self._drawn(func, types, args, kwargs)
         with torch.no_grad():
-            if isinstance(result, torch.Tensor) and self._keeps:
+            if isinstance(result, torch.Tensor):
                 numbers = self._numbers(func.overloadpacket.__name__, result)
                 if numbers is not None:
                     _part_of(result).copy_(numbers)
                     return result
-            return calm(result, args, kwargs)
+            return put_mean(func, result, args, kwargs)
+
+    def _bare(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Carry out an operation that has no mean, and note where it draws."""
+        before = _fingerprint(kwargs.get("generator"))
+        result = func(*args, **kwargs)
+        if _fingerprint(kwargs.get("generator")) != before:
+            self.bare[f"{self.path() or 'the model'} ({func.overloadpacket.__name__})"] = None
+        return result
+
+    def _rrelu(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Multiply what is below 0 by slopes, drawn as uniform numbers are, and leave what each was multiplied by."""
+        given = {each.name: each.default_value for each in func._schema.arguments}
+        given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if not given["training"]:
+            return func(*args, **kwargs)
+        x, noise = given["self"], given["noise"]
+        bounds = (torch.empty_like(x), float(given["lower"]), float(given["upper"]))
+        slopes = self.__torch_dispatch__(_aten.uniform_.default, types, bounds, {"generator": given["generator"]})
+        if self._followed:
+            self._follow(_aten.mul.Tensor, (x, slopes), {})
+        noise.copy_(torch.where(x > 0, 1.0, slopes))
+        out = x if func is _aten.rrelu_with_noise_.default else given.get("out")
+        return x * noise if out is None else out.copy_(x * noise)
 
     def _numbers(self, op: str, result: torch.Tensor) -> torch.Tensor | None:
         """Return what is shared of a draw that has just been made; None: nothing."""
@@ -133,10 +185,11 @@ class NoRandomness(TorchDispatchMode):
         alike = (op, draw.shape, draw.state)
         if torch._C._current_graph_task_id() != -1:
             return self._by_state.get(alike)
-        number = self._counts[draw.path, op] = self._counts.get((draw.path, op), -1) + 1
-        place = (draw.path, op, number)
+        kind = (draw.path, op, self.number_of_step)
+        number = self._counts[kind] = self._counts.get(kind, -1) + 1
+        place = (draw.path, op, number, self.number_of_step)
         part = _part_of(result)
-        use = self.uses[place] = DrawUse(part.clone(), draw.state)
+        use = self.uses[place] = DrawUse(part.clone(), draw.state, place=place, spread=draw.spread)
         self._followed.append((result, use))
         numbers = self._shared.get(place)
         if numbers is not None and numbers.shape != part.shape:
@@ -152,11 +205,13 @@ class NoRandomness(TorchDispatchMode):
         if index is None or torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)
         numbers, use = self._followed[index]
-        others = [each for each in given if each is not numbers and each.dim() and each.is_floating_point()]
-        if others:
+        random = {id(tensor) for tensor, _ in self._followed}
+        others = [each for each in given if id(each) not in random and each.dim() and each.is_floating_point()]
+        other = max(others, key=torch.Tensor.numel, default=numbers)
+        is_scaled = torch.Tag.pointwise in func.tags and other.numel() < numbers.numel()  # such as by row, before
+        if other is not numbers and not is_scaled:
             del self._followed[index]
-            other = max(others, key=torch.Tensor.numel)
-            if _broadcasts(numbers, other):
+            if use.given is None and _broadcasts(numbers, other):
                 use.given, use.shape = local_of(other).clone(), tuple(_part_of(numbers).shape)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -168,7 +223,7 @@ class NoRandomness(TorchDispatchMode):
 
     def noted(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Carry out an operation as it is; if it is random, note that it draws."""
-        return self._drawn(func, types, args, kwargs) if func.overloadpacket in _CALM else func(*args, **kwargs)
+        return self._drawn(func, types, args, kwargs) if mean_of(func) is not None else func(*args, **kwargs)
 
     def _drawn(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         spread = any(issubclass(kind, DTensor) for kind in types)
@@ -178,6 +233,7 @@ class NoRandomness(TorchDispatchMode):
         # Backward itself is not differentiated, what it repeats is.
         in_backward = torch._C._current_graph_task_id() != -1
         kept = self.draws if not in_backward else self.again if torch.is_grad_enabled() else []
+        self.repeats = self.repeats or kept is self.again
         self._last = Draw(
             self.path(), func.overloadpacket.__name__, tuple(first.shape), state, spread, _is_checkpointed()
         )
@@ -185,8 +241,18 @@ class NoRandomness(TorchDispatchMode):
         return result
 
 
+def bare_words(modes: Iterable[Any]) -> list[str]:
+    """Say where random numbers are neither at their mean nor the same on both sides.
+
+    Args:
+        modes: what has noted it in `bare`, of each rank.
+    """
+    places = ", ".join(dict.fromkeys(place for mode in modes for place in mode.bare))
+    return [f"random numbers of {places} are drawn as they are, by each for itself"] if places else []
+
+
 def masks_problem(
-    draws: Sequence[Draw], full: tuple[int, ...], mesh: Layout, split: Sequence[str]
+    draws: Sequence[Draw], full: tuple[int, ...], mesh: Layout, split: Sequence[str], rows: Sequence[str] = ()
 ) -> tuple[str, str] | None:
     """Say what is wrong with the random numbers that the ranks drew at one place, and what to do; None: nothing.
 
@@ -198,17 +264,23 @@ def masks_problem(
     >>> masks_problem([same, same._replace(state="b")], (4,), tp, [])[0]
     'bernoulli_ draws different numbers on ranks 0-1, which hold the same over tp'
 
+    What is drawn once for all rows, such as a number by which a layer is left out, ranks may draw for theirs.
+
+    >>> masks_problem([same._replace(shape=()), same._replace(shape=(), state="b")], (), tp, ["tp"], ["tp"])
+
     Args:
         draws: one per rank.
         full: the shape of what one device draws there.
         mesh: all ranks.
         split: the axes over which the module's input is split, as far as that is known.
+        rows: those of them that split its first dim.
     """
     parts = _split_axes(draws[0].shape, full, mesh, split)
     if parts is None:
         return None
+    own = set(rows) if draws[0].shape == full else set()
     for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True):
-        if size == 1:
+        if size == 1 or name in own:
             continue
         for rank in mesh.rank_list:
             line = ranks_along(mesh, (name,), rank)
@@ -301,48 +373,3 @@ def _is_checkpointed() -> bool:
 def _fingerprint(generator: torch.Generator | None) -> str:
     state = (generator or torch.default_generator).get_state()
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-# -- what a random operation gives on average --------------------------------------------------------------------------
-
-
-def _filled(value: float) -> Callable[..., Any]:
-    return lambda result, args, kwargs: result.fill_(value)
-
-
-def _bernoulli(result: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """`bernoulli(p)` draws by a tensor of probabilities, the other forms by a number or a tensor beside it."""
-    chance = args[1] if len(args) > 1 else kwargs.get("p", None)
-    chance = args[0] if chance is None else chance
-    if chance is result:  # in place: the probabilities are gone
-        return result.fill_(0.5)
-    return result.copy_(chance) if isinstance(chance, torch.Tensor) else result.fill_(chance)
-
-
-def _dropout(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`native_dropout` returns what is left, scaled, and the mask; backward scales the mask in the same way."""
-    out, mask = result
-    chance = args[1] if len(args) > 1 else kwargs["p"]
-    return out.copy_(args[0]).mul_(1 / (1 - chance) if chance < 1 else 0.0), mask.fill_(True)
-
-
-def _normal(result: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    mean = kwargs.get("mean", args[1] if len(args) > 1 and isinstance(args[1], (int, float)) else 0.0)
-    return result.fill_(mean)
-
-
-_CALM: Mapping[Any, Callable[..., Any]] = {
-    _aten.native_dropout: _dropout,
-    _aten.bernoulli: _bernoulli,
-    _aten.bernoulli_: _bernoulli,
-    _aten.rand: _filled(0.5),
-    _aten.rand_like: _filled(0.5),
-    _aten.uniform_: lambda result, args, kwargs: result.fill_(
-        (kwargs.get("from", args[1] if len(args) > 1 else 0.0) + kwargs.get("to", args[2] if len(args) > 2 else 1.0))
-        / 2
-    ),
-    _aten.randn: _filled(0.0),
-    _aten.randn_like: _filled(0.0),
-    _aten.normal_: _normal,
-    _aten.exponential_: _filled(1.0),
-}

@@ -27,7 +27,7 @@ from sim.prove.infer import order_said
 from sim.prove.modes.choices import Choice, ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws
 from sim.prove.modes.precision import WidePrecision, narrow_words
-from sim.prove.randomness import Draw, DrawPlace, DrawUse, NoRandomness, redrawn
+from sim.prove.randomness import Draw, DrawPlace, DrawUse, NoRandomness, bare_words, redrawn
 from sim.prove.record import (
     AxesOf,
     ModuleRecorder,
@@ -116,8 +116,8 @@ class Run:
         same: for each name of a parameter, the first name of the same tensor.
         leaves: the parameters themselves.
         draws: random numbers in the first step's forward.
-        uses: what became of them.
-        repeats: backward has computed some of them again.
+        uses: what became of those of this step.
+        repeats: backward has computed some of them again, in this step or before.
         is_misfit: they have other shapes than those that were shared.
         redraw: one of them that a recomputation in backward has drawn otherwise.
         outputs: the tensors that the model returned, with the way to each.
@@ -229,7 +229,6 @@ class _Session:
         with DoubleGroupedProducts(), self.quiet, self.wide:
             self._forward()
             self.run.draws = [draw for draw in self.quiet.draws if not draw.spread]
-            self.run.uses, self.run.is_misfit = self.quiet.uses, self.quiet.is_misfit
             self.run.low, self.run.choices = self.wide.by_hand, self.choices.made
 
     def _forward(self) -> None:
@@ -238,6 +237,9 @@ class _Session:
                 output = self._output()
             self.run.changed_buffers = self._buffers()
             self.run.outputs, self.run.loss = self._finish(output)
+        step = self.run.step
+        self.run.uses = {place: use for place, use in self.quiet.uses.items() if place[3] == step}
+        self.run.is_misfit = self.quiet.is_misfit
 
     def _inside(self) -> str | None:
         return self.run.recorder.inside[-1] if self.run.recorder.inside else None
@@ -282,13 +284,13 @@ class _Session:
                 if step:
                     self.args, self.kwargs = self.given[-1]
                     self.runs.append(self._next())
-                    self.quiet.end_first_step()
+                    self.quiet.next_step()
                     self._forward()
                 with _entered(self.run.recorder.modules, self.run.recorder.inside):
                     self._differentiate(self.run.outputs, self.run.loss, grads)
                 self._keep_gradients()
                 self.run.redraw = redrawn(self.quiet.draws, self.quiet.again)
-                self.run.repeats = bool(self.quiet.again)
+                self.run.repeats = self.quiet.repeats
                 if optimizer is not None:
                     # Imported here: whoever imports `sim`, or proves a plan without an optimizer, needs no trainer.
                     from hyper_parallel.trainer.optimizer import update
@@ -450,7 +452,9 @@ class Ranks:
     @property
     def notes(self) -> list[str]:
         """What is computed otherwise than the program says."""
-        return narrow_words((session.wide for session in self._sessions.values()), self.task.dtype)
+        sessions = self._sessions.values()
+        bare = bare_words(session.quiet for session in sessions)
+        return [*narrow_words((session.wide for session in sessions), self.task.dtype), *bare]
 
     def backward(self, grads: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Differentiate and take the steps, from each rank's gradients of its outputs."""

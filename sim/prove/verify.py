@@ -25,9 +25,10 @@ from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
-from sim.prove.modes.draws import SharedDraws, shared_draws
+from sim.prove.modes.draws import SharedDraws, proved_with, shared_draws
 from sim.prove.modes.inputs import proved_once, proved_twice, second_of
 from sim.prove.modes.values import check_varied, proved_varied, unreached
+from sim.prove.randomness import DrawPlace, DrawUse
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, run_reference
@@ -84,8 +85,8 @@ def verify_plan(
     module to module, as long as they are added up before something else is computed from them. Parameters of which all
     elements are equal (zeros, ones) are moved a little on both sides, each element by itself, as a fault can hide
     behind them; unless the ranks give them values of their own. Dropout does nothing
-    here; instead, the ranks' generators are compared where they are used. If all is right, a further step has the same
-    random numbers on both sides, each rank its part where that is known, so that masks are compared.
+    here; instead, the ranks' generators are compared where they are used. If all is right, the steps are taken again
+    with the same random numbers on both sides, each rank its part where that is known, so that masks are compared.
 
     The bound for an error is measured, not guessed: one device repeats everything with all operations off by their
     rounding (`sim.prove.bound`). In float64 that leaves about 1e-14, and no fault hides below it. The gradients are
@@ -188,8 +189,6 @@ def _compared(
         given = steps
         taken: dict[ChoiceKey, torch.Tensor] = {}
         steps = _agreed(task, steps, ranks.runs, taken)
-        if task.shared is not None and _is_misfit(task.shared, steps[0][0], ranks.runs):
-            raise _MisfitError
         compared = Comparison(task, *steps[0], ranks.runs, said, judge)
         grads = _grads(task, steps[0][0], compared)
         has_gone = grads is not None and _backward(ranks, grads, compared)
@@ -200,8 +199,7 @@ def _compared(
             if first is not given and first is not steps:
                 _forget(first)
         reference = steps[0][0]
-        free = agreed_words(taken)
-        compared.notes[:0] = [*_not_proved(reference), *free, *unreached(*_reached([run for run, _ in steps]))]
+        compared.notes[:0] = [*_not_proved(reference), *agreed_words(taken), *_unreached([run for run, _ in steps])]
         later: list[Comparison] = []
         if has_gone:
             later = [
@@ -211,64 +209,57 @@ def _compared(
         report = compared.report(later)
         if steps is not given:
             _forget(steps)
+        mine, runs = [run for run, _ in steps[: len(later) + 1]], [ranks.step(at) for at in range(len(later) + 1)]
+        if task.shared is not None:
+            uses = [_uses([step[rank] for step in runs]) for rank in range(len(mesh.rank_list))]
+            is_misfit = any(run.is_misfit for step in (mine, *runs) for run in step)
+            task.shared.check_used(_uses(mine), uses, misfit=is_misfit)
         events = list(w.trace.kept())
         unused = _unused_axes(mesh, report, {event.group for event in events})
         mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
         report = replace(report, notes=(*report.notes, *ranks.notes, *unused), mutants=mutants)
-    if mutant is None and task.shared is None and reference.uses and report.first is None:
-        return _with_masks(task, said, compared, report)
-    return report
-
-
-class _MisfitError(Exception):
-    """With random numbers in the place of their means, a program draws others: as many as its values say."""
-
-
-def _is_misfit(shared: SharedDraws, reference: Run, runs: Sequence[Run]) -> bool:
-    sides = zip((reference, *runs), (shared.one, *shared.ranks), strict=True)
-    return any(run.is_misfit or not numbers.keys() <= run.uses.keys() for run, numbers in sides)
-
-
-def _with_masks(task: Task, said: Declarations, compared: Comparison, report: Report) -> Report:
-    """Take a step with the random numbers of one device on both sides, where each rank's part of them is known."""
-    reference, runs = compared.reference, compared.runs
-    shared = shared_draws(
-        reference.uses,
-        [run.uses for run in runs],
-        task.mesh,
-        lambda place, given: compared.bounds.of(("draw", place), given),
-        compared.boundaries(),
-        compared.row_orders,
-        [run.repeats for run in (reference, *runs)],
-    )
-    if not shared.one:
-        return replace(report, notes=(*report.notes, *shared.notes))
-    step = replace(task, steps=1, second=None, shared=shared)
-    try:
-        again = _proved(step, said, is_varied=False)
-    except _MisfitError:
-        note = "random numbers are taken at their mean, as others are drawn where they are not"
-        return replace(report, notes=(*report.notes, note))
-    except Exception as error:  # such as nan where a mask leaves nothing
-        lines = str(error).splitlines() or [""]
-        note = f"random numbers are taken at their mean; without it: {type(error).__name__}: {lines[0]}"
-        return replace(report, notes=(*report.notes, note))
-    report = replace(report, notes=(*report.notes, *shared.notes))
-    if again.first is None:
+    if mutant is not None or task.shared is not None or report.first is not None or not _draws(mine, runs):
         return report
-    elsewhere = shared.elsewhere_words()
-    sentence = "it is right with means in the place of random numbers, and wrong with those of one device"
-    sentence += f": {elsewhere}" if elsewhere else ""
-    hint = "dropout of the same tensor, with the same p, as on one device"
-    rows = [replace(row, tensor=f"{row.tensor} with random numbers") for row in again.rows if row.verdict == "bug"]
-    first = replace(again.first, tensor=f"{again.first.tensor} with random numbers", sentence=sentence, suggestion=hint)
-    rows = [first, *(row for row in rows if (row.place, row.kind) != (first.place, first.kind))]
-    return replace(report, first=first, rows=(*report.rows, *rows))
+    shared = _shared(mine, runs, [compared, *later])
+    return proved_with(report, shared, lambda shared: _proved(replace(task, shared=shared), said, is_varied=False))
 
 
-def _reached(runs: Sequence[Run]) -> tuple[list[Mapping[str, torch.Tensor | None]], list[str]]:
-    """Return the gradients of each step, and the names of what is trained."""
-    return [run.gradients for run in runs], [name for name, leaf in runs[0].leaves.items() if leaf.requires_grad]
+def _uses(runs: Sequence[Run]) -> dict[DrawPlace, DrawUse]:
+    """Return what became of random numbers in all steps of one device, or of a rank."""
+    return {place: use for run in runs for place, use in run.uses.items()}
+
+
+def _draws(mine: Sequence[Run], runs: Sequence[Sequence[Run]]) -> bool:
+    return any(run.uses for step in (mine, *runs) for run in step)
+
+
+def _shared(mine: Sequence[Run], runs: Sequence[Sequence[Run]], compared: Sequence[Comparison]) -> SharedDraws:
+    """Find each rank's part of one device's random numbers, in every step."""
+    first = compared[0]
+    ranks = list(zip(*runs, strict=True))
+    return shared_draws(
+        _uses(mine),
+        [_uses(steps) for steps in ranks],
+        first.task.mesh,
+        lambda place, given: compared[place[3]].bounds.of(("draw", place), given),
+        lambda step: compared[step].boundaries(),
+        list(dict.fromkeys(order for each in compared for order in each.row_orders)),
+        [steps[-1].repeats for steps in (mine, *ranks)],
+        lambda rank, path: _calls(runs[0][rank], path),
+    )
+
+
+def _calls(run: Run, path: str) -> bool:
+    """Whether a module has been called, with anything: experts may get no rows."""
+    return any(key.path == path and entry.value.numel() > 0 for key, entry in run.recorder.entries.items())
+
+
+def _unreached(runs: Sequence[Run]) -> list[str]:
+    """Say what no input of any step reaches."""
+    trained = [name for name, leaf in runs[0].leaves.items() if leaf.requires_grad]
+    modules = runs[0].recorder.modules.items()
+    tables = [f"{path}.weight".removeprefix(".") for path, module in modules if isinstance(module, nn.Embedding)]
+    return unreached([run.gradients for run in runs], trained, tables)
 
 
 def _mutated(task: Task, said: Declarations, mutants: Sequence[Mutant], most: int) -> Sensitivity:

@@ -30,7 +30,10 @@ from sim.kernel.context import current_rank
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices
+from sim.prove.modes.draws import SharedDraws, proved_with
 from sim.prove.modes.precision import WidePrecision, narrow_words
+from sim.prove.modes.values import is_constant, listed, unreached
+from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.report import Report, Sensitivity
 from sim.prove.steps.axes import mesh_of_groups
 from sim.prove.steps.compare import LoopComparison, agreed_choices
@@ -209,23 +212,29 @@ class _ScriptTask:
     steps: int
     mesh: Layout | None
     names: Mapping[str, Any]
+    shared: SharedDraws | None = None  # random numbers, in place of their means
 
     def on_one(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
         """Execute the reference, plainly and perturbed, the latter with the choices of the first."""
+
+        def execute(seed: int | None, taken: Mapping[ChoiceKey, torch.Tensor] | None) -> LoopRecord:
+            found = self._execute(self.reference, self.reference_source, seed, taken=taken, numbers=numbers)
+            return found.loops[0]
+
+        numbers = [self.shared.one] if self.shared is not None else ()
         quiet = nullcontext() if taken is None else redirect_stderr(io.StringIO())  # it has been said once
         with quiet:
-            expected = self._execute(self.reference, self.reference_source, None, taken=taken).loops[0]
+            expected = execute(None, taken)
         same = {key: choice.indices for key, choice in expected.choices.items()}
         with redirect_stderr(io.StringIO()):
-            moved = [
-                self._execute(self.reference, self.reference_source, seed, taken=same).loops[0] for seed in range(_RUNS)
-            ]
+            moved = [execute(seed, same) for seed in range(_RUNS)]
         return expected, moved
 
     def on_ranks(self, mutant: Mutant | None = None) -> _Recorded:
         """Execute the script on its ranks, with a fault put in or without."""
         launch = self.launch if mutant is None else replace(self.launch, show=())
-        return self._execute(launch, self.source, None, mutant)
+        numbers = self.shared.ranks if self.shared is not None else ()
+        return self._execute(launch, self.source, None, mutant, numbers=numbers)
 
     def _execute(
         self,
@@ -234,6 +243,7 @@ class _ScriptTask:
         seed: int | None,
         mutant: Mutant | None = None,
         taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
+        numbers: Sequence[Mapping[DrawPlace, torch.Tensor]] = (),
     ) -> _Recorded:
         found = _Recorded()
         dtype = torch.get_default_dtype()
@@ -244,9 +254,10 @@ class _ScriptTask:
             raise _EnoughSteps
 
         def body() -> None:
-            is_plain = launch.nproc == 1 and seed is None
-            watch, rank = LoopWatch(most=self.steps, on_more=stop, keeps_graph=is_plain), current_rank()
+            rank, is_plain = current_rank(), launch.nproc == 1 and seed is None
             assert rank is not None, "ranks execute scripts"
+            own = numbers[rank] if numbers else None
+            watch = LoopWatch(most=self.steps, on_more=stop, keeps_graph=is_plain, shared=own)
             loops[rank] = watch.record
             perturbed = nullcontext() if seed is None else _PerturbedLoop(watch, seed)
             wide, choices = WidePrecision(dtype), Choices(lambda: watch.where if watch.is_inside else None, taken)
@@ -294,8 +305,10 @@ class _ScriptTask:
         groups = [*found.groups, *((event.axis, event.members) for event in found.events)]
         return mesh_of_groups(self.launch.nproc, groups)
 
-    def compared(self, expected: LoopRecord, moved: Sequence[LoopRecord], found: _Recorded) -> Report:
-        """Compare what the ranks did with what one device did."""
+    def compared(
+        self, expected: LoopRecord, moved: Sequence[LoopRecord], found: _Recorded, *, is_mutant: bool = False
+    ) -> Report:
+        """Compare what the ranks did with what one device did; then with the same random numbers on both sides."""
         asked, script = f"cannot verify {self.launch.script}", self.launch.script
         lone = next((rank for rank, loop in enumerate(found.loops) if any(step.updates for step in loop.steps)), None)
         if lone is None:
@@ -314,7 +327,14 @@ class _ScriptTask:
         hint = "--name '<name on the ranks>={}'"
         rows = [_with_hint(row, hint) for row in report.rows]
         first = None if report.first is None else _with_hint(report.first, hint)
-        notes = [*report.notes, *found.changes, *narrow_words(found.wide, torch.float64)]
+        reached = unreached([step.gradients for step in expected.steps], expected.trained, expected.tables)
+        notes = [
+            *report.notes,
+            *reached,
+            *_of_one_value(expected),
+            *found.changes,
+            *narrow_words(found.wide, torch.float64),
+        ]
         if comparison.names.missing:
             notes.append(f"on the ranks alone, and not compared: {', '.join(comparison.names.missing[:_MOST_SHOWN])}")
         if self.mesh is None and guessed is None:
@@ -331,7 +351,21 @@ class _ScriptTask:
                 f"each rank takes as many rows as one device, and other ones: the batch grows with the ranks; "
                 f"--reference FILE, one that takes the rows of all {self.launch.nproc} ranks"
             )
-        return replace(report, rows=tuple(rows), first=first, notes=tuple(notes))
+        notes += bare_words(loops)
+        report = replace(report, rows=tuple(rows), first=first, notes=tuple(notes))
+        if self.shared is not None:
+            comparison.check_used(self.shared)
+        if is_mutant or self.shared is not None or first is not None or not comparison.draws:
+            return report
+        return proved_with(report, comparison.shared(), self._proved_with)
+
+    def _proved_with(self, shared: SharedDraws) -> Report:
+        """Execute both with random numbers in the place of their means, and compare."""
+        quiet = replace(self, shared=shared, launch=replace(self.launch, show=()))
+        with redirect_stderr(io.StringIO()):
+            found = quiet.on_ranks()
+            expected, moved, _ = quiet.agreed(*quiet.on_one(), found)
+            return quiet.compared(expected, moved, found)
 
 
 def verify_script(
@@ -398,7 +432,9 @@ def _prove(task: _ScriptTask) -> Report:
         names = list(dict.fromkeys(name for loop in found.loops for name in loop.initial))
         possible = [mutant for mutant in mutants_of(found.events, names) if mutant.axis]
         with _default_dtype(dtype):
-            return run_mutants(possible, lambda mutant: task.compared(expected, others, task.on_ranks(mutant)), most)
+            return run_mutants(
+                possible, lambda mutant: task.compared(expected, others, task.on_ranks(mutant), is_mutant=True), most
+            )
 
     report = task.compared(expected, others, found)
     return replace(report, notes=(*report.notes, *said), mutants=mutated)
@@ -449,6 +485,17 @@ def _grows(expected: LoopRecord, loops: Sequence[LoopRecord]) -> bool:
         and len({tensor.shape for tensor in tensors}) == 1
         and not all(torch.equal(tensors[0], tensor) for tensor in tensors)
     )
+
+
+def _of_one_value(expected: LoopRecord) -> list[str]:
+    """Say which arguments of outermost modules had one value in all steps, as a mask that masks nothing."""
+    found = []
+    for path, side, way in expected.steps[0].calls:
+        if side == "input" and path in expected.roots:
+            values = [value for step in expected.steps for value in step.calls.get((path, side, way), [])]
+            if is_constant(torch.cat([value.flatten() for value in values])):
+                found.append(f"{way} of {path}" if path else way)
+    return [f"a fault may hide behind input {listed(found)}: of one value"] if found else []
 
 
 def _with_hint(row: Any, hint: str) -> Any:

@@ -110,6 +110,28 @@ def test_the_script_itself_takes_all_rows_as_its_only_rank(verify: Verify) -> No
     assert verify(MODEL + RANKS)[0] == 0
 
 
+def test_what_no_step_of_a_script_exercises_is_named(verify: Verify) -> None:
+    masked = """
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.spare = nn.Embedding(64, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    def forward(self, ids, mask):
+        return (self.embed(ids) * mask[..., None]).sum()
+model = Masked()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(2):
+    model(torch.arange(40).view(5, 8), torch.ones(5, 8)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    code, out, _ = verify(MODEL + "dist.init_process_group('gloo')" + masked)
+    assert code == 0, out
+    assert "rows 40 to 63 of embed.weight were never looked up: a fault there is not seen" in out
+    assert "no input reaches spare: a fault there is not seen" in out
+    assert "a fault may hide behind input 1: of one value" in out
+
+
 def test_a_batch_that_grows_with_the_ranks_needs_a_reference(verify: Verify) -> None:
     grows = RANKS.replace("x.chunk(dist.get_world_size())[rank]", "torch.randn(4, 4) + rank")
     code, out, _ = verify(MODEL + grows)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel import fully_shard
+from sim.prove.modes.means import is_random, mean_of
+from sim.script.options import Launch
+from sim.script.verify import verify_script
 
 ROWS, WIDTH = 4, 8
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -286,3 +292,517 @@ def test_masks_of_tokens_in_zig_zag(wrong):
         assert report.first.tensor.endswith("with random numbers"), report
     else:
         is_right(report)
+
+
+# -- what is drawn, or not ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "who"), [((0, 1), "no rank does"), ((1,), "not rank 1")])
+def test_dropout_that_ranks_lack_is_found(ranks, who):
+    def lacking(model, mesh):
+        model[0].p = 0.0 if mesh.get_rank() in ranks else 0.5
+        return DistributedDataParallel(model)
+
+    first = residual(lacking).first
+    assert (first.module, first.tensor, first.kind) == ("0", "bernoulli", "random")
+    assert first.sentence == f"one device draws random numbers here, and {who}"
+
+
+def test_dropout_that_only_ranks_have_is_found():
+    first = residual(data_parallel(p=0.5), p=0.0).first
+    assert first.sentence == "ranks 0-1 draw random numbers here, and one device does not"
+    assert residual(data_parallel(p=0.0), p=0.0).ok
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_masks_of_the_second_step(forgets):
+    def kept(self, x):
+        if not forgets or self.training:
+            self.kept = torch.empty(len(x), WIDTH, dtype=x.dtype).bernoulli_(0.5)
+        if forgets:
+            self.training = False  # and the mask is that of the first step for ever
+        return x + self.branch(x) * self.kept * 2
+
+    class Drawing(Residual):
+        def __init__(self):
+            super().__init__()
+            self.how = lambda self, x: x + self.branch(x) * torch.empty_like(x).bernoulli_(0.5) * 2
+
+    model = lambda: nn.Sequential(Drawing(), nn.Linear(WIDTH, 4))  # noqa: E731
+    options = {"parallelize": data_parallel(kept), "input_layouts": [("dp", "None")]}
+    report = sim.verify_plan(model, (X,), "dp=2", **options)
+    if forgets:
+        assert not report.ok
+        assert report.first.sentence == "one device draws random numbers here, and no rank does, in step 2"
+        assert sim.verify_plan(model, (X,), "dp=2", steps=1, **options).ok
+    else:
+        is_right(report)
+        assert report.notes[0] == "a second step (rows in another order) is compared"
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_another_scale_in_the_second_step_alone(off):
+    def late(self, x):
+        self.count = getattr(self, "count", 0) + 1
+        mask = torch.empty_like(x).bernoulli_(0.5)
+        return x + self.branch(x) * (mask.square() / 0.5 if off and self.count == 2 else mask) / 0.5
+
+    class Drawing(Residual):
+        def __init__(self):
+            super().__init__()
+            self.how = late
+
+    def right(self, x):
+        return x + self.branch(x) * torch.empty_like(x).bernoulli_(0.5) / 0.5
+
+    model = lambda: nn.Sequential(Drawing(), nn.Linear(WIDTH, 4))  # noqa: E731
+    report = sim.verify_plan(
+        model, (X,), "dp=2", parallelize=data_parallel(right), input_layouts=[("dp", "None")], seed=1
+    )
+    assert report.ok is not off, report
+    if off:
+        assert report.first.place == "0.output with random numbers in step 2"
+
+
+class Skipped(nn.Module):
+    """Layers that are left out by chance; `forgets`: always taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.forgets = nn.ModuleList(Residual() for _ in range(3)), False
+
+    def forward(self, x):
+        for layer in self.layers:
+            if torch.rand(()) < 0.51 or self.forgets:  # on average it is taken
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_layers_that_are_left_out_by_chance(apart):
+    def seeded(model, mesh):
+        torch.manual_seed(9 + (mesh.get_rank() if apart else 0))
+
+    replicated = verify(Skipped, "tp=2", parallelize=seeded)
+    if apart:
+        assert replicated.first.sentence == "rand draws different numbers on ranks 0-1, which hold the same over tp"
+    else:
+        is_right(replicated)
+
+
+def test_layers_that_each_rank_leaves_out_for_its_own_rows():
+    is_right(verify(Skipped, parallelize=data_parallel_unused))
+
+
+def data_parallel_unused(model, mesh):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def test_layers_that_ranks_always_take_are_found():
+    def forgetful(model, mesh):
+        for layer in model.layers:
+            layer.p = 0.0
+        model.forgets = True
+        return DistributedDataParallel(model)
+
+    def model():
+        made = Skipped()
+        for layer in made.layers:
+            layer.p = 0.0
+        return made
+
+    report = verify(model, parallelize=forgetful, seed=1)
+    assert report.first.tensor.endswith(" with random numbers"), report
+
+
+# -- steps of one's own ------------------------------------------------------------------------------------------------
+
+
+def squared(model, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss
+
+
+def averaged(model, batch, parts=1):
+    total = 0.0
+    for part in batch.chunk(parts):
+        loss = model(part).square().mean() / parts
+        loss.backward()
+        total += loss.detach()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    return total
+
+
+def own_rows(batch, mesh):
+    return batch.chunk(mesh.size())[mesh.get_rank()]
+
+
+def stepped(parallelize=None, mesh="dp=2", model=None, **options):
+    made = model or (lambda: nn.Sequential(Residual(), nn.Linear(WIDTH, 4)))
+    split = {"shard_batch": own_rows} if "dp" in mesh else {}
+    options = {"parallelize": parallelize, **split, **options}
+    return sim.verify_step(squared, made, X, mesh, optimizer_fn=None, **options)
+
+
+def by_hand(how=Residual.right, **changes):
+    return data_parallel(how, wrap=lambda model: model, **changes)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard, pytest.param(torchs_fully_shard, id="FSDP2")])
+def test_masks_of_wrapped_models_are_right_in_steps(wrap):
+    report = stepped(data_parallel(wrap=wrap))
+    is_right(report)
+    assert report.notes[0] == "a second step (rows in another order) is compared"
+
+
+@pytest.mark.parametrize("preserve", [None, True])
+def test_masks_of_micro_batches_are_right(preserve):
+    model = lambda: nn.Sequential(Residual(preserve_rng_state=preserve), nn.Linear(WIDTH, 4))  # noqa: E731
+    is_right(stepped(by_hand(), rank_step=lambda model, batch: averaged(model, batch, 2), model=model))
+
+
+def test_masks_of_split_activations_are_right_in_steps():
+    def split(model, mesh):
+        return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    is_right(stepped(split, "tp=2", Mlp))
+    is_right(stepped(model=lambda: nn.Sequential(Attention(), nn.Linear(WIDTH, 4)), rank_step=averaged))
+
+
+@pytest.mark.parametrize(
+    ("apply", "words"),
+    [
+        (by_hand(on_the_input), "those of 0 (bernoulli) are put on the model's input"),
+        (by_hand(on_the_sum), "those of 0 (bernoulli) are put on 0.output"),
+        (by_hand(p=0.3), "wrong with those of one device"),
+    ],
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_wrong_masks_are_found_in_steps(apply, words, parts):
+    report = stepped(apply, rank_step=lambda model, batch: averaged(model, batch, parts), steps=1)
+    is_wrong(report)
+    assert words in report.first.sentence
+
+
+def test_dropout_that_ranks_lack_is_found_in_steps():
+    def late(self, x):
+        self.count = getattr(self, "count", 0) + 1
+        return x + (F.dropout(self.branch(x), self.p) if self.count == 1 else self.branch(x))
+
+    no_rank = "one device draws random numbers here, and no rank does"
+    assert stepped(by_hand(p=0.0), rank_step=averaged).first.sentence == no_rank
+    assert stepped(by_hand(late), rank_step=averaged).first.sentence == f"{no_rank}, in step 2"
+    assert stepped(by_hand(late), rank_step=averaged, steps=1).ok
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_masks_that_a_step_draws_again(shift):
+    def drawn(self, x, shift=0):
+        return x + Drawn.apply(self.branch(x), shift)
+
+    class Redrawing(Residual):
+        def __init__(self):
+            super().__init__()
+            self.how = drawn
+
+    model = lambda: nn.Sequential(Redrawing(), nn.Linear(WIDTH, 4))  # noqa: E731
+    report = stepped(by_hand(lambda self, x: drawn(self, x, shift)), rank_step=averaged, model=model)
+    if shift:
+        assert report.first.kind == "gradient", report
+        assert "with random numbers" in report.first.tensor
+    else:
+        is_right(report)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_part_of_a_mask_that_is_drawn_whole_in_a_step(wrong):
+    def split(model, mesh):
+        rank = mesh.get_local_rank()
+
+        def kind(x, p):
+            numbers = torch.empty(ROWS, 2 * WIDTH, dtype=x.dtype).bernoulli_(1 - p)
+            start = ((1 - rank) if wrong else rank) * WIDTH
+            return x * numbers[:, start : start + WIDTH] / (1 - p)
+
+        model.kind = kind
+        return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    report = stepped(split, "tp=2", Mlp)
+    if wrong:
+        assert "with random numbers" in report.first.tensor, report
+    else:
+        is_right(report)
+
+
+def test_draws_apart_of_what_ranks_hold_alike_are_found_in_steps():
+    def apart(model, mesh):
+        torch.manual_seed(mesh.get_rank())
+        return model
+
+    report = stepped(apart, "tp=2", Skipped)
+    assert report.first.sentence == "rand draws different numbers on ranks 0-1, which hold the same over tp"
+    assert stepped(None, "tp=2", Skipped).ok
+    masks = stepped(apart, "tp=2")
+    assert masks.first.sentence == "bernoulli_ draws different numbers on ranks 0-1, which hold the same over tp"
+
+
+def test_layers_that_are_left_out_of_micro_batches():
+    def accumulated(model, batch):
+        total = 0.0
+        for part in batch.chunk(2):
+            loss = squared_share(model, part)
+            total += loss
+        for parameter in model.parameters() if dist.is_initialized() else ():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return total
+
+    def squared_share(model, part):
+        loss = model(part).square().mean() / 2
+        loss.backward()
+        return loss.detach()
+
+    report = sim.verify_step(accumulated, Skipped, X, "dp=2", shard_batch=own_rows, optimizer_fn=None)
+    assert report.ok, report
+    assert "random numbers of the model (rand) are taken at their mean" in "".join(report.notes)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_noise_that_a_step_draws_by_itself(wrong):
+    def step(model, batch):
+        times = torch.randint(1, 10, (len(batch),))
+        noise = torch.randn_like(batch)
+        share = (times.to(batch) / 10).sqrt()[:, None]
+        given = batch * (1 - share) + noise * share
+        aim = noise.abs() if wrong and dist.is_initialized() else noise
+        loss = (model(given) - aim).square().mean()
+        loss.backward()
+        return loss
+
+    def averaged(model, batch):
+        loss = step(model, batch)
+        for parameter in model.parameters():
+            parameter.grad += torch.rand_like(parameter.grad) - 0.5  # rounds at random: nothing, on average
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return loss
+
+    model = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
+    report = sim.verify_step(step, model, X, "dp=2", rank_step=averaged, shard_batch=own_rows)
+    left = [note for note in report.notes if "random numbers" in note]
+    if wrong:
+        assert "with random numbers" in report.first.tensor, report
+    else:
+        assert report.ok, report
+        assert [note.partition(": ")[0] for note in left] == [
+            "random numbers of the step (rand_like) are taken at their mean"
+        ]
+
+
+class Half(nn.Module):
+    """A stage of a pipeline, under the names of the whole model."""
+
+    def __init__(self, model, rank):
+        super().__init__()
+        setattr(self, str(rank), model[rank])
+        self.rank = rank
+
+    def forward(self, x):
+        return getattr(self, str(self.rank))(x)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.3])
+def test_masks_of_stages_and_micro_batches(p):
+    def staged(model, mesh):
+        model[1].p = p
+        return Half(model, mesh.get_rank())
+
+    def take(stage, batch):
+        total = 0.0
+        for part in batch.chunk(2):
+            if not stage.rank:
+                y = stage(part)
+                dist.send(y.detach(), 1)
+                grad = torch.empty_like(y)
+                dist.recv(grad, 1)
+                y.backward(grad)
+                continue
+            x = torch.empty_like(part)
+            dist.recv(x, 0)
+            loss = stage(x.requires_grad_()).square().mean() / 2
+            loss.backward()
+            dist.send(x.grad, 0)
+            total += loss.detach()
+        return total if stage.rank else None
+
+    report = stepped(staged, "pp=2", lambda: nn.Sequential(Residual(), Residual()), rank_step=take)
+    if p == 0.5:
+        is_right(report)
+    else:
+        is_wrong(report, "1")
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x):
+        return x + F.dropout(self.layer(x), 0.5)
+model = DistributedDataParallel(nn.Sequential(Residual(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+data = torch.randn(3, 8, 8)
+torch.manual_seed(dist.get_rank())
+for batch in data.chunk(dist.get_world_size(), 1)[dist.get_rank()]:
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("", ""), None),
+        (("x + F.dropout(self.layer(x), 0.5)", "F.dropout(x, 0.5) + self.layer(x)"), "are put on the model's input"),
+        (("self.layer(x), 0.5", "self.layer(x), 0.25"), "wrong with those of one device"),
+        (("self.layer(x), 0.5", "self.layer(x), 0.0"), "one device draws random numbers here, and no rank does"),
+    ],
+)
+def test_masks_of_scripts(change, words, tmp_path):
+    (tmp_path / "one.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT.replace(*change))
+    report = verify_script(Launch(f"{tmp_path}/train.py", nproc=2), Launch(f"{tmp_path}/one.py"))
+    if words is None:
+        is_right(report)
+    else:
+        assert words in report.first.sentence, report
+
+
+# -- random operations as a kind ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("upper", [1 / 3, 0.5])
+def test_slopes_that_are_drawn(upper):
+    class Slopes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.upper = nn.Linear(WIDTH, WIDTH), 1 / 3
+
+        def forward(self, x):
+            x = F.rrelu(self.layer(x), 1 / 8, self.upper, training=True)
+            return F.rrelu_(x.sin(), training=True)
+
+    def wider(model, mesh):
+        model.upper = upper
+        return DistributedDataParallel(model)
+
+    report = verify(Slopes, parallelize=wider)
+    if upper == 1 / 3:
+        is_right(report)
+    else:
+        assert report.first.place == "the model's output", report
+
+
+DRAWS = {
+    "randint": lambda x: x * torch.randint(3, 9, (len(x), 1)),
+    "randperm": lambda x: x[:, torch.randperm(WIDTH)],
+    "multinomial": lambda x: x[:, torch.multinomial(torch.ones(WIDTH), 3)],
+    "poisson": lambda x: x + torch.poisson(x.detach().abs()),
+    "binomial": lambda x: x * torch.binomial(torch.full_like(x, 4.0), torch.full_like(x, 0.5)),
+    "gamma": lambda x: x + torch._standard_gamma(x.abs() + 1),
+    "normal": lambda x: x + torch.normal(x.detach(), 1.0),
+    "exponential": lambda x: x + torch.empty_like(x).exponential_(4.0),
+    "log_normal": lambda x: x + torch.empty_like(x).log_normal_(0.0, 0.5),
+    "geometric": lambda x: x + torch.empty_like(x).geometric_(0.5),
+    "random": lambda x: x + torch.empty_like(x).random_(2, 7),
+    "whole masks": lambda x: x * torch.empty(x.shape, dtype=torch.int64).bernoulli_(0.75),
+    "gumbel": F.gumbel_softmax,
+    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "channels": lambda x: F.dropout1d(x.unsqueeze(-1), 0.5).squeeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_any_random_operation_is_right(name):
+    class Drawn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return DRAWS[name](self.layer(x))
+
+    assert verify(Drawn, parallelize=lambda model, mesh: DistributedDataParallel(model)).ok
+
+
+def test_every_random_operation_of_torch_has_a_mean_or_draws_nothing_here():
+    left = set()
+    for schema in torch._C._jit_get_all_schemas():
+        space, _, name = schema.name.partition("::")
+        packet = getattr(torch.ops.aten, name, None) if space == "aten" else None
+        op = getattr(packet, schema.overload_name or "default", None)
+        if op is not None and is_random(op) and mean_of(op) is None:
+            left |= {name} if op.has_kernel_for_dispatch_key("CPU") else set()
+    # Those that are made of others are seen as these, and those without a kernel of the CPU draw on no simulated rank.
+    attention = {"_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu"}  # take no dropout here
+    assert left == {"rrelu_with_noise", "rrelu_with_noise_", *attention}
+
+
+def test_what_has_no_mean_is_named(monkeypatch):
+    import sim.prove.randomness as randomness_module
+
+    monkeypatch.setattr(randomness_module, "mean_of", lambda func: None)
+    report = residual(data_parallel())
+    assert not report.ok
+    assert "random numbers of 0 (bernoulli_) are drawn as they are, by each for itself" in report.notes
+
+
+# -- ranks that draw for some rows, or in stages -----------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Rows of a positive first element go to one expert, the others to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2))
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = (x[:, 0] > 0) == bool(number)
+            out[chosen] = expert(x[chosen])
+        return out
+
+
+def test_experts_that_get_no_rows_of_a_rank_draw_nothing():
+    x = X.clone()
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    report = sim.verify_step(
+        squared, Experts, x, "dp=2", shard_batch=own_rows, parallelize=data_parallel_unused, optimizer_fn=None
+    )
+    is_right(report)
+
+
+def test_masks_of_a_schedule_that_asks_for_shapes():
+    def scheduled(model, mesh):
+        rank = mesh.get_rank()
+        stage = PipelineStage(Half(model, rank), rank, 2, torch.device("cpu"), group=mesh.get_group())
+        return ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.square().mean())
+
+    def take(schedule, batch):
+        losses = []
+        if not dist.get_rank():
+            return schedule.step(batch)
+        schedule.step(target=batch, losses=losses)
+        return torch.stack(losses).mean()
+
+    is_right(stepped(scheduled, "pp=2", lambda: nn.Sequential(Residual(), Residual()), rank_step=take))

@@ -850,7 +850,7 @@ def verify_masked(kind=None, **options):
 def test_a_second_step_has_other_inputs():
     report = verify_masked()
     assert report.ok, report
-    expected = "a second step (rows in another order, input 1, 2 moved) is compared"
+    expected = "a second step (rows in another order, input 1 masks ends of rows, input 2 moved) is compared"
     assert expected in report.notes
     assert {("gradient", "weight"), ("gradient", "weight of step 2")} <= {(row.kind, row.tensor) for row in report.rows}
 
@@ -869,9 +869,87 @@ def test_inputs_that_a_program_does_not_take():
     report = verify_masked("picky")
     assert report.ok, report
     assert report.notes[-1] == (
-        "a second step (rows in another order, input 1, 2 moved) was not compared: ValueError: no masks, please"
+        "a second step (rows in another order, input 1 masks ends of rows, input 2 moved) was not compared: "
+        "ValueError: no masks, please"
     )
     assert not any("of step" in row.tensor for row in report.rows)
+
+
+def counted(ids, kind):
+    """What counts of a batch of ids: all of it, or as much of each row."""
+    if kind == "mask":
+        return torch.ones_like(ids)
+    if kind == "lengths":
+        return torch.full((len(ids),), ids.shape[1])
+    if kind == "labels":
+        return torch.where(torch.arange(ids.shape[1]) < 2, -100, ids)
+    return (torch.arange(ids.shape[1]) < 4).expand_as(ids)
+
+
+def keeps(ids, counts, kind):
+    if kind == "lengths":
+        return torch.arange(ids.shape[1]) < counts[:, None]
+    return counts != -100 if kind == "labels" else counts.bool()
+
+
+@pytest.mark.parametrize("kind", ["mask", "lengths", "labels", "same"])
+@pytest.mark.parametrize("of_means", [False, True])
+def test_rows_that_count_differently_on_the_ranks(kind, of_means):
+    def step(model, batch):
+        kept = keeps(*batch, kind)
+        losses = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].flatten(), reduction="none")
+        total, count = (losses * kept.flatten()).sum(), kept.sum()
+        if dist.is_initialized() and not of_means:
+            dist.all_reduce(count)
+        loss = total / count
+        loss.backward()
+        op = dist.ReduceOp.AVG if of_means else dist.ReduceOp.SUM
+        for parameter in model.parameters() if dist.is_initialized() else ():
+            dist.all_reduce(parameter.grad, op=op)
+        return loss
+
+    ids = batch()[0]
+    given = (ids, counted(ids, kind))
+    report = sim.verify_step(step, Gpt, given, "dp=2", shard_batch=rows)
+    if of_means:
+        assert report.first.tensor.endswith("step 2"), report
+        assert sim.verify_step(step, Gpt, given, "dp=2", shard_batch=rows, steps=1).ok
+    else:
+        words = {"mask": "masks ends of rows", "lengths": "is shorter in some rows", "labels": "has more -100"}
+        note = f"rows in another order, input 1 {words.get(kind, 'masks more of the last row')}"
+        assert report.ok, report
+        assert report.notes[0] == f"a second step ({note}) is compared"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_mask_that_only_one_rank_ignores(wrong):
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head, self.ignores = (
+                nn.Embedding(int(ids.max()) + 1, WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+                False,
+            )
+
+        def forward(self, input_ids, attention_mask):
+            mask = torch.ones_like(attention_mask) if self.ignores else attention_mask
+            return self.head((self.embed(input_ids) * mask[..., None]).sum(1))
+
+    def parallel(model, mesh):
+        model.ignores = wrong and mesh.get_rank() == 0
+        return nn.parallel.DistributedDataParallel(model)
+
+    ids = batch()[0]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"parallelize": parallel, "input_layouts": dict.fromkeys(inputs, ("dp", "None"))}
+    report = sim.verify_plan(Pooled, inputs, "dp=2", **options)
+    assert report.ok is not wrong, report
+    if wrong:
+        assert report.first.place == "head.input in step 2"
+    types = {**inputs, "attention_mask": torch.zeros_like(ids)}
+    noted = sim.verify_plan(Pooled, types, "dp=2", **options)
+    assert "a fault may hide behind input attention_mask: of one value" in noted.notes
 
 
 # -- how sure a proof is -----------------------------------------------------------------------------------------------

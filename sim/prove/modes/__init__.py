@@ -1,11 +1,13 @@
 """Modes under which the models of a proof compute, the same on one device and on the ranks.
 
     choices -> infer, evidence
-    draws -> randomness, infer, evidence, values
+    draws -> randomness, infer, evidence, values, report, steps.names
+    randomness -> means
     precision -> bound
     values -> report
 
 `precision` computes in the dtype of the proof what asks for fewer bits, `choices` records what `topk` and its like take
 and takes it again, `values` moves parameters of which all elements are equal, `inputs` makes those of a second step,
-and `draws` finds each rank's part of random numbers that both sides share.
+`means` has what stands in the place of random numbers, and `draws` finds each rank's part of those that both sides
+share.
 """

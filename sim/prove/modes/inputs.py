@@ -1,8 +1,8 @@
-"""Second inputs of a proof: rows in another order, masks that mask something, and values that are not all equal."""
+"""Second inputs of a proof: rows in another order that count differently, and values that are not all equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = ["Second", "proved_once", "proved_twice", "second_of"]
 _SPREAD = 0.05  # as that of parameters: small beside 1, large beside rounding
 _MOST = 2**20  # elements of parameters, on all ranks: so many are cheap
 _SHARE = 4  # of a row, what a mask masks
+_IGNORED = -100  # what losses of torch leave out
 
 Second = tuple[Any, str]
 """Inputs of a second step, and what is new in them, in words."""
@@ -26,41 +27,103 @@ Second = tuple[Any, str]
 def second_of(value: Any, seed: int) -> Second:
     """Return other inputs of the same shapes, and say what is new.
 
-    Rows are in another order, all tensors alike. Floating values that are all equal are moved, each by itself. Where a
-    mask of booleans is the same everywhere, the end of every other row is masked.
+    Rows are in another order, all tensors alike. Floating values that are all equal are moved, each by itself. What
+    rows count by differs from row to row, so that it differs from rank to rank: a mask that is the same everywhere
+    masks the ends of rows, the last row's more than those of others; a mask that leaves all rows as many, or labels of
+    which some are -100, leave the last row fewer; lengths that are all that of the rows are shorter in some.
 
     >>> ids, mask = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, dtype=torch.bool)
     >>> (ids, mask), said = second_of((ids, mask), 0)
     >>> ids.tolist(), mask.tolist(), said
-    ([[3, 4], [1, 2]], [[True, True], [True, False]], 'rows in another order, input 1 moved')
+    ([[3, 4], [1, 2]], [[True, True], [True, False]], 'rows in another order, input 1 masks ends of rows')
 
     Args:
         value: a tensor, or containers of them.
         seed: of what is moved.
     """
-    generator, said, sizes = torch.Generator().manual_seed(seed), list[str](), set[int]()
+    generator, said, shapes = torch.Generator().manual_seed(seed), dict[str, list[str]](), list[torch.Size]()
     for _, tensor in tensors_in(value):
-        sizes.update(tensor.shape[:1])
+        shapes.append(tensor.shape)
+    sizes = {size for shape in shapes for size in shape[:1]}
     turns = len(sizes) == 1 and sizes != {1}
 
     def change(tensor: torch.Tensor, way: str) -> torch.Tensor:
-        result = tensor.detach().clone()
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if turns and tensor.dim() and not _counts(tensor):
             result = result.roll(1, 0)
-        if not is_constant(tensor) or not _may_move(tensor):
-            return result.requires_grad_(tensor.requires_grad)
-        said.append(way)
         if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * _SPREAD
-            result += noise.to(tensor.dtype)
-        else:
-            ends = result.flatten(0, -2)[1 if result.numel() > result.shape[-1] else 0 :: 2]
-            ends[:, -max(1, tensor.shape[-1] // _SHARE) :] ^= True
-        return result.requires_grad_(tensor.requires_grad)
+            if is_constant(tensor):
+                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * _SPREAD
+                result += noise.to(tensor.dtype)
+                said.setdefault("moved", []).append(way)
+            return result.requires_grad_(tensor.requires_grad)
+        word = _uneven(result, way, shapes)
+        if word:
+            said.setdefault(word, []).append(way)
+        return result
 
     other = _mapped(value, change)
-    words = ["rows in another order"] * turns + [f"input {listed(said)} moved"] * bool(said)
-    return other, ", ".join(words)
+    words = [f"input {listed(ways)} {word}" for word, ways in said.items()]
+    return other, ", ".join(["rows in another order"] * turns + words)
+
+
+def _uneven(values: torch.Tensor, way: str, shapes: Sequence[torch.Size]) -> str:
+    """Let rows count differently by whole numbers or booleans, in place, and say how; "": they are no such values.
+
+    Args:
+        values: an input.
+        way: its name.
+        shapes: of all inputs.
+    """
+    if values.dim() == 1 and is_constant(values) and (len(values), int(values[0])) in [shape[:2] for shape in shapes]:
+        values -= torch.tensor(_counts_of_rows(len(values), int(values[0])), dtype=values.dtype)
+        return "is shorter in some rows"
+    if _is_mask(values) and is_constant(values):
+        rows = values.view(-1, values.shape[-1])
+        for row, count in zip(rows, _counts_of_rows(*rows.shape), strict=True):
+            row[values.shape[-1] - count :] = 1 - int(row[0])
+        return "masks ends of rows"
+    if values.dim() > 1 and (values.dtype == torch.bool or _is_named_mask(values, way)):
+        return "masks more of the last row" if _mask_more(values.view(-1, values.shape[-1])) else ""
+    return f"has more {_IGNORED}" if values.dtype != torch.bool and _ignore_more(values) else ""
+
+
+def _mask_more(rows: torch.Tensor) -> bool:
+    """Let the last row go on one place earlier as it ends, where all rows count as many; say whether it does."""
+    kept = (rows[-1] != rows[-1, -1]).nonzero().flatten()
+    if len(kept) < 2 or len(rows.int().sum(-1).unique()) > 1:
+        return False
+    rows[-1, kept[-1]] = rows[-1, -1]
+    return True
+
+
+def _ignore_more(labels: torch.Tensor) -> bool:
+    """Ignore the first half of one row's labels, where some are ignored already; say whether that is so."""
+    if not labels.dim() or not bool((labels == _IGNORED).any()):
+        return False
+    if labels.dim() == 1:  # without rows: the last one, if the rank that has it is likely to have another
+        chosen = bool((labels[-2:] != _IGNORED).all()) and len(labels) > 1
+        labels[-1:] = _IGNORED if chosen else labels[-1:]
+        return chosen
+    for row in reversed(list(labels.view(-1, labels.shape[-1]))):
+        there = (row != _IGNORED).nonzero().flatten()
+        if len(there) > 1:
+            row[there[: len(there) // 2]] = _IGNORED  # models shift labels, and may not look at the first
+            return True
+    return False
+
+
+def _counts_of_rows(rows: int, length: int) -> list[int]:
+    """Return how much of each row's end is masked: of every other row something, of the last one more.
+
+    >>> _counts_of_rows(4, 8), _counts_of_rows(1, 8)
+    ([0, 2, 0, 4], [2])
+    """
+    few = min(max(1, length // _SHARE), length - 1)
+    counts = [few if row % 2 or rows == 1 else 0 for row in range(rows)]
+    if rows > 1:
+        counts[-1] = min(2 * few, length - 1)
+    return counts
 
 
 def proved_once(value: Any, report: Report) -> Report:
@@ -70,7 +133,16 @@ def proved_once(value: Any, report: Report) -> Report:
         value: the inputs.
         report: of the proof.
     """
-    same = [way.lstrip(".") for way, tensor in tensors_in(value) if is_constant(tensor) and _may_move(tensor)]
+    return _with_hidden(report, value)
+
+
+def _with_hidden(report: Report, *values: Any) -> Report:
+    """Note which inputs have one value, in all steps; whole numbers that count, such as lengths, among them."""
+    ways = [
+        {way.lstrip(".") for way, tensor in tensors_in(value) if is_constant(tensor) and tensor.dim()}
+        for value in values
+    ]
+    same = [way for way in (way.lstrip(".") for way, _ in tensors_in(values[0])) if all(way in each for each in ways)]
     note = f"a fault may hide behind input {listed(same)}: of one value"
     return replace(report, notes=(*report.notes, note)) if same else report
 
@@ -97,7 +169,7 @@ def proved_twice(
         return proved_once(value, prove(False))
     what = f"a second step ({second[1] or 'the same inputs'})"
     try:
-        report = prove(True)
+        report = _with_hidden(prove(True), value, second[0])
     except Exception as error:  # of the user's program, which raises it again if it is not due to the inputs
         report = proved_once(value, prove(False))
         lines = str(error).splitlines() or [""]
@@ -116,10 +188,17 @@ def _is_second(row: ReportRow) -> bool:
     return row.tensor.endswith(" step 2")
 
 
-def _may_move(tensor: torch.Tensor) -> bool:
-    """Whether other values are of the same kind: any of a float, and those of a mask with rows."""
-    mask = tensor.dtype == torch.bool and tensor.dim() > 1 and tensor.shape[-1] > 1
-    return tensor.is_floating_point() or mask
+def _is_mask(values: torch.Tensor) -> bool:
+    """Whether values may be a mask of rows: booleans, or whole numbers that are all 1."""
+    if values.dim() < 2 or values.shape[-1] < 2 or values.is_floating_point() or values.is_complex():
+        return False
+    return values.dtype == torch.bool or bool((values == 1).all())
+
+
+def _is_named_mask(values: torch.Tensor, way: str) -> bool:
+    """Whether whole numbers are 0 and 1, and called a mask."""
+    whole = not values.is_floating_point() and not values.is_complex()
+    return whole and "mask" in way and bool(((values == 0) | (values == 1)).all())
 
 
 def _counts(tensor: torch.Tensor) -> bool:

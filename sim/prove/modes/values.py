@@ -124,31 +124,73 @@ def is_constant(values: torch.Tensor) -> bool:
     return values.numel() > 1 and bool(values.isfinite().all() and (values == values.flatten()[0]).all())
 
 
-def unreached(steps: Sequence[Mapping[str, torch.Tensor | None]], trained: Collection[str] = ()) -> list[str]:
+def unreached(
+    steps: Sequence[Mapping[str, torch.Tensor | None]], trained: Collection[str] = (), tables: Collection[str] = ()
+) -> list[str]:
     """Say of which parameters, or of which of their rows, the gradient is zero: no input has looked at them.
 
     >>> grad = torch.ones(6, 2)
     >>> grad[2:4] = 0
-    >>> gradients = {"embed.weight": grad, "head.weight": torch.zeros(2, 2), "expert.weight": None, "old.weight": None}
-    >>> unreached([gradients], ["embed.weight", "head.weight", "expert.weight"])
-    ['no input reaches embed.weight[2:4], head.weight, expert.weight: a fault there is not seen']
+    >>> gradients = {"embed.weight": grad, "head.weight": grad, "experts.1.up": None, "experts.2.up": None}
+    >>> for note in unreached([{**gradients, "experts.0.up": grad[:2]}], gradients, ["embed.weight"]):
+    ...     print(note)
+    rows 2 to 3 of embed.weight were never looked up: a fault there is not seen
+    no input reaches head.weight[2:4], experts.1 to experts.2: a fault there is not seen
 
     Args:
         steps: gradients of one device, by name, for each step.
         trained: those parameters that want one: an expert that is never called has none.
+        tables: those parameters of which rows are looked up, such as a vocabulary's.
     """
-    found = []
+    whole, parts, rows = list[str](), dict[str, str](), list[str]()
     for name in steps[0] if steps else ():
         grads = [grad for step in steps if (grad := step.get(name)) is not None]
         if not grads:
-            found += [name] if name in trained and any(grad is not None for grad in steps[0].values()) else []
+            whole += [name] if name in trained and any(grad is not None for grad in steps[0].values()) else []
             continue
         if not grads[0].ndim or not grads[0].numel():
             continue
         zero = torch.stack([(grad == 0).reshape(len(grad), -1).all(1) for grad in grads]).all(0)
-        if zero.any():
-            found.append(name if zero.all() else f"{name}[{_ranges(zero)}]")
-    return [f"no input reaches {listed(found)}: a fault there is not seen"] if found else []
+        if zero.all():
+            whole.append(name)
+        elif zero.any() and name in tables:
+            rows.append(f"{_listed_rows(zero)} of {name}")
+        elif zero.any():
+            parts[name] = f"{name}[{_ranges(zero)}]"
+    of_modules = _modules_of(whole, list(steps[0]) if steps else [])
+    found = [parts.get(name, of_modules.get(name)) for name in (steps[0] if steps else ())]
+    listed_parts = [text for text in found if text is not None]
+    notes = [f"{listed(rows)} were never looked up"] if rows else []
+    notes += [f"no input reaches {listed(listed_parts)}"] if listed_parts else []
+    return [f"{note}: a fault there is not seen" for note in notes]
+
+
+def _modules_of(names: Sequence[str], every: Sequence[str]) -> dict[str, str]:
+    """Return, for the first of them, the modules to which parameters belong, where all of a module are among them."""
+    chosen = set(names)
+    found: dict[str, str] = {}
+    for name in names:
+        path = name
+        while "." in path:
+            parent = path.rpartition(".")[0]
+            if any(other.startswith(f"{parent}.") and other not in chosen for other in every):
+                break
+            path = parent
+        found.setdefault(path, name)
+    result: dict[str, str] = {}
+    run: list[str] = []  # modules of a list, one after the other
+    for path in found:
+        if not run or _next_of(run[-1]) != path:
+            run = [path]
+        else:
+            run.append(path)
+        result[found[run[0]]] = run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}"
+    return result
+
+
+def _next_of(path: str) -> str:
+    prefix, _, last = path.rpartition(".")
+    return f"{prefix}.{int(last) + 1}" if last.isdigit() else ""
 
 
 def listed(texts: Sequence[str]) -> str:
@@ -156,8 +198,18 @@ def listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_MOST]) + (f" and {len(texts) - _MOST} more" if len(texts) > _MOST else "")
 
 
-def _ranges(chosen: torch.Tensor) -> str:
+def _spans(chosen: torch.Tensor) -> list[tuple[int, int]]:
+    """Return where runs of True start and stop."""
     edges = torch.diff(chosen.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
     starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
-    texts = [str(a) if b == a + 1 else f"{a}:{b}" for a, b in zip(starts, stops, strict=True)]
+    return list(zip(starts, stops, strict=True))
+
+
+def _ranges(chosen: torch.Tensor) -> str:
+    texts = [str(a) if b == a + 1 else f"{a}:{b}" for a, b in _spans(chosen)]
     return ", ".join(texts[:_MOST]) + (", ..." if len(texts) > _MOST else "")
+
+
+def _listed_rows(chosen: torch.Tensor) -> str:
+    texts = [str(a) if b == a + 1 else f"{a} to {b - 1}" for a, b in _spans(chosen)]
+    return f"row{'s' * (int(chosen.sum()) > 1)} {listed(texts)}"

@@ -21,9 +21,11 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices
+from sim.prove.modes.draws import SharedDraws, proved_with
 from sim.prove.modes.inputs import proved_once, proved_twice, second_of
 from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.modes.values import check_varied, proved_varied, unreached
+from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import converted
@@ -85,6 +87,9 @@ def verify_step(
     modules, the loss, the gradients that the optimizer takes, each parameter after it, and the buffers. Where losses,
     gradients and updates are right, tensors between modules may be what they like.
 
+    Random numbers of the step and its modules are at their mean; then, if all is right, those of one device on both
+    sides, as in `verify_plan`.
+
     The ranks' parameters may have other names, or be several of one device's behind each other (q, k and v in one) or
     in turns: values tell which, or `names`. The loss of a rank may be a part of the sum or the mean. Parameters of
     which all elements are equal are moved on both sides, as by `verify_plan`.
@@ -110,8 +115,8 @@ def verify_step(
         seed: of the model, and of what follows.
         steps: how many, all with the given batch. None: one; and where that is cheap, as all ranks together have up to
             a million parameters, a second one with the batch's rows in another order. In it, floating values that are
-            all equal are moved, and masks of booleans mask something. A note says what is new, and whether the program
-            takes it.
+            all equal are moved, and masks, lengths and labels let rows, and ranks, count differently. A note says what
+            is new, and whether the program takes it.
 
     Returns:
         The report, as of `verify_plan`.
@@ -194,6 +199,7 @@ class _StepTask:
     ways: Mapping[str, int] = field(default_factory=dict)  # to split parameters that ranks draw, by module
     open: dict[str, int] = field(default_factory=dict)  # how many there are
     second: Any = None  # what the second step is given, in place of the batch
+    shared: SharedDraws | None = None  # random numbers, in place of their means
 
     def references(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
         """Take the steps on one device, plainly and perturbed, the latter with the choices of the first."""
@@ -221,7 +227,8 @@ class _StepTask:
             with around or nullcontext():
                 batches = [_copied(batch, self.dtype) for batch in self._batches]
                 wide, is_plain = WidePrecision(self.dtype), around is None
-                return self._take(model, [model], self.step, batches, wide, taken, keeps_graph=is_plain)
+                numbers = self.shared.one if self.shared is not None else None
+                return self._take(model, [model], self.step, batches, wide, taken, numbers, keeps_graph=is_plain)
 
     def _take(
         self,
@@ -231,10 +238,11 @@ class _StepTask:
         batches: Sequence[Any],
         wide: WidePrecision,
         taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
+        shared: Mapping[DrawPlace, torch.Tensor] | None = None,
         *,
         keeps_graph: bool = False,
     ) -> LoopRecord:
-        watch = LoopWatch(roots, self.steps, keeps_graph=keeps_graph)
+        watch = LoopWatch(roots, self.steps, keeps_graph=keeps_graph, shared=shared, calms_all=True)
         watch.note_initial()
         chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
         optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
@@ -295,7 +303,8 @@ class _StepTask:
             rank = dist.get_rank()
             made, roots, batches = made_by[rank]
             put_into_model(mutant, roots, rank)
-            found[rank] = self._take(made, roots, self.rank_step, batches, wide[rank])
+            numbers = self.shared.ranks[rank] if self.shared is not None else None
+            found[rank] = self._take(made, roots, self.rank_step, batches, wide[rank], shared=numbers)
 
         with world(math.prod(self.mesh.mesh_shape), seed=self.seed) as ranks:
             with put_in(ranks, mutant):
@@ -312,13 +321,22 @@ class _StepTask:
         comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
         comparison.before += drawn.rows
         comparison.notes += [*drawn.notes, *notes, *narrow_words(wide.values(), self.dtype)]
-        comparison.notes += unreached([step.gradients for step in expected.steps], sorted(expected.trained))
+        comparison.notes += unreached([step.gradients for step in expected.steps], expected.trained, expected.tables)
+        comparison.notes += bare_words(records)
         report = comparison.report()
-        return (
-            report
-            if mutant is not None
-            else replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
-        )
+        if self.shared is not None:
+            comparison.check_used(self.shared)
+        if mutant is not None:
+            return report
+        report = replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
+        if self.shared is not None or report.first is not None or not comparison.draws:
+            return report
+        return proved_with(report, comparison.shared(), self._proved_with)
+
+    def _proved_with(self, shared: SharedDraws) -> Report:
+        """Take the steps with random numbers in the place of their means, and compare."""
+        task = replace(self, shared=shared)
+        return task.compared(*task.references())
 
     def _give_shards(self, one: Mapping[str, torch.Tensor], roots: Sequence[Sequence[nn.Module]]) -> DrawnWeights:
         """Let parameters that ranks have drawn by themselves be those of one device."""

@@ -30,7 +30,8 @@ from sim.prove.judge import (
     short,
 )
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
-from sim.prove.randomness import redrawn_row
+from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
+from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
 from sim.prove.steps.names import find_names, submesh
@@ -125,6 +126,7 @@ class LoopComparison:
         self._left: dict[str, None] = {}
         self._gradients: dict[str, Finding] = {}  # of the parameters, in the step that is judged
         self._replays = {rank: UpdateReplay() for rank in range(len(ranks))}
+        self._inputs: dict[str, Layout | None] = {}  # how ranks hold what went into modules first
 
     def report(self) -> Report:
         """Judge everything, in the order in which things happen."""
@@ -157,6 +159,65 @@ class LoopComparison:
         row = redrawn_row(self.expected.redraw, named)
         if row is not None:
             yield row
+
+    # -- random numbers ----------------------------------------------------------------------------------------------
+
+    @property
+    def draws(self) -> bool:
+        """Whether modules have drawn random numbers on any side."""
+        return any(record.uses for record in (self.expected, *self.ranks))
+
+    def shared(self) -> SharedDraws:
+        """Find each rank's part of one device's random numbers; after `report`."""
+        ranks = [
+            {(paths.get(path, path), op, number, step): use for (path, op, number, step), use in rank.uses.items()}
+            for rank, paths in zip(self.ranks, self._paths, strict=True)
+        ]
+        called = [
+            {
+                paths.get(path, path)
+                for step in rank.steps
+                for (path, _, _), values in step.calls.items()
+                if any(value.numel() for value in values)
+            }
+            for rank, paths in zip(self.ranks, self._paths, strict=True)
+        ]
+        return shared_draws(
+            self.expected.uses,
+            ranks,
+            self.mesh,
+            self._bound_of_draw,
+            lambda step: list(self._boundaries(step)),
+            self._orders,
+            [record.repeats for record in (self.expected, *self.ranks)],
+            lambda rank, path: path in called[rank],
+            self._inputs.get,
+            self._is_repeated,
+        )
+
+    def _is_repeated(self, step: int, path: str) -> bool:
+        paths = self.expected.roots if path == THE_STEP else [path]
+        return any(len(values) > 1 for key, values in self.expected.steps[step].calls.items() if key[0] in paths)
+
+    def check_used(self, shared: SharedDraws) -> None:
+        """Refuse, as `SharedDraws.check_used` does, what drew otherwise than these numbers are for."""
+        records = (self.expected, *self.ranks)
+        misfit = any(record.is_misfit for record in records)
+        shared.check_used(self.expected.uses, [_own(rank.uses) for rank in self.ranks], misfit=misfit)
+
+    def _bound_of_draw(self, place: DrawPlace, given: torch.Tensor) -> float:
+        others = [other.uses[place].given for other in self.moved if place in other.uses]
+        return bound_of(given, [other for other in others if other is not None])
+
+    def _boundaries(self, step: int) -> Iterator[ModuleTensor]:
+        for key, values in self.expected.steps[step].calls.items():
+            full = _joined(values)
+            if full is not None and full.is_floating_point():
+                others = [_joined(each.steps[step].calls.get(key, [])) for each in self.moved if step < len(each.steps)]
+                bound = bound_of(full, [other for other in others if other is not None])
+                yield ModuleTensor(ReportRow(key[0], _title(key), "forward").place, full, bound)
+
+    # -- words -------------------------------------------------------------------------------------------------------
 
     def _said(self, texts: Sequence[str]) -> list[str]:
         return [self._some(texts)] if texts else []
@@ -207,8 +268,9 @@ class LoopComparison:
     ) -> Iterator[ReportRow]:
         calls = {rank: self._calls(step, self._paths[rank]) for rank, step in theirs.items()}
         given: dict[str, Layout | None] = {}  # what modules were given first
+        self._inputs = self._inputs or given
         for key, values in mine.calls.items():
-            path, side, way = key
+            path, side = key[:2]
             if self._split and not path:
                 continue  # every stage has a model of its own
             there = {rank: each[key] for rank, each in calls.items() if key in each}
@@ -223,7 +285,7 @@ class LoopComparison:
                 self._left.update({path: None} if path and not parts else {})
                 continue
             moved = [joined for other in others if (joined := _joined(other.calls.get(key, []))) is not None]
-            title = _title(side, way)
+            title = _title(key)
             found = self._find(parts, full, bound_of(full, moved), may_reorder=True)
             if side == "input":
                 given.setdefault(path, found.found)
@@ -288,7 +350,7 @@ class LoopComparison:
                 scale = self._scale(parts, full, bound)
             judged = self._find(parts, full * scale, bound * scale, may_reorder=True)
             judged = replace(judged, is_zero=largest(full) <= bound)
-            yield Judged(path, _title(side, way), "gradient", judged, (mine.nodes[key, call],))
+            yield Judged(path, _title(key), "gradient", judged, (mine.nodes[key, call],))
 
     def _named_calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, CallKey]:
         """Return what a rank calls each boundary of one device."""
@@ -495,10 +557,6 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return torch.cat(list(values))
 
 
-def _title(side: str, way: str) -> str:
-    return f"{side} {way}".strip().removesuffix(" 0") if side == "input" else f"{side} {way.lstrip('.')}".strip()
-
-
 def _gradient_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Tensor | None:
     """Return the gradient of one call, or those of all one behind the other; added up if all calls had the same."""
     if call is not None:
@@ -508,6 +566,16 @@ def _gradient_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Te
     if not grads or len(grads) < len(values):
         return None
     return torch.stack(grads).sum(0) if len(values) > 1 and _are_equal(values) else _joined(grads)
+
+
+def _title(key: CallKey) -> str:
+    _, side, way = key
+    return f"{side} {way}".strip().removesuffix(" 0") if side == "input" else f"{side} {way.lstrip('.')}".strip()
+
+
+def _own(uses: Mapping[DrawPlace, DrawUse]) -> set[DrawPlace]:
+    """Return draws by the names of who drew."""
+    return {use.place for use in uses.values()}
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from sim.kernel.context import current_rank
 from sim.prove.modes.choices import Choice, ChoiceKey
-from sim.prove.randomness import Draw, NoRandomness, redrawn
+from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
 from sim.prove.record import (
     argument_names,
     copy_of,
@@ -76,9 +76,14 @@ class LoopRecord:
         paths: of the modules.
         roots: the paths of those that were called from outside of any other.
         batch_norms: the paths of those that normalise with the mean of the rows that they are given.
+        tables: the names of parameters of which rows are looked up.
         choices: what `topk` and its like took.
         redraw: random numbers of a forward that a recomputation in backward has drawn otherwise.
         leaves: where parameters stand in autograd's graph, by name.
+        uses: what became of random numbers in modules.
+        repeats: backward has computed some of them again.
+        is_misfit: they have other shapes than those that were shared.
+        bare: where numbers are drawn that nothing is put in place of.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -86,10 +91,15 @@ class LoopRecord:
     paths: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
     batch_norms: set[str] = field(default_factory=set)
+    tables: set[str] = field(default_factory=set)
     choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
     redraw: Draw | None = None
     trained: set[str] = field(default_factory=set)
     leaves: dict[str, int] = field(default_factory=dict)
+    uses: Mapping[DrawPlace, DrawUse] = field(default_factory=dict)
+    repeats: bool = False
+    is_misfit: bool = False
+    bare: Mapping[str, None] = field(default_factory=dict)
 
     def root_of(self, path: str) -> str:
         """Return the root that a module or a tensor belongs to."""
@@ -123,22 +133,36 @@ class LoopRecord:
         redraw = self.redraw and self.redraw._replace(path=new(self.redraw.path))
         paths, names = [new(path) for path in self.paths], [new(root) for root in self.roots]
         batch_norms, trained = ({new(each) for each in found} for found in (self.batch_norms, self.trained))
-        initial, leaves = named(self.initial), named(self.leaves)
-        return LoopRecord(initial, steps, paths, names, batch_norms, choices, redraw, trained, leaves)
+        uses = {(new(path), op, number, step): use for (path, op, number, step), use in self.uses.items()}
+        return replace(
+            self,
+            initial=named(self.initial),
+            steps=steps,
+            paths=paths,
+            roots=names,
+            batch_norms=batch_norms,
+            choices=choices,
+            redraw=redraw,
+            trained=trained,
+            leaves=named(self.leaves),
+            uses=uses,
+        )
 
 
 class LoopWatch:
     """Records the calling thread's training loop while it is the target of a `with` statement.
 
     Modules are named from the outermost one that is called. Calls without gradients, such as a validation's, and those
-    that a checkpoint repeats in backward are left out. Random numbers in modules are taken at their mean, so that one
-    device and many ranks compute the same.
+    that a checkpoint repeats in backward are left out. Random numbers in modules are taken at their mean, or are those
+    that are given, so that one device and many ranks compute the same.
 
     Args:
         roots: the modules that names start from, where they are known before the first call.
         most: steps to record; what comes after is not.
         on_more: called where another step begins.
         keeps_graph: keep where tensors stand in autograd's graph.
+        shared: random numbers in place of their means.
+        calms_all: do so with those outside of modules, too: they are a step's own, and no weights or batches.
     """
 
     def __init__(
@@ -148,9 +172,11 @@ class LoopWatch:
         on_more: Callable[[], None] = lambda: None,
         *,
         keeps_graph: bool = False,
+        shared: Mapping[DrawPlace, torch.Tensor] | None = None,
+        calms_all: bool = False,
     ) -> None:
         self.record = LoopRecord()
-        self._keeps_graph = keeps_graph
+        self.calms_all, self._keeps_graph = calms_all, keeps_graph
         self.is_updating = False  # an optimizer is at work
         self._most, self._on_more = most, on_more
         self._roots: list[tuple[str, nn.Module]] = []
@@ -162,7 +188,8 @@ class LoopWatch:
         self._is_enough = self._is_for_shapes = False
         self._rank: int | None = None
         self._stack = ExitStack()
-        self._calm = _CalmInModules(self)
+        self._calm = _CalmInSteps(self, shared)
+        self.record.uses, self.record.bare = self._calm.uses, self._calm.bare
         for root in roots:
             self._name(root)
 
@@ -175,6 +202,16 @@ class LoopWatch:
     def is_inside(self) -> bool:
         """Whether a module is running."""
         return bool(self._inside)
+
+    @property
+    def number_of_step(self) -> int:
+        """How many steps came before the one that is taken, or is next."""
+        return len(self.record.steps) - (not self._is_over)
+
+    @property
+    def is_for_shapes(self) -> bool:
+        """Whether a stage of torch's pipelining asks what the module that is running returns."""
+        return bool(self._inside) and self._is_for_shapes
 
     def __enter__(self) -> LoopWatch:
         self._rank = current_rank()
@@ -193,6 +230,7 @@ class LoopWatch:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         self.record.redraw = redrawn(self._calm.draws, self._calm.again)
+        self.record.repeats, self.record.is_misfit = self._calm.repeats, self._calm.is_misfit
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -213,6 +251,8 @@ class LoopWatch:
                 self.record.paths.append(self._paths[id(module)])
                 if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                     self.record.batch_norms.add(self._paths[id(module)])
+                if isinstance(module, nn.Embedding):
+                    self.record.tables.add(f"{self._paths[id(module)]}.weight".removeprefix("."))
         if self.record.steps:
             self.note_initial()
 
@@ -413,17 +453,29 @@ def _first_names(roots: Sequence[tuple[str, nn.Module]], find: Any) -> Iterator[
                 yield (f"{prefix}.{name}" if prefix else name), tensor
 
 
-class _CalmInModules(NoRandomness):
-    """Takes random numbers at their mean within modules, and leaves those that make weights and batches."""
+class _CalmInSteps(NoRandomness):
+    """Takes random numbers at their mean, of a loop only those in modules: others make weights and batches."""
 
-    def __init__(self, watch: LoopWatch) -> None:
-        super().__init__(lambda: watch.where, keeps=False)
+    def __init__(self, watch: LoopWatch, shared: Mapping[DrawPlace, torch.Tensor] | None) -> None:
+        super().__init__(self._path, shared)
         self._watch = watch
+
+    def _path(self) -> str:
+        if self._watch.is_inside or not self._watch.calms_all or torch._C._current_graph_task_id() != -1:
+            return self._watch.where
+        return THE_STEP
+
+    @property
+    def number_of_step(self) -> int:
+        """How many steps came before."""
+        return self._watch.number_of_step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out an operation."""
         backward = torch._C._current_graph_task_id() != -1
-        if not self._watch.is_inside and not backward:
+        if self._watch.is_for_shapes:
+            return func(*args, **(kwargs or {}))
+        if not self._watch.is_inside and not backward and not self._watch.calms_all:
             return self.noted(func, types, args, kwargs or {})  # a checkpoint around all of it draws here, too
         return super().__torch_dispatch__(func, types, args, kwargs)
 
