@@ -331,7 +331,7 @@ class LoopComparison:
         named = {rank: self._named_calls(step, self._paths[rank]) for rank, step in theirs.items()}
         scale: float | None = None
         for key, call in mine.grads:
-            path, side, way = key
+            path = key[0]
             there = {rank: (theirs[rank], keys[key]) for rank, keys in named.items() if key in keys}
             counts = {len(mine.calls[key]), *(len(step.calls[own]) for step, own in there.values())}
             which = call if len(counts) == 1 else None
