@@ -228,15 +228,20 @@ class Casting(nn.Module):
         return self.last((y * y.sigmoid()).to(x.dtype))
 
 
+@pytest.mark.parametrize("prove", ["step", "plan"])
 @pytest.mark.parametrize("fault", [False, True])
-def test_casts_that_both_sides_have_are_right(fault):
+def test_casts_that_both_sides_have_are_right(fault, prove):
     def scaled(model, mesh):
         if fault:
             plain = model.first.forward
             model.first.forward = lambda x: plain(x) * (1 + 1e-4 * mesh.get_local_rank())
 
-    options = {"rank_step": averaged, "shard_batch": rows, "optimizer_fn": None, "steps": 1}
-    report = sim.verify_step(squared, Casting, draw(4, 16), "dp=2", parallelize=scaled, **options)
+    options = {"parallelize": scaled, "optimizer_fn": None, "steps": 1}
+    if prove == "step":
+        options |= {"rank_step": averaged, "shard_batch": rows}
+        report = sim.verify_step(squared, Casting, draw(4, 16), "dp=2", **options)
+    else:
+        report = sim.verify_plan(Casting, (draw(4, 16),), "dp=2", **options)
     assert report.ok != fault, report
     assert any("says bfloat16, whose rounding is not compared" in note for note in report.notes)
     if fault:

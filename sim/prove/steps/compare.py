@@ -15,7 +15,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, top, unit_roundoff
 from sim.prove.faults import diagnose
-from sim.prove.infer import order_of_rows
+from sim.prove.infer import order_of_rows, submesh
 from sim.prove.judge import (
     COARSE,
     AutogradGraph,
@@ -33,7 +33,7 @@ from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.randomness import redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
-from sim.prove.steps.names import find_names, submesh
+from sim.prove.steps.names import find_names
 from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
 
