@@ -44,8 +44,27 @@ __all__ = [
     "order_said",
     "pendings",
     "splits_by_shape",
+    "submesh",
     "to_layout",
 ]
+
+
+def submesh(mesh: Layout, ranks: Sequence[int]) -> Layout:
+    """Return the mesh of some of its ranks: the axes that they span; one axis where they span no block.
+
+    >>> submesh(Layout((2, 2), ("pp", "tp")), [2, 3])
+    Layout((2,), ('tp',), range(2, 4))
+    """
+    ranks = sorted(ranks)
+    if len(ranks) == len(mesh.rank_list):
+        return mesh
+    places = dict(zip(mesh.rank_list, product(*map(range, mesh.mesh_shape)), strict=True))
+    spans = [sorted({places[rank][axis] for rank in ranks}) for axis in range(len(mesh.mesh_shape))]
+    if math.prod(map(len, spans)) != len(ranks):
+        return Layout((len(ranks),), ("ranks",), rank_list=tuple(ranks))
+    axes = [(name, len(span)) for name, span in zip(mesh.alias_name, spans, strict=True) if len(span) > 1]
+    axes = axes or [("ranks", 1)]
+    return Layout(tuple(size for _, size in axes), tuple(name for name, _ in axes), rank_list=tuple(ranks))
 
 
 def splits_by_shape(evidence: Evidence) -> list[Splits]:

@@ -104,8 +104,16 @@ def test_a_fault_of_one_parameter_alone_is_none_of_an_activation():
     assert first.place == "the gradient of blocks.0.mlp.up.weight", first
 
 
-def test_gradients_that_nobody_averages_are_none_of_an_activation():
-    first = proved(lambda model, mesh: None, "dp=2", shard_batch=rows).first
+@pytest.mark.parametrize("micro", [1, 2])
+def test_gradients_that_nobody_averages_are_none_of_an_activation(micro):
+    """Micro-batches are other rows on each side, also where there are as many."""
+
+    def step(model, batch):
+        losses = [model(part).square().mean() / micro for part in batch.chunk(micro)]
+        sum(losses).backward()
+        return sum(losses).detach()
+
+    first = sim.verify_step(step, Net, tokens(), "dp=2", shard_batch=rows, optimizer_fn=None, steps=1).first
     assert first.place == "the gradient of head.weight", first
 
 
@@ -228,15 +236,20 @@ class Casting(nn.Module):
         return self.last((y * y.sigmoid()).to(x.dtype))
 
 
+@pytest.mark.parametrize("prove", ["step", "plan"])
 @pytest.mark.parametrize("fault", [False, True])
-def test_casts_that_both_sides_have_are_right(fault):
+def test_casts_that_both_sides_have_are_right(fault, prove):
     def scaled(model, mesh):
         if fault:
             plain = model.first.forward
             model.first.forward = lambda x: plain(x) * (1 + 1e-4 * mesh.get_local_rank())
 
-    options = {"rank_step": averaged, "shard_batch": rows, "optimizer_fn": None, "steps": 1}
-    report = sim.verify_step(squared, Casting, draw(4, 16), "dp=2", parallelize=scaled, **options)
+    options = {"parallelize": scaled, "optimizer_fn": None, "steps": 1}
+    if prove == "step":
+        options |= {"rank_step": averaged, "shard_batch": rows}
+        report = sim.verify_step(squared, Casting, draw(4, 16), "dp=2", **options)
+    else:
+        report = sim.verify_plan(Casting, (draw(4, 16),), "dp=2", **options)
     assert report.ok != fault, report
     assert any("says bfloat16, whose rounding is not compared" in note for note in report.notes)
     if fault:

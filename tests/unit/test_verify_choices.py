@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from zoo_kit import Tied, draw, rounding
 
 import sim
@@ -56,6 +59,49 @@ def test_what_a_later_step_of_ones_own_chooses_near_a_tie_is_free(options, ok):
     report = sim.verify_step(step, Frozen, X, "tp=2", parallelize=partial(late, **options), steps=2)
     assert report.ok == ok, report
     assert ok == any("topk of the model, candidates lie" in note for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize("off", [1e-15, 1e-11])
+def test_what_a_stage_of_a_pipeline_chooses_near_a_tie_is_free(off):
+    """The ranks of the other stage choose nothing."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), Frozen()
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    def stage(model, mesh):
+        delattr(model, "first" if mesh.get_local_rank() else "last")
+        return model
+
+    def step(model, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    def staged(model, batch):
+        if dist.get_rank() == 0:
+            sent = model.first(batch)
+            dist.send(sent.detach(), 1)
+            grad = torch.empty_like(sent)
+            dist.recv(grad, 1)
+            return sent.backward(grad)
+        own, turn = model.last.take, torch.tensor([0, 1, 2, 0], dtype=torch.float64)
+        model.last.take = lambda scores: own(scores * (1 + off * turn))
+        got = torch.empty_like(batch)
+        dist.recv(got, 0)
+        loss = model.last(got.requires_grad_()).square().mean()
+        model.last.take = own
+        loss.backward()
+        dist.send(got.grad, 0)
+        return loss
+
+    report = sim.verify_step(step, Two, X, "pp=2", parallelize=stage, rank_step=staged, steps=2)
+    assert report.ok == (off == 1e-15), report
+    assert report.ok == any("topk of last, candidates lie" in note for note in report.notes), report.notes
 
 
 SCRIPT = """

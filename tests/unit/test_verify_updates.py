@@ -138,6 +138,7 @@ def test_a_fault_of_the_optimizer_alone_is_found(proved, fault, words, number):
     assert (first.kind, first.module) == ("update", "score"), first
     assert first.tensor in after
     assert first.sentence == f"{words}, from the same gradient"
+    assert "options and state" in first.suggestion
 
 
 @pytest.mark.parametrize("proved", [proved_plan, proved_step])

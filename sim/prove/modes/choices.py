@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.evidence import gap, top
-from sim.prove.infer import explanations
+from sim.prove.infer import explanations, submesh
 from sim.prove.record import local_of
 
 __all__ = ["Choice", "ChoiceKey", "Choices", "agreed_words", "free_choices"]
@@ -125,6 +125,8 @@ def free_choices(
 ) -> dict[ChoiceKey, torch.Tensor]:
     """Return what the ranks chose otherwise than one device, all alike, between candidates within the bound.
 
+    Those are the ranks that have chosen at all: of a pipeline, those of a stage.
+
     Args:
         mine: the choices of one device.
         ranks: those of each rank.
@@ -133,11 +135,11 @@ def free_choices(
     """
     found = {}
     for key, choice in mine.items():
-        held = [made[key] for made in ranks if key in made]
-        if len(held) < len(ranks) or all(torch.equal(each.indices, choice.indices) for each in held):
+        held = {rank: made[key] for rank, made in enumerate(ranks) if key in made}
+        if not held or all(torch.equal(each.indices, choice.indices) for each in held.values()):
             continue
         limit = bound(key, choice.given)
-        indices = _joined(choice, held, mesh, limit)
+        indices = _joined(choice, held, submesh(mesh, list(held)), limit)
         if indices is None or torch.equal(indices, choice.indices):  # parts of what one device chose
             continue
         if _is_free(choice, indices, limit):
@@ -153,21 +155,21 @@ def agreed_words(taken: Iterable[ChoiceKey]) -> list[str]:
     )
 
 
-def _joined(choice: Choice, held: Sequence[Choice], mesh: Layout, limit: float) -> torch.Tensor | None:
+def _joined(choice: Choice, held: Mapping[int, Choice], mesh: Layout, limit: float) -> torch.Tensor | None:
     """Put the ranks' choices together; None where their candidates are no parts, or equal parts choose differently."""
     full = choice.given
-    if any(each.given.ndim != full.ndim or each.dim != choice.dim for each in held):
+    if any(each.given.ndim != full.ndim or each.dim != choice.dim for each in held.values()):
         return None
-    for fit in explanations([each.given for each in held], full, mesh, limit):
+    for fit in explanations({rank: each.given for rank, each in held.items()}, full, mesh, limit):
         if fit.layout.is_partial() or fit.layout.splits(full.ndim)[choice.dim]:
             continue
         indices, boxes = choice.indices.clone(), []
-        for each, box in zip(held, fit.layout.slices(full.shape).tolist(), strict=True):
+        for each, box in zip(held.values(), fit.layout.slices(full.shape).tolist(), strict=True):
             boxes.append(tuple(slice(*ends) if dim != choice.dim else slice(None) for dim, ends in enumerate(box)))
             if indices[boxes[-1]].shape != each.indices.shape:
                 return None
             indices[boxes[-1]] = each.indices
-        alike = all(torch.equal(indices[box], each.indices) for each, box in zip(held, boxes, strict=True))
+        alike = all(torch.equal(indices[box], each.indices) for each, box in zip(held.values(), boxes, strict=True))
         return indices if alike else None
     return None
 

@@ -15,7 +15,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, top, unit_roundoff
 from sim.prove.faults import diagnose
-from sim.prove.infer import order_of_rows
+from sim.prove.infer import order_of_rows, submesh
 from sim.prove.judge import (
     COARSE,
     AutogradGraph,
@@ -34,7 +34,7 @@ from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
 from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
-from sim.prove.steps.names import find_names, submesh
+from sim.prove.steps.names import find_names
 from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
 
@@ -330,14 +330,17 @@ class LoopComparison:
         """
         named = {rank: self._named_calls(step, self._paths[rank]) for rank, step in theirs.items()}
         scale: float | None = None
+        joined: set[CallKey] = set()
         for key, call in mine.grads:
             path = key[0]
             there = {rank: (theirs[rank], keys[key]) for rank, keys in named.items() if key in keys}
-            counts = {len(mine.calls[key]), *(len(step.calls[own]) for step, own in there.values())}
-            which = call if len(counts) == 1 else None
-            if which is None and len(mine.calls[key]) > 1:
-                continue  # which calls of micro-batches are of which call of one device is not known
-            full = _gradient_of(mine, key, which)
+            # Calls are those of one forward, one by one, or micro-batches, put together: what was computed tells.
+            ways = [] if key in joined else [call, None]
+            ways = [way for way in ways if self._is_forward_right(key, way, mine, others, there)][:1]
+            if not ways:
+                continue
+            joined.update([key] if ways[0] is None else [])
+            full, which = _gradient_of(mine, key, ways[0]), ways[0]
             found = {rank: _gradient_of(step, own, which) for rank, (step, own) in there.items()}
             parts = {rank: part for rank, part in found.items() if part is not None}
             if full is None or not parts or (key, call) not in mine.nodes:
@@ -351,6 +354,25 @@ class LoopComparison:
             judged = self._find(parts, full * scale, bound * scale, may_reorder=True)
             judged = replace(judged, is_zero=largest(full) <= bound)
             yield Judged(path, _title(key), "gradient", judged, (mine.nodes[key, call],))
+
+    def _is_forward_right(
+        self,
+        key: CallKey,
+        call: int | None,
+        mine: RecordedStep,
+        others: Sequence[RecordedStep],
+        there: Mapping[int, tuple[RecordedStep, CallKey]],
+    ) -> bool:
+        """Whether what stood at a boundary in a call, or in all, is explained, so that its gradient can be."""
+        full = _value_of(mine, key, call)
+        found = {rank: _value_of(step, own, call) for rank, (step, own) in there.items()}
+        parts = {rank: part for rank, part in found.items() if part is not None}
+        counts = {len(mine.calls[key]), *(len(step.calls[own]) for step, own in there.values())}
+        if full is None or not parts or len(parts) < len(found) or (call is not None and len(counts) > 1):
+            return False
+        again = [_value_of(other, key, call) for other in others]
+        bound = bound_of(full, [each for each in again if each is not None])
+        return self._find(parts, full, bound, may_reorder=True).status in ("right", "pending")
 
     def _named_calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, CallKey]:
         """Return what a rank calls each boundary of one device."""
@@ -555,6 +577,14 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if values[0].dim() == 0 or any(value.shape[1:] != values[0].shape[1:] for value in values):
         return None
     return torch.cat(list(values))
+
+
+def _value_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Tensor | None:
+    """Return what stood at a boundary in one call, or in all one behind the other; once if all had the same."""
+    values = step.calls.get(key, [])
+    if call is not None:
+        return values[call] if call < len(values) else None
+    return values[0] if len(values) > 1 and _are_equal(values) else _joined(values)
 
 
 def _gradient_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Tensor | None:

@@ -17,10 +17,10 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from sim.prove.evidence import Evidence
-from sim.prove.infer import splits_by_shape, to_layout
+from sim.prove.infer import splits_by_shape, submesh, to_layout
 from sim.prove.judge import short
 from sim.prove.report import Report, ReportRow
-from sim.prove.steps.names import find_names, is_piece, submesh
+from sim.prove.steps.names import find_names, is_piece
 
 __all__ = ["DrawnWeights", "best_way", "give_shards"]
 

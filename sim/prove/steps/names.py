@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,9 @@ import torch
 
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.prove.infer import explanations
+from sim.prove.infer import explanations, submesh
 
-__all__ = ["NameMap", "find_names", "is_piece", "read_names", "roots_by_value", "submesh"]
+__all__ = ["NameMap", "find_names", "is_piece", "read_names", "roots_by_value"]
 
 
 @dataclass
@@ -104,24 +103,6 @@ def read_names(asked: str, given: Mapping[str, Any], ranks: Sequence[str], one: 
                 raise ValueError(explain(asked, blame, f"names: {list(one)[:8]}", nearest(unknown[0], list(one))))
             result[name] = tuple(filled)
     return result
-
-
-def submesh(mesh: Layout, ranks: Sequence[int]) -> Layout:
-    """Return the mesh of some of its ranks: the axes that they span; one axis where they span no block.
-
-    >>> submesh(Layout((2, 2), ("pp", "tp")), [2, 3])
-    Layout((2,), ('tp',), range(2, 4))
-    """
-    ranks = sorted(ranks)
-    if len(ranks) == len(mesh.rank_list):
-        return mesh
-    places = dict(zip(mesh.rank_list, itertools.product(*map(range, mesh.mesh_shape)), strict=True))
-    spans = [sorted({places[rank][axis] for rank in ranks}) for axis in range(len(mesh.mesh_shape))]
-    if math.prod(map(len, spans)) != len(ranks):
-        return Layout((len(ranks),), ("ranks",), rank_list=tuple(ranks))
-    axes = [(name, len(span)) for name, span in zip(mesh.alias_name, spans, strict=True) if len(span) > 1]
-    axes = axes or [("ranks", 1)]
-    return Layout(tuple(size for _, size in axes), tuple(name for name, _ in axes), rank_list=tuple(ranks))
 
 
 def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping[str, torch.Tensor]) -> dict[str, str]:

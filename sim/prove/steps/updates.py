@@ -211,8 +211,9 @@ class UpdatesOfStep:
         if not odd:
             return found
         words = words or f"{ranks_phrase(odd)} make{'s' * (len(odd) == 1)} another update of it than one device would"
-        sentence = f"{words}, from the same gradient"
-        return replace(found, status="wrong", error=error, bound=bound, ratio=error / bound, sentence=sentence)
+        found = replace(found, status="wrong", error=error, bound=bound, ratio=error / bound)
+        hint = "the optimizer's options and state of one device, on all ranks"
+        return replace(found, sentence=f"{words}, from the same gradient", suggestion=hint)
 
     def _stray(self, name: str, parts: Mapping[int, torch.Tensor]) -> tuple[list[int], float, float]:
         """Return the ranks with another update than that of one device's optimizer, the largest error, its bound.
