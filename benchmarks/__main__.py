@@ -17,9 +17,11 @@ from benchmarks import (
     dims,
     engine,
     engine_counts,
+    experts,
     links,
     mesh,
     mesh_here,
+    muon,
     proofs,
     redistribute,
     scripts,
@@ -92,6 +94,14 @@ def _dims() -> dict[str, str]:
         "dims": f"{_conditions()}, fp32, fused AdamW.\n\n{dims.table()}",
         "attention": f"{_conditions()}, fp32.\n\n{attention.table()}",
     }
+
+
+def _experts() -> dict[str, str]:
+    return {"experts": f"{_conditions()}.\n\n{experts.table()}"}
+
+
+def _muon() -> dict[str, str]:
+    return {"muon": f"torch {torch.__version__}.\n\n{muon.table()}"}
 
 
 def _redistribute() -> dict[str, str]:
@@ -173,6 +183,8 @@ PARTS = {
     "wrapping": _wrapping,
     "shard": _shard,
     "dims": _dims,
+    "experts": _experts,
+    "muon": _muon,
     "redistribute": _redistribute,
     "links": _links,
     "checkpoint": _checkpoint,

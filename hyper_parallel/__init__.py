@@ -2,6 +2,7 @@
 
     cli -> trainer -> models -> core.pipeline, core.context_parallel, core.expert_parallel, core.checkpoint, core.hsdp
     core.checkpoint -> core.hsdp -> core.fully_shard -> core.redistribute
+    core.optim -> core.redistribute
     core.pipeline, core.context_parallel, core.expert_parallel -> core.shard -> core.init, core.redistribute
     core.redistribute -> core.dtensor -> core.mesh, core.common, platform
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
     from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+    from hyper_parallel.core.optim import Muon
     from hyper_parallel.core.pipeline import Pipeline, TiedWeights, stage_slices
     from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
     from hyper_parallel.core.shard.api import (
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
         shard_module,
     )
     from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
+    from hyper_parallel.core.shard.show import show
     from hyper_parallel.platform import get_platform
 
 __version__ = "0.1.0"
@@ -66,6 +69,7 @@ __all__ = [
     "Partial",
     "Replicate",
     "Shard",
+    "show",
     # From one layout to another, and between local and full tensors
     "distribute_tensor",
     "from_local",
@@ -96,6 +100,8 @@ __all__ = [
     "register_forward_method",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    # An optimizer of whole matrices
+    "Muon",
     # Layers, sequences and experts over ranks
     "Pipeline",
     "TiedWeights",
@@ -133,6 +139,7 @@ _NAMES_OF = MappingProxyType(
         "hyper_parallel.core.checkpoint": ("Checkpointer", "load_checkpoint", "save_checkpoint"),
         "hyper_parallel.core.context_parallel": ("context_parallel",),
         "hyper_parallel.core.expert_parallel": ("expert_parallel", "update_expert_bias"),
+        "hyper_parallel.core.optim": ("Muon",),
         "hyper_parallel.core.pipeline": ("Pipeline", "TiedWeights", "stage_slices"),
         "hyper_parallel.core.dtensor": (
             "DTensor",
@@ -177,6 +184,7 @@ _NAMES_OF = MappingProxyType(
             "shard_module",
         ),
         "hyper_parallel.core.shard.loss": ("vocab_parallel_cross_entropy",),
+        "hyper_parallel.core.shard.show": ("show",),
         "hyper_parallel.platform": ("get_platform",),
         "hyper_parallel.core.mesh.parallel_dims": ("ParallelDims",),
     }

@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from hyper_parallel.core.common.checks import check, check_choice, check_least, read_int
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.tables import as_html
 from hyper_parallel.core.redistribute.cost import Topology
 from sim.comm.group import Network
 from sim.comm.observer import TraceRecorder, forget, observe
@@ -253,6 +255,18 @@ class World:
     def now(self) -> float:
         """The latest of the ranks' virtual clocks, in seconds."""
         return max(self.scheduler.clocks)
+
+    def __repr__(self) -> str:
+        return f"{self._line()}, {self.trace!r})"
+
+    def _repr_html_(self) -> str:
+        return as_html(f"{self._line()})") + self.trace._repr_html_()
+
+    def _line(self) -> str:
+        """Say what is special about it, as a call that is still open."""
+        told = [(each.name, getattr(self.options, each.name), each.default) for each in fields(self.options)]
+        changed = "".join(f", {name}={reprlib.repr(value)}" for name, value, default in told if value != default)
+        return f"{type(self).__name__}({self.world_size:,} ranks, {self._life}{changed}"
 
     def __enter__(self) -> World:
         if self._life != "new":

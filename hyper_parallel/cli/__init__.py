@@ -2,7 +2,8 @@
 
     train -> runs -> kit
     verify -> subject -> runs
-    estimate, hardware, outputs, plan, simulate -> kit
+    doctor -> runs
+    doctor, estimate, hardware, plan, simulate -> kit
     train, estimate -> run -> options
     verify -> options
 
@@ -22,7 +23,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from hyper_parallel import __version__
-from hyper_parallel.cli import estimate, hardware, outputs, plan, simulate, train, verify
+from hyper_parallel.cli import doctor, estimate, hardware, plan, simulate, train, verify
 from hyper_parallel.cli.kit import DOES_NOT_FIT, FAILURE, INTERRUPTED, NOT_SAVED, USER_ERROR, stdout_console
 
 __all__ = ["DOES_NOT_FIT", "FAILURE", "INTERRUPTED", "NOT_SAVED", "USER_ERROR", "app", "main"]
@@ -33,12 +34,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train with PyTorch in parallel: on a cluster, on one device, or on ranks simulated in one process.",
 )
-for _command in (train.train, train.demo, outputs.export, outputs.plot, plan.plan, verify.verify):
+for _command in (train.train, train.demo, train.export, train.plot, plan.plan, verify.verify):
     app.command()(_command)
 # What follows the script is its own.
 app.command(context_settings={"allow_interspersed_args": False})(simulate.simulate)
 for _command in (estimate.estimate, estimate.search):
     app.command()(_command)
+app.command()(doctor.doctor)
 app.add_typer(hardware.hardware, name="hardware")
 
 

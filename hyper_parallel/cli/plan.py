@@ -47,12 +47,12 @@ def plan(
         from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
         from hyper_parallel.core.redistribute import plan as plan_redistribution
         from hyper_parallel.core.redistribute import topology
-        from hyper_parallel.core.redistribute.show import show
+        from hyper_parallel.core.redistribute.show import draw_plan
 
         axes, on = parse_mesh(mesh), None if hardware is None else topology(hardware, ranks_per_node)
         src, dst = parse_layout(axes, source), parse_layout(axes, target)
         steps = plan_redistribution(
             src, dst, parse_shape(shape), parse_dtype(dtype), on, max_extra_bytes=max_extra_bytes
         )
-        drawn = show(steps, device_type="cpu" if hardware == "laptop" else "cuda", steps_only=steps_only)
+        drawn = draw_plan(steps, device_type="cpu" if hardware == "laptop" else "cuda", steps_only=steps_only)
     stdout_console().print(drawn)

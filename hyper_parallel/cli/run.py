@@ -42,7 +42,7 @@ RUN_OPTIONS = (
     *_of("parallel", *_DEGREES, "schedule", "stages_per_rank", "layers_per_stage", "engine"),
     *_of("parallel", "param_dtype=precision", "reshard_after_forward", "reduce_each", "reshard_inputs"),
     *_of("parallel", "checkpointing", "compile"),
-    *_of("optimizer", "lr", "warmup_steps", "schedule=lr_schedule", "min_lr_ratio", "beta1", "beta2"),
+    *_of("optimizer", "muon", "lr", "warmup_steps", "schedule=lr_schedule", "min_lr_ratio", "beta1", "beta2"),
     *_of("optimizer", "weight_decay", "max_grad_norm"),
     *_of("checkpoint", "folder=checkpoint_dir", "every=save_every", "keep", "background", "resume", "resume_step"),
     *_of("data", "path=data", "pattern=data_pattern", "max_bytes=data_bytes", "ignored=data_ignored"),

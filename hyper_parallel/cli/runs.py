@@ -57,6 +57,7 @@ __all__ = [
     "check_run",
     "compare_runs",
     "describe_run",
+    "hardware_here",
     "one_thread",
     "predict_run",
     "run_here",
@@ -131,7 +132,7 @@ def predict_run(console: Console, run: Config) -> Prediction | None:
 
 
 def _predict(run: Config, place: RankPlace) -> Prediction:
-    hardware = _hardware_of(run)
+    hardware = hardware_here(run.train.device, run.train.hardware)
     from sim.mesh.estimate import estimate_run
 
     with warnings.catch_warnings():
@@ -148,9 +149,17 @@ def _predict(run: Config, place: RankPlace) -> Prediction:
     return Prediction(step, tokens / step, own.peak_allocated, title)
 
 
-def _hardware_of(run: Config) -> Any:
-    """Return the description that the run names, or the one of this machine."""
-    platform, named = get_platform(run.train.device), run.train.hardware
+def hardware_here(device_type: str | None = None, named: str | None = None) -> Any:
+    """Return the description that predictions take: the one that is named, or the one of this machine.
+
+    Args:
+        device_type: "cpu", "cuda" or "npu"; None: as `get_platform`.
+        named: a name or file of hardware; None: what the device is called, or what was measured here.
+
+    Raises:
+        ValueError: there is none, or it is one of other devices.
+    """
+    platform = get_platform(device_type)
     asked = f"cannot tell how fast {platform.name()} is"
     measure = "hyper-parallel hardware measure"
     if named is None and platform.device_type == "cpu" and not MEASURED.exists():  # without importing the simulator

@@ -70,9 +70,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning rate over time.
+    """The optimizer and its learning rate over time.
 
     Args:
+        muon: update matrices by Muon, with the rate and decay that AdamW would have; AdamW has embeddings, the head and
+            norms. False: AdamW has everything.
         lr: highest learning rate, reached after the warmup.
         warmup_steps: steps over which the rate grows linearly.
         schedule: "cosine" or "linear" decay to `min_lr_ratio * lr` at the last step; "wsd": constant, and linear decay
@@ -84,6 +86,7 @@ class OptimizerConfig:
         max_grad_norm: gradients are scaled down to this norm over all parameters; 0 turns it off.
     """
 
+    muon: bool = False
     lr: float = 3e-3
     warmup_steps: int = 10
     schedule: str = "cosine"

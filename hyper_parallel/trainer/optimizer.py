@@ -1,4 +1,4 @@
-"""AdamW, its learning rate over time, and the update that ends a step."""
+"""The optimizer, its learning rate over time, and the update that ends a step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
+from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.parallelize import Parallelized
 
 
-def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW that decays matrices and leaves norms alone.
+def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build a fused AdamW that decays matrices and leaves norms alone, or Muon for all matrices within the blocks.
 
     Parameters on different meshes, such as experts beside the rest, are groups of their own: torch updates the tensors
     of a group together, which must then be on one mesh.
@@ -27,16 +28,22 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
         config: rates and decay.
     """
     groups: dict[Any, list[nn.Parameter]] = {}
-    for _, param in named:
+    for name, param in named:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
-        groups.setdefault((param.ndim >= 2, mesh), []).append(param)
-    settings = [
-        {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
-        for (decays, _), params in groups.items()
+        is_hidden = param.ndim >= 2 and not any(end in name for end in ("embed", "head."))
+        groups.setdefault((param.ndim >= 2, config.muon and is_hidden, mesh), []).append(param)
+    settings: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": config.weight_decay if decays else 0.0, "use_muon": by_muon}
+        for (decays, by_muon, _), params in groups.items()
     ]
     # A pipeline stage without a layer has no parameters, and torch refuses no groups, but not an empty one.
-    settings = settings or [{"params": [], "weight_decay": 0.0}]
-    return torch.optim.AdamW(settings, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    settings = settings or [{"params": [], "weight_decay": 0.0, "use_muon": False}]
+    betas = (config.beta1, config.beta2)
+    if config.muon:
+        return Muon(settings, lr=config.lr, adjust_lr_fn="match_rms_adamw", betas=betas)
+    for group in settings:
+        del group["use_muon"]
+    return torch.optim.AdamW(settings, lr=config.lr, betas=betas, fused=True)
 
 
 _DECAY = 0.2  # of the steps after the warmup, after Hägele et al. 2024 (arXiv:2405.18392)

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+from rich.table import Table
+from rich.text import Text
+
 from hyper_parallel.core.common.checks import check_choice, read_int
+from hyper_parallel.core.common.tables import View, as_html, plain_table
 
 __all__ = ["OPS", "Event", "EventLog", "Row", "Shape", "Span"]
 
@@ -328,14 +332,20 @@ class EventLog:
 
     def summary(self) -> str:
         """A table of `by_axis`."""
-        head = ("axis", "op", "count", "bytes received", "most on one rank")
-        rows = [(r.axis, r.op, f"{r.count:,}", f"{r.bytes:,}", f"{r.bytes_per_rank:,}") for r in self.by_axis()]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = []
-        for row in [head, *rows]:
-            cells = [row[i].ljust(widths[i]) if i < 2 else row[i].rjust(widths[i]) for i in range(len(head))]
-            lines.append("  ".join(cells))
-        return "\n".join(lines)
+        return str(View(self._table()))
+
+    def _table(self) -> Table:
+        table = plain_table("axis", "op", "count", "bytes received", "most on one rank", left=2)
+        for row in self.by_axis():
+            table.add_row(row.axis, row.op, f"{row.count:,}", f"{row.bytes:,}", f"{row.bytes_per_rank:,}")
+        return table
+
+    def __repr__(self) -> str:
+        count = sum(map(self.count, range(self.world_size)))
+        return f"{type(self).__name__}({count:,} event{'s' * (count != 1)} of {self.world_size:,} ranks)"
+
+    def _repr_html_(self) -> str:
+        return as_html(View(Text(repr(self), style="bold"), self._table()))
 
     def clear(self) -> None:
         """Start anew, without events, counts and sums, for example after a warm-up."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-__all__ = ["belongs_to_a_library", "raised_at", "user_line"]
+__all__ = ["belongs_to_a_library", "place", "raised_at", "user_line"]
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -20,6 +22,9 @@ def _library_folders() -> tuple[str, ...]:
 
 _LIBRARIES = _library_folders()
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+# What IPython calls the code of a cell. In a notebook it is a hash of the text; only IPython knows the number of that.
+_TERMINAL_CELL = re.compile(r"<ipython-input-(\d+)-.*>")
+_NOTEBOOK_CELL = re.compile(r".*[/\\]ipykernel_\d+[/\\][^/\\]+\.py")
 _is_library: dict[str, bool] = {}  # a cache of a pure function of the file name
 
 
@@ -28,6 +33,35 @@ def belongs_to_a_library(file: str) -> bool:
     if file.startswith((*_LIBRARIES, "<frozen")) or os.path.basename(file) == "typing_extensions.py":
         return True  # the latter is around whatever torch has deprecated
     return file.startswith(_STDLIB) and "site-packages" not in file
+
+
+def place(file: str, line: int) -> str:
+    """Name a line as people know it: by the base name of its file, or by its cell, as IPython does.
+
+    >>> place("/home/me/train.py", 3), place("<ipython-input-7-0123456789ab>", 2)
+    ('train.py:3', 'Cell In[7], line 2')
+
+    Args:
+        file: of the code, as `co_filename` has it.
+        line: its number, from 1.
+    """
+    if named := _named_by_ipython(file):
+        return f"{' '.join(named)}, line {line}"
+    if "ipython-input-" in file and (terminal := _TERMINAL_CELL.fullmatch(file)):
+        return f"Cell In[{terminal[1]}], line {line}"
+    if "ipykernel_" in file and _NOTEBOOK_CELL.fullmatch(file):
+        return f"a notebook's cell, line {line}"
+    return f"{os.path.basename(file)}:{line}"
+
+
+def _named_by_ipython(file: str) -> tuple[str, str] | None:
+    """Return what IPython, where it runs, calls the cell that it has compiled under this name: "Cell", "In[3]"."""
+    python = sys.modules.get("IPython")
+    if python is None:
+        return None
+    compiler = getattr(python.get_ipython(), "compile", None)
+    known: Callable[[str], tuple[str, str] | None] | None = getattr(compiler, "format_code_name", None)
+    return None if known is None else known(file)  # a cell that was run twice has the number of the last time
 
 
 def user_line(frame: FrameType | None = None) -> str:
@@ -39,7 +73,7 @@ def user_line(frame: FrameType | None = None) -> str:
         if internal is None:
             internal = _is_library[name] = belongs_to_a_library(name)
         if not internal:
-            return f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return f"{place(name, frame.f_lineno)} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "(no line of user code)"
 
@@ -50,6 +84,6 @@ def raised_at(error: BaseException) -> str:
     while part is not None:
         code = part.tb_frame.f_code
         if not belongs_to_a_library(code.co_filename):
-            line = f"{os.path.basename(code.co_filename)}:{part.tb_lineno} in {code.co_name}"
+            line = f"{place(code.co_filename, part.tb_lineno)} in {code.co_name}"
         part = part.tb_next
     return line

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.tables import as_html
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import Config
 from sim.mesh.cost import Pricing, weakest
@@ -25,6 +26,7 @@ from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.replay.allocator import PLAIN, AllocatorRules
 from sim.mesh.replay.pieces import PriceBasis
 from sim.mesh.replay.player import RankTime
+from sim.mesh.report import estimate_line, estimate_text, estimate_view, memory_line
 from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.trace import collector_paused, trace
 
@@ -109,6 +111,9 @@ class MemoryEstimate:
     def interval(self) -> Quantity:
         """What is reserved at most, with its 80 % interval."""
         return Quantity.spread_by(float(self.reserved), self.spread, "calibrated")
+
+    def __repr__(self) -> str:
+        return f"MemoryEstimate({memory_line(self)})"
 
     def fits(self, limit_bytes: int | None = None) -> bool:
         """Tell whether every rank's allocated memory, and what lies outside of the allocator, are within a limit.
@@ -212,6 +217,15 @@ class Estimate:
     def seq_len(self) -> int:
         """Tokens of a sequence."""
         return self.job.seq_len
+
+    def __str__(self) -> str:
+        return estimate_text(self)
+
+    def __repr__(self) -> str:
+        return f"Estimate({estimate_line(self)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(estimate_view(self))
 
     def explain(self, check: int = 0) -> str:
         """Say in words what takes the time and the memory, how sure that is, and what to change.

@@ -251,7 +251,7 @@ _CHOICES = MappingProxyType(
         "master": ("fp32", "none"),
         "engine": ("fully_shard", "hsdp"),
         "checkpointing": ("none", "selective", "alternate", "full"),
-        "optimizer": ("adamw", "adamw-foreach", "sgd"),
+        "optimizer": ("adamw", "adamw-foreach", "muon", "sgd"),
         "attention": ("flash", "math", "math-recomputed"),
         "norm": ("fused", "eager"),
         "loss": ("library", "eager", "eager-kept", "chunked", "compiled"),
@@ -325,7 +325,8 @@ class Recipe:
             "selective": all but matrix products and attention; "alternate": every other matrix product as well.
         checkpoint_layers: how many layers are checkpointed, the first ones of each stage; None: all.
         compile: one kernel, by torch.compile, for what lies between matrix products.
-        optimizer: "adamw" (fused), "adamw-foreach" or "sgd".
+        optimizer: "adamw" (fused), "adamw-foreach", "muon" (for matrices within the blocks; AdamW for the rest) or
+            "sgd".
         fused_loss: head and loss for one chunk of the tokens at a time: all logits are never there.
         float8: matrix products of blocks in float8.
         schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" ... See

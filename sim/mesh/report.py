@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hyper_parallel.core.common.tables import View, as_text, plain_table
 from sim.mesh.models import find_model
 from sim.mesh.pricing.profiled import Breakdown, compare_seconds
 from sim.mesh.searching.space import Candidate
 
 __all__ = [
-    "as_text",
     "comparison_dict",
     "comparison_view",
     "estimate_dict",
+    "estimate_line",
     "estimate_text",
     "estimate_view",
     "gib",
@@ -27,12 +27,12 @@ __all__ = [
     "interval",
     "kinds",
     "memory_dict",
+    "memory_line",
     "memory_notes",
     "memory_table",
     "number",
     "per_second",
     "percent",
-    "plain_table",
     "rate_of",
     "seconds",
     "terms",
@@ -110,27 +110,10 @@ def _three_digits(amount: float) -> str:
 
 # Estimates as tables --------------------------------------------------------------------------------------------------
 
-_WIDTH = 120
 _MOST_CLASSES = 8
 _SHORT: dict[str, str] = {"parameters": "params", "gradients": "grads", "gathered weights": "gathered"}
 """What is above the column of a category, where that is not its name."""
 _ORDER = ("parameters", "gradients", "optimizer", "activations", "gathered weights", "communication", "logits")
-
-
-def plain_table(*columns: str, left: int = 1) -> Table:
-    """Return a table without lines; the columns after the first `left` are of numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for at, column in enumerate(columns):
-        table.add_column(column, justify="left" if at < left else "right", no_wrap=True)
-    return table
-
-
-def as_text(view: RenderableType, width: int = _WIDTH) -> str:
-    """Return what rich would print, without colours, and without spaces at the ends of lines."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False, no_color=True)
-    console.print(view)
-    written = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in written.splitlines())
 
 
 def model_name(estimate: Any) -> str:
@@ -147,13 +130,13 @@ def estimate_text(estimate: Any) -> str:
     return as_text(estimate_view(estimate))
 
 
-def estimate_view(estimate: Any) -> Group:
+def estimate_view(estimate: Any) -> View:
     """Return the tables of an estimate, to be printed by rich.
 
     Args:
         estimate: what `sim.mesh.estimate` has returned.
     """
-    return Group(
+    return View(
         Text(headline(estimate)),
         Text(),
         Text("Memory of a rank, where it is fullest", style="bold"),
@@ -164,6 +147,27 @@ def estimate_view(estimate: Any) -> Group:
         time_table(estimate),
         Text("\n".join(_time_notes(estimate))),
     )
+
+
+def estimate_line(estimate: Any) -> str:
+    """Return an estimate in a line: where, how long a step is, and how much memory it takes.
+
+    Args:
+        estimate: what `sim.mesh.estimate` has returned.
+    """
+    dims, step = estimate.dims, estimate.time.step
+    degrees = Candidate(dims, estimate.recipe, estimate.batch).degrees
+    where = f"{model_name(estimate)} on {dims.world_size:,} x {estimate.hardware.name}, {degrees}"
+    return f"{where}: {seconds(step.value)} a step ({interval(step)}), {memory_line(estimate.memory)}"
+
+
+def memory_line(memory: Any) -> str:
+    """Return the memory of an estimate in a few words.
+
+    Args:
+        memory: a `MemoryEstimate`.
+    """
+    return f"{gib(memory.reserved)} reserved, {'fits' if memory.fits() else 'DOES NOT FIT'}"
 
 
 def headline(estimate: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -23,7 +22,7 @@ from sim.comm.group import Message, Slot
 from sim.comm.observer import Observer
 from sim.explain.callables import name_of
 from sim.explain.errors import SimError
-from sim.explain.lines import belongs_to_a_library, user_line
+from sim.explain.lines import belongs_to_a_library, place, user_line
 from sim.kernel.context import current_context
 
 __all__ = ["CapturedObjects", "watch_captured"]
@@ -183,8 +182,9 @@ def _made_at(code: CodeType, name: str) -> str:
             if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
         ]
         lines = within or lines
-    file = os.path.basename(code.co_filename)
-    return f"{file}:{lines[-1]}" if lines else f"outside of {code.co_name} ({file}:{code.co_firstlineno})"
+    if lines:
+        return place(code.co_filename, lines[-1])
+    return f"outside of {code.co_name} ({place(code.co_filename, code.co_firstlineno)})"
 
 
 # -- while ranks run ---------------------------------------------------------------------------------------------

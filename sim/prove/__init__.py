@@ -8,6 +8,7 @@
     training -> judge, bound
     steps -> judge, infer, record, bound, modes
     verify, runs -> steps.mutants
+    runs, compare, training -> steps.updates
 
 `runs` has both runs, `modes` what they do otherwise than the program says, `record` what goes through their modules,
 `bound` how far rounding can move it. `infer` finds the layouts that explain the local tensors, `faults` the causes

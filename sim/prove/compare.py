@@ -39,6 +39,7 @@ from sim.prove.randomness import masks_problem, redrawn_row
 from sim.prove.record import Declarations, Entry, Key, spread_layout
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import Bounds, Run, Task, largest
+from sim.prove.steps.updates import UpdateReplay, UpdatesOfStep, UpdateStarts
 
 __all__ = ["Comparison"]
 
@@ -83,9 +84,10 @@ class Comparison:
         self._events: list[Judged] = []
         self._keys: list[Key] = []  # of the boundaries in forward, in order
         self._private: set[Key] = set()
+        self._replays: Mapping[int, UpdateReplay] = {rank: UpdateReplay() for rank in range(len(runs))}
         if before is not None:  # how parameters are held does not change
             self._parameters, self._orders, self._owned = before._parameters, before._orders, before._owned
-            self._buffers = before._buffers
+            self._buffers, self._replays = before._buffers, before._replays
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -635,17 +637,31 @@ class Comparison:
     def update_events(self) -> Iterator[Judged]:
         """Judge the parameters after the optimizer's step."""
         step = self.reference.step
+        updates = self._updates() if self.reference.update else None
         for name, mine in self.reference.update.items():
             made = self._parameters.get(name)
-            if made is None:
+            if made is None or updates is None:
                 continue
             parts = {rank: self._held(run, run.update, name) for rank, run in enumerate(self.runs)}
             there = {rank: part for rank, part in parts.items() if part is not None}
             found = self._updated(name, mine, there, made, self.bounds.of(("update", step, name), mine))
+            found = updates.judged(name, there, found)
             module, tensor = _split_name(name)
             only = self.task.steps == 1 or (self.task.second is not None and not step)
             title = tensor if only else f"{tensor} after step {step + 1}"
             yield Judged(module, title, "update", found)
+
+    def _updates(self) -> UpdatesOfStep:
+        """Return the updates of the step, beside what one device's optimizer makes of each rank's gradients."""
+        starts, gradients = {}, {}
+        for rank, run in enumerate(self.runs):
+            named = {name: run.same.get(name, name) for name in self.reference.update}
+            rules = {name: run.starts.rules[own] for name, own in named.items() if own in run.starts.rules}
+            values = {name: run.starts.values[own] for name, own in named.items() if own in run.starts.values}
+            starts[rank] = UpdateStarts(rules, values)
+            gradients[rank] = {name: run.gradients.get(own) for name, own in named.items()}
+        step = self.reference.step + 1
+        return UpdatesOfStep(self.reference.starts.rules, starts, gradients, self._replays, step)
 
     def _updated(
         self, name: str, mine: torch.Tensor, there: Mapping[int, torch.Tensor], made: Finding, bound: float

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -57,6 +59,7 @@ class Draw(NamedTuple):
         shape: of what was drawn.
         state: a fingerprint of the generator before it.
         spread: for a DTensor, whose parts torch itself makes differ or agree.
+        is_again: in activations that a checkpoint computes again, now or later.
     """
 
     path: str
@@ -64,6 +67,7 @@ class Draw(NamedTuple):
     shape: tuple[int, ...]
     state: str
     spread: bool = False
+    is_again: bool = False
 
 
 @dataclass
@@ -230,7 +234,9 @@ class NoRandomness(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1
         kept = self.draws if not in_backward else self.again if torch.is_grad_enabled() else []
         self.repeats = self.repeats or kept is self.again
-        self._last = Draw(self.path(), func.overloadpacket.__name__, tuple(first.shape), state, spread)
+        self._last = Draw(
+            self.path(), func.overloadpacket.__name__, tuple(first.shape), state, spread, _is_checkpointed()
+        )
         kept.append(self._last)
         return result
 
@@ -301,10 +307,11 @@ def redrawn(draws: Sequence[Draw], again: Sequence[Draw]) -> Draw | None:
         draws: of forward.
         again: of what backward has repeated of it, in any order; with the path "" where that is not known.
     """
-    states, repeated = {draw[1:] for draw in draws}, {draw[1:] for draw in again}
-    odd = {draw[:3] for draw in again if draw[1:] not in states}
+    states, repeated = {draw[1:5] for draw in draws}, {draw[1:5] for draw in again}
+    odd = {draw[:3] for draw in again if draw[1:5] not in states}
     like = [draw for draw in draws if draw[:3] in odd or ("", *draw[1:3]) in odd]
-    return next((draw for draw in like if draw[1:] not in repeated), like[0] if like else None)
+    like = [draw for draw in like if draw.is_again] or like  # others draw once, whatever comes after them
+    return next((draw for draw in like if draw[1:5] not in repeated), like[0] if like else None)
 
 
 def redrawn_row(one: Draw | None, ranks: Sequence[Draw | None]) -> ReportRow | None:
@@ -351,6 +358,16 @@ def _broadcasts(numbers: torch.Tensor, to: torch.Tensor) -> bool:
     """Whether numbers can be put on a tensor as they are, each on one element or on several."""
     sizes = itertools.zip_longest(reversed(numbers.shape), reversed(to.shape), fillvalue=1)
     return numbers.dim() <= to.dim() and all(size in (1, full) for size, full in sizes)
+
+
+def _is_checkpointed() -> bool:
+    """Whether a function that torch's activation checkpointing computes again is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _fingerprint(generator: torch.Generator | None) -> str:

@@ -23,11 +23,14 @@ __all__ = [
     "Entry",
     "Key",
     "ModuleRecorder",
+    "argument_names",
+    "copy_of",
     "local_of",
     "named_buffers",
     "named_inputs",
     "named_modules",
     "named_parameters",
+    "own_views",
     "read_cuts",
     "read_declared",
     "spread_layout",
@@ -123,7 +126,7 @@ class ModuleRecorder:
         self._count: dict[str, int] = {}
         self._clock = itertools.count()
         self._seen: dict[int, _Seen] = {}
-        self._names = {path: _argument_names(module) for path, module in self.modules.items()}
+        self._names = {path: argument_names(module) for path, module in self.modules.items()}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> ModuleRecorder:
@@ -150,7 +153,7 @@ class ModuleRecorder:
             self.calls.append(path)
             call = self._count[path] = self._count.get(path, -1) + 1
             views: dict[int, torch.Tensor] = {}
-            args, kwargs = _own(args, views), _own(kwargs, views)
+            args, kwargs = own_views(args, views), own_views(kwargs, views)
             names = self._names[path]
             given = [(str(index), value) for index, value in enumerate(args)]
             given += [(str(names.index(name)) if name in names else name, value) for name, value in kwargs.items()]
@@ -184,7 +187,7 @@ class ModuleRecorder:
         if known is not None and known.version == tensor._version:
             return known
         layout, axes = self._declared(tensor)
-        seen = _Seen(tensor, tensor._version, local_of(tensor).clone(), layout, axes)
+        seen = _Seen(tensor, tensor._version, copy_of(tensor), layout, axes)
         self._seen[id(tensor)] = seen
         if tensor.requires_grad:
             tensor.register_hook(self._grad_hook(seen.entries))
@@ -192,7 +195,7 @@ class ModuleRecorder:
 
     def _grad_hook(self, entries: list[Entry]) -> Any:
         def hook(grad: torch.Tensor) -> None:
-            value, (layout, known), order = local_of(grad).clone(), self._declared(grad), next(self._clock)
+            value, (layout, known), order = copy_of(grad), self._declared(grad), next(self._clock)
             for entry in entries:
                 entry.grad = value if entry.grad is None else entry.grad + value  # of a second backward
                 entry.grad_layout, entry.grad_known, entry.grad_order = layout, known, order
@@ -333,7 +336,7 @@ def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _walk(child, f"{path}.{name}" if path else name)
 
 
-def _argument_names(module: nn.Module) -> list[str]:
+def argument_names(module: nn.Module) -> list[str]:
     """Return the names of the positional arguments of a module's forward."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
@@ -362,7 +365,7 @@ def tensors_in(value: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_in(getattr(value, part.name), f"{way}.{part.name}")
 
 
-def _own(value: Any, views: dict[int, torch.Tensor]) -> Any:
+def own_views(value: Any, views: dict[int, torch.Tensor]) -> Any:
     """Return arguments with a view in place of each tensor that is differentiated.
 
     So the gradient of a module's input is what this module gives to it. Others that have the same input on one device
@@ -378,9 +381,9 @@ def _own(value: Any, views: dict[int, torch.Tensor]) -> Any:
             )  # what a module has written on it, such as which part of a tensor it is
         return views[id(value)]
     if type(value) in (tuple, list):
-        return type(value)(_own(entry, views) for entry in value)
+        return type(value)(own_views(entry, views) for entry in value)
     if type(value) is dict:
-        return {key: _own(entry, views) for key, entry in value.items()}
+        return {key: own_views(entry, views) for key, entry in value.items()}
     return value
 
 
@@ -392,6 +395,24 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     found = found.detach()
     found = found.to_dense() if found.is_sparse else found
     return torch.view_as_real(found.resolve_conj()) if found.is_complex() else found  # compared as pairs
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the rank's own part of a tensor, see `local_of`, made past the modes that look at operations.
+
+    They would take most of the time of it, and a copy is none of the program's operations.
+    """
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(own) not in (torch.Tensor, nn.Parameter) or own.dtype not in _AS_IT_IS or own.is_sparse:
+        return local_of(tensor).clone()
+    with torch._C._ExcludeDispatchKeyGuard(_MODES):
+        return own.detach().clone()
+
+
+_AS_IT_IS = (torch.float64, torch.int64, torch.bool)  # dtypes that no mode converts
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.PythonTLSSnapshot
+)
 
 
 # -- what the caller declares about plain tensors ----------------------------------------------------------------------

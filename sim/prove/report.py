@@ -9,14 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from rich.text import Text
+
 from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.tables import View, as_html, fold, plain_table
 
 __all__ = ["MutantRow", "Report", "ReportRow", "Sensitivity"]
 
 _WIDTH = 120
 _HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
 _INPUT = re.compile("put (?!of step|in step|with random)")  # "input x"
+_WRONG, _MOST_SHOWN = ("bug", "not proved"), 20
 _LIMITS = (56, 9, 30, 30, 8, 8, 10)  # how wide a column may get, in letters
 
 Verdict: TypeAlias = str
@@ -121,6 +125,15 @@ class Sensitivity:
         lines += [f"missed: {row.kind}, {row.place}" for row in self.missed]
         return "\n".join(_wrapped(line, _WIDTH) for line in lines)
 
+    def __repr__(self) -> str:
+        return f"Sensitivity({len(self.rows)} of {self.possible} faults put in, {len(self.missed)} missed)"
+
+    def _repr_html_(self) -> str:
+        table = plain_table("fault", "place", "outcome", "said", left=4)
+        for row in self.rows:
+            table.add_row(row.kind, row.place, row.outcome, row.said, style="red" if row.outcome == "missed" else "")
+        return as_html(View(Text(repr(self), style="bold"), table))
+
 
 @dataclass(frozen=True)
 class Report:
@@ -159,12 +172,12 @@ class Report:
         lines = [self._headline()]
         if self.first is not None:
             lines += ["", textwrap.indent(str(self.first), "  "), ""]
-        shown = [row for row in self.rows if verbose or row.verdict in ("bug", "not proved")]
-        if not verbose and len(shown) > 20:
-            shown = shown[:20]
+        shown = [row for row in self.rows if verbose or row.verdict in _WRONG]
+        if not verbose:
+            shown = shown[:_MOST_SHOWN]
         if shown:
             lines += _table(shown)
-            left = sum(row.verdict in ("bug", "not proved") for row in self.rows) - len(shown)
+            left = sum(row.verdict in _WRONG for row in self.rows) - len(shown)
             if not verbose and left > 0:
                 lines.append(f"... and {left} more that are wrong" + (" or not proved" if self.not_proved else ""))
         lines += [f"note: {note}" for note in self.notes]
@@ -172,6 +185,21 @@ class Report:
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        return f"Report({self._headline()})"
+
+    def _repr_html_(self) -> str:
+        wrong = [row for row in self.rows if row.verdict in _WRONG]
+        table = plain_table(*_HEAD, left=4)
+        for at in fold(len(self.rows), _MOST_SHOWN) if not wrong else range(len(wrong[:_MOST_SHOWN])):
+            row = None if at is None else (wrong or self.rows)[at]
+            cells = ("...",) if row is None else _cells(row)
+            table.add_row(*cells, style="red" if row in wrong else "")
+        first = [] if self.first is None else [Text(str(self.first), style="red")]
+        more = [Text(f"... and {len(wrong) - _MOST_SHOWN} more")] if len(wrong) > _MOST_SHOWN else []
+        notes = [Text(f"note: {note}") for note in self.notes]
+        return as_html(View(Text(self._headline(), style="bold"), *first, table, *more, *notes))
 
     def raise_if_bug(self) -> Report:
         """Return the report, if all is well.

@@ -31,13 +31,14 @@ from sim.prove.randomness import Draw, DrawPlace, DrawUse, NoRandomness, bare_wo
 from sim.prove.record import (
     AxesOf,
     ModuleRecorder,
-    local_of,
+    copy_of,
     named_buffers,
     named_parameters,
     spread_layout,
     tensors_in,
 )
 from sim.prove.steps.mutants import Mutant, put_into_model
+from sim.prove.steps.updates import ROUNDINGS, UpdateStarts, is_elementwise
 from sim.world import World
 
 __all__ = ["ASKED", "Bounds", "Ranks", "Run", "Task", "cotangents", "cut", "largest", "run_reference"]
@@ -122,6 +123,7 @@ class Run:
         outputs: the tensors that the model returned, with the way to each.
         loss: what was differentiated, if it is one number.
         gradients: after backward.
+        starts: what the optimizer began with.
         update: parameters after the optimizer's step; none without an optimizer.
         buffers: before forward.
         changed_buffers: after forward.
@@ -147,6 +149,7 @@ class Run:
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     grad_layouts: dict[str, tuple[Layout | None, tuple[str, ...]]] = field(default_factory=dict)
+    starts: UpdateStarts = field(default_factory=lambda: UpdateStarts({}, {}))
     update: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     changed_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -196,7 +199,7 @@ class _Session:
         self._mesh, self._rank = mesh, rank
         first_run = Run(
             ModuleRecorder(model, mesh, rank),
-            {name: local_of(parameter).clone() for name, parameter in kept.items()},
+            {name: copy_of(parameter) for name, parameter in kept.items()},
             {name: _declared(axes, parameter) for name, parameter in kept.items()},
             same,
             kept,
@@ -253,7 +256,7 @@ class _Session:
             raise ValueError(explain(ASKED, blame, seen, "inputs that the model takes")) from error
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: local_of(buffer).clone() for name, buffer in named_buffers(self.model).items()}
+        return {name: copy_of(buffer) for name, buffer in named_buffers(self.model).items()}
 
     def _finish(self, output: Any) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
         loss_fn = self.task.loss_fn
@@ -292,9 +295,10 @@ class _Session:
                     # Imported here: whoever imports `sim`, or proves a plan without an optimizer, needs no trainer.
                     from hyper_parallel.trainer.optimizer import update
 
-                    with _disable_current_modes() if _is_elementwise(optimizer) else nullcontext():
+                    self.run.starts = UpdateStarts.of(optimizer, self._leaves())
+                    with _disable_current_modes() if is_elementwise(optimizer) else nullcontext():
                         update(optimizer)
-                    self.run.update = {name: local_of(leaf).clone() for name, leaf in self._leaves().items()}
+                    self.run.update = {name: copy_of(leaf) for name, leaf in self._leaves().items()}
                 self.run.stepped_buffers = self._buffers()
 
     def _next(self) -> Run:
@@ -302,7 +306,7 @@ class _Session:
         first = self.runs[0]
         return Run(
             ModuleRecorder(self.model, self._mesh, self._rank),
-            {name: local_of(leaf).clone() for name, leaf in self._leaves().items()},
+            {name: copy_of(leaf) for name, leaf in self._leaves().items()},
             first.layouts,
             first.same,
             first.leaves,
@@ -326,7 +330,7 @@ class _Session:
     def _keep_gradients(self) -> None:
         for name, leaf in self._leaves().items():
             grad = leaf.grad
-            self.run.gradients[name] = None if grad is None else local_of(grad).clone()
+            self.run.gradients[name] = None if grad is None else copy_of(grad)
             self.run.grad_layouts[name] = (None, ()) if grad is None else _declared(self.axes, grad)
 
     def _leaves(self) -> dict[str, nn.Parameter]:
@@ -595,12 +599,6 @@ def _declared(axes: AxesOf | None, tensor: torch.Tensor) -> tuple[Layout | None,
     return axes.declared(tensor) if axes is not None and isinstance(tensor, DTensor) else (None, ())
 
 
-def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's own rounding is that of a few operations; what it makes of the gradients' is measured."""
-    names = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"}
-    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in names
-
-
 def _averages(model: nn.Module) -> bool:
     """Whether a wrapper takes the mean of gradients, as data parallelism does."""
     names = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "HSDPModule", "HSDPCell"}
@@ -610,7 +608,6 @@ def _averages(model: nn.Module) -> bool:
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
 _COARSE = 2.0**-7  # a bound that is larger than that, beside the tensor, hides what people call an error
 _TINY, _MANY = 1e-5, 1024.0  # beside the largest tensor of its kind; and in units of rounding
-_STEP = 16.0  # those of an optimizer's step; Adam's chain from gradient to parameter has 12
 
 
 # -- rounding bounds of each tensor: what perturbed runs on one device showed, and a floor -----------------------------
@@ -647,7 +644,7 @@ class Bounds:
         if size is None:
             size = self._sizes[id(full)] = largest(full)
         tiny = torch.finfo(torch.float64).tiny
-        few = _STEP * (name[1] + 1) if name[0] in ("update", "stepped buffer") else _FEW
+        few = ROUNDINGS * (name[1] + 1) if name[0] in ("update", "stepped buffer") else _FEW
         measured = SAFETY * self._moves.get(name, 0.0)
         # What is zero but for rounding has a bound above its own size, and one that is tiny beside its like.
         least = max(_TINY, _MANY * self._unit) * self._scales.get(name[0], 0.0)

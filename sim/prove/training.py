@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +30,10 @@ from hyper_parallel.trainer.preflight import plan_run
 from sim.prove.bound import SAFETY, Perturbed
 from sim.prove.faults import diagnose
 from sim.prove.infer import explanations
-from sim.prove.judge import pending_words
+from sim.prove.judge import Finding, pending_words
+from sim.prove.record import copy_of, local_of
 from sim.prove.report import Report, ReportRow
+from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdatesOfStep, UpdateStarts
 from sim.world import World, WorldOptions
 
 __all__ = ["MOST_RANKS", "reduced_run", "verify_run"]
@@ -41,7 +44,6 @@ MOST_RANKS = 16
 _ASKED = "cannot verify the run"
 _STEPS, _RUNS = 2, 3  # the second step shows what the first has left in the optimizer
 _UNIT = 2.0**-53
-_ROUNDINGS = 16.0  # that a step is granted, in units of a tensor's largest element: Adam's chain has 12
 _BYTES_OF_TEXT = 200_000
 _COARSE = 1e-6  # of a tensor's largest element: in float64 a bound that is wider says little
 _DEGREES = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")
@@ -204,10 +206,16 @@ class _Steps:
     Attributes:
         numbers: losses, norms of gradients and counts of tokens.
         tensors: gradients before clipping, and weights and buffers after the update, by step, kind and name.
+        starts: what the optimizer began each step with.
+        gradients: the rank's parts of what it was given in each, clipped.
+        updates: the rank's parts of the parameters after each.
     """
 
     numbers: dict[tuple[int, str], float] = field(default_factory=dict)
     tensors: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
+    starts: list[UpdateStarts] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
 def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _Steps:
@@ -219,10 +227,13 @@ def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _
     found, gradients = _Steps(), dict[str, torch.Tensor]()
 
     def keep_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
-        for name, param in trainer.model.named_parameters():
+        del args, kwargs
+        named = dict(trainer.model.named_parameters())
+        for name, param in named.items():
             if param.grad is not None:
                 gradients[name] = param.grad.detach().clone()
+        found.starts.append(UpdateStarts.of(optimizer, named, hooks=1))
+        found.gradients.append({name: local_of(gradient) for name, gradient in gradients.items()})
 
     trainer.optimizer.register_step_pre_hook(keep_gradients)
     mode = None if perturbed is None else Perturbed(seed=perturbed)
@@ -240,6 +251,7 @@ def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _
         scale = max(1.0, (record.grad_norm + 1e-6) / most) if most else 1.0
         for name, gradient in gradients.items():
             found.tensors[step, "gradient", name] = _unsharded(gradient * scale)
+        found.updates.append({name: copy_of(each) for name, each in trainer.model.named_parameters()})
         for name, tensor in trainer.model.named_tensors():
             found.tensors[step, "update", name] = _unsharded(tensor.detach())
     return found
@@ -345,6 +357,7 @@ class _Comparison:
     moved: Sequence[_Steps]
     ranks: Sequence[_Steps]
     axes: Mapping[str, int]
+    replays: Mapping[int, UpdateReplay] = field(default_factory=lambda: defaultdict(UpdateReplay))
 
     def rows(self, step: int) -> Iterator[ReportRow]:
         """Yield the rows of a step, in the order in which things happen; gradients from the head to the embedding."""
@@ -354,8 +367,27 @@ class _Comparison:
         for key in reversed([key for key in keys if key[1] == "gradient"]):
             yield self._tensor(key)
         yield self._number(step, "norm")
+        updates = self._updates(step)
         for key in (key for key in keys if key[1] == "update"):
-            yield self._tensor(key)
+            yield self._by_the_optimizer(updates, key, self._tensor(key))
+
+    def _updates(self, step: int) -> UpdatesOfStep:
+        """Return the updates of a step, beside what one device's optimizer makes of each rank's gradients."""
+        rules = self.expected.starts[step - 1].rules
+        starts = {number: rank.starts[step - 1] for number, rank in enumerate(self.ranks)}
+        gradients = {number: rank.gradients[step - 1] for number, rank in enumerate(self.ranks)}
+        return UpdatesOfStep(rules, starts, gradients, self.replays, step)
+
+    def _by_the_optimizer(self, updates: UpdatesOfStep, key: tuple[int, str, str], row: ReportRow) -> ReportRow:
+        """Find what an optimizer alone does wrong, below bounds that are those of the gradients, too."""
+        step, _, name = key
+        held = {number: rank.updates[step - 1].get(name) for number, rank in enumerate(self.ranks)}
+        parts = {number: part for number, part in held.items() if part is not None}
+        found = updates.judged(name, parts, Finding("wrong" if row.verdict == "bug" else "right"))
+        if row.verdict == "bug" or found.status == "right":
+            return dataclasses.replace(row, sentence=found.sentence or row.sentence)
+        row = dataclasses.replace(row, error=found.error, bound=found.bound, ratio=found.ratio)
+        return dataclasses.replace(row, verdict="bug", sentence=found.sentence)
 
     def _number(self, step: int, name: str) -> ReportRow:
         values = [torch.tensor(rank.numbers[step, name], dtype=torch.float64) for rank in self.ranks]
@@ -383,7 +415,7 @@ class _Comparison:
             said = f"{_ranks(wrong)} of shape {tuple(found[wrong[0]].shape)}, not {tuple(wanted.shape)}"
             return dataclasses.replace(row, verdict="bug", sentence=said)
         errors = {rank: _gap(value, wanted) for rank, value in found.items()}
-        floor = _ROUNDINGS * _UNIT * float(wanted.abs().max()) if wanted.numel() else 0.0
+        floor = ROUNDINGS * _UNIT * float(wanted.abs().max()) if wanted.numel() else 0.0
         bound = max(SAFETY * max(moves), floor) if wanted.is_floating_point() else 0.0
         worst = max(errors.values())
         ratio = worst / bound if bound else math.inf if worst else 0.0

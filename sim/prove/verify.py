@@ -187,13 +187,22 @@ def _compared(
         if is_varied:
             check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
         given = steps
-        steps, free = _agreed(task, steps, ranks.runs)
+        taken: dict[ChoiceKey, torch.Tensor] = {}
+        steps = _agreed(task, steps, ranks.runs, taken)
         compared = Comparison(task, *steps[0], ranks.runs, said, judge)
+        grads = _grads(task, steps[0][0], compared)
+        has_gone = grads is not None and _backward(ranks, grads, compared)
+        if has_gone and task.steps > 1:
+            first, steps = steps, _agreed(task, steps, ranks.runs, taken)  # what the steps since then have chosen
+            if steps is not first:
+                compared = Comparison(task, *steps[0], ranks.runs, said, judge)
+            if first is not given and first is not steps:
+                _forget(first)
         reference = steps[0][0]
-        compared.notes += [*_not_proved(reference), *free, *_unreached([run for run, _ in steps])]
-        grads = _grads(task, reference, compared)
+        free = agreed_words(taken)
+        compared.notes[:0] = [*_not_proved(reference), *free, *_unreached([run for run, _ in steps])]
         later: list[Comparison] = []
-        if grads is not None and _backward(ranks, grads, compared):
+        if has_gone:
             later = [
                 Comparison(task, *each, ranks.step(number), said, judge, before=compared)
                 for number, each in enumerate(steps[1:], 1)
@@ -338,9 +347,11 @@ def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comp
     return True
 
 
-def _agreed(task: Task, steps: _Steps, runs: Sequence[Run]) -> tuple[_Steps, list[str]]:
-    """Let one device choose as the ranks do, where candidates lie within the bound; say where."""
-    taken: dict[ChoiceKey, torch.Tensor] = {}
+def _agreed(task: Task, steps: _Steps, runs: Sequence[Run], taken: dict[ChoiceKey, torch.Tensor]) -> _Steps:
+    """Let one device choose as the ranks do, where candidates lie within the bound; note it in `taken`.
+
+    All choices are seen that the ranks have made so far, those of later steps too.
+    """
     for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
         reference, bounds = steps[0]
         limit = partial(_limit, bounds)
@@ -349,7 +360,7 @@ def _agreed(task: Task, steps: _Steps, runs: Sequence[Run]) -> tuple[_Steps, lis
             break
         taken |= free
         steps = _references(task, _make(task.model_fn, task.seed), taken)
-    return steps, agreed_words(taken)
+    return steps
 
 
 def _limit(bounds: Bounds, key: ChoiceKey, given: torch.Tensor) -> float:

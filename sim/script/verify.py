@@ -36,7 +36,7 @@ from sim.prove.modes.values import is_constant, listed, unreached
 from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.report import Report, Sensitivity
 from sim.prove.steps.axes import mesh_of_groups
-from sim.prove.steps.compare import LoopComparison
+from sim.prove.steps.compare import LoopComparison, agreed_choices
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.prove.steps.names import read_names, roots_by_value
 from sim.prove.steps.watch import LoopRecord, LoopWatch
@@ -214,13 +214,19 @@ class _ScriptTask:
     names: Mapping[str, Any]
     shared: SharedDraws | None = None  # random numbers, in place of their means
 
-    def on_one(self, seed: int | None = None, like: LoopRecord | None = None) -> LoopRecord:
-        """Execute the reference, perturbed where there is a seed, with the choices of an earlier run."""
-        quiet = nullcontext() if seed is None else redirect_stderr(io.StringIO())  # it has been said once
-        taken = {} if like is None else {key: choice.indices for key, choice in like.choices.items()}
-        numbers = [self.shared.one] if self.shared is not None else ()
+    def on_one(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
+        """Execute the reference, plainly and perturbed, the latter with the choices of the first."""
+        quiet = nullcontext() if taken is None else redirect_stderr(io.StringIO())  # it has been said once
         with quiet:
-            return self._execute(self.reference, self.reference_source, seed, taken=taken, numbers=numbers).loops[0]
+            expected = self._alone(None, taken)
+        same = {key: choice.indices for key, choice in expected.choices.items()}
+        with redirect_stderr(io.StringIO()):
+            moved = [self._alone(seed, same) for seed in range(_RUNS)]
+        return expected, moved
+
+    def _alone(self, seed: int | None, taken: Mapping[ChoiceKey, torch.Tensor] | None) -> LoopRecord:
+        numbers = [self.shared.one] if self.shared is not None else ()
+        return self._execute(self.reference, self.reference_source, seed, taken=taken, numbers=numbers).loops[0]
 
     def on_ranks(self, mutant: Mutant | None = None) -> _Recorded:
         """Execute the script on its ranks, with a fault put in or without."""
@@ -246,9 +252,11 @@ class _ScriptTask:
             raise _EnoughSteps
 
         def body() -> None:
-            rank = current_rank()
+            rank, is_plain = current_rank(), launch.nproc == 1 and seed is None
             assert rank is not None, "ranks execute scripts"
-            watch = LoopWatch(most=self.steps, on_more=stop, shared=numbers[rank] if numbers else None)
+            watch = LoopWatch(
+                most=self.steps, on_more=stop, shared=numbers[rank] if numbers else None, keeps_graph=is_plain
+            )
             loops[rank] = watch.record
             perturbed = nullcontext() if seed is None else _PerturbedLoop(watch, seed)
             wide, choices = WidePrecision(dtype), Choices(lambda: watch.where if watch.is_inside else None, taken)
@@ -284,6 +292,18 @@ class _ScriptTask:
             len(loop.steps) == self.steps and (loop.steps[-1].updates or not loop.initial) for loop in loops.values()
         )
 
+    def agreed(
+        self, expected: LoopRecord, moved: Sequence[LoopRecord], found: _Recorded
+    ) -> tuple[LoopRecord, Sequence[LoopRecord], list[str]]:
+        """Let one device choose as the ranks do, where candidates lie within the bound; say where."""
+        mesh = self.mesh or self._guessed(found) or Layout((self.launch.nproc,), ("ranks",))
+        records = [_told_by_values(loop, expected) for loop in found.loops]
+        return agreed_choices(expected, moved, records, mesh, self.on_one)
+
+    def _guessed(self, found: _Recorded) -> Layout | None:
+        groups = [*found.groups, *((event.axis, event.members) for event in found.events)]
+        return mesh_of_groups(self.launch.nproc, groups)
+
     def compared(
         self, expected: LoopRecord, moved: Sequence[LoopRecord], found: _Recorded, *, is_mutant: bool = False
     ) -> Report:
@@ -293,8 +313,7 @@ class _ScriptTask:
         if lone is None:
             raise ValueError(_no_steps(script, "no rank has made a step"))
         loops = [_told_by_values(loop, expected) for loop in found.loops]
-        groups = [*found.groups, *((event.axis, event.members) for event in found.events)]
-        guessed = mesh_of_groups(self.launch.nproc, groups)
+        guessed = self._guessed(found)
         mesh = self.mesh or guessed or Layout((self.launch.nproc,), ("ranks",))
         of_ranks = list(dict.fromkeys(name for loop in loops for name in loop.initial))
         names = read_names(asked, self.names, of_ranks, list(expected.initial))
@@ -341,11 +360,12 @@ class _ScriptTask:
 
     def _proved_with(self, shared: SharedDraws) -> Report:
         """Execute both with random numbers in the place of their means, and compare."""
-        quiet = replace(self, shared=shared, launch=replace(self.launch, show=()))
+        task = replace(self, shared=shared, launch=replace(self.launch, show=()))
         with redirect_stderr(io.StringIO()):
-            expected = quiet.on_one()
-            moved = [quiet.on_one(seed, expected) for seed in range(_RUNS)]
-            return quiet.compared(expected, moved, quiet.on_ranks())
+            expected, moved = task.on_one()
+            found = task.on_ranks()
+            expected, moved, _ = task.agreed(expected, moved, found)
+            return task.compared(expected, moved, found)
 
 
 def verify_script(
@@ -399,13 +419,13 @@ class _ReferenceFailed(SimError):
 
 def _prove(task: _ScriptTask) -> Report:
     try:
-        expected = task.on_one()
-        moved = [task.on_one(seed, expected) for seed in range(_RUNS)]
+        expected, moved = task.on_one()
     except SimError as error:
         raise _ReferenceFailed(str(error)) from error
     if not any(step.updates for step in expected.steps):
         raise ValueError(_no_steps(task.reference.script, "one device has made no step"))
     found = task.on_ranks()
+    expected, others, said = task.agreed(expected, moved, found)
     dtype = torch.get_default_dtype()
 
     def mutated(most: int) -> Sensitivity:
@@ -413,10 +433,11 @@ def _prove(task: _ScriptTask) -> Report:
         possible = [mutant for mutant in mutants_of(found.events, names) if mutant.axis]
         with _default_dtype(dtype):
             return run_mutants(
-                possible, lambda mutant: task.compared(expected, moved, task.on_ranks(mutant), is_mutant=True), most
+                possible, lambda mutant: task.compared(expected, others, task.on_ranks(mutant), is_mutant=True), most
             )
 
-    return replace(task.compared(expected, moved, found), mutants=mutated)
+    report = task.compared(expected, others, found)
+    return replace(report, notes=(*report.notes, *said), mutants=mutated)
 
 
 def _failed(task: _ScriptTask, error: BaseException) -> int:

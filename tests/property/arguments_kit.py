@@ -42,7 +42,10 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(("Routing", "StageSlice", "ScheduleKind", "MemoryStats", "Reductions"), RETURNED),
     **dict.fromkeys(
-        ("draw_mesh", "draw_parts", "draw_receipt", "draw_svg", "draw_transfers", "readable", "show"),
+        (
+            *("draw_mesh", "draw_parts", "draw_plan", "draw_receipt", "draw_svg", "draw_transfers"),
+            *("plan_view", "readable", "shape_words"),
+        ),
         "draw what a plan holds, and are given nothing else",
     ),
     **dict.fromkeys(("Event", "Stream", "Platform"), PLUGGED),
@@ -279,6 +282,7 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "Layout.slices": lambda g: (g.split, {"global_shape": (4, 4)}),
     "Layout.splits": lambda g: (g.split, {"ndim": 2}),
     "Layout.with_mesh": lambda g: (g.free("tp"), {"mesh": g.mesh}),
+    "show": lambda g: {"x": g.split, "shape": (4, 4)},
     "distribute_tensor": lambda g: {"tensor": g.whole, "layout": g.split},
     "from_local": lambda g: {"local": g.whole, "layout": g.split},
     "full_tensor": lambda g: {"x": g.x()},
@@ -308,6 +312,7 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "CPUOffloadPolicy": lambda g: {},
     "OffloadPolicy": lambda g: {},
     "MixedPrecisionPolicy": lambda g: {"param_dtype": torch.bfloat16},
+    "Muon": lambda g: {"params": nn.Linear(4, 4, bias=False).parameters()},
     "clip_grad_norm_": lambda g: {"parameters": nn.Linear(4, 4), "max_norm": 1.0},
     "fully_shard": lambda g: {"module": nn.Linear(4, 4), "mesh": g.mesh},
     "get_model_state_dict": lambda g: {"model": g.unit()},

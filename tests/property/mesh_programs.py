@@ -109,6 +109,8 @@ class Operations(TorchDispatchMode):
             self.total += sdpa_flop_count(*_of_equal_heads(args[0], args[1], args[2]))
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
             self.total += sdpa_backward_flop_count(args[0].shape, *_of_equal_heads(args[1], args[2], args[3]))
+        elif packet is torch.ops.aten._grouped_mm:  # of rows that are grouped by expert
+            self.total += 2 * args[0].numel() * args[1].shape[-1]
         if func.namespace == "aten" and kind_of(func) != "host":
             self._count(func, args, kwargs or {}, out)
         return out

@@ -83,7 +83,10 @@ def steps_of(
                 flops.append(counted.total if counted else 0)
                 kernels = (counted.before_update, counted.kernels - counted.before_update) if counted else kernels
             begins.append(len(own_events()))
-            state = [(len(entry), describe(entry["exp_avg"])) for entry in optimizer.state.values()]
+            firsts = [entry.get("exp_avg", entry.get("momentum_buffer")) for entry in optimizer.state.values()]
+            state = [
+                (len(entry), describe(first)) for entry, first in zip(optimizer.state.values(), firsts, strict=True)
+            ]
             memory = {
                 "parameters": bytes_of(
                     tensor for part in model.parts for tensor in (*part.parameters(), *part.buffers())

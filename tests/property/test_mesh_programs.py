@@ -66,9 +66,10 @@ def check(config: Config, world_size: int, routing: Routing | None = None, *, li
     seen = in_real_numbers(steps_of(config, world_size, routing=routing, reads=True), world_size, stands_for="cuda")
     for place, program in enumerate(programs):
         compare(job, program, seen[job.rank_of_stage_rank(place)])
-        # The others of its class do the same among other ranks; with experts, some have got more rows.
+        # The others of its class do the same among other ranks; with experts, some have got more rows, and with Muon
+        # each computes other matrices.
         first, size = job.rank_of_stage_rank(place), world_size // job.dims.pp
-        for rank in range(first, first + size) if routing is None else ():
+        for rank in range(first, first + size) if routing is None and not config.optimizer.muon else ():
             assert_alike(sent_in_reality(step_of(seen[rank], 1)), sent_by_program(program), devices=False)
             assert seen[rank].result.memory == seen[first].result.memory
 
@@ -168,6 +169,8 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
     ),
     "tied": ("dense, tied, tokens ignored", 4, {"tp": 2}, 2),
     "experts": ("experts", 4, {"ep": 2}, 1),
+    "experts in bf16": ("experts", 4, {"ep": 2, "param_dtype": "bf16"}, 1),
+    "experts in bf16, not split": ("experts", 2, {"param_dtype": "bf16"}, 1),
     "experts, not split": ("experts", 2, {}, 1),
     "experts and tp": ("experts", 4, {"ep": 2, "tp": 2}, 1),
     "whole experts and tp": ("experts", 4, {"ep": 2, "tp": 2, "etp": 1}, 1),
@@ -211,6 +214,22 @@ def test_each_dimension(name):
     model, size, parallel, accumulate = EACH[name]
     limit = NOT_CLIPPED if "not clipped" in name else CLIPPED
     check(config_of(model, parallel, accumulate), size, Routing.zipf(1.0) if "expert" in model else None, limit=limit)
+
+
+MUON: dict[str, tuple[str, int, dict[str, Any], int]] = {
+    "one rank": ("dense", 1, {}, 1),
+    "shards": ("dense", 4, {"param_dtype": "bf16"}, 2),
+    "copies and tp": ("dense", 4, {"dp_replicate": 2, "tp": 2}, 1),
+    "experts": ("experts", 4, {"ep": 2}, 1),
+    "pipeline": ("dense", 4, {"pp": 2}, 4),
+}
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon(name):
+    model, size, parallel, accumulate = MUON[name]
+    config = config_of(model, parallel, accumulate).with_changes("optimizer", {"muon": True})
+    check(config, size, Routing.zipf(1.0) if "expert" in model else None)
 
 
 @st.composite

@@ -153,7 +153,7 @@ def vendor_names(source: Source) -> Iterator[str]:
 _DTENSOR = ["core.dtensor"]
 _REDISTRIBUTE = ["core.redistribute", *_DTENSOR]
 _SHARDING = ["core.init", "core.shard", "core.fully_shard", *_REDISTRIBUTE]
-_PARALLELISMS = ["core.context_parallel", "core.expert_parallel", "core.pipeline", "core.checkpoint"]
+_PARALLELISMS = ["core.context_parallel", "core.expert_parallel", "core.pipeline", "core.checkpoint", "core.optim"]
 LEAVES = ("platform", "core.common", "core.mesh")
 MAY_IMPORT = {
     "core.common": [],
@@ -165,6 +165,7 @@ MAY_IMPORT = {
     "core.shard": ["core.init", *_REDISTRIBUTE],
     "core.fully_shard": _REDISTRIBUTE,
     "core.hsdp": ["core.fully_shard", *_REDISTRIBUTE],
+    "core.optim": _REDISTRIBUTE,
     "core.context_parallel": _SHARDING,
     "core.expert_parallel": _SHARDING,
     "core.pipeline": _SHARDING,

@@ -1,6 +1,8 @@
 """The snippets in README and docs run, print what they say, and name things that exist."""
 
+import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -76,6 +78,76 @@ def test_a_wrong_plan_is_noticed():
     (printed, promised), *_ = planned(page)
     (_, wrong), *_ = planned(page.replace("all_gather    tp        4", "all_gather    tp        8"))
     assert printed == promised != wrong
+
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readme_begins_with_an_installation_a_command_and_a_picture():
+    first = README.splitlines()[:12]
+    assert len(README.splitlines()) < 150
+    assert any(line.startswith("pip install ") for line in first)
+    assert any(line.startswith("hyper-parallel ") for line in first)
+    assert any(line.startswith("![") for line in first)
+
+
+def estimated(text):
+    """Return the exit codes of the commands of a page that estimate a model by its name; 3 is what does not fit."""
+    commands = re.findall(r"^hyper-parallel (estimate --model .*)$", text, re.MULTILINE)
+    return [CliRunner().invoke(cli.app, shlex.split(command)).exit_code for command in commands]
+
+
+def test_what_the_readme_estimates_fits():
+    assert estimated(README) == [0]
+    assert estimated("hyper-parallel estimate --model llama3-8b --hardware h100-sxm --devices 1 --seq-len 128") == [3]
+
+
+def error_texts(text):
+    """Return the texts of errors that a page has as headings, each as the pieces that do not differ."""
+    quoted = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+    return {each: [piece.strip() for piece in re.split(r"\.\.\.|: ", each) if piece.strip()] for each in quoted}
+
+
+@functools.cache
+def texts_of_sources():
+    """Return the strings of each source file, of which a message is made; what they put in is left out."""
+    return [
+        strings_of(file.read_text()) for folder in ("hyper_parallel", "sim") for file in (ROOT / folder).rglob("*.py")
+    ]
+
+
+def strings_of(source):
+    """Return the strings in a source: formatted ones as a whole, with a mark for what differs."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return "\n".join(found)
+
+
+def unknown_errors(text):
+    """Return the errors of a page that no source file says any more."""
+    sources = texts_of_sources()
+    return [each for each, pieces in error_texts(text).items() if not any(all(p in s for p in pieces) for s in sources)]
+
+
+def test_troubleshooting_quotes_what_errors_say():
+    page = (DOCS / "troubleshooting.md").read_text()
+    assert len(error_texts(page)) >= 25
+    assert unknown_errors(page) == []
+    assert min(max(map(len, pieces)) for pieces in error_texts(page).values()) >= 9, "too short to be found"
+
+
+def test_an_error_that_nobody_raises_is_noticed():
+    assert unknown_errors("### `cannot infer dp_shard: world_size=... is not dividable by`\n") != []
+
+
+def test_every_error_has_a_cause_and_a_remedy():
+    for entry in (DOCS / "troubleshooting.md").read_text().split("\n### ")[1:]:
+        body = entry.partition("\n")[2].partition("\n## ")[0]
+        assert len(body.split()) >= 12, entry
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=page_id)

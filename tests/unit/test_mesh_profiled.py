@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hyper_parallel.core.common.tables import as_text
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import CheckpointConfig, Config, TrainConfig
 from hyper_parallel.trainer.loop import train
@@ -23,7 +24,7 @@ from sim.mesh.pricing.profiled import (
     step_operations,
 )
 from sim.mesh.recipe import Recipe
-from sim.mesh.report import as_text, comparison_dict, comparison_view
+from sim.mesh.report import comparison_dict, comparison_view
 
 
 def event(name, start, duration, cat="cpu_op", tid=1, **args):

@@ -176,9 +176,10 @@ def step_on(mesh, dims, routing, *, real):
 def watch(experts, seen, *, waits):
     computed, counted = experts._here, experts.count_rows
 
-    def here(rows, counts):
-        seen.append((tuple(rows.shape), tuple(counts)))
-        return computed(rows, counts)
+    def here(rows, counts, read):
+        each = read()
+        seen.append((tuple(rows.shape), tuple(each)))
+        return computed(rows, counts, lambda: each)
 
     def count(*args):
         if waits:

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel import init_parameters
-from hyper_parallel.core.expert_parallel import Router, set_aux_scale, take_aux, update_expert_bias
+from hyper_parallel.core.expert_parallel import GroupedExperts, Router, set_aux_scale, take_aux, update_expert_bias
+from hyper_parallel.core.expert_parallel.experts import grouped, one_by_one
 from hyper_parallel.models.moe import MixtureOfExperts, MoEConfig, MoELlama
 
 CONFIG = MoEConfig(
@@ -425,3 +429,48 @@ def test_logits_and_gradients_are_those_of_transformers(changes):
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, atol=2e-5, rtol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+# -- grouped products --------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([8, 16]), st.sampled_from([8, 24]))
+def test_grouped_products_are_those_of_one_expert_after_the_other(counts: list[int], hidden: int, inner: int) -> None:
+    draw = torch.Generator().manual_seed(sum(counts) + hidden)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).bfloat16().requires_grad_()
+
+    experts, total = len(counts), sum(counts)
+    sizes = [(total, hidden), (experts, inner, hidden), (experts, hidden, inner), (experts, inner, hidden)]
+    given_ = [made(*size) for size in sizes]
+    grad = torch.randn(total, hidden, generator=draw).bfloat16()
+    found = []
+    for out in (grouped(given_[0], torch.tensor(counts), *given_[1:]), one_by_one(given_[0], counts, *given_[1:])):
+        found.append([out, *torch.autograd.grad(out, given_, grad)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inner", "products"),
+    [(torch.bfloat16, 16, 3), (torch.bfloat16, 12, 0), (torch.float32, 16, 0), (torch.float64, 16, 0)],
+)
+def test_which_experts_take_grouped_products(dtype: torch.dtype, inner: int, products: int) -> None:
+    experts = GroupedExperts(num_experts=3, hidden_size=8, inner_size=inner).to(dtype)
+    chosen = torch.tensor([[0, 2], [2, 1]])
+    with _Names() as names:
+        experts(torch.ones(2, 8, dtype=dtype), chosen, torch.ones(2, 2, dtype=dtype))
+    assert names.seen.count("aten._grouped_mm.default") == products
+
+
+class _Names(TorchDispatchMode):
+    """Names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from unittest import mock
 
 import pytest
@@ -159,6 +159,18 @@ def test_micro_batches_that_are_all_reduced_and_added_twice() -> None:
     run = DENSE.with_changes("train", {"accumulate": 2})
     said = found(run, 2, loop, "forward_backward", with_gradients_times(2))
     assert said.startswith("the gradient of head.weight in step 1: every part is 2 times what it should be")
+
+
+def test_a_rank_that_decays_weights_otherwise() -> None:
+    real = loop.build_optimizer
+
+    def other(named: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
+        rank = torch.distributed.get_rank()
+        return real(named, dataclasses.replace(config, weight_decay=config.weight_decay + 0.5 * rank))
+
+    said = found(DENSE, 2, loop, "build_optimizer", other)
+    expected = "rank 1 steps with weight_decay=0.6, one device with weight_decay=0.1"
+    assert said == f"embed.weight in step 1: {expected}"
 
 
 def test_tied_weights_whose_gradients_are_not_added() -> None:

@@ -497,6 +497,39 @@ def test_a_mask_that_nothing_draws_again_is_not_the_one_that_differs():
     assert (report.first.module, report.first.kind) == ("2.drop", "random"), report
 
 
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_dropout_of_the_same_shape_before_a_checkpoint_is_not_to_blame(use_reentrant, step):
+    def model():
+        first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Inline())
+        return nn.Sequential(first, InlineAgain(use_reentrant), nn.Dropout(0.5))
+
+    x = torch.randn(ROWS, WIDTH)
+    if step:
+        report = sim.verify_step(lambda model, x: model(x).square().mean(), model, x, "dp=2", steps=1)
+    else:
+        report = sim.verify_plan(model, (x,), "dp=2", parallelize=lambda model, mesh: DistributedDataParallel(model))
+    assert (report.first.kind, report.first.module.partition(".")[0]) == ("random", "1"), report
+
+
+class InlineAgain(nn.Module):
+    """Drops in a checkpoint, without a module of its own."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
+
+    def forward(self, x):
+        return checkpoint(lambda x: F.dropout(torch.tanh(x), 0.5), x, **self.options)
+
+
+class Inline(nn.Module):
+    """Drops without a module of its own."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.5)
+
+
 @pytest.mark.parametrize("restored", [True, False])
 def test_recomputations_of_dtensors_draw_the_same_masks(restored):
     def wrapped(model, mesh):

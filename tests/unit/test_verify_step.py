@@ -672,7 +672,7 @@ def test_a_pipeline_that_forgets_the_number_of_micro_batches():
 
 def test_a_pipeline_that_scales_what_it_receives():
     report = verify("pp=2", parallelize=staged, rank_step=by_hand(received=lambda grad: grad / 2))
-    assert report.first.place == "the gradient of blocks.0.mlp.bias"
+    assert report.first.place == "the gradient of blocks.0.output"
     assert "1/2 of what it should be" in report.first.sentence
 
 

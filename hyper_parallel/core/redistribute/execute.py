@@ -141,7 +141,7 @@ def _reduce_scatter(step: Step, work: Moves, held: torch.Tensor, group: dist.Pro
         return _averaged(result, ways, step.reduction)
     # On gloo an exchange and a local sum take half the time of its reduce_scatter, and uneven parts need it anyway.
     rows = held.new_empty((ways, *work.need))
-    yield _all_to_all(rows.view(-1), packed, work.receives, work.sends, group)
+    yield all_to_all(rows.view(-1), packed, work.receives, work.sends, group)
     return _reduce(rows, step.reduction)
 
 
@@ -149,7 +149,7 @@ def _exchange(step: Step, work: Moves, held: torch.Tensor, group: dist.ProcessGr
     """Exchange parts, and reduce their copies."""
     packed = _packed(work, held)
     arrived = held.new_empty(sum(work.receives))
-    yield _all_to_all(arrived, packed, work.receives, work.sends, group)
+    yield all_to_all(arrived, packed, work.receives, work.sends, group)
     del packed
     return _unpacked(work, held, arrived) if work.copies == 1 else _reduced(step, work, held, arrived)
 
@@ -162,7 +162,7 @@ def _in_rounds(step: Step, held: torch.Tensor, rank: int, group: dist.ProcessGro
         work = moves(step, rank, index)
         packed = _packed(work, held)
         arrived = held.new_empty(sum(work.receives))
-        yield _all_to_all(arrived, packed, work.receives, work.sends, group)
+        yield all_to_all(arrived, packed, work.receives, work.sends, group)
         del packed
         if work.copies == 1:
             _unpack(work, held, arrived, result)
@@ -247,13 +247,22 @@ def _reduced(step: Step, work: Moves, held: torch.Tensor, arrived: torch.Tensor)
 # -- the backend's calls ---------------------------------------------------------------------------------------------
 
 
-def _all_to_all(
+def all_to_all(
     arrived: torch.Tensor,
     packed: torch.Tensor,
     receives: Sequence[int],
     sends: Sequence[int],
     group: dist.ProcessGroup,
 ) -> dist.Work:
+    """Start an exchange of parts of any dtype, and return the work to wait for.
+
+    Args:
+        arrived: flat, for what is received, by rank of the group.
+        packed: flat, what is sent, by rank of the group.
+        receives: elements from each rank.
+        sends: elements to each rank.
+        group: the ranks.
+    """
     if packed.dtype not in _WIRE:
         size = packed.element_size()
         arrived, packed = arrived.view(torch.uint8), packed.view(torch.uint8)

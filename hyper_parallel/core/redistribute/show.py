@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -10,20 +9,31 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 import torch
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.tables import View, plain_table
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.bounds import TorchPlan, lower_bound, torch_plan
 from hyper_parallel.core.redistribute.holdings import Intervals, Located, Part
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.steps import Step, program
 
-__all__ = ["draw_mesh", "draw_parts", "draw_receipt", "draw_svg", "draw_transfers", "readable", "show", "torch_plan"]
+__all__ = [
+    "draw_mesh",
+    "draw_parts",
+    "draw_plan",
+    "draw_receipt",
+    "draw_svg",
+    "draw_transfers",
+    "plan_view",
+    "readable",
+    "shape_words",
+    "torch_plan",
+]
 
 _LOCAL = ("slice", "copy")
-_WIDTH = 200  # of the console that tables are drawn on: wide enough that no cell is ever folded
 _RIGHT = ("ranks", "received per rank", "sent per rank", "extra memory", "time")
 
 
@@ -60,12 +70,12 @@ class Drawn(Movement, Protocol):
     def num_collectives(self) -> int: ...
 
 
-def show(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False) -> str:
+def draw_plan(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False) -> str:
     """Return a plan as text, with torch's plan for the same transition below it.
 
     >>> from hyper_parallel.core.redistribute.plan import plan
     >>> mesh = Layout((2, 2), ("dp", "tp"))
-    >>> print(show(plan(mesh("tp", "None"), mesh(("dp", "tp"), "None"), (8, 8), torch.float32)).splitlines()[-1])
+    >>> print(draw_plan(plan(mesh("tp", "None"), mesh(("dp", "tp"), "None"), (8, 8), torch.float32)).splitlines()[-1])
     received per rank on average: ours 32 B, torch 128 B, least possible 32 B; torch / ours: 4.00
 
     Times are shown if the plan was made for a topology that has latencies.
@@ -75,22 +85,33 @@ def show(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False) -> 
         device_type: what torch would run on; on "cpu" it gathers where it otherwise exchanges.
         steps_only: leave out everything but our steps.
     """
-    timed = not plan.topology.counts_bytes_only
-    ours = _draw(plan, timed=timed)
     if steps_only:
-        return ours
+        return str(View(_steps(plan, timed=not plan.topology.counts_bytes_only)))
+    return str(plan_view(plan, device_type))
+
+
+def plan_view(plan: Plan, device_type: str = "cuda") -> View:
+    """Return what `draw_plan` writes, as lines and tables.
+
+    Args:
+        plan: what `plan` returned.
+        device_type: what torch would run on.
+    """
+    timed = not plan.topology.counts_bytes_only
     on = f", {_node(plan)}" if timed else ""
     theirs = torch_plan(
         plan.src, plan.dst, plan.global_shape, plan.dtype, plan.topology if timed else None, device_type=device_type
     )
-    text = f"refuses: {theirs.refused}" if theirs.refused is not None else _draw(theirs, timed=timed)
-    parts = [
-        "\n".join(_layouts(plan)),
-        f"hyper_parallel{on}\n{ours}",
-        f"torch {torch.__version__}\n{text}",
-        _comparison(plan, theirs, lower_bound(plan.src, plan.dst, plan.global_shape, plan.dtype)),
-    ]
-    return "\n\n".join(parts)
+    refused = None if theirs.refused is None else Text(f"refuses: {theirs.refused}")
+    least = lower_bound(plan.src, plan.dst, plan.global_shape, plan.dtype)
+    return View(
+        Text("\n".join(_layouts(plan))),
+        Text(f"\nhyper_parallel{on}", style="bold"),
+        _steps(plan, timed=timed),
+        Text(f"\ntorch {torch.__version__}", style="bold"),
+        refused or _steps(theirs, timed=timed),
+        Text(f"\n{_comparison(plan, theirs, least)}"),
+    )
 
 
 def readable(count: float) -> str:
@@ -109,21 +130,17 @@ def readable(count: float) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _draw(plan: Drawn, *, timed: bool) -> str:
-    """Return a table of the steps, without blanks at the ends of lines."""
+def _steps(plan: Drawn, *, timed: bool) -> Text | Table:
+    """Return a table of the steps."""
     if not plan.steps:
-        return "nothing to do"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="none")
-    for name in ("step", "kind", "axes", *_RIGHT[: len(_RIGHT) - (not timed)]):
-        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
+        return Text("nothing to do")
+    table = plain_table("step", "kind", "axes", *_RIGHT[: len(_RIGHT) - (not timed)], left=3)
     for number, step in enumerate(plan.steps, start=1):
         ranks = "-" if step.kind in _LOCAL else str(step.group_size)
         table.add_row(str(number), _kind(step), "+".join(step.axes) or "-", ranks, *_amounts(step, timed=timed))
     count = plan.num_collectives
     table.add_row("total", f"{count} collective{'' if count == 1 else 's'}", "", "", *_amounts(plan, timed=timed))
-    out = io.StringIO()
-    Console(file=out, width=_WIDTH, color_system=None, markup=False, highlight=False, emoji=False).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return table
 
 
 def _kind(step: StepLike) -> str:
@@ -150,14 +167,14 @@ def _spread(counts: npt.NDArray[Any]) -> str:
 
 def _layouts(plan: Plan) -> Iterator[str]:
     shape, size = plan.global_shape, math.prod(plan.global_shape) * plan.dtype.itemsize
-    yield f"{str(plan.dtype).removeprefix('torch.')} tensor of {_shape(shape)}, {readable(size)}"
+    yield f"{str(plan.dtype).removeprefix('torch.')} tensor of {shape_words(shape)}, {readable(size)}"
     for word, layout in (("from", plan.src), ("to", plan.dst)):
         yield f"{word:<4}  {layout}"
         yield f"      {'; '.join(_words(layout, len(shape)))}"
         ranks = layout.rank_list[:: len(layout.rank_list) - 1] if len(layout.rank_list) > 1 else layout.rank_list
         held = [(rank, layout.local_shape(shape, rank)) for rank in ranks]
         yield "      " + ", ".join(
-            f"rank {rank} holds {_shape(local)} ({readable(math.prod(local) * plan.dtype.itemsize)})"
+            f"rank {rank} holds {shape_words(local)} ({readable(math.prod(local) * plan.dtype.itemsize)})"
             for rank, local in held
         )
 
@@ -177,7 +194,12 @@ def _words(layout: Layout, ndim: int) -> Iterator[str]:
         yield f"{copies} ranks hold each part" if copies > 1 else "no two ranks hold the same"
 
 
-def _shape(shape: Sequence[int]) -> str:
+def shape_words(shape: Sequence[int]) -> str:
+    """Write sizes for people.
+
+    >>> shape_words((4, 2)), shape_words(())
+    ('4 x 2', 'no dims')
+    """
     return " x ".join(map(str, shape)) or "no dims"
 
 

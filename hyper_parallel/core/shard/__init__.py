@@ -4,7 +4,7 @@ api -> apply, local, value_and_grad
 apply -> local, local_module -> region -> entry_exit
          local, local_module -> boundaries -> spelling
 apply -> plan -> spelling
-plan_file -> plan
+plan_file, show -> plan
 value_and_grad -> boundaries
 loss -> entry_exit
 """

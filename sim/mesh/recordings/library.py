@@ -121,7 +121,8 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         return None
     dims, recipe = job.dims, job.recipe
     kinds = job.model.layer_kinds
-    if recipe.zero <= 1 or recipe.engine != "fully_shard" or job.is_skewed or recipe.conventions is not None:
+    alone = recipe.zero <= 1 or recipe.engine != "fully_shard" or job.is_skewed or recipe.conventions is not None
+    if alone or recipe.optimizer == "muon":  # which matrices a rank computes depends on how many ranks there are
         return (job, part, tuple(kept))
     ranks = {each.index: each.rank for each in job.stages()}
     near = [ranks.get(part.index + step) for step in (-1, 1)]

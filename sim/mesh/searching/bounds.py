@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_MOMENTS = {"adamw": 8, "adamw-foreach": 8, "sgd": 0}
+_MOMENTS = {"adamw": 8, "adamw-foreach": 8, "muon": 4, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
 _FEW = 400  # tokens of a micro-batch that take twice as long as they compute: weights are read, operations issued
 _RECOMPUTED = {"none": 1.0, "selective": 1.05, "alternate": 1.18, "full": 4 / 3}

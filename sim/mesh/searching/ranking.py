@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from sim.mesh.report import as_text, estimate_dict, gib, interval, number, per_second, percent, plain_table, seconds
+from hyper_parallel.core.common.tables import View, as_html, as_text, plain_table
+from sim.mesh.report import estimate_dict, gib, interval, number, per_second, percent, seconds
 from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.space import Candidate, Rejected
 
@@ -43,7 +44,7 @@ def search_text(result: Any, most: int = 10) -> str:
     return as_text(search_view(result, most), width=170)
 
 
-def search_view(result: Any, most: int = 10) -> Group:
+def search_view(result: Any, most: int = 10) -> View:
     """Return the tables of a search, to be printed by rich.
 
     Args:
@@ -59,7 +60,7 @@ def search_view(result: Any, most: int = 10) -> Group:
     views += [Text(), Text(result.looked_at), Text(limit_of(result).text)]
     if not result.complete:
         views.append(Text("the search was interrupted: this is the best so far"))
-    return Group(*views)
+    return View(*views)
 
 
 def _ranking(result: Any, most: int) -> Table:
@@ -281,6 +282,13 @@ class SearchResult:
 
     def __str__(self) -> str:
         return search_text(self)
+
+    def __repr__(self) -> str:
+        best = f", best: {self.best.candidate}, {seconds(self.best.seconds)} a step" if self.found else ""
+        return f"SearchResult({self.title}: {len(self.found)} fit{best})"
+
+    def _repr_html_(self) -> str:
+        return as_html(search_view(self))
 
 
 def pareto(found: Sequence[Found]) -> tuple[Found, ...]:

@@ -351,9 +351,9 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if name in _ATTENTION_BACKWARDS:
         batch, heads, _, queries, keys, size, *_ = attention_shape(func, args, kwargs)
         return 10 * batch * heads * queries * keys * size
-    if name == "_grouped_mm":
-        batch, m, n, k = matmul_shape(func, args, out)
-        return 2 * batch * m * n * k
+    if name == "_grouped_mm":  # each row, column or element of the inner dim belongs to one group
+        a, b = args[:2]
+        return int(2 * (a[0] if a.dim() == 3 and b.dim() == 2 else a).numel() * b.shape[-1])
     return 0
 
 

@@ -100,7 +100,7 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
     few = (
         not every_layer
         and job.model.has_stages
-        and job.recipe.optimizer != "adamw-foreach"
+        and job.recipe.optimizer not in ("adamw-foreach", "muon")
         and job.recipe.checkpoint_layers is None
     )
     kept = kept_layers(part.layers, kinds) if few else list(part.layers)
@@ -652,7 +652,7 @@ def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(params or [torch.nn.Parameter(torch.empty(0))], lr=1e-3, foreach=bool(params))
     if job.recipe.optimizer == "adamw-foreach":
         return torch.optim.AdamW(params, lr=1e-3, foreach=True)
-    return build_optimizer(module.named_parameters(), OptimizerConfig())
+    return build_optimizer(module.named_parameters(), OptimizerConfig(muon=job.recipe.optimizer == "muon"))
 
 
 @contextmanager

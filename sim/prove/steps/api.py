@@ -20,7 +20,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
-from sim.prove.modes.choices import ChoiceKey, Choices, agreed_words, free_choices
+from sim.prove.modes.choices import ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws, proved_with
 from sim.prove.modes.inputs import proved_once, proved_twice, second_of
 from sim.prove.modes.precision import WidePrecision, narrow_words
@@ -29,7 +29,7 @@ from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import converted
-from sim.prove.steps.compare import LoopComparison, Permutation, bound_of
+from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
 from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
 from sim.prove.steps.names import read_names
@@ -40,7 +40,6 @@ __all__ = ["verify_step"]
 
 _ASKED = "cannot verify a step"
 _RUNS = 3
-_MOST_ROUNDS = 16  # of choices that follow from others
 _DEPTH = 3  # attributes of attributes in which modules are looked for, such as those of a pipeline's schedule
 
 
@@ -227,8 +226,9 @@ class _StepTask:
             torch.manual_seed(self.seed + 1)
             with around or nullcontext():
                 batches = [_copied(batch, self.dtype) for batch in self._batches]
+                wide, is_plain = WidePrecision(self.dtype), around is None
                 numbers = self.shared.one if self.shared is not None else None
-                return self._take(model, [model], self.step, batches, WidePrecision(self.dtype), taken, numbers)
+                return self._take(model, [model], self.step, batches, wide, taken, numbers, keeps_graph=is_plain)
 
     def _take(
         self,
@@ -239,8 +239,10 @@ class _StepTask:
         wide: WidePrecision,
         taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
         shared: Mapping[DrawPlace, torch.Tensor] | None = None,
+        *,
+        keeps_graph: bool = False,
     ) -> LoopRecord:
-        watch = LoopWatch(roots, self.steps, shared=shared, calms_all=True)
+        watch = LoopWatch(roots, self.steps, shared=shared, calms_all=True, keeps_graph=keeps_graph)
         watch.note_initial()
         chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
         optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
@@ -313,7 +315,7 @@ class _StepTask:
         records = [found[rank] for rank in sorted(found)]
         if is_varied:
             check_varied([record.initial for record in records], expected.initial)
-        expected, moved, notes = self._agreed(expected, moved, records)
+        expected, moved, notes = agreed_choices(expected, moved, records, self.mesh, self.references)
         of_ranks = list(dict.fromkeys(name for record in records for name in record.initial))
         names = read_names(_ASKED, self.names, of_ranks, list(expected.initial))
         comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
@@ -348,23 +350,6 @@ class _StepTask:
                 if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point():
                     tensor.data = tensor.data.to(self.dtype)
         return drawn
-
-    def _agreed(
-        self, expected: LoopRecord, moved: Sequence[LoopRecord], records: Sequence[LoopRecord]
-    ) -> tuple[LoopRecord, Sequence[LoopRecord], list[str]]:
-        """Let one device choose as the ranks do, where candidates lie within the bound; say where."""
-        taken: dict[ChoiceKey, torch.Tensor] = {}
-        for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
-
-            def limit(key: ChoiceKey, given: torch.Tensor, others: Sequence[LoopRecord] = moved) -> float:
-                return bound_of(given, [other.choices[key].given for other in others if key in other.choices])
-
-            free = free_choices(expected.choices, [record.choices for record in records], self.mesh, limit)
-            if not free:
-                break
-            taken |= free
-            expected, moved = self.references(taken)
-        return expected, moved, agreed_words(taken)
 
     def _mutated(self, events: Sequence[Any], names: Sequence[str], most: int) -> Sensitivity:
         task = self if self.second is None else replace(self, second=None, steps=1)

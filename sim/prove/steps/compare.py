@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,21 +14,36 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, top, unit_roundoff
+from sim.prove.faults import diagnose
 from sim.prove.infer import order_of_rows
-from sim.prove.judge import COARSE, Finding, Judge, divided_words, of_own_rows, pending_words, short
+from sim.prove.judge import (
+    COARSE,
+    AutogradGraph,
+    Finding,
+    Judge,
+    Judged,
+    divided_words,
+    first_bug,
+    of_own_rows,
+    pending_words,
+    settle,
+    short,
+)
+from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
 from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
 from sim.prove.steps.names import find_names, submesh
+from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
 
-__all__ = ["LoopComparison", "bound_of"]
+__all__ = ["LoopComparison", "agreed_choices", "bound_of"]
 
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
-_STEP = 16.0  # those of an optimizer's step, each
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6
+_MOST_ROUNDS = 16  # of choices that follow from others
 
 Permutation = tuple[int, ...]
 
@@ -40,6 +56,36 @@ def bound_of(
     finite = [move for move in moves if math.isfinite(move)]
     unit = unit_roundoff(dtype or full.dtype)
     return max(SAFETY * max(finite, default=0.0), floor * unit * largest(full), torch.finfo(torch.float64).tiny)
+
+
+def agreed_choices(
+    expected: LoopRecord,
+    moved: Sequence[LoopRecord],
+    records: Sequence[LoopRecord],
+    mesh: Layout,
+    again: Callable[[Mapping[ChoiceKey, torch.Tensor]], tuple[LoopRecord, Sequence[LoopRecord]]],
+) -> tuple[LoopRecord, Sequence[LoopRecord], list[str]]:
+    """Let one device choose as the ranks do in all steps, where candidates lie within the bound; say where.
+
+    Args:
+        expected: of one device.
+        moved: of one device, perturbed.
+        records: of each rank.
+        mesh: the axes of all ranks.
+        again: runs one device with other choices, plainly and perturbed.
+    """
+    taken: dict[ChoiceKey, torch.Tensor] = {}
+    for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
+
+        def limit(key: ChoiceKey, given: torch.Tensor, others: Sequence[LoopRecord] = moved) -> float:
+            return bound_of(given, [other.choices[key].given for other in others if key in other.choices])
+
+        free = free_choices(expected.choices, [record.choices for record in records], mesh, limit)
+        if not free:
+            break
+        taken |= free
+        expected, moved = again(taken)
+    return expected, moved, agreed_words(taken)
 
 
 class LoopComparison:
@@ -79,6 +125,8 @@ class LoopComparison:
         self._split = len({frozenset(path) for path in paths}) > 1  # stages of a pipeline
         self._left: dict[str, None] = {}
         self._inputs: dict[str, Layout | None] = {}  # how ranks hold what went into modules first
+        self._gradients: dict[str, Finding] = {}  # of the parameters, in the step that is judged
+        self._replays = {rank: UpdateReplay() for rank in range(len(ranks))}
 
     def report(self) -> Report:
         """Judge everything, in the order in which things happen."""
@@ -167,7 +215,7 @@ class LoopComparison:
             if full is not None and full.is_floating_point():
                 others = [_joined(each.steps[step].calls.get(key, [])) for each in self.moved if step < len(each.steps)]
                 bound = bound_of(full, [other for other in others if other is not None])
-                yield ModuleTensor(ReportRow(key[0], _title(key), "forward").place, full, bound)
+                yield ModuleTensor(ReportRow(key[0], _title(key[1], key[2]), "forward").place, full, bound)
 
     # -- words -------------------------------------------------------------------------------------------------------
 
@@ -200,7 +248,12 @@ class LoopComparison:
         theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
         rows = [*self._forward(mine, others, theirs), *self._loss(mine, others, theirs)]
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
-            rows += self._named(kind, title, number, mine, others, theirs)
+            named = list(self._named(kind, title, number, mine, others, theirs))
+            if kind == "gradients" and not any(
+                row.verdict == "bug" and row.place == "the model's loss" for row in rows
+            ):
+                named = [*self._backward(named, mine, others, theirs), *named]
+            rows += named
         trained = any(row.verdict == "bug" and row.kind != "forward" for row in rows)
         losses = [row for row in rows if row.tensor == "loss" and not row.module]
         if losses and losses[0].verdict == "bug" and not trained and mine.gradients:
@@ -217,7 +270,7 @@ class LoopComparison:
         given: dict[str, Layout | None] = {}  # what modules were given first
         self._inputs = self._inputs or given
         for key, values in mine.calls.items():
-            path, side = key[:2]
+            path, side, way = key
             if self._split and not path:
                 continue  # every stage has a model of its own
             there = {rank: each[key] for rank, each in calls.items() if key in each}
@@ -232,13 +285,88 @@ class LoopComparison:
                 self._left.update({path: None} if path and not parts else {})
                 continue
             moved = [joined for other in others if (joined := _joined(other.calls.get(key, []))) is not None]
-            title = _title(key)
+            title = _title(side, way)
             found = self._find(parts, full, bound_of(full, moved), may_reorder=True)
             if side == "input":
                 given.setdefault(path, found.found)
             elif path in self.expected.batch_norms:
                 found = of_own_rows(found, given.get(path), parts, full)
             yield self._row(ReportRow(path, title, "forward"), found)
+
+    def _backward(
+        self,
+        parameters: Sequence[ReportRow],
+        mine: RecordedStep,
+        others: Sequence[RecordedStep],
+        theirs: Mapping[int, RecordedStep],
+    ) -> list[ReportRow]:
+        """Return the gradients of activations up to one from which all wrong ones of parameters are computed."""
+        if first_bug(parameters) is None:
+            return []
+        events = list(self._activations(mine, others, theirs))
+        for row in parameters:
+            name = f"{row.module}.{row.tensor}" if row.module else row.tensor
+            found, place = self._gradients.get(name, Finding("wrong")), self.expected.leaves.get(name)
+            where = () if place is None else (place,)
+            events.append(Judged(row.module, row.tensor, "gradient", found, where, True))
+        graph = AutogradGraph()
+        rows = settle(events, graph.backward)[: -len(parameters)]
+        first = first_bug(rows)
+        if first is None:
+            return []
+        at = rows.index(first)
+        wrong = [event for event, row in zip(events[len(rows) :], parameters, strict=True) if row.verdict == "bug"]
+        # Others may have their own reasons, such as a sum over ranks that is taken of no gradient.
+        is_cause = all(graph.backward(events[at], each) for each in wrong)
+        return rows[: at + 1] if is_cause else []
+
+    def _activations(
+        self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
+    ) -> Iterator[Judged]:
+        """Judge the gradients of what went into and came out of modules, in the order in which they are computed.
+
+        Each rank's loss may be a mean over its own rows, or scaled: then all of them are as many times larger. How many
+        times the first one tells.
+        """
+        named = {rank: self._named_calls(step, self._paths[rank]) for rank, step in theirs.items()}
+        scale: float | None = None
+        for key, call in mine.grads:
+            path, side, way = key
+            there = {rank: (theirs[rank], keys[key]) for rank, keys in named.items() if key in keys}
+            counts = {len(mine.calls[key]), *(len(step.calls[own]) for step, own in there.values())}
+            which = call if len(counts) == 1 else None
+            if which is None and len(mine.calls[key]) > 1:
+                continue  # which calls of micro-batches are of which call of one device is not known
+            full = _gradient_of(mine, key, which)
+            found = {rank: _gradient_of(step, own, which) for rank, (step, own) in there.items()}
+            parts = {rank: part for rank, part in found.items() if part is not None}
+            if full is None or not parts or (key, call) not in mine.nodes:
+                continue
+            again = [_gradient_of(other, key, which) for other in others]
+            bound = bound_of(full, [each for each in again if each is not None])
+            if scale is None:
+                if bound >= largest(full):
+                    continue  # zero but for rounding
+                scale = self._scale(parts, full, bound)
+            judged = self._find(parts, full * scale, bound * scale, may_reorder=True)
+            judged = replace(judged, is_zero=largest(full) <= bound)
+            yield Judged(path, _title(side, way), "gradient", judged, (mine.nodes[key, call],))
+
+    def _named_calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, CallKey]:
+        """Return what a rank calls each boundary of one device."""
+        return {(paths[path], side, way): (path, side, way) for path, side, way in step.calls if path in paths}
+
+    def _scale(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> float:
+        """Return how many times a gradient is larger on the ranks than on one device; 1 where it is no such thing."""
+        sizes = [size for size in self.mesh.mesh_shape if size > 1]
+        products = {math.prod(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count)}
+        for times in sorted(products):
+            found = self._find(parts, full * times, bound * times, may_reorder=True)
+            if found.status == "right":
+                return float(times)
+        here = submesh(self.mesh, tuple(sorted(parts)))
+        fault = diagnose(parts, full, here, bound)
+        return float(fault.factor) if fault is not None and fault.kind == "scaled" and fault.factor else 1.0
 
     def _calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, list[torch.Tensor]]:
         named = ((path, side, way, values) for (path, side, way), values in step.calls.items())
@@ -277,6 +405,7 @@ class LoopComparison:
         named = {rank: self.names.translated(getattr(step, kind), self._shapes) for rank, step in theirs.items()}
         order = reversed(full_by_name) if kind == "gradients" else iter(full_by_name)
         scale = max((largest(full) for full in full_by_name.values() if full is not None), default=0.0)
+        updates = self._updates(number, mine, theirs) if kind == "updates" else None
         for name in list(order):
             full, module, leaf = full_by_name[name], *_split(name)
             parts = {rank: tensors[name] for rank, tensors in named.items() if tensors.get(name) is not None}
@@ -295,15 +424,32 @@ class LoopComparison:
                 yield replace(row, verdict="bug", sentence=sentence)
                 continue
             moved = [getattr(other, kind)[name] for other in others if getattr(other, kind).get(name) is not None]
-            floor = _STEP * (number + 1) if kind == "updates" else _FEW
+            floor = ROUNDINGS * (number + 1) if kind == "updates" else _FEW
             found = self._find(parts, self.names.ordered(name, full), bound_of(full, moved, floor=floor))
             if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
                 found = replace(found, status="right")  # the optimizer adds them up
+            if updates is not None:
+                found = updates.judged(name, parts, found)
             if kind == "buffers" and found.status != "right":
                 found = replace(found, status="private")
             if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
                 found = replace(found, is_coarse=_is_coarse(found, full, scale))
+                self._gradients[name] = replace(found, is_zero=largest(full) <= found.bound)
             yield self._row(row, found)
+
+    def _updates(self, number: int, mine: RecordedStep, theirs: Mapping[int, RecordedStep]) -> UpdatesOfStep:
+        """Return the updates of a step, beside what one device's optimizers make of each rank's gradients."""
+        starts = {
+            rank: UpdateStarts(self._rules(step), self.names.translated(step.starts.values, self._shapes))
+            for rank, step in theirs.items()
+        }
+        gradients = {rank: self.names.translated(step.gradients, self._shapes) for rank, step in theirs.items()}
+        return UpdatesOfStep(mine.starts.rules, starts, gradients, self._replays, number + 1)
+
+    def _rules(self, step: RecordedStep) -> dict[str, UpdateRule]:
+        """Return how a rank's optimizers update its parameters, by the names of one device."""
+        named = ((self.names.parts.get(name, ((name,), 0))[0], rule) for name, rule in step.starts.rules.items())
+        return {each: rule for names, rule in named for each in names}
 
     def _say_partial(self, name: str, steps: Mapping[int, RecordedStep]) -> bool:
         """Whether the gradients of a parameter are DTensors that say so themselves, on all ranks that have one."""
@@ -411,14 +557,24 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return torch.cat(list(values))
 
 
-def _title(key: CallKey) -> str:
-    _, side, way = key
-    return f"{side} {way}".strip().removesuffix(" 0") if side == "input" else f"{side} {way.lstrip('.')}".strip()
-
-
 def _own(uses: Mapping[DrawPlace, DrawUse]) -> set[DrawPlace]:
     """Return draws by the names of who drew."""
     return {use.place for use in uses.values()}
+
+
+def _title(side: str, way: str) -> str:
+    return f"{side} {way}".strip().removesuffix(" 0") if side == "input" else f"{side} {way.lstrip('.')}".strip()
+
+
+def _gradient_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Tensor | None:
+    """Return the gradient of one call, or those of all one behind the other; added up if all calls had the same."""
+    if call is not None:
+        return step.grads.get((key, call))
+    values = step.calls.get(key, [])
+    grads = [step.grads[key, each] for each in range(len(values)) if (key, each) in step.grads]
+    if not grads or len(grads) < len(values):
+        return None
+    return torch.stack(grads).sum(0) if len(values) > 1 and _are_equal(values) else _joined(grads)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -19,7 +19,16 @@ from torch.overrides import TorchFunctionMode
 from sim.kernel.context import current_rank
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
-from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
+from sim.prove.record import (
+    argument_names,
+    copy_of,
+    named_buffers,
+    named_modules,
+    named_parameters,
+    own_views,
+    tensors_in,
+)
+from sim.prove.steps.updates import UpdateStarts
 
 __all__ = ["CallKey", "LoopRecord", "LoopWatch", "RecordedStep"]
 
@@ -40,6 +49,9 @@ class RecordedStep:
         partial: the names of those that are DTensors, and say themselves that they are parts of a sum.
         updates: each parameter after that.
         buffers: after the step.
+        starts: what its optimizers began with.
+        grads: of what stood at each boundary in each call, in the order in which backward computed them.
+        nodes: where that stands in autograd's graph; kept for one device alone.
     """
 
     calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -48,6 +60,9 @@ class RecordedStep:
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
+    starts: UpdateStarts = field(default_factory=lambda: UpdateStarts({}, {}))
+    grads: dict[tuple[CallKey, int], torch.Tensor] = field(default_factory=dict)
+    nodes: dict[tuple[CallKey, int], Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -68,6 +83,7 @@ class LoopRecord:
         repeats: backward has computed some of them again.
         is_misfit: they have other shapes than those that were shared.
         bare: where numbers are drawn that nothing is put in place of.
+        leaves: where parameters stand in autograd's graph, by name.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -83,6 +99,7 @@ class LoopRecord:
     repeats: bool = False
     is_misfit: bool = False
     bare: Mapping[str, None] = field(default_factory=dict)
+    leaves: dict[str, int] = field(default_factory=dict)
 
     def root_of(self, path: str) -> str:
         """Return the root that a module or a tensor belongs to."""
@@ -107,6 +124,8 @@ class LoopRecord:
                 named(step.updates),
                 named(step.buffers),
                 {new(name) for name in step.partial},
+                UpdateStarts(named(step.starts.rules), named(step.starts.values)),
+                {((new(path), side, way), call): grad for ((path, side, way), call), grad in step.grads.items()},
             )
             for step in self.steps
         ]
@@ -126,6 +145,7 @@ class LoopRecord:
             redraw=redraw,
             trained=trained,
             uses=uses,
+            leaves=named(self.leaves),
         )
 
 
@@ -142,6 +162,7 @@ class LoopWatch:
         on_more: called where another step begins.
         shared: random numbers in place of their means.
         calms_all: do so with those outside of modules, too: they are a step's own, and no weights or batches.
+        keeps_graph: keep where tensors stand in autograd's graph.
     """
 
     def __init__(
@@ -152,9 +173,11 @@ class LoopWatch:
         shared: Mapping[DrawPlace, torch.Tensor] | None = None,
         *,
         calms_all: bool = False,
+        keeps_graph: bool = False,
     ) -> None:
         self.record = LoopRecord()
         self.calms_all = calms_all
+        self._keeps_graph = keeps_graph
         self.is_updating = False  # an optimizer is at work
         self._most, self._on_more = most, on_more
         self._roots: list[tuple[str, nn.Module]] = []
@@ -194,7 +217,7 @@ class LoopWatch:
     def __enter__(self) -> LoopWatch:
         self._rank = current_rank()
         hooks = [
-            module_hooks.register_module_forward_pre_hook(self._enter_module),
+            module_hooks.register_module_forward_pre_hook(self._enter_module),  # type: ignore[arg-type]
             module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
@@ -261,10 +284,11 @@ class LoopWatch:
         """Copy parameters that have not been seen before."""
         for name, parameter in self.parameters().items():
             if name not in self.record.initial and not parameter.is_meta:
-                self.record.initial[name] = local_of(parameter).clone()
+                self.record.initial[name] = copy_of(parameter)
                 self.record.trained.update([name] if parameter.requires_grad else [])
+                self.record.leaves[name] = id(parameter)
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._inside:
             self._is_for_shapes = _asks_for_shapes()
             if id(module) not in self._paths:
@@ -272,8 +296,17 @@ class LoopWatch:
         if id(module) in self._paths and self._counts():
             self._begin()  # before the module gathers its parameters, which are noted as they are
         self._inside.append(id(module))
+        kwargs = _keywords()
+        if id(module) in self._paths and self._counts():
+            views: dict[int, torch.Tensor] = {}
+            args = own_views(args, views)
+            kwargs.update(own_views(kwargs, views))
         for index, value in enumerate(args):
             self._note(module, "input", str(index), value)
+        names = argument_names(module) if kwargs else []
+        for name, value in kwargs.items():
+            self._note(module, "input", str(names.index(name)) if name in names else name, value)
+        return args
 
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del args
@@ -298,7 +331,22 @@ class LoopWatch:
             for way, tensor in tensors_in(value):
                 if tensor.is_meta:
                     continue  # a schedule that asks for shapes
-                step.calls.setdefault((path, side, place + way), []).append(local_of(tensor).clone())
+                calls = step.calls.setdefault((path, side, place + way), [])
+                calls.append(copy_of(tensor))
+                if tensor.requires_grad and not tensor.is_leaf:
+                    self._note_grad(step, ((path, side, place + way), len(calls) - 1), tensor)
+
+    def _note_grad(self, step: RecordedStep, key: tuple[CallKey, int], tensor: torch.Tensor) -> None:
+        """Keep the gradient with respect to what stands at a boundary, once it is computed."""
+        grads = step.grads  # the hook must not hold the step, which holds the graph: no collector sees that cycle
+
+        def hook(grad: torch.Tensor) -> None:
+            value = copy_of(grad)
+            grads[key] = grads[key] + value if key in grads else value  # of a second backward
+
+        tensor.register_hook(hook)
+        if self._keeps_graph:
+            step.nodes[key] = tensor.grad_fn
 
     # -- backward and updates ----------------------------------------------------------------------------------------
 
@@ -308,7 +356,7 @@ class LoopWatch:
             return
         step = self._step()
         if step is not None:
-            step.losses.append(local_of(value).clone().reshape(()))
+            step.losses.append(copy_of(value).reshape(()))
 
     def on_backward(self, loss: torch.Tensor) -> None:
         """Keep a scalar that is differentiated."""
@@ -331,7 +379,7 @@ class LoopWatch:
             for name, parameter in self.parameters().items():
                 if chosen is None or id(parameter) in chosen:
                     grad = parameter.grad
-                    step.gradients[name] = None if grad is None else local_of(grad).clone()
+                    step.gradients[name] = None if grad is None else copy_of(grad)
                     if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
                         step.partial.add(name)
 
@@ -341,8 +389,8 @@ class LoopWatch:
         if step is not None:
             for name, parameter in self.parameters().items():
                 if chosen is None or id(parameter) in chosen:
-                    step.updates[name] = local_of(parameter).clone()
-            step.buffers = {name: local_of(buffer).clone() for name, buffer in self.buffers().items()}
+                    step.updates[name] = copy_of(parameter)
+            step.buffers = {name: copy_of(buffer) for name, buffer in self.buffers().items()}
 
     def end_step(self) -> None:
         """Let what comes belong to the next step."""
@@ -354,8 +402,10 @@ class LoopWatch:
             return  # torch has one table of these hooks for all ranks
         if id(optimizer) in self._taken:
             self._is_over = True
-        self._step()
+        step = self._step()
         self.note_gradients(_params_of(optimizer))
+        if step is not None:
+            step.starts = step.starts.joined(UpdateStarts.of(optimizer, self.parameters()))
         self.is_updating = True
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -386,6 +436,12 @@ def _asks_for_shapes() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _keywords() -> dict[str, Any]:
+    """Return the keyword arguments of the module that is called, which torch does not give to hooks on all modules."""
+    there = sys._getframe(2).f_locals.get("kwargs")  # of nn.Module's own call
+    return there if isinstance(there, dict) else {}
 
 
 def _first_names(roots: Sequence[tuple[str, nn.Module]], find: Any) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,288 @@
+"""Updates of torch's own optimizers, taken again from the gradients that each rank had.
+
+Such an update is elementwise. So what a rank makes of its part of a gradient is what the optimizer of one device makes
+of it, within a few roundings, however wide the bounds of the gradients are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sim.explain.errors import ranks_phrase
+from sim.prove.evidence import gap, magnitude, top, unit_roundoff
+from sim.prove.judge import Finding
+from sim.prove.record import copy_of
+
+__all__ = [
+    "ROUNDINGS",
+    "UpdateReplay",
+    "UpdateRule",
+    "UpdateStarts",
+    "UpdatesOfStep",
+    "is_elementwise",
+    "other_options",
+]
+
+ROUNDINGS = 16.0
+"""Units of rounding that a step is granted, of the largest element: Adam's chain from gradient to parameter has 12."""
+
+_ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"}
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # options that change no values
+_MOST_SAID = 3
+_ALIKE = 1e-6  # factors of which only rounding can tell the difference
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's own rounding is that of a few operations; what it makes of the gradients' is measured."""
+    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in _ELEMENTWISE
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateRule:
+    """How an optimizer updates the parameters of one of its groups in one step.
+
+    Attributes:
+        kind: the optimizer's class.
+        options: of the group.
+        is_first: the optimizer has not stepped before.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class UpdateStarts:
+    """What an optimizer is about to do.
+
+    Attributes:
+        rules: of parameters that it updates element by element, by name.
+        values: the parameters before the update, where their gradients are held as they are.
+    """
+
+    rules: Mapping[str, UpdateRule]
+    values: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], hooks: int = 0
+    ) -> UpdateStarts:
+        """Note what an optimizer begins with.
+
+        Args:
+            optimizer: about to step.
+            parameters: the model's, by name.
+            hooks: how many of its hooks change nothing; with others, it is not the optimizer alone that updates.
+        """
+        own = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        mine = {name: each for name, each in parameters.items() if id(each) in own}
+        values = {name: copy_of(each) for name, each in mine.items() if _is_alike(each)}
+        if not is_elementwise(optimizer) or _is_changed(optimizer, hooks):
+            return cls({}, values)
+        first = all(not state or float(state.get("step", 1)) == 0 for state in optimizer.state.values())
+        rules = {id(group): UpdateRule(type(optimizer), _options(group), first) for group in optimizer.param_groups}
+        return cls({name: rules[id(own[id(each)])] for name, each in mine.items()}, values)
+
+    def joined(self, other: UpdateStarts) -> UpdateStarts:
+        """Return these and those of another optimizer."""
+        return UpdateStarts({**self.rules, **other.rules}, {**self.values, **other.values})
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    copied = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in copied.items()}
+
+
+def _is_alike(parameter: nn.Parameter) -> bool:
+    """Whether a gradient is held as its parameter is: else the optimizer puts it together first."""
+    grad = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
+        return parameter.placements == grad.placements
+    return isinstance(parameter, DTensor) == isinstance(grad, DTensor) or grad is None
+
+
+def _is_changed(optimizer: torch.optim.Optimizer, hooks: int) -> bool:
+    """Whether hooks, or a `GradScaler`, take part in the step, so that it is more than the optimizer's own."""
+    own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return own > hooks or getattr(optimizer, "grad_scale", None) is not None
+
+
+class UpdateReplay:
+    """Updates the parameters of a rank step by step, as the optimizers of one device would.
+
+    >>> rule = UpdateRule(torch.optim.SGD, {"lr": 0.5}, True)
+    >>> UpdateReplay().step({"w": rule}, {"w": torch.ones(2)}, {"w": torch.tensor([1.0, 2.0])})
+    {'w': tensor([0.5000, 0.0000])}
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
+
+    def step(
+        self,
+        rules: Mapping[str, UpdateRule],
+        values: Mapping[str, torch.Tensor | None],
+        gradients: Mapping[str, torch.Tensor | None],
+    ) -> dict[str, torch.Tensor]:
+        """Return the parameters after a step, by name; without those of which something is not known.
+
+        Args:
+            rules: of one device.
+            values: of the rank's parameters, before the step.
+            gradients: of the rank.
+        """
+        wanted: dict[str, torch.Tensor] = {}
+        for name in rules:
+            value, grad = values.get(name), gradients.get(name)
+            if value is not None and (grad is None or grad.shape == value.shape) and value.is_floating_point():
+                wanted[name] = value
+        self._begin({name: value for name, value in wanted.items() if rules[name].is_first}, rules)
+        # Of those that one device updates, and of which something is not known here, the state is lost.
+        self._held = {name: held for name, held in self._held.items() if name in wanted or name not in rules}
+        steady = [name for name in wanted if name in self._held]
+        for name in steady:
+            (parameter, optimizer), rule = self._held[name], rules[name]
+            grad = gradients.get(name)
+            with torch.no_grad():
+                parameter.copy_(wanted[name])
+            parameter.grad = None if grad is None else grad.to(parameter.dtype)
+            group = next(each for each in optimizer.param_groups if each["params"][0] is parameter)
+            group.update(rule.options)
+        # Imported here: whoever imports `sim` needs no trainer.
+        from hyper_parallel.trainer.optimizer import update
+
+        for optimizer in {id(optimizer): optimizer for _, optimizer in self._held.values()}.values():
+            update(optimizer)
+        return {name: self._held[name][0].detach().clone() for name in steady}
+
+    def _begin(self, values: Mapping[str, torch.Tensor], rules: Mapping[str, UpdateRule]) -> None:
+        kinds = dict.fromkeys(rules[name].kind for name in values)
+        for kind in kinds:
+            made = {name: nn.Parameter(value.clone()) for name, value in values.items() if rules[name].kind is kind}
+            optimizer = kind([{**rules[name].options, "params": [each]} for name, each in made.items()], lr=1.0)  # type: ignore[call-arg]
+            self._held.update({name: (each, optimizer) for name, each in made.items()})
+
+
+class UpdatesOfStep:
+    """The updates of one step on all ranks, beside what one device's optimizer makes of what they had.
+
+    Args:
+        rules: of one device, by name.
+        starts: of each rank: what its optimizer began with, by the names of one device.
+        gradients: of each rank, by the same names.
+        replays: of each rank, which have seen the steps before.
+        steps: how many have been taken, with this one.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, UpdateRule],
+        starts: Mapping[int, UpdateStarts],
+        gradients: Mapping[int, Mapping[str, torch.Tensor | None]],
+        replays: Mapping[int, UpdateReplay],
+        steps: int,
+    ) -> None:
+        self._rules, self._starts, self._steps = rules, starts, steps
+        self._again = {rank: replays[rank].step(rules, each.values, gradients[rank]) for rank, each in starts.items()}
+
+    def judged(self, name: str, parts: Mapping[int, torch.Tensor], found: Finding) -> Finding:
+        """Return a finding on a parameter after the step, with what is wrong with the optimizer alone.
+
+        Args:
+            name: of the parameter, on one device.
+            parts: what the ranks hold of it.
+            found: beside the update of one device, with a bound that says how far rounding moves gradients, too.
+        """
+        if name not in self._rules or found.status not in ("right", "wrong", "unexplained"):
+            return found
+        odd, error, bound = self._stray(name, parts)
+        others = [rank for rank in parts if self._has_others(name, rank)]
+        words = self._options(name, odd or others) or self._as_far(name, odd, parts, bound)
+        if found.status != "right":
+            return replace(found, sentence="; ".join(filter(None, (found.sentence, words))))
+        if not odd:
+            return found
+        words = words or f"{ranks_phrase(odd)} make{'s' * (len(odd) == 1)} another update of it than one device would"
+        sentence = f"{words}, from the same gradient"
+        return replace(found, status="wrong", error=error, bound=bound, ratio=error / bound, sentence=sentence)
+
+    def _stray(self, name: str, parts: Mapping[int, torch.Tensor]) -> tuple[list[int], float, float]:
+        """Return the ranks with another update than that of one device's optimizer, the largest error, its bound.
+
+        What is zero but for rounding may differ between ranks that hold the same, and of these each may have the update
+        of another, as with optimizers whose states are sharded.
+        """
+        again = {rank: tensors[name] for rank, tensors in self._again.items() if name in tensors}
+        odd, worst, limit = [], 0.0, 0.0
+        for rank, part in parts.items():
+            own = again.get(rank)
+            if own is None or own.shape != part.shape or not part.numel():
+                continue
+            size = max(magnitude(each) for each in (part, own, self._starts[rank].values[name]))
+            bound = max(ROUNDINGS * self._steps * unit_roundoff(part.dtype) * size, torch.finfo(torch.float64).tiny)
+            error = top(gap(part, own))
+            if not error <= bound:
+                error = min(top(gap(part, each)) for each in again.values() if each.shape == part.shape)
+            if not error <= bound:
+                odd.append(rank)
+                worst, limit = max((error, bound), (worst, limit))
+        return odd, worst, limit
+
+    def _has_others(self, name: str, rank: int) -> bool:
+        rule = self._starts[rank].rules.get(name) if rank in self._starts else None
+        return rule is not None and bool(_differences(self._rules[name], rule))
+
+    def _options(self, name: str, ranks: Sequence[int]) -> str:
+        return other_options(self._rules[name], {rank: self._starts[rank].rules.get(name) for rank in ranks})
+
+    def _as_far(self, name: str, ranks: Sequence[int], parts: Mapping[int, torch.Tensor], bound: float) -> str:
+        """Say how many times as far some ranks move a parameter, if all of them and all elements as many."""
+        factors = []
+        for rank in ranks:
+            value = self._starts[rank].values[name]
+            moved, wanted = parts[rank] - value, self._again[rank][name] - value
+            square = float(wanted.square().sum())
+            factor = float((moved * wanted).sum()) / square if square else 0.0
+            if top(gap(moved, wanted * factor)) > 2 * bound * max(1.0, abs(factor)):
+                return ""
+            factors.append(factor)
+        if not factors or not math.isclose(min(factors), max(factors), rel_tol=_ALIKE):
+            return ""
+        return (
+            f"{ranks_phrase(ranks)} move{'s' * (len(ranks) == 1)} it {factors[0]:.4g} times as far as one device would"
+        )
+
+
+def other_options(one: UpdateRule, ranks: Mapping[int, UpdateRule | None]) -> str:
+    """Say which options ranks have otherwise than one device; "": none, or not all of these ranks the same.
+
+    >>> one = UpdateRule(torch.optim.SGD, {"lr": 0.1, "momentum": 0}, True)
+    >>> other_options(one, {1: UpdateRule(torch.optim.SGD, {"lr": 0.2, "momentum": 0}, True)})
+    'rank 1 steps with lr=0.2, one device with lr=0.1'
+    """
+    said = {rank: _differences(one, rule) if rule is not None else None for rank, rule in ranks.items()}
+    first = next(iter(said.values()), None)
+    if not first or any(each != first for each in said.values()):
+        return ""
+    theirs, mine = (", ".join(each[:_MOST_SAID]) for each in zip(*first, strict=True))
+    return f"{ranks_phrase(ranks)} step{'s' if len(ranks) == 1 else ''} with {theirs}, one device with {mine}"
+
+
+def _differences(one: UpdateRule, other: UpdateRule) -> list[tuple[str, str]]:
+    if one.kind is not other.kind:
+        return [(other.kind.__name__, one.kind.__name__)]
+    names = [name for name in one.options if name not in _HOW and name in other.options]
+    pairs = [(name, other.options[name], one.options[name]) for name in names]
+    return [(f"{name}={_plain(a)}", f"{name}={_plain(b)}") for name, a, b in pairs if _plain(a) != _plain(b)]
+
+
+def _plain(value: Any) -> str:
+    return f"{value.item():g}" if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)

@@ -1,0 +1,264 @@
+"""Faults in the backward of a step, named where the gradient of an activation first is wrong; keyword arguments."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from zoo_kit import Enter, Leave, Net, draw, megatron, tokens
+
+import sim
+from sim.prove.steps.watch import LoopWatch
+from sim.script.options import Launch
+from sim.script.verify import verify_script
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def squared(model, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss
+
+
+def averaged(model, batch):
+    loss = squared(model, batch)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    return loss
+
+
+def rows(batch, mesh):
+    return batch.chunk(mesh.size())[mesh.get_rank()]
+
+
+def proved(parallelize, mesh="tp=2", **options):
+    return sim.verify_step(squared, Net, tokens(), mesh, parallelize=parallelize, optimizer_fn=None, steps=1, **options)
+
+
+def same(x):
+    return x
+
+
+def test_an_all_reduce_that_backward_lacks_is_missed_where_it_should_be():
+    def lacking(model, mesh):
+        megatron(model, mesh)
+        model.blocks[0].mlp.enter = same
+
+    assert proved(megatron).ok
+    first = proved(lacking).first
+    assert (first.kind, first.place) == ("gradient", "the gradient of blocks.0.mlp.up.input"), first
+    assert "parts of a sum over tp, and nothing reduced it before the gradient of" in first.sentence
+    assert "in the backward of its module" in first.suggestion
+
+
+class Scaled(torch.autograd.Function):
+    """Doubles what goes backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_what_backward_doubles_is_found_among_rows_that_ranks_share(micro):
+    """The mean over a rank's own rows makes all gradients of activations as many times larger as there are ranks."""
+
+    def step(model, batch):
+        losses = []
+        for part in batch.chunk(micro):
+            losses.append(model(part).square().mean() / micro)
+            losses[-1].backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return sum(each.detach() for each in losses)
+
+    def doubled(model, mesh):
+        plain = model.blocks[0].attn.forward
+        model.blocks[0].attn.forward = lambda x: plain(Scaled.apply(x))
+
+    first = proved(doubled, "dp=2", rank_step=step, shard_batch=rows).first
+    assert first.place == "the gradient of blocks.0.attn.input", first
+    assert "2 times what it should be" in first.sentence
+    assert "from the gradient of blocks.0.attn." in first.suggestion
+
+
+def test_a_fault_of_one_parameter_alone_is_none_of_an_activation():
+    def hooked(model, mesh):
+        model.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * 2)
+
+    first = proved(hooked, "dp=2", rank_step=averaged, shard_batch=rows).first
+    assert first.place == "the gradient of blocks.0.mlp.up.weight", first
+
+
+def test_gradients_that_nobody_averages_are_none_of_an_activation():
+    first = proved(lambda model, mesh: None, "dp=2", shard_batch=rows).first
+    assert first.place == "the gradient of head.weight", first
+
+
+def test_a_script_whose_backward_lacks_an_all_reduce(tmp_path):
+    one = """
+import torch
+import torch.distributed as dist
+from zoo_kit import Net, megatron, tokens
+torch.manual_seed(0)
+model = Net()
+if RANKS:
+    dist.init_process_group()
+    megatron(model, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    model.blocks[1].mlp.enter = lambda x: x
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(tokens()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    (tmp_path / "one.py").write_text(one.replace("RANKS", "False"))
+    (tmp_path / "ranks.py").write_text(one.replace("RANKS", "True"))
+    report = verify_script(Launch(f"{tmp_path}/ranks.py", nproc=2), Launch(f"{tmp_path}/one.py"))
+    assert report.first.place == "the gradient of blocks.1.mlp.up.input of step 1", report
+
+
+# -- keyword arguments -------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) + 0.1)
+
+    def forward(self, x, *, scale, bias=None):
+        return x @ self.weight * scale + (0 if bias is None else bias)
+
+
+class Named(nn.Module):
+    """Calls modules with names."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.first, self.mixed, self.factor = nn.Linear(4, 4), Mixed(), factor
+
+    def forward(self, x):
+        y = self.first(input=x)
+        return self.mixed(y, scale=y.mean() * self.factor, bias=x)
+
+
+@pytest.mark.parametrize("given", [("scale",), ("bias",), ()])
+def test_keyword_arguments_are_compared(given):
+    def parallelize(model, mesh):
+        if given == ("scale",):
+            model.factor = 1 + mesh.get_local_rank() * 1e-3
+        if given == ("bias",):
+            model.forward = lambda x: model.mixed((y := model.first(input=x)), scale=y.mean(), bias=x * 1.001)
+
+    x = draw(4, 4)
+    report = sim.verify_step(squared, Named, x, "tp=2", parallelize=parallelize, optimizer_fn=None, steps=1)
+    assert report.ok == (not given), report
+    if given:
+        assert report.first.place in (f"mixed.input.{given[0]}", "mixed.input.2"), report.first
+    compared = {row.tensor for row in report.rows if row.module == "mixed" and row.kind == "forward"}
+    assert {"input", "output"} < compared
+    assert ("first", "input") in {(row.module, row.tensor) for row in report.rows}
+
+
+def test_a_keyword_on_one_side_and_a_place_on_the_other_are_the_same():
+    def by_place(model, mesh):
+        model.forward = lambda x: model.mixed((y := model.first(x)), scale=y.mean(), bias=x)
+
+    report = sim.verify_step(squared, Named, draw(4, 4), "tp=2", parallelize=by_place, optimizer_fn=None, steps=1)
+    assert report.ok, report
+    assert ("first", "input") in {(row.module, row.tensor) for row in report.rows if row.kind == "forward"}
+
+
+def test_an_all_reduce_that_the_backward_of_a_keyword_argument_lacks():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+
+        def forward(self, x):
+            return self.down(self.up(input=self.first(x)).relu())
+
+    def split(model, mesh, enters):
+        rank, group = mesh.get_local_rank(), mesh.get_group()
+        for owner, name, dim in ((model.up, "weight", 0), (model.up, "bias", 0), (model.down, "weight", 1)):
+            setattr(owner, name, nn.Parameter(getattr(owner, name).detach().chunk(2, dim)[rank].clone()))
+        enter = (lambda x: Enter.apply(x, group)) if enters else same
+        model.forward = lambda x: Leave.apply(model.down(model.up(input=enter(model.first(x))).relu()), group)
+
+    for enters in (True, False):
+        report = sim.verify_step(
+            squared,
+            Wide,
+            draw(4, 4),
+            "tp=2",
+            parallelize=lambda model, mesh, enters=enters: split(model, mesh, enters),
+            optimizer_fn=None,
+            steps=1,
+        )
+        assert report.ok == enters, report
+    assert report.first.place == "the gradient of up.input", report
+
+
+# -- what both sides cast by hand --------------------------------------------------------------------------------------
+
+
+class Casting(nn.Module):
+    """Computes a part in bfloat16, by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        y = self.first(x).bfloat16()
+        return self.last((y * y.sigmoid()).to(x.dtype))
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_casts_that_both_sides_have_are_right(fault):
+    def scaled(model, mesh):
+        if fault:
+            plain = model.first.forward
+            model.first.forward = lambda x: plain(x) * (1 + 1e-4 * mesh.get_local_rank())
+
+    options = {"rank_step": averaged, "shard_batch": rows, "optimizer_fn": None, "steps": 1}
+    report = sim.verify_step(squared, Casting, draw(4, 16), "dp=2", parallelize=scaled, **options)
+    assert report.ok != fault, report
+    assert any("says bfloat16, whose rounding is not compared" in note for note in report.notes)
+    if fault:
+        assert report.first.place == "first.output", report
+
+
+# -- the watch ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_watch_leaves_no_graph_behind():
+    def count():
+        gc.collect()
+        return sum(1 for each in gc.get_objects() if isinstance(each, torch.Tensor))
+
+    def watched():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        with LoopWatch([model], keeps_graph=True) as watch:
+            model(torch.randn(2, 3)).sum().backward()
+        assert len(watch.record.steps[0].grads) == 6  # not those of the inputs, which want none
+        assert watch.record.steps[0].nodes.keys() == watch.record.steps[0].grads.keys()
+
+    watched()
+    before = count()
+    watched()
+    assert count() <= before

@@ -1,0 +1,84 @@
+"""Choices near a tie in later steps, and in scripts: free on all ranks alike, and a bug where they are not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from zoo_kit import Tied, draw, rounding
+
+import sim
+from sim.script.options import Launch
+from sim.script.verify import verify_script
+
+X = draw(4, 3, 16)
+CASES = [({}, True), ({"ranks": (1,)}, False), ({"off": 1e-11}, False)]
+
+
+class Frozen(Tied):
+    """Experts whose scores stay equal, as the gate is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate.requires_grad_(False)
+
+
+def late(model, mesh, **options):
+    """Score in another order of sums from the second step on."""
+    first = model.take
+    rounding(model, mesh, **options)
+    second, calls = model.take, []
+
+    def take(scores):
+        calls.append(scores)
+        return (first if len(calls) == 1 else second)(scores)
+
+    model.take = take
+
+
+@pytest.mark.parametrize(("options", "ok"), CASES)
+@pytest.mark.parametrize("steps", [None, 2])
+def test_what_a_later_step_of_a_plan_chooses_near_a_tie_is_free(options, ok, steps):
+    report = sim.verify_plan(Frozen, (X,), "tp=2", parallelize=partial(late, **options), steps=steps)
+    assert report.ok == ok, report
+    assert ok == any("topk of the model, candidates lie" in note for note in report.notes), report.notes
+    if not ok:
+        assert (report.first.module, report.first.tensor) == ("", "output in step 2"), report.first
+
+
+@pytest.mark.parametrize(("options", "ok"), CASES)
+def test_what_a_later_step_of_ones_own_chooses_near_a_tie_is_free(options, ok):
+    def step(model, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    report = sim.verify_step(step, Frozen, X, "tp=2", parallelize=partial(late, **options), steps=2)
+    assert report.ok == ok, report
+    assert ok == any("topk of the model, candidates lie" in note for note in report.notes), report.notes
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from test_verify_choices import Frozen, X, late
+torch.manual_seed(0)
+model = Frozen().double()
+if RANKS:
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    late(model, mesh, **OPTIONS)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(X).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("options", "ok"), CASES)
+def test_what_a_script_chooses_near_a_tie_is_free(tmp_path, options, ok):
+    for name, ranks in (("one.py", "False"), ("ranks.py", "True")):
+        (tmp_path / name).write_text(SCRIPT.replace("RANKS", ranks).replace("OPTIONS", repr(options)))
+    report = verify_script(Launch(f"{tmp_path}/ranks.py", nproc=2), Launch(f"{tmp_path}/one.py"))
+    assert report.ok == ok, report
+    assert ok == any("topk of the model, candidates lie" in note for note in report.notes), report.notes

@@ -1,0 +1,264 @@
+"""Losses and layers that see all rows: right on ranks that share them, and said truly where a rank sees its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from zoo_kit import Collect, Gather
+
+import sim
+
+ROWS, WIDTH, EXPERTS = 8, 6, 2
+UNTRUE = ("parts of a", "optimizer", "averaged once too often", "counted once per rank")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_ranks():
+    return dist.is_initialized()
+
+
+def group():
+    return dist.group.WORLD
+
+
+class Added(torch.autograd.Function):
+    """The sum over ranks, whose gradient is that of each addend."""
+
+    @staticmethod
+    def forward(ctx, values):
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def added(values):
+    return Added.apply(values) if on_ranks() else values
+
+
+def itself(values):
+    return values
+
+
+def given():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, WIDTH, (ROWS,), generator=generator)
+    labels[:3] = -100
+    return torch.randn(ROWS, WIDTH, generator=generator), labels
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, labels):
+        return self.second(torch.tanh(self.first(x)))
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def dice(output, x, labels, all_of=added):
+    """One minus twice the overlap by both sizes, sums over all rows."""
+    hit = F.one_hot(labels.clamp(0), WIDTH).to(output.dtype)
+    chances = output.softmax(-1)
+    overlap, sizes = all_of(torch.stack([(chances * hit).sum(), chances.square().sum() + hit.sum()]))
+    return 1 - 2 * overlap / sizes
+
+
+def grpo(output, x, labels, all_of=added):
+    """Rewards less the mean of their group, by its deviation, of the tokens that count."""
+    chosen = output.log_softmax(-1).gather(-1, labels.clamp(0)[:, None]).squeeze(-1)
+    reward, counted = torch.sin(3 * x.sum(-1)), (labels >= 0).to(output.dtype)
+    count, sums, squares = all_of(torch.stack([torch.ones_like(reward), reward, reward.square()]).sum(1).detach())
+    better = (reward - sums / count) / (squares / count - (sums / count).square()).sqrt()
+    return added(-(better * chosen * counted).sum()) / all_of(counted.sum().detach())
+
+
+def ignoring(output, x, labels, all_of=added):
+    """The mean over the labels that are not -100."""
+    lost = F.cross_entropy(output, labels, ignore_index=-100, reduction="sum")
+    return all_of(lost) / all_of((labels >= 0).sum().to(lost.dtype))
+
+
+def clip(output, x, labels, all_of=added):
+    """Each row beside all others, both ways."""
+    theirs, outputs, first = x, output, 0
+    if on_ranks() and all_of is added:
+        theirs, outputs = Gather.apply(x, 0, group()), Gather.apply(output, 0, group())
+        first = dist.get_rank() * len(x)
+    own = torch.arange(len(x)) + first
+    both = F.cross_entropy(output @ theirs.T, own, reduction="sum") + F.cross_entropy(
+        x @ outputs.T, own, reduction="sum"
+    )
+    return all_of(both) / len(theirs)
+
+
+LOSSES = [dice, grpo, ignoring, clip]
+
+
+def summed(model, mesh):
+    """Gradients are added up, as each rank has that of its rows in a loss of all."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
+
+
+def averaged(model, mesh):
+    return DistributedDataParallel(model)
+
+
+def plan(loss_of, parallelize, **options):
+    return sim.verify_plan(
+        Pair,
+        given(),
+        "dp=2",
+        parallelize=parallelize,
+        input_layouts=[("dp", "None"), ("dp",)],
+        loss_fn=loss_of,
+        **options,
+    )
+
+
+def step(loss_of, parallelize, **options):
+    def take(model, batch):
+        loss = loss_of(model(*batch), *batch)
+        loss.backward()
+        return loss
+
+    def rows(batch, mesh):
+        return tuple(each.chunk(2)[mesh.get_rank()] for each in batch)
+
+    return sim.verify_step(take, Pair, given(), "dp=2", shard_batch=rows, parallelize=parallelize, **options)
+
+
+@pytest.mark.parametrize("prove", [plan, step])
+@pytest.mark.parametrize("loss_of", LOSSES)
+def test_losses_of_all_rows_are_right(prove, loss_of):
+    report = prove(loss_of, summed)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("prove", [plan, step])
+@pytest.mark.parametrize("loss_of", LOSSES)
+@pytest.mark.parametrize("parallelize", [summed, averaged])
+def test_losses_of_a_ranks_own_rows_are_no_means(prove, loss_of, parallelize):
+    def own(*args):
+        return loss_of(*args, all_of=itself if on_ranks() else added)
+
+    report = prove(own, parallelize)
+    assert report.first.place == "the model's loss", report
+    assert report.first.sentence.startswith("neither the mean nor the sum of the ranks' losses is that of"), report
+    if prove is plan:
+        share = "its share of the labels that are not -100"
+        assert (share in report.first.suggestion) == (loss_of is ignoring), report.first
+
+
+@pytest.mark.parametrize("prove", [plan, step])
+@pytest.mark.parametrize("loss_of", LOSSES)
+def test_losses_of_all_rows_whose_gradients_are_averaged(prove, loss_of):
+    report = prove(loss_of, averaged)
+    assert report.first.kind == "gradient", report
+    assert report.first.tensor in ("weight", "bias"), report.first
+    assert "1/2 of what it should be: averaged once too often over 'dp'" in report.first.sentence, report.first
+
+
+@pytest.mark.parametrize("prove", [plan, step])
+def test_gathered_rows_whose_gradients_stay_on_their_rank(prove):
+    """The loss is right, and backward forgets what other ranks' rows say of this rank's."""
+
+    def cut(output, x, labels):
+        theirs, outputs, first = x, output, 0
+        if on_ranks():
+            theirs, outputs = Collect.apply(x, 0, group()), Collect.apply(output, 0, group())
+            first = dist.get_rank() * len(x)
+        own = torch.arange(len(x)) + first
+        both = F.cross_entropy(output @ theirs.T, own, reduction="sum")
+        return added(both + F.cross_entropy(x @ outputs.T, own, reduction="sum")) / len(theirs)
+
+    report = prove(cut, summed)
+    assert report.first.kind == "gradient", report
+    assert (report.first.module, report.first.tensor) in {("second", "output"), ("", "output")}, report.first
+    assert not any(words in report.first.sentence for words in UNTRUE), report.first
+
+
+# -- experts with a capacity -------------------------------------------------------------------------------------------
+
+
+class Capacity(nn.Module):
+    """The best expert of each row, which takes so many rows at most, in their order; and a loss that balances them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.before, self.all_of, self.most = torch.zeros_like, itself, ROWS // EXPERTS - 1
+        self.balance = None
+
+    def forward(self, x):
+        chances = self.router(x).softmax(-1)
+        hit = F.one_hot(chances.argmax(-1), EXPERTS).to(x.dtype)
+        place = (hit.cumsum(0) + self.before(hit.sum(0))) * hit
+        kept = hit * (place <= self.most)
+        used, likely, count = self.all_of(
+            torch.cat([torch.stack([hit.sum(0), chances.sum(0)]), torch.full((1, EXPERTS), float(len(x)))])
+        )
+        self.balance = (used * likely).sum() / count[0] ** 2
+        return sum((kept * chances)[:, at, None] * expert(x) for at, expert in enumerate(self.experts))
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.moe, self.last = nn.Linear(WIDTH, WIDTH), Capacity(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x, labels):
+        return self.last(x + self.moe(torch.tanh(self.first(x))))
+
+
+def counted_before(counts):
+    """What ranks before this one have counted; they hold the rows that come first."""
+    every = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, counts)
+    return sum(every[: dist.get_rank()], torch.zeros_like(counts))
+
+
+def routing(fault):
+    def parallelize(model, mesh):
+        model.moe.before = torch.zeros_like if fault == "capacity" else counted_before
+        model.moe.all_of = itself if fault == "balance" else Added.apply
+        summed(model, mesh)
+
+    def take(model, batch):
+        loss = added(model(*batch).square().sum()) / ROWS + 0.1 * model.moe.balance
+        loss.backward()
+        return loss
+
+    def rows(batch, mesh):
+        return tuple(each.chunk(2)[mesh.get_rank()] for each in batch)
+
+    return sim.verify_step(take, Routed, given(), "dp=2", shard_batch=rows, parallelize=parallelize)
+
+
+@pytest.mark.parametrize(("fault", "place"), [(None, ""), ("capacity", "moe.output"), ("balance", "the model's loss")])
+def test_experts_with_a_capacity_and_a_balance(fault, place):
+    """AdamW steps; it is not to blame."""
+    report = routing(fault)
+    assert report.ok == (fault is None), report
+    if fault:
+        assert report.first.place.removesuffix(" of step 1") == place, report
+        assert not any(words in report.first.sentence for words in UNTRUE), report.first
