@@ -362,9 +362,9 @@ class _ScriptTask:
         """Execute both with random numbers in the place of their means, and compare."""
         task = replace(self, shared=shared, launch=replace(self.launch, show=()))
         with redirect_stderr(io.StringIO()):
-            expected, moved = task.on_one()
+            plain, others = task.on_one()
             found = task.on_ranks()
-            expected, moved, _ = task.agreed(expected, moved, found)
+            expected, moved, _ = task.agreed(plain, others, found)
             return task.compared(expected, moved, found)
 
 
