@@ -315,7 +315,8 @@ def config_from_json(settings: Any, asked: str) -> LlamaConfig:
     if kind is None:
         blame = f"there is no model here for model_type {settings.get('model_type')!r}"
         seen = f"architectures: {settings.get('architectures')}"
-        raise ValueError(explain(asked, blame, seen, f"a folder with model_type {' or '.join(map(repr, _KINDS))}"))
+        hint = f"a folder with model_type {' or '.join(map(repr, _KINDS))}; to train it, train(config, model=...)"
+        raise ValueError(explain(asked, blame, seen, hint))
     if "num_local_experts" in settings:  # what transformers 5 calls num_experts
         settings = {"num_experts": settings["num_local_experts"], **settings}
     values = {ours: _value(asked, settings, ours, theirs, default) for ours, theirs, default in kind.keys}

@@ -178,7 +178,7 @@ class Platform(ABC):
     def flight_recording(self) -> bytes | None:
         """Return the last collectives of this process, pickled as torch's analyser reads them (`torchfrtrace`).
 
-        None where torch has no recorder for this backend.
+        None where torch has no recorder for this backend, or there were none.
         """
         return None
 

@@ -162,6 +162,8 @@ class CpuPlatform(Platform):
         if dump is None:
             return None
         found = json.loads(dump())
+        if not found["entries"]:
+            return None
         for entry in found["entries"]:
             entry.update(process_group=tuple(entry["process_group"]), frames=[])
         groups = {

@@ -69,6 +69,16 @@ class Corpus:
         """Return how many of the tokens to train on count as targets."""
         return int((self.train >= 0).sum())
 
+    def windows(self, seq_len: int) -> npt.NDArray[np.int64]:
+        """Return the numbers of the windows to train on: a prompt may be so long that some have no target.
+
+        Args:
+            seq_len: tokens of a window.
+        """
+        count = (self.train.size - 1) // seq_len
+        counts = self.train[1 : count * seq_len + 1].reshape(count, seq_len) >= 0
+        return np.flatnonzero(counts.any(axis=1))
+
     def largest(self) -> int:
         """Return the largest id."""
         return int(
@@ -393,7 +403,12 @@ def check_length(text: Tokens, seq_len: int, part: str) -> None:
 
 
 def samples(
-    text: Tokens, indices: range, seq_len: int, seed: int, ignored: float = 0.0
+    text: Tokens,
+    indices: range,
+    seq_len: int,
+    seed: int,
+    ignored: float = 0.0,
+    windows: npt.NDArray[np.int64] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut the samples with these global numbers out of the text, in the orders of `seed`.
 
@@ -408,13 +423,15 @@ def samples(
         seq_len: tokens per sample.
         seed: of the order of each epoch.
         ignored: share of the targets that are `IGNORED`, drawn for each token of each sample.
+        windows: numbers of those to cut out; None: all.
 
     Returns:
         Inputs and targets (len(indices), seq_len); targets are the inputs moved by one.
     """
     check_length(text, seq_len, "chosen")
     numbers = np.arange(indices.start, indices.stop, dtype=np.uint64)
-    inputs, targets = _cut(text, shuffled(numbers, (text.size - 1) // seq_len, seed) * seq_len, seq_len)
+    places = shuffled(numbers, (text.size - 1) // seq_len if windows is None else len(windows), seed)
+    inputs, targets = _cut(text, (places if windows is None else windows[places]) * seq_len, seq_len)
     if ignored:
         tokens = np.arange(indices.start * seq_len, indices.stop * seq_len, dtype=np.uint64)
         out = _mix(tokens, seed + 1).astype(np.float64) < ignored * 2.0**64
@@ -581,6 +598,9 @@ class RecordLoader:
     def __init__(self, records: Iterable[Any], config: Config) -> None:
         check("cannot read records", Iterable, records=records)
         check("cannot read records", Config, config=config)
+        if isinstance(records, (str, bytes, Mapping, torch.Tensor)):
+            blame, hint = "what it yields are no records", "a list of them, or a dataset of one split: split='train'"
+            raise TypeError(explain("cannot read records", blame, f"records: {type(records).__name__}", hint))
         self.records: Any = records
         self.data, self.shape = config.data, (config.train.batch_size, config.train.seq_len)
         self._encode = _encode_bytes if config.data.tokenizer is None else _encoder(config.data.tokenizer)
@@ -623,7 +643,16 @@ class RecordLoader:
 
         Args:
             state: of `state_dict`.
+
+        Raises:
+            TypeError: no mapping.
+            ValueError: the state of something else.
         """
+        asked = "cannot go on in the records"
+        check(asked, "mapping", state=state)
+        if state.keys() != self.state_dict().keys() or not torch.is_tensor(state["tokens"]):
+            hint = "what state_dict() of another RecordLoader returned"
+            raise ValueError(explain(asked, "the state is of something else", f"state: {state!r}"[:200], hint))
         self._read, self._tokens = state["read"], [state["tokens"].numpy()]
         if state["records"] is not None:
             self.records.load_state_dict(state["records"])

@@ -192,6 +192,7 @@ class Trainer:
         vocab_size = config.model.vocab_size
         self.loader = None if data is None else LoaderBatches(data, train.batch_size, train.seq_len, vocab_size)
         self.corpus = read_text(config) if data is None else None
+        self.windows = None if self.corpus is None else self.corpus.windows(train.seq_len)
         if predicted is not None:
             predicted = replace(predicted, memory_before=platform.memory_stats().allocated)
         self.predicted = predicted
@@ -343,7 +344,8 @@ class Trainer:
         """Return the inputs and targets of this rank's samples in the step."""
         train = self.config.train
         if self.corpus is not None:
-            return samples(self.corpus.train, part, train.seq_len, train.seed, self.config.data.ignored)
+            order = (train.seq_len, train.seed, self.config.data.ignored)
+            return samples(self.corpus.train, part, *order, self.windows)
         assert self.loader is not None, "there is a text or a loader"
         inputs, targets = self.loader.next()
         if not self._are_same and not self.ranks.agree(_checksum(inputs, targets)):

@@ -216,7 +216,7 @@ def read_text(config: Config) -> Corpus:
     corpus = load_corpus(config.data)
     check_length(corpus.train, config.train.seq_len, "training")
     check_length(corpus.valid, config.train.seq_len, "validation")
-    if not corpus.targets():
+    if not len(corpus.windows(config.train.seq_len)):
         blame, seen = "none of its tokens counts as a target", f"mask_prompts: {config.data.mask_prompts}"
         hint = "records with a completion, or something that the assistant says; or mask_prompts = false"
         raise ValueError(explain("cannot train on the text", blame, seen, hint))

@@ -322,6 +322,7 @@ def test_a_run_that_hangs_ends_and_says_where(tmp_path: Path) -> None:
     line = HANGS.splitlines().index("        pass  # here it hangs") + 1
     assert any(f"hangs.py:{number} in clip" in err for number in (line - 1, line)), err
     assert "in clip" in (tmp_path / "stuck" / "rank-0.txt").read_text()
+    assert not (tmp_path / "stuck" / "flight").exists(), "it has communicated with nobody"
     assert [record.step for record in read_log(tmp_path / "log.jsonl")] == [1]
 
 

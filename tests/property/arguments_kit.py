@@ -20,6 +20,7 @@ from hyper_parallel.core.pipeline import Pipeline
 from hyper_parallel.core.redistribute import Link, plan
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama, export_huggingface
 from hyper_parallel.trainer.config import Config, TrainConfig, config_text
+from hyper_parallel.trainer.data import RecordLoader
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -415,6 +416,11 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "unregister_provider": lambda g: {"provider": g.provider()},
     # training
     "train": lambda g: {"config": g.run()},
+    "RecordLoader": lambda g: {"records": [], "config": g.run()},
+    "RecordLoader.load_state_dict": lambda g: (
+        RecordLoader([], g.run()),
+        {"state": RecordLoader([], g.run()).state_dict()},
+    ),
     "Config": lambda g: {},
     "load_config": lambda g: {"path": g.config_file()},
     "config_text": lambda g: {"config": g.run()},

@@ -29,6 +29,7 @@ from hyper_parallel.trainer.data import (
     valid_samples,
 )
 from hyper_parallel.trainer.preflight import read_text
+from hyper_parallel.trainer.trainer import train
 
 TEXT = np.arange(5_000, dtype=np.int64).astype(np.uint8)
 
@@ -383,6 +384,29 @@ def test_what_a_text_and_a_model_do_not_share_is_refused(tokenizer: Any, tmp_pat
     with pytest.raises(ValueError, match=r"none of its tokens counts as a target\n  mask_prompts: True"):
         read_text(config.with_changes("data", {"path": path}))
     assert read_text(config.with_changes("data", {"path": path, "mask_prompts": False})).targets() > 0
+
+
+def test_windows_in_the_middle_of_a_prompt_are_left_out(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x.jsonl", {"prompt": "p" * 40, "completion": "c" * 4})
+    data = DataConfig(path)
+    corpus, seq_len = load_corpus(data), 8
+    assert corpus.train.size == 9 * 44
+    found = corpus.windows(seq_len)
+    everything = range((corpus.train.size - 1) // seq_len)
+    with_targets = [n for n in everything if b"c" in bytes(corpus.train[n * 8 + 1 : n * 8 + 9].clip(0).tolist())]
+    assert found.tolist() == with_targets
+    assert 9 <= len(found) < len(everything) / 2
+    train_on = samples(corpus.train, range(2 * len(found)), seq_len, 0, windows=found)
+    assert ((train_on[1] != IGNORED).any(dim=1)).all()
+    assert sorted(map(tuple, train_on[0][: len(found)].tolist())) == sorted(
+        tuple(abs(corpus.train[n * 8 : n * 8 + 8] + (corpus.train[n * 8 : n * 8 + 8] < 0)).tolist()) for n in found
+    ), "an epoch has each of them once"
+    assert (
+        load_corpus(DataConfig(max_bytes=200_000)).windows(100).size
+        == (load_corpus(DataConfig(max_bytes=200_000)).train.size - 1) // 100
+    )
+    config = Config(data=data, train=TrainConfig(steps=2, batch_size=2, seq_len=8, device="cpu"))
+    assert all(step.tokens > 0 for step in train(config).steps)
 
 
 def test_a_folder_that_the_pattern_leaves_out_says_what_there_is(tmp_path: Path) -> None:

@@ -467,6 +467,10 @@ def test_records_are_read_one_after_the_other_and_over_again() -> None:
         next(iter(RecordLoader([RECORDS[0], {"body": ""}], config)))
     with pytest.raises(TypeError, match="records"):
         RecordLoader(5, config)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"what it yields are no records\n  records: dict\n  try: .*split='train'"):
+        RecordLoader({"train": RECORDS}, config)
+    with pytest.raises(ValueError, match="the state is of something else"):
+        RecordLoader(RECORDS, config).load_state_dict({"place": 3})
 
 
 @pytest.mark.sim
