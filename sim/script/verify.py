@@ -361,7 +361,7 @@ class _ScriptTask:
 
     def _proved_with(self, shared: SharedDraws) -> Report:
         """Execute both with random numbers in the place of their means, and compare."""
-        task = replace(self, shared=shared, launch=replace(self.launch, show=()))
+        quiet = replace(self, shared=shared, launch=replace(self.launch, show=()))
         with redirect_stderr(io.StringIO()):
             found = quiet.on_ranks()
             expected, moved, _ = quiet.agreed(*quiet.on_one(), found)

@@ -215,7 +215,7 @@ class LoopComparison:
             if full is not None and full.is_floating_point():
                 others = [_joined(each.steps[step].calls.get(key, [])) for each in self.moved if step < len(each.steps)]
                 bound = bound_of(full, [other for other in others if other is not None])
-                yield ModuleTensor(ReportRow(key[0], _title(key[1], key[2]), "forward").place, full, bound)
+                yield ModuleTensor(ReportRow(key[0], _title(key), "forward").place, full, bound)
 
     # -- words -------------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class LoopComparison:
         given: dict[str, Layout | None] = {}  # what modules were given first
         self._inputs = self._inputs or given
         for key, values in mine.calls.items():
-            path, side, way = key
+            path, side = key[:2]
             if self._split and not path:
                 continue  # every stage has a model of its own
             there = {rank: each[key] for rank, each in calls.items() if key in each}

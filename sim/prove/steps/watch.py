@@ -146,7 +146,6 @@ class LoopRecord:
             trained=trained,
             leaves=named(self.leaves),
             uses=uses,
-            leaves=named(self.leaves),
         )
 
 
@@ -175,7 +174,6 @@ class LoopWatch:
         keeps_graph: bool = False,
         shared: Mapping[DrawPlace, torch.Tensor] | None = None,
         calms_all: bool = False,
-        keeps_graph: bool = False,
     ) -> None:
         self.record = LoopRecord()
         self.calms_all, self._keeps_graph = calms_all, keeps_graph
