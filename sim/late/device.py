@@ -63,6 +63,7 @@ class LateDevice:
         self._pinned: dict[int, weakref.ref[Any]] = {}
         self.flights: Flights | None = None  # where copies are entered that the host must not interfere with
         self._shared: list[LateTask] = []
+        self.raised: BaseException | None = None  # by a hook of the backward that runs
 
     # -- streams -------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,15 +98,65 @@ def _register() -> Any:
                 return True
 
         class Guard(acc.DeviceGuard):
-            """There is one device, and its streams are known above torch."""
+            """There is one device, and its streams are known above torch.
 
-            def type_(self) -> Any:
-                return torch._C._autograd.DeviceType.PrivateUse1
+            torch asks for the type also while an exception leaves a hook of autograd. With that pending, what Python
+            answers would be an error, and an error there ends the process. So it is dropped first; `_may_raise` has it.
+            """
+
+            type_ = _clear_and_answer()
 
         acc.register_python_privateuseone_hook(Hooks())
         acc.register_python_privateuseone_device_guard(Guard())
         module.kernels = kernels.register()
     return module
+
+
+def _clear_and_answer() -> Any:
+    """A function of C's that drops a pending exception, and answers which type of device this is."""
+    function = ctypes.PYFUNCTYPE(None)(("PyErr_Clear", ctypes.pythonapi))
+    function.restype = lambda _: torch._C._autograd.DeviceType.PrivateUse1
+    return function
+
+
+def _may_raise(register: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.register_hook` and its like, for hooks whose exceptions are kept until backward returns."""
+
+    def registers(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        context = current_context()
+        device: LateDevice | None = None if context is None else context.late
+        return register(self, hook if device is None else partial(_kept, device, hook))
+
+    return registers
+
+
+def _kept(device: LateDevice, hook: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return hook(*args)
+    except BaseException as error:
+        device.raised = error
+        raise
+
+
+def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Backward that raises what a hook has raised."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        device: LateDevice | None = None if context is None else context.late
+        if device is None:
+            return original(*args, **options)
+        device.raised = None
+        try:
+            with LateMode(device):  # which is off inside of what it handles, and `Tensor.backward` is one of these
+                return original(*args, **options)
+        except SystemError:
+            raised, device.raised = device.raised, None
+            if raised is None:
+                raise
+            raise raised from None
+
+    return run
 
 
 def _has_device() -> bool:
@@ -144,6 +196,9 @@ def _late_device(host: Host) -> Undo:
         replace(module, name, _of_rank(name, getattr(module, name, lambda *args, **options: None)))
         if hasattr(torch.accelerator, name):
             replace(torch.accelerator, name, _of_rank(name, getattr(torch.accelerator, name)))
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        replace(torch.Tensor, name, _may_raise(getattr(torch.Tensor, name)))
+    replace(torch.autograd, "_engine_run_backward", _runs_backward(torch.autograd._engine_run_backward))
     replace(module, "Stream", LateStream)
     replace(module, "Event", LateEvent)
     replace(torch.UntypedStorage, "resize_", _resizes(torch.UntypedStorage.resize_))

@@ -133,6 +133,24 @@ def test_a_failure_on_the_device_names_the_line_that_has_issued_it():
         late(body)
 
 
+def test_an_exception_of_a_hook_is_that_of_backward():
+    def body(registers, fails) -> None:
+        x = torch.ones(4, device="npu", requires_grad=True)
+        registers(x, lambda *_: fails())
+        (x * 2).sum().backward()
+
+    def by_rank() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("rank 1 only")
+        dist.barrier()  # and ends there
+
+    for registers in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+        with pytest.raises(ZeroDivisionError):
+            late(lambda: body(lambda x, hook: getattr(x, registers.__name__)(hook), lambda: 1 / 0))  # noqa: B023
+        with pytest.raises(KeyError, match="rank 1 only"):
+            late(lambda: body(lambda x, hook: getattr(x, registers.__name__)(hook), by_rank), 2)  # noqa: B023
+
+
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
