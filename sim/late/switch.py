@@ -70,7 +70,7 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
 def why_not() -> str:
     """Why this torch cannot have such a device; empty if it can."""
     if not hasattr(getattr(torch._C, "_acc", None), "create_empty_tensor"):
-        return f"torch {torch.__version__} has no torch._C._acc.create_empty_tensor, which came after 2.11"
+        return f"torch {torch.__version__} has no torch._C._acc.create_empty_tensor, as torch 2.13 has"
     real = getattr(torch, "npu", None)
     if real is not None and not hasattr(real, "simulated"):
         return "torch_npu is loaded in this process, and has the name npu"
