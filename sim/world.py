@@ -31,6 +31,10 @@ from sim.kernel import threads
 from sim.kernel.context import current_rank, this_thread
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import RankThread
+from sim.late.communication import LateCommunication
+from sim.late.device import LateDevice, apart
+from sim.late.memory import RaceReport
+from sim.late.queue import LateQueue
 from sim.observers.captured import CapturedObjects, watch_captured
 from sim.observers.faults.hooks import Faults
 from sim.observers.faults.plan import Fault
@@ -83,7 +87,8 @@ class WorldOptions:
         faults: What goes wrong, and when: `sim.faults.Kill(2, at=3)`, `Freeze`, `Slow`, `SlowLink`,
             `Corrupt`, `Drop`.
         device: `"meta"`: tensors are made without data unless a device is given; operations and collectives check
-            and work out dtypes and shapes, and to read a value raises torch's error. None: the CPU, as ever.
+            and work out dtypes and shapes, and to read a value raises torch's error. `"npu"`: each rank has a simulated
+            accelerator of that name, whose streams run late, in an order drawn from the seed. None: the CPU, as ever.
         map_device: `"cuda"` or `"npu"`: what names this device gets the CPU, as with `--map-device`.
         backend: `"hccl"`, `"nccl"` or `"gloo"`: the default group reports this name, and every group of that name
             refuses to reduce the dtypes, and by the reduce ops, that the real backend refuses; it takes no part in
@@ -127,7 +132,10 @@ class WorldOptions:
         _check_pin(asked, self.pin)
         if self.device is not None:
             hint = "'meta' for tensors without data, or map_device='cuda', which puts on the CPU what names that device"
-            check_choice(asked, "device", self.device, ("cpu", "meta"), hint)
+            check_choice(asked, "device", self.device, ("cpu", "meta", "npu"), hint)
+        if self.device == "npu" and self.map_device is not None:
+            seen = f"device: 'npu'   map_device: {self.map_device!r}"
+            raise ValueError(explain(asked, "it has devices of its own, of which none is mapped", seen, "one of them"))
         if self.map_device is not None:
             check_choice(asked, "map_device", self.map_device, KINDS)
         if self.backend is not None:
@@ -188,11 +196,25 @@ class World:
         self.contexts = [self._new_context(rank, base | self._torchrun_variables(rank)) for rank in self._living()]
         self.host.contexts = self.contexts
         self.network.endpoints = list(self.contexts)
+        self._queue = self._make_late(races) if options.device == "npu" else None
         for observer in (TraceRecorder(self.network), races, partials):
             if observer is not None:
                 observe(self.network, observer)
         self.faults = Faults(self.network, options.seed)
         self.faults.add(*options.faults)
+
+    def _make_late(self, races: Races | None) -> LateQueue:
+        """Give each rank a device whose work is late."""
+        queue, report = LateQueue(self.options.seed), None
+        if races is not None:
+            report = RaceReport(self.scheduler.fail, lambda: self.network.replay)
+        for context in self.contexts:
+            context.late = LateDevice(context.rank, queue, report)
+            if races is not None:
+                context.late.flights = races.of_rank(context.rank)
+        self.network.devices = late = LateCommunication(self.network, queue)
+        observe(self.network, late)
+        return queue
 
     # What a world of which not every rank is run does in another way.
 
@@ -223,11 +245,8 @@ class World:
         size = str(self.world_size)
         variables = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            **_places(rank, size, one_device_each=self.options.device == "npu"),
             "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": size,
             "MASTER_ADDR": "sim",
@@ -334,9 +353,14 @@ class World:
         if watch is not None:
             observe(self.network, watch, first=True)
         try:
+            if self._queue is not None:
+                self._queue.restart(self.options.seed * 1_000_003 + self._runs)
             scheduler.run(self._workers, list(self.contexts), lambda rank: self._rank_main(rank, fn, args, keywords))
         finally:
             self._life, self._captured = "alive", None
+            if self._queue is not None and scheduler.fatal is None:
+                with apart(), torch.inference_mode(False):
+                    self._queue.drain()
             if watch is not None:
                 forget(self.network, watch)
                 watch.end()
@@ -424,8 +448,16 @@ class World:
         return mismatch.group_mismatch(self.network) or deadlock.deadlock(self.network)
 
 
+def _places(rank: int, size: str, *, one_device_each: bool) -> dict[str, str]:
+    """Which rank it is of its node: one of a single node, or each a node with one device."""
+    if one_device_each:
+        return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": size}
+    return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
 def _replay_of(world_size: int, options: WorldOptions) -> str:
     more = "" if options.schedule is None else f", schedule={list(options.schedule)}"
+    more += "" if options.device is None else f", device={options.device!r}"
     more += "" if options.backend is None else f", backend={options.backend!r}"
     return f"sim.run(..., world_size={world_size}, seed={options.seed}{more})"
 

@@ -23,7 +23,7 @@ from sim.explain.errors import ranks_phrase, short_ranks_phrase
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import Lost, Waitable
 
-__all__ = ["Explanations", "Group", "Message", "Network", "Slot", "deliver", "without_modes"]
+__all__ = ["Devices", "Explanations", "Group", "Message", "Network", "Slot", "deliver", "without_modes"]
 
 Done = TypeVar("Done")
 
@@ -256,7 +256,10 @@ class Group:
         if network.groups_made.others and len(self.ranks) == len(network.endpoints):
             slot.mismatch = True  # all ranks meet, and have made groups that do not go together
         try:
-            problem = None if slot.mismatch else without_modes(partial(network.execute, calls))
+            run = network.execute
+            if network.devices is not None:
+                run = partial(network.devices.carry_out, run=network.execute)
+            problem = None if slot.mismatch else without_modes(partial(run, calls))
         except Exception as cause:
             failure = network.explain.cannot_carry_out(network, slot, cause)
             network.scheduler.fail(failure)
@@ -295,6 +298,16 @@ class Explanations(Protocol):
         """The error for a reduction that the backend refuses for which the network stands."""
 
 
+class Devices(Protocol):
+    """Devices of the ranks that carry out later what is communicated."""
+
+    def carry_out(self, calls: list[Call], run: Callable[[list[Call]], Problem | None]) -> Problem | None:
+        """Issue a collective that all members have called; returns what does not fit together."""
+
+    def deliver(self, source: Message, target: Message, run: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Issue a transfer of which both sides have come."""
+
+
 class Network:
     """What the ranks of a world share to communicate.
 
@@ -314,6 +327,7 @@ class Network:
         groups_made: Of which ranks they have made their groups.
         lost: The ranks that faults have killed or frozen.
         execute: Carries out a collective.
+        devices: On which it does so later; None: at once, on the host.
         rejoin: Lets a rank join a default group that is made anew, as this rank of so many; None: nobody can be lost.
         issuing, issued, completed, waited, made, ended: What observers are called with; see `observer.Observer`.
     """
@@ -344,6 +358,7 @@ class Network:
         self.groups_made = GroupsMade()
         self.lost: Mapping[int, object] = {}
         self.execute: Callable[[list[Call]], Problem | None] = execute
+        self.devices: Devices | None = None
         self.rejoin: Callable[[Any, int, int], None] | None = None
         self.issuing: tuple[Callable[..., None], ...] = ()
         self.issued: tuple[Callable[..., None], ...] = ()
@@ -420,10 +435,17 @@ def deliver(network: Network, source: Message, target: Message) -> float:
         gone = network.explain.message_without_memory(network, source, target, cause)
         network.scheduler.fail(gone)
         raise gone from None
-    with torch.inference_mode():
-        take.data.copy_(give.data.reshape(take.shape))
+    if network.devices is None:
+        _copy(give, take)
+    else:
+        network.devices.deliver(source, target, _copy)
     ranks, start = source.group.ranks, max(source.issued, target.issued)
     took = network.pricing.of_message(ranks[source.sender], ranks[source.receiver], give.numel() * give.element_size())
     for completed in network.completed:
         completed(source, start, start + took)
     return start + took
+
+
+def _copy(give: torch.Tensor, take: torch.Tensor) -> None:
+    with torch.inference_mode():
+        take.data.copy_(give.data.reshape(take.shape))

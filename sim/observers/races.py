@@ -7,7 +7,7 @@ and compares the memory of its arguments with those parts, byte by byte where th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
 
-__all__ = ["Races"]
+__all__ = ["Flights", "Part", "Races", "accesses", "overlap", "part_of"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -58,17 +58,17 @@ class Flights:
     def __init__(self, network: Network, rank: int) -> None:
         self._network = network
         self._rank = rank
-        self._flights: dict[Waitable, _Flight] = {}
+        self._flights: dict[Hashable, _Flight] = {}
 
     def issue(
-        self, what: Waitable, name: str, line: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self, what: Hashable, name: str, line: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         """Note an operation that begins now; it must not touch what another one in flight writes, either."""
         given, taken = tuple(_parts(reads)), tuple(_parts(writes))
         self.check(name, given, taken, line)
         self._flights[what] = _Flight(name, line, given, taken)
 
-    def complete(self, what: Waitable) -> None:
+    def complete(self, what: Hashable) -> None:
         """Note that the rank has waited for an operation."""
         self._flights.pop(what, None)
 
@@ -84,8 +84,8 @@ class Flights:
         accesses = [("reads", part) for part in reads] + [("writes", part) for part in writes]
         for verb, part in accesses:
             for flight in self._flights.values():
-                kept = "writes" if any(_overlap(part, other) for other in flight.writes) else ""
-                if not kept and verb == "writes" and any(_overlap(part, other) for other in flight.reads):
+                kept = "writes" if any(overlap(part, other) for other in flight.writes) else ""
+                if not kept and verb == "writes" and any(overlap(part, other) for other in flight.reads):
                     kept = "reads"
                 if kept:
                     self._raise(name, verb, part, flight, kept, line or user_line())
@@ -93,6 +93,8 @@ class Flights:
     def _raise(self, name: str, verb: str, part: Part, flight: _Flight, kept: str, line: str) -> None:
         shape = f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.tensor.shape)}"
         hint = "wait for the work that the operation returned first"
+        if flight.name.startswith("a copy"):
+            hint = "synchronize the stream, or an event that is recorded behind the copy, first"
         error = InFlightBufferRace(
             f"rank {self._rank} {verb} a buffer that {flight.name} {kept} and that it has not waited for\n"
             f"  issued:  {flight.line}\n"
@@ -109,15 +111,24 @@ class Flights:
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[Part]:
     for tensor in tensors:
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
-            size = tensor.element_size()
-            reach = int(sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
-            first = int(tensor.storage_offset()) * size
-            dense = reach + 1 == tensor.numel()
-            yield Part(tensor, tensor.untyped_storage()._cdata, first, first + (reach + 1) * size, dense)
+        # A late device keeps its own books: there it is streams that have to wait, and not ranks.
+        if tensor.device.type != "npu" and (part := part_of(tensor)) is not None:
+            yield part
 
 
-def _overlap(a: Part, b: Part) -> bool:
+def part_of(tensor: torch.Tensor) -> Part | None:
+    """The memory of a tensor; None if it has none."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+        return None
+    size = tensor.element_size()
+    reach = int(sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
+    first = int(tensor.storage_offset()) * size
+    dense = reach + 1 == tensor.numel()
+    return Part(tensor, tensor.untyped_storage()._cdata, first, first + (reach + 1) * size, dense)
+
+
+def overlap(a: Part, b: Part) -> bool:
+    """Whether two parts of memory have a byte in common."""
     if a.storage != b.storage or a.last <= b.first or b.last <= a.first:
         return False
     if a.dense and b.dense:
@@ -165,12 +176,12 @@ class _Accesses(TorchDispatchMode):
         if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
         if self._flights and func._opname not in _HARMLESS:
-            reads, writes = _accesses(func, args, kwargs)
+            reads, writes = accesses(func, args, kwargs)
             self._flights.check(f"{func.namespace}.{func._opname}", _parts(reads), _parts(writes))
         return func(*args, **kwargs)
 
 
-def _accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors whose memory an operation reads, and those whose memory it writes. A view does neither."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
@@ -210,17 +221,18 @@ class Races(Observer):
     def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
         """Note what a rank must not touch from now on."""
         line = what.line_of(endpoint.rank)
-        self._of(endpoint.rank).issue(what, what.describe(), line, *memory_of(endpoint, what, call))
+        self.of_rank(endpoint.rank).issue(what, what.describe(), line, *memory_of(endpoint, what, call))
 
     def waited(self, endpoint: Endpoint, what: Waitable) -> None:
         """Release the memory of an operation."""
-        self._of(endpoint.rank).complete(what)
+        self.of_rank(endpoint.rank).complete(what)
 
     def ended(self, endpoint: Endpoint) -> None:
         """Forget what is still in flight: the rank's function has ended."""
-        self._of(endpoint.rank).clear()
+        self.of_rank(endpoint.rank).clear()
 
-    def _of(self, rank: int) -> Flights:
+    def of_rank(self, rank: int) -> Flights:
+        """What is in flight on a rank."""
         flights = self._flights.get(rank)
         if flights is None:
             flights = self._flights[rank] = Flights(self._network, rank)
@@ -229,6 +241,6 @@ class Races(Observer):
     @contextmanager
     def watching(self, endpoint: Endpoint) -> Iterator[None]:
         """Watch the operations of the calling thread, which is one of the rank's."""
-        flights = self._of(endpoint.rank)
+        flights = self.of_rank(endpoint.rank)
         with _Accesses(flights), _Looks(flights):
             yield

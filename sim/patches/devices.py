@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from hyper_parallel import platform
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import Platform
+from hyper_parallel.platform.accelerator import NpuPlatform
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.patches.rank import Host, RankContext, Undo
@@ -40,6 +41,7 @@ __all__ = [
     "answer",
     "device_module",
     "documented",
+    "importable",
     "mapped",
 ]
 
@@ -334,16 +336,32 @@ def device_module(kind: str) -> ModuleType:
     if found is None:
         found = ModuleType(f"torch.{kind}")
         found.__dict__.update(dict.fromkeys(ANSWERS, _nothing), is_available=lambda: False, device_count=lambda: 0)
+        found.__dict__.update(simulated=True, _is_in_bad_fork=lambda: False)  # without it, `torch.manual_seed` warns
         torch.utils.rename_privateuse1_backend(kind)  # for good: torch has no way back
-        torch._C._get_accelerator = lambda *args: torch.device("cpu")  # its own now raises
+        torch._C._get_accelerator = _accelerator  # its own now raises
         torch._register_device_module(kind, found)
-        torch.Tensor.npu = torch.Tensor.cuda  # type: ignore[attr-defined] # the mode sees either and maps it
-        torch.nn.Module.npu = torch.nn.Module.cuda  # type: ignore[attr-defined]
-        package = ModuleType("torch_npu")
-        package.__spec__ = ModuleSpec("torch_npu", None)
-        sys.modules.setdefault("torch_npu", package)
+        torch.utils.generate_methods_for_privateuse1_backend()
     module: ModuleType = found
     return module
+
+
+def importable(kind: str) -> Undo:
+    """Let a script import torch_npu where that is not installed; returns how to undo it."""
+    if kind != "npu" or "torch_npu" in sys.modules:
+        return lambda: None
+    package = sys.modules["torch_npu"] = ModuleType("torch_npu")
+    package.__spec__ = ModuleSpec("torch_npu", None)
+
+    def undo() -> None:
+        sys.modules.pop("torch_npu", None)
+
+    return undo
+
+
+def _accelerator(*args: Any) -> torch.device:
+    """What torch is to take for the machine's accelerator once it knows the name npu."""
+    context = current_context()
+    return torch.device("cpu" if context is None or context.late is None else "npu")
 
 
 # -- the patches ---------------------------------------------------------------------------------------------------
@@ -352,6 +370,8 @@ def device_module(kind: str) -> ModuleType:
 def _provide(device_type: str | None) -> Platform | None:
     """The simulated device for a rank that asks for the default, `cpu`, or what is mapped to it; else None."""
     context = current_context()
+    if context is not None and context.late is not None:
+        return NpuPlatform() if device_type is None else None  # the others are what they are on a machine
     if context is None or device_type not in (None, "cpu", context.host.map_device):
         return None
     found: Platform = context.host.platform()
@@ -401,7 +421,10 @@ def _mapped_device(host: Host) -> Undo:
     replace(torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, kind, "device"))
     replace(torch, "load", _loads_on_cpu(torch.load, kind))
 
+    forget_package = importable(kind)
+
     def undo() -> None:
+        forget_package()
         for owner, name, value in reversed(replaced):
             if value is missing:
                 delattr(owner, name)

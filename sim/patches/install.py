@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
+from sim.late.switch import LATE_PATCHES
 from sim.patches.devices import DEVICE_PATCHES
 from sim.patches.dtensor import DTENSOR_PATCHES
 from sim.patches.event_loops import EVENT_LOOP_PATCHES
@@ -28,6 +29,7 @@ PATCHES: tuple[Callable[[Host], Undo], ...] = (
     *PROCESS_GROUP_PATCHES,
     *DTENSOR_PATCHES,
     *DEVICE_PATCHES,
+    *LATE_PATCHES,
     *PROCESS_PATCHES,
     *MODULE_PATCHES,
     *MESSAGE_PATCHES,

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.platform.cpu import CpuPlatform
 from sim.comm.endpoint import Endpoint
 from sim.comm.group import Network
+from sim.late.device import LateDevice
 from sim.observers.partials import Partials
 from sim.observers.replicas import Replicas
 from sim.patches.messages import copy_of_filters, enter_filters, leave_filters
@@ -136,6 +137,7 @@ class RankContext(Endpoint):
         modules: The modules that it does not share.
         view: Its `sys.argv`, output streams and so on, if it runs a script.
         device_index: What it has made its current device, where devices are mapped to the CPU.
+        late: Its device, in a world with `device="npu"`.
     """
 
     def __init__(self, rank: int, host: Host, c10d: Any, environment: dict[bytes, bytes], seed: int) -> None:
@@ -150,6 +152,7 @@ class RankContext(Endpoint):
         self.modules = OwnModules(host.references)
         self.view: ProcessView | None = None
         self.device_index = 0
+        self.late: LateDevice | None = None
 
     @property
     def replicas(self) -> Replicas:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from sim.kernel.context import this_thread
 from sim.kernel.waiting import RankThread
+from sim.late.switch import LateMode
 from sim.patches.devices import MapDevice
 from sim.patches.rank import RankContext
 
@@ -31,7 +32,10 @@ def modes(context: RankContext) -> Iterator[None]:
     with ExitStack() as stack:
         if host.map_device is not None:
             stack.enter_context(MapDevice(host.map_device))
-        if host.device is not None:
+        if context.late is not None:
+            stack.enter_context(LateMode(context.late))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # backward is the rank's own work
+        elif host.device is not None:
             torch.set_default_device(host.device)
             stack.callback(torch.set_default_device, None)
         for watching in host.watching:

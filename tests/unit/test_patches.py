@@ -33,6 +33,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 import sim
 from hyper_parallel import platform
 from sim.comm.process_group import SimProcessGroup
+from sim.late.module import MODULE
+from sim.late.switch import why_not
 from sim.patches import devices, install, process_groups
 from sim.script.output import SLOTS, ProcessView, RankStream
 
@@ -539,6 +541,34 @@ def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
 
     with pytest.raises(sim.SimError, match=r"no operator c10d\._allgather_base_"):
         sim.run(body, 2)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_seam_late_device():
+    sim.run(dist.barrier, 1, device="npu")  # the name, once for the process
+    storage, names = torch.UntypedStorage, ("resize_", "nbytes", "size", "data_ptr")
+
+    def changed() -> list[object]:
+        return [
+            *(getattr(storage, name) for name in names),
+            *(getattr(torch.npu, name, None) for name in (*MODULE, "Stream", "Event")),
+            *(getattr(torch.accelerator, name, None) for name in MODULE),
+            sys.modules.get("torch_npu"),
+        ]
+
+    def body() -> tuple:
+        x = torch.ones(4, device="npu")
+        x.untyped_storage().resize_(0)
+        assert isinstance(torch.npu.current_stream(), torch.npu.Stream)
+        return torch.npu.is_available(), x.untyped_storage().nbytes(), importlib.import_module("torch_npu").__name__
+
+    before = changed()
+    with sim.world(2, device="npu") as world:
+        now = changed()
+        assert all(now[i] is not before[i] for i in range(len(names)))
+        assert world.run(body) == [(True, 0, "torch_npu")] * 2
+        assert not torch.npu.is_available()  # outside of the ranks
+    assert changed() == before
 
 
 def test_seam_mapped_device(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
@@ -50,6 +50,20 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
     # What DTensor(...) does after __new__ concerns torch.export alone, and takes twice as long as this.
     made: DTensor = DTensor.__new__(DTensor, local, model._spec, requires_grad=False)
     return made
+
+
+def _dtensor_where(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """A DTensor over `local` where that is: `DTensor.from_local` would move what is offloaded to the mesh's device."""
+    on_mesh = local.device.type in (mesh.device_type, "meta")
+    given = local if on_mesh else torch.empty_like(local, device="meta")
+    made = DTensor.from_local(given, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return made if on_mesh else dtensor_like(local, made)
 
 
 class ManagedParam:
@@ -156,9 +170,7 @@ class ManagedParam:
         """Make the sharded parameter over `local`, this rank's shard of `unsharded`."""
         shape = unsharded.shape  # the global one: of a DTensor too
         stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-        dtensor = DTensor.from_local(
-            local, self.placement.mesh, self.placement.placements, run_check=False, shape=shape, stride=stride
-        )
+        dtensor = _dtensor_where(local, self.placement.mesh, self.placement.placements, shape, stride)
         self.sharded = nn.Parameter(dtensor, requires_grad=unsharded.requires_grad)
         self.sharded.__dict__.update(self.attributes)
         note_replaced(unsharded, self.name, "fully_shard or hsdp")
@@ -365,8 +377,8 @@ class ManagedParam:
                 placements[axis] = Partial() if waiting else Replicate()
         model: Any = self.sharded
         local = flat.view(self.shape if unsharded else self.local_shape)
-        self.sharded.acc_grad = DTensor.from_local(  # type: ignore[attr-defined]
-            local, self.placement.mesh, placements, run_check=False, shape=model.shape, stride=model.stride()
+        self.sharded.acc_grad = _dtensor_where(  # type: ignore[attr-defined]
+            local, self.placement.mesh, placements, model.shape, model.stride()
         )
 
     def laid_out(self, local: torch.Tensor) -> DTensor:
@@ -396,14 +408,7 @@ class ManagedParam:
 
     def _laid_out(self, local: torch.Tensor) -> DTensor:
         model: Any = self.sharded
-        return DTensor.from_local(
-            local,
-            self.placement.mesh,
-            self.placement.placements,
-            run_check=False,
-            shape=model.shape,
-            stride=model.stride(),
-        )
+        return _dtensor_where(local, self.placement.mesh, self.placement.placements, model.shape, model.stride())
 
     def clear_gradient(self, *, set_to_none: bool) -> None:
         """Drop the gradients of the sharded and the unsharded parameter, or zero the former's."""

@@ -1,0 +1,5 @@
+"""A simulated accelerator named npu for each rank, whose streams run late.
+
+switch -> module, kernels -> device -> memory -> queue
+communication -> device
+"""

@@ -1,0 +1,417 @@
+"""Kernels of the late device: every operation of torch, issued to the current stream and computed on the host, late.
+
+torch calls `fallback` for each operation on a tensor of the device that it has no composite kernel for. The shapes of
+what comes out are those that the operation has on the device meta, so they are known at once; the values are computed
+when the task runs. What has to know values at once (`item`, `nonzero`, a copy to the host) waits for the stream first,
+as on a real device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from sim.late.device import LateDevice, apart, late_device
+from sim.late.queue import LateTask
+from sim.observers.races import accesses
+
+__all__ = ["register"]
+
+_ATEN = torch.ops.aten
+# Indices may be on the host: a real device copies them over, too.
+_TAKE_HOST_TENSORS = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+
+
+class Traits(NamedTuple):
+    """What the schema of an operation says.
+
+    Attributes:
+        is_view: Its results share their memory with its first argument.
+        results: For each result, the name of the argument that it is; "": a new tensor.
+        is_late: It returns tensors only.
+        draws: It draws random numbers.
+        takes_host_tensors: Tensors of the host may come with those of the device.
+    """
+
+    is_view: bool
+    results: tuple[str, ...]
+    is_late: bool
+    draws: bool
+    takes_host_tensors: bool
+
+
+@cache
+def _traits(op: Any) -> Traits:
+    schema = op._schema
+    written = {
+        name: argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for name in argument.alias_info.before_set
+    }
+    infos = [result.alias_info for result in schema.returns]
+    return Traits(
+        is_view=any(info is not None and not info.is_write for info in infos),
+        results=tuple(
+            next((written[name] for name in info.before_set if name in written), "") if info is not None else ""
+            for info in infos
+        ),
+        is_late=all("Tensor" in str(result.type) for result in schema.returns),
+        draws=torch.Tag.nondeterministic_seeded in op.tags,
+        takes_host_tensors=op._opname in _TAKE_HOST_TENSORS,
+    )
+
+
+def _name(op: Any) -> str:
+    return f"{op.namespace}.{op._opname}"
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Issue an operation, or do it at once if it has to know values."""
+    device = late_device(_name(op))
+    with apart():
+        special = _SPECIAL.get(op)
+        if special is not None:
+            return special(device, *args, **kwargs)
+        traits = _traits(op)
+        if traits.is_view:
+            return _view_of(device, op, args, kwargs)
+        return _issue(device, op, traits, _with_numbers(op, args), kwargs)
+
+
+def _is_here(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "npu"
+
+
+def _replaced(value: Any, tensor: Callable[[torch.Tensor], Any], place: str) -> Any:
+    """An argument of an operation with other tensors in it, and another device."""
+    if isinstance(value, torch.Tensor):
+        return tensor(value)
+    if isinstance(value, (list, tuple)):
+        return [_replaced(each, tensor, place) for each in value]
+    if isinstance(value, torch.device):
+        return torch.device(place)
+    return value
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch._conj(meta) if tensor.is_conj() else meta
+
+
+def _view_of(device: LateDevice, op: Any, args: Any, kwargs: Any) -> Any:
+    base = args[0]
+    found = op(*(_replaced(each, _on_meta, "meta") for each in args), **kwargs)
+
+    def view(meta: torch.Tensor) -> torch.Tensor:
+        start = base.storage_offset() * base.element_size() // meta.element_size()
+        return device.view(base, meta.shape, meta.stride(), start + int(meta.storage_offset()), meta.dtype)
+
+    return [view(each) for each in found] if isinstance(found, (list, tuple)) else view(found)
+
+
+class HostCall(NamedTuple):
+    """An operation with its tensors on the host."""
+
+    op: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    twins: dict[int, torch.Tensor]  # by id of the device's tensor
+
+
+def _with_numbers(op: Any, args: Any) -> Any:
+    """Arguments in which Python's numbers stand for tensors, as tensors, for the operations that insist on these."""
+    if torch._C._should_allow_numbers_as_tensors(op._schema.name.split("::")[-1]):
+        return args
+    return [
+        torch.tensor(each, dtype=torch.float64 if type(each) is float else None)
+        if isinstance(each, (bool, int, float)) and str(argument.type) == "Tensor"
+        else each
+        for each, argument in zip(args, op._schema.arguments, strict=False)
+    ]
+
+
+def _on_host(device: LateDevice, op: Any, args: Any, kwargs: Any, *, takes_host_tensors: bool) -> HostCall:
+    twins: dict[int, torch.Tensor] = {}
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_here(tensor):
+            if tensor.dim() and not takes_host_tensors:
+                raise RuntimeError(
+                    f"{_name(op)}: expected all tensors to be on the same device, but found npu:0 and {tensor.device}"
+                )
+            return tensor.clone()  # a number is handed over with the call, a host's index is copied first
+        found = twins.get(id(tensor))
+        if found is None:
+            found = twins[id(tensor)] = device.twin(tensor)
+        return found
+
+    return HostCall(
+        op,
+        [_replaced(each, twin, "cpu") for each in args],
+        {name: _replaced(each, twin, "cpu") for name, each in kwargs.items()},
+        twins,
+    )
+
+
+def _issue(device: LateDevice, op: Any, traits: Traits, args: Any, kwargs: Any) -> Any:
+    if not traits.is_late:
+        return _at_once(device, op, args, kwargs)
+    given = {
+        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(op._schema.arguments)
+    }
+    fresh: list[Any] = []
+    if "" in traits.results:
+        try:
+            found = op(
+                *(_replaced(each, _on_meta, "meta") for each in args),
+                **{name: _replaced(each, _on_meta, "meta") for name, each in kwargs.items()},
+            )
+        except NotImplementedError:  # its shapes depend on values, or nobody has written what they are
+            return _at_once(device, op, args, kwargs)
+        fresh = list(found) if len(traits.results) > 1 else [found]
+    else:
+        _grow_outputs(device, op, args, kwargs)
+    call = _on_host(device, op, args, kwargs, takes_host_tensors=traits.takes_host_tensors)
+    outputs = [given[name] if name else _like(device, fresh[place]) for place, name in enumerate(traits.results)]
+    made = [out for out, name in zip(outputs, traits.results, strict=True) if not name]
+    targets = [[device.twin(tensor) for tensor in _tensors(out)] for out in made]
+    compute = _with_random_state(call) if traits.draws else lambda: call.op(*call.args, **call.kwargs)
+
+    def run() -> None:
+        results = compute()
+        if not targets:
+            return
+        several = list(results) if len(traits.results) > 1 else [results]
+        new = [each for each, name in zip(several, traits.results, strict=True) if not name]
+        for target, result in zip(targets, new, strict=True):
+            for out, value in zip(target, _tensors(result), strict=True):
+                out.copy_(value)
+
+    task = device.put(device.current, _name(op), run)
+    _touch(device, task, op, args, kwargs, call.twins)
+    for out, twins in zip(made, targets, strict=True):
+        for tensor, twin in zip(_tensors(out), twins, strict=True):
+            device.touch(task, tensor, twin, writes=True)
+    if len(outputs) == 1:
+        return outputs[0]
+    return tuple(outputs) if outputs else None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [each for each in value or () if isinstance(each, torch.Tensor)]
+
+
+def _like(device: LateDevice, meta: Any) -> Any:
+    """What comes out, on the device, given what comes out on meta; all of it will be written."""
+    if isinstance(meta, torch.Tensor):
+        return device.new_tensor(meta.shape, meta.stride(), meta.dtype, poison=False)
+    return None if meta is None else [_like(device, each) for each in meta]
+
+
+def _touch(device: LateDevice, task: LateTask, op: Any, args: Any, kwargs: Any, twins: dict[int, torch.Tensor]) -> None:
+    reads, writes = accesses(op, args, kwargs)
+    for tensors, writing in ((reads, False), (writes, True)):
+        for tensor in tensors:
+            if id(tensor) in twins:
+                device.touch(task, tensor, twins[id(tensor)], writes=writing)
+
+
+def _with_random_state(call: HostCall) -> Callable[[], Any]:
+    """Compute with the random numbers that come next when it is issued, and draw these now, so that others follow.
+
+    So a program draws what it would draw on the CPU, whenever its kernels run.
+    """
+    generator = call.kwargs.get("generator") or torch.default_generator
+    before = generator.get_state()
+    call.op(
+        *(_replaced(each, torch.zeros_like, "cpu") for each in call.args),
+        **{name: _replaced(each, torch.zeros_like, "cpu") for name, each in call.kwargs.items()},
+    )
+
+    def compute() -> Any:
+        now = generator.get_state()
+        generator.set_state(before)
+        try:
+            return call.op(*call.args, **call.kwargs)
+        finally:
+            generator.set_state(now)
+
+    return compute
+
+
+def _at_once(device: LateDevice, op: Any, args: Any, kwargs: Any) -> Any:
+    """Wait for the stream, then compute."""
+    call = _on_host(device, op, args, kwargs, takes_host_tensors=True)
+    task = device.put(device.current, _name(op))
+    _touch(device, task, op, args, kwargs, call.twins)
+    device.finish(task)
+    found = op(*call.args, **call.kwargs)
+    back = {id(twin): key for key, twin in call.twins.items()}
+    originals = {id(tensor): tensor for each in (*args, *kwargs.values()) for tensor in _tensors_or_none(each)}
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in back:
+            return originals[back[id(tensor)]]
+        out = device.new_tensor(tensor.shape, tensor.stride(), tensor.dtype, poison=False)
+        twin = device.twin(out)
+        device.touch(device.put(device.current, _name(op), lambda: twin.copy_(tensor)), out, twin, writes=True)
+        return out
+
+    if isinstance(found, tuple):
+        return tuple(_replaced(each, on_device, "npu") for each in found)
+    return _replaced(found, on_device, "npu")
+
+
+def _tensors_or_none(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        yield from (each for each in value if isinstance(each, torch.Tensor))
+
+
+def _grow_outputs(device: LateDevice, op: Any, args: Any, kwargs: Any) -> None:
+    """Make room in outputs that are empty, as for `out=torch.empty(0)`."""
+    out = kwargs.get("out")
+    if not isinstance(out, torch.Tensor) or out.numel():
+        return
+    meta = {name: _replaced(each, _on_meta, "meta") for name, each in kwargs.items()}
+    shape = op(*(_replaced(each, _on_meta, "meta") for each in args), **meta).shape
+    if shape != out.shape:
+        _resize_(device, out, shape)
+
+
+# -- operations with kernels of their own ------------------------------------------------------------------------------
+
+
+def _check_device(asked: Any) -> None:
+    if asked is not None and asked.index not in (None, 0):
+        raise RuntimeError(f"invalid device ordinal: {asked}; each rank of this world has one device, npu:0")
+
+
+def _empty(npu: LateDevice, size: Any, *, dtype: Any = None, **options: Any) -> torch.Tensor:
+    _check_device(options.get("device"))
+    dtype = dtype or torch.get_default_dtype()
+    layout = options.get("memory_format")
+    stride = None
+    if layout not in (None, torch.contiguous_format, torch.preserve_format):
+        stride = torch.empty(size, memory_format=layout, device="meta").stride()
+    return npu.new_tensor(size, stride, dtype)
+
+
+def _empty_strided(npu: LateDevice, size: Any, stride: Any, *, dtype: Any = None, **options: Any) -> torch.Tensor:
+    _check_device(options.get("device"))
+    return npu.new_tensor(size, stride, dtype or torch.get_default_dtype())
+
+
+def _as_strided(npu: LateDevice, x: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> torch.Tensor:
+    return npu.view(x, size, stride, int(x.storage_offset()) if offset is None else offset)
+
+
+def _set_storage(npu: LateDevice, x: torch.Tensor, storage: Any, offset: Any, size: Any, stride: Any) -> Any:
+    kernel = _ATEN.set_.source_Storage_storage_offset
+    return kernel._op_dk(torch._C.DispatchKey.CPU, x, storage, offset, size, stride)
+
+
+def _resize_(npu: LateDevice, x: torch.Tensor, size: Any, **options: Any) -> torch.Tensor:
+    if not x.numel():
+        new = npu.new_tensor(tuple(size), None, x.dtype)
+        return _set_storage(npu, x, new.untyped_storage(), 0, new.shape, new.stride())
+    stride = torch.empty(tuple(size), device="meta").stride()
+    return _set_storage(npu, x, x.untyped_storage(), x.storage_offset(), tuple(size), stride)
+
+
+def _copy_from(npu: LateDevice, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+    """A copy on the device, from the host, or to it.
+
+    Of pinned memory, and into it, the copy may be late: the host reads it, or changes it, at its own risk.
+    """
+    give = npu.twin(source) if _is_here(source) else source.detach()
+    take = npu.twin(target) if _is_here(target) else target.detach()
+    on_host = [each for each in (source, target) if not _is_here(each)]
+    is_late = non_blocking and all(map(npu.is_pinned, on_host))
+    if not _is_here(source) and not is_late:
+        give = give.clone()
+    task = npu.put(npu.current, "aten.copy_", lambda: take.copy_(give))
+    if _is_here(source):
+        npu.touch(task, source, give, writes=False)
+    if _is_here(target):
+        npu.touch(task, target, take, writes=True)
+    if on_host and is_late:
+        if not _is_here(target):
+            _poison(take)
+        npu.share_with_host(task, [give] if _is_here(target) else [], [] if _is_here(target) else [take])
+    elif not _is_here(target):
+        npu.finish(task)
+    return target
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Fill with what nobody can take for a result."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _item(npu: LateDevice, x: torch.Tensor) -> Any:
+    twin = npu.twin(x)
+    task = npu.put(npu.current, "aten.item")
+    npu.touch(task, x, twin, writes=False)
+    npu.finish(task)
+    return twin.item()
+
+
+def _record_stream(npu: LateDevice, x: torch.Tensor, stream: Any) -> None:
+    npu.use_on(x, npu.stream(stream.stream_id))
+
+
+def _convolution(npu: LateDevice, *args: Any) -> Any:
+    op = _ATEN.convolution.default
+    return _issue(npu, op, _traits(op), args, {})
+
+
+def _convolution_backward(npu: LateDevice, grad: Any, x: Any, weight: Any, *args: Any) -> Any:
+    op = _ATEN.convolution_backward.default
+    return _issue(npu, op, _traits(op), (grad, x, weight, [weight.shape[0]], *args), {})
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _ATEN.empty.memory_format: _empty,
+    _ATEN.empty_strided.default: _empty_strided,
+    _ATEN.as_strided.default: _as_strided,
+    _ATEN.set_.source_Storage_storage_offset: _set_storage,
+    _ATEN.resize_.default: _resize_,
+    _ATEN._copy_from.default: _copy_from,
+    _ATEN._local_scalar_dense.default: _item,
+    _ATEN.record_stream.default: _record_stream,
+    _ATEN.convolution_overrideable.default: _convolution,
+    _ATEN.convolution_backward_overrideable.default: _convolution_backward,
+}
+
+
+def register() -> list[torch.library.Library]:
+    """Make these the kernels of the device npu, for good: torch has no way back.
+
+    torch does not find a fallback while a dispatch mode is on, so the operations of aten get kernels of their own.
+
+    Returns:
+        What they live as long as.
+    """
+    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    everything.fallback(_fallback, "PrivateUse1")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = {op.name() for op in _SPECIAL} | {"aten::mse_loss", "aten::smooth_l1_loss"}  # whose out= variants warn
+    for name in torch._C._dispatch_get_all_op_names():
+        is_structured = has_kernel(name, "CompositeExplicitAutogradNonFunctional")  # it comes back as its out= variant
+        if name in own or (name.startswith("aten::") and has_kernel(name, "CPU") and not is_structured):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(_ATEN, packet), overload or "default")
+            aten.impl(name.removeprefix("aten::"), partial(_fallback, op), "PrivateUse1")
+    return [everything, aten]

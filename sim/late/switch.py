@@ -1,0 +1,254 @@
+"""The name npu in torch: registered once for the process, and alive on the ranks of a world with late devices."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from sim.explain.errors import SimError
+from sim.kernel.context import current_context
+from sim.late import kernels
+from sim.late.device import LateDevice
+from sim.late.module import MODULE, LateEvent, LateStream
+from sim.patches.devices import device_module, importable
+from sim.patches.rank import Host, Undo
+
+__all__ = ["LATE_PATCHES", "LateMode", "why_not"]
+
+
+class LateMode(TorchFunctionMode):
+    """What torch asks of the hooks of an accelerator's C++ half, which this one lacks: pinned memory, and copies.
+
+    Args:
+        device: Of the rank.
+    """
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer for the device, or let torch do so."""
+        options = dict(kwargs or {})
+        if func is torch.Tensor.pin_memory:
+            return args[0] if self._device.is_pinned(args[0]) else self._device.pin(args[0].clone())
+        if func is torch.Tensor.is_pinned:
+            return args[0].device.type == "cpu" and self._device.is_pinned(args[0])
+        if func is torch.Tensor.__deepcopy__ and _is_late(args[0]):
+            return _deep_copy(*args)
+        if options.pop("pin_memory", False):
+            return self._device.pin(func(*args, **options))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_late(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "npu"
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol at the moment")
+    new: torch.Tensor = tensor.detach().clone()
+    new = torch.nn.Parameter(new) if isinstance(tensor, torch.nn.Parameter) else new
+    new.requires_grad_(tensor.requires_grad)
+    new.grad = copy.deepcopy(tensor.grad, memo)
+    memo[id(tensor)] = new
+    return new
+
+
+# -- once for the process ----------------------------------------------------------------------------------------------
+
+
+def why_not() -> str:
+    """Why this torch cannot have such a device; empty if it can."""
+    if not hasattr(getattr(torch._C, "_acc", None), "create_empty_tensor"):
+        return f"torch {torch.__version__} has no torch._C._acc.create_empty_tensor, as torch 2.13 has"
+    real = getattr(torch, "npu", None)
+    if real is not None and not hasattr(real, "simulated"):
+        return "torch_npu is loaded in this process, and has the name npu"
+    return ""
+
+
+def _register() -> Any:
+    """Register the device, unless it is; returns its module."""
+    if reason := why_not():
+        raise SimError(f"cannot make a world with device='npu'\n  seen: {reason}\n  try: map_device='npu'")
+    module: Any = device_module("npu")
+    if not hasattr(module, "kernels"):
+        acc = torch._C._acc
+
+        class Hooks(acc.PrivateUse1Hooks):
+            """What torch asks whether there is such a device: on ranks that have one, there is."""
+
+            def is_available(self) -> bool:
+                return _has_device()
+
+            def has_primary_context(self, device_index: int) -> bool:
+                return _has_device()
+
+            def is_built(self) -> bool:
+                return True
+
+        class Guard(acc.DeviceGuard):
+            """There is one device, and its streams are known above torch.
+
+            torch asks for the type also while an exception leaves a hook of autograd. With that pending, what Python
+            answers would be an error, and an error there ends the process. So it is dropped first; `_may_raise` has it.
+            """
+
+            type_ = _clear_and_answer()
+
+        acc.register_python_privateuseone_hook(Hooks())
+        acc.register_python_privateuseone_device_guard(Guard())
+        module.kernels = kernels.register()
+    return module
+
+
+def _clear_and_answer() -> Any:
+    """A function of C's that drops a pending exception, and answers which type of device this is."""
+    function = ctypes.PYFUNCTYPE(None)(("PyErr_Clear", ctypes.pythonapi))
+    function.restype = lambda _: torch._C._autograd.DeviceType.PrivateUse1
+    return function
+
+
+def _may_raise(register: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.register_hook` and its like, for hooks whose exceptions are kept until backward returns."""
+
+    def registers(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        context = current_context()
+        device: LateDevice | None = None if context is None else context.late
+        return register(self, hook if device is None else partial(_kept, device, hook))
+
+    return registers
+
+
+def _kept(device: LateDevice, hook: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return hook(*args)
+    except BaseException as error:
+        device.raised = error
+        raise
+
+
+def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Backward that raises what a hook has raised."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        device: LateDevice | None = None if context is None else context.late
+        if device is None:
+            return original(*args, **options)
+        device.raised = None
+        try:
+            with LateMode(device):  # which is off inside of what it handles, and `Tensor.backward` is one of these
+                return original(*args, **options)
+        except SystemError:
+            raised, device.raised = device.raised, None
+            if raised is None:
+                raise
+            raise raised from None
+
+    return run
+
+
+def _has_device() -> bool:
+    context = current_context()
+    return context is not None and context.late is not None
+
+
+# -- while a world is alive --------------------------------------------------------------------------------------------
+
+
+def _of_rank(name: str, original: Any) -> Callable[..., Any]:
+    """`MODULE[name]` for ranks that have a device, and the original for all others."""
+    reply = MODULE[name]
+
+    def function(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        if context is None or context.late is None:
+            return original(*args, **options)
+        return reply(context.late, *args, **options)
+
+    function.__name__ = name
+    return function
+
+
+def _late_device(host: Host) -> Undo:
+    """With `device="npu"`, torch answers as if each rank had an npu, and its storages have memory there."""
+    if host.device != "npu":
+        return lambda: None
+    module, missing = _register(), object()
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, vars(owner).get(name, missing)))
+        setattr(owner, name, value)
+
+    for name in MODULE:
+        replace(module, name, _of_rank(name, getattr(module, name, lambda *args, **options: None)))
+        if hasattr(torch.accelerator, name):
+            replace(torch.accelerator, name, _of_rank(name, getattr(torch.accelerator, name)))
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        replace(torch.Tensor, name, _may_raise(getattr(torch.Tensor, name)))
+    replace(torch.autograd, "_engine_run_backward", _runs_backward(torch.autograd._engine_run_backward))
+    replace(module, "Stream", LateStream)
+    replace(module, "Event", LateEvent)
+    replace(torch.UntypedStorage, "resize_", _resizes(torch.UntypedStorage.resize_))
+    replace(torch.UntypedStorage, "nbytes", _sized(torch.UntypedStorage.nbytes))
+    replace(torch.UntypedStorage, "size", _sized(torch.UntypedStorage.size))
+    replace(torch.UntypedStorage, "data_ptr", _points(torch.UntypedStorage.data_ptr))
+
+    forget_package = importable("npu")
+
+    def undo() -> None:
+        forget_package()
+        for owner, name, value in reversed(replaced):
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+    return undo
+
+
+def _device_of(storage: torch.UntypedStorage) -> LateDevice | None:
+    """The device that a storage is on; None if that is none of these."""
+    context = current_context()
+    device: LateDevice | None = None if context is None else context.late
+    return device if device is not None and device.memory.has(storage) else None
+
+
+def _resizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        device = _device_of(self)
+        return original(self, size) if device is None else device.resize(self, size)
+
+    return resize_
+
+
+def _sized(original: Callable[..., int]) -> Callable[..., int]:
+    def nbytes(self: torch.UntypedStorage) -> int:
+        device = _device_of(self)
+        return original(self) if device is None else device.memory.size_of(self)
+
+    return nbytes
+
+
+def _points(original: Callable[..., int]) -> Callable[..., int]:
+    def data_ptr(self: torch.UntypedStorage) -> int:
+        device = _device_of(self)
+        return original(self) if device is None else device.memory.address_of(self)
+
+    return data_ptr
+
+
+LATE_PATCHES = (_late_device,)
+"""What torch answers on ranks that have a late device."""

@@ -1,0 +1,230 @@
+"""Programs that wait for devices, and the same with one of their waits taken out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_kit import Case, train
+from torch.distributed.device_mesh import init_device_mesh
+
+import hyper_parallel as hp
+from hyper_parallel import fully_shard
+from hyper_parallel.core.context_parallel import ContextParallel
+from hyper_parallel.core.fully_shard import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_
+from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
+from hyper_parallel.platform import get_platform
+from sim.late.communication import LateCommunication
+from sim.late.module import LateEvent, LateStream
+
+LIBRARY = str(Path(hp.__file__).parent)
+
+
+class Taken:
+    """Where the library waits, and which of these waits is not there.
+
+    Attributes:
+        missing: The site of the wait that does nothing; None: all are there.
+        seen: The sites that were come by.
+    """
+
+    def __init__(self, missing: str | None = None) -> None:
+        self.missing = missing
+        self.seen: dict[str, None] = {}
+
+    def is_missing(self) -> bool:
+        """Whether the wait that is about to happen is taken out."""
+        site = site_of(sys._getframe(2))
+        if site is not None:
+            self.seen[site] = None
+        return site is not None and site == self.missing
+
+
+def site_of(frame: Any) -> str | None:
+    """The function of the library that waits, and who called it where it only passes that on; None: somebody else."""
+    names = []
+    while frame is not None and len(names) < 2:
+        path = frame.f_code.co_filename
+        if path.startswith(LIBRARY) and not path.endswith("platform/accelerator.py"):
+            names.append(f"{Path(path).stem}.{frame.f_code.co_name}")
+            if names[-1] not in PASS_ON:
+                return " < ".join(names[::-1])
+        frame = frame.f_back
+    return " < ".join(names[::-1]) if names else None
+
+
+PASS_ON = ("comm.wait", "reduce.wait")
+
+
+@contextmanager
+def without(missing: str | None = None) -> Iterator[Taken]:
+    """While it lasts, one of the waits of the library does nothing on the device; the host waits as ever."""
+    taken = Taken(missing)
+    originals = [
+        (owner, name, vars(owner)[name])
+        for owner, name in (
+            (LateCommunication, "waited"),
+            (LateEvent, "wait"),
+            (LateEvent, "synchronize"),
+            (LateStream, "synchronize"),
+        )
+    ]
+
+    def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: None if taken.is_missing() else original(*args, **options)
+
+    try:
+        for owner, name, original in originals:
+            setattr(owner, name, replaced(original))
+        yield taken
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)]
+    return torch.nn.Sequential(*blocks, torch.nn.Linear(8, 4))
+
+
+def step(net: torch.nn.Module, optimizer: Any, device: str, number: int, mark: bool = False) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 40).view(5, 8).add(dist.get_rank() + number).to(device)
+    loss = net(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def trained(device: str, mesh: Any, steps: int = 2, clips: bool = False, **options: Any) -> list[float]:
+    """Losses of a few steps, and what has become of the parameters."""
+    net = model().to("cpu" if "offload_policy" in options else device)
+    for layer in net:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
+    losses = []
+    for number in range(steps):
+        losses.append(step(net, optimizer, device, number))
+        if clips:
+            losses.append(clip_grad_norm_(net.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss) for loss in losses] + [float(p.full_tensor().double().sum()) for p in net.parameters()]
+
+
+def plain(device: str) -> list[float]:
+    return trained(device, init_device_mesh(device, (2,)))
+
+
+def clipped(device: str) -> list[float]:
+    return trained(device, init_device_mesh(device, (2,)), clips=True)
+
+
+def kept(device: str) -> list[float]:
+    return trained(device, init_device_mesh(device, (2,)), reshard_after_forward=False)
+
+
+def replicated(device: str) -> list[float]:
+    return trained(device, init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def mixed(device: str) -> list[float]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return trained(device, init_device_mesh(device, (2,)), mp_policy=policy)
+
+
+def offloaded(device: str) -> list[float]:
+    policy = CPUOffloadPolicy(pin_memory=device != "cpu")
+    return trained(device, init_device_mesh(device, (2,)), offload_policy=policy)
+
+
+def on_a_stream(device: str) -> list[float]:
+    """The optimizer runs on a stream of its own, and the next forward waits for its event."""
+    platform = get_platform(device)
+    mesh = init_device_mesh(device, (2,))
+    net = model().to(device)
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer, own, losses = torch.optim.SGD(net.parameters(), lr=0.5), platform.new_stream(), []
+    for number in range(2):
+        losses.append(step(net, optimizer, device, number))
+        own.wait_stream(platform.current_stream())
+        with platform.use_stream(own):
+            optimizer.step()
+            event = platform.new_event()
+            event.record()
+        net.set_post_optim_event(event)
+    platform.synchronize()
+    return [float(loss) for loss in losses]
+
+
+def asynchronous(device: str) -> list[float]:
+    """Reductions go on behind backward, until somebody asks for the gradients."""
+    net = hp.hsdp(model().to(device), shard_size=2, threshold=0, optimizer_level="level2", comm_async=True)
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
+    for number in range(2):
+        losses.append(step(net, optimizer, device, number))
+        hsdp_sync_stream()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss) for loss in losses]
+
+
+def redistributed(device: str) -> list[float]:
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
+    layout = hp.Layout.from_device_mesh(mesh)
+    x = hp.distribute_tensor(torch.arange(48.0).view(8, 6).to(device), layout("dp", "tp")).requires_grad_()
+    found = []
+    for target in (("tp", "None"), ("None", "None"), (("dp", "tp"), "None"), ("None", ("tp", "dp"))):
+        y = hp.redistribute(x * 2, target)
+        local = hp.to_local(y, grad_layout=hp.Layout.of(y))
+        found.append(local.detach().square().sum())
+        local.square().sum().backward()
+    pending = hp.redistribute(x.detach() * 3, ("None", "dp"), async_op=True)
+    found += [hp.to_local(pending.wait()).sum(), hp.to_local(x.grad).sum()]
+    return [float(each) for each in found]
+
+
+def attended(device: str) -> list[float]:
+    mesh = init_device_mesh(device, (4,), mesh_dim_names=("cp",))
+    generator, found = torch.Generator().manual_seed(0), []
+    for degree in (1, 2):
+        cp = ContextParallel(mesh, degree, True)
+        drawn = [torch.randn(2, heads, 16, 8, generator=generator) for heads in (4, 2, 2, 4)]
+        q, k, v, grad = (cp.split(x.to(device), dim=2).requires_grad_() for x in drawn)
+        out = cp.attend(q, k, v, is_causal=True)
+        out.backward(grad)
+        found += [each.double().sum() for each in (out.detach(), q.grad, k.grad, v.grad)]
+    return [float(each) for each in found]
+
+
+def pipelined(device: str) -> list[float]:
+    found: list[float] = []
+    for case in (Case("1f1b", tied=True), Case("interleaved")):
+        outcome = train(case, torch.device(device), torch.float32)
+        found += [*outcome.losses, *outcome.norms, *(float(p.double().sum()) for p in outcome.parameters.values())]
+    return found
+
+
+PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
+    "fully_shard": (plain, 2),
+    "clip_grad_norm_": (clipped, 2),
+    "reshard_after_forward=False": (kept, 2),
+    "replicas": (replicated, 4),
+    "mixed precision": (mixed, 2),
+    "CPU offload": (offloaded, 2),
+    "optimizer on its own stream": (on_a_stream, 2),
+    "hsdp(comm_async=True)": (asynchronous, 2),
+    "redistribute": (redistributed, 4),
+    "ring attention": (attended, 4),
+    "pipelines": (pipelined, 2),
+}

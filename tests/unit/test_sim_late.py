@@ -1,0 +1,554 @@
+"""`device="npu"`: what runs late on a rank's device, what is a race there, and what later worlds see of it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import sim
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.accelerator import NpuPlatform
+from sim.late import switch
+from sim.late.queue import LateQueue
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.skipif(bool(switch.why_not()), reason=switch.why_not()),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+]
+SEEDS = range(8)
+
+
+def late(body, world_size=1, **options):
+    return sim.run(body, world_size, device="npu", **options)
+
+
+def found(body, world_size=1) -> str:
+    """The text of the race in `body`, which gives another result for some seed if nobody looks."""
+    right = {str(late(body, world_size, seed=seed)) for seed in SEEDS}
+    assert len(right) > 1, right
+    with pytest.raises(sim.InFlightBufferRace) as caught:
+        late(body, world_size, check_races=True)
+    return str(caught.value)
+
+
+def right(body, world_size=1):
+    """The result of `body`, which has no race, and is the same for every seed."""
+    result = late(body, world_size, check_races=True)
+    assert {str(late(body, world_size, seed=seed)) for seed in SEEDS} == {str(result)}
+    return result
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+OPERATIONS = {
+    "arithmetic and views": lambda x: (x.t() * 3 - x[0].unsqueeze(-1)).expand(2, 6, 4).transpose(0, 1)[..., 1:],
+    "matrix products": lambda x: torch.addmm(x @ x.t(), x, x.t(), beta=0.5),
+    "reductions": lambda x: torch.stack([x.sum(), x.mean(), x.std(), x.amax(), x.norm()]),
+    "several results": lambda x: torch.cat(
+        [x.sort(dim=1).values, x.topk(2, dim=1).values, x.max(dim=1)[0][:, None]], 1
+    ),
+    "lists": lambda x: torch.cat(torch._foreach_add(list(x.split(2)), 1.5)),
+    "shapes that depend on values": lambda x: x[x > 0].cumsum(0) + x.nonzero().sum() + torch.unique(x.round()).numel(),
+    "indices": lambda x: x[torch.tensor([1, 0, 1])] + x.index_select(0, torch.tensor([1, 2, 1], device=x.device)),
+    "writes by index": lambda x: x.clone().index_put_((torch.tensor([0, 2]),), torch.tensor(7.0)),
+    "out=": lambda x: torch.mul(x, 2, out=torch.empty(0, device=x.device)),
+    "other dtypes": lambda x: x.view(torch.int32).bitwise_and(0xFF).to(torch.bfloat16).float(),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 3, 2)).conj() * 1j),
+    "nothing": lambda x: torch.cat([x[:0], x.new_empty(0, 6)]).sum(),
+    "random numbers": lambda x: torch.nn.functional.dropout(torch.randn_like(x), 0.5) + torch.rand(6, device=x.device),
+    "layers": lambda x: torch.nn.functional.layer_norm(torch.nn.functional.gelu(x), (6,)),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 2, 2, 6)] * 3, is_causal=True),
+    "embedding and loss": lambda x: torch.nn.functional.cross_entropy(
+        torch.nn.functional.embedding(torch.tensor([1, 0, 3], device=x.device), x), torch.tensor([5, 0, 1]).to(x.device)
+    ),
+    "convolution": lambda x: torch.nn.functional.conv1d(x[None], x[:, :4, None]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_gives_what_it_gives_on_the_cpu(name):
+    def body(device: str) -> list:
+        x = torch.randn(4, 6).to(device)
+        out = OPERATIONS[name](x)
+        assert out.device.type == device
+        return out.detach().cpu(), torch.rand(1)  # and as many random numbers are drawn
+
+    torch.testing.assert_close(late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",)))
+
+
+def test_training_gives_what_it_gives_on_the_cpu():
+    def body(device: str) -> list[float]:
+        block = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Dropout(0.2), torch.nn.Linear(8, 4)
+        )
+        model = torch.nn.Sequential(torch.nn.Embedding(5, 4), block, torch.nn.LayerNorm(4)).to(device)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
+        for step in range(3):
+            hidden = checkpoint(model[1], model[0](torch.tensor([step, 1, 4], device=device)), use_reentrant=False)
+            loss = torch.nn.functional.mse_loss(model[2](hidden), torch.ones(3, 4).to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert late(body, args=("npu",), check_races=True) == sim.run(body, 1, ("cpu",))
+
+
+def test_a_tensor_says_where_it_is():
+    def body() -> None:
+        x = torch.nn.Parameter(torch.ones(2, 3, device="npu"))
+        twin = copy.deepcopy(x)
+        assert (str(x.device), x.is_npu, twin.is_npu, x.cpu().is_npu) == ("npu:0", True, True, False)
+        assert twin.requires_grad
+        assert twin.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() > 0
+        assert x.untyped_storage().nbytes() == 24
+        assert "device='npu:0'" in repr(x)
+        with pytest.raises(RuntimeError, match=r"same device, but found.* npu:0 and cpu"):
+            x + torch.ones(2, 3)
+        with pytest.raises(RuntimeError, match="invalid device ordinal: npu:1"):
+            torch.ones(1, device="npu:1")
+        with pytest.raises(TypeError, match="convert"):
+            x.detach().numpy()
+
+    late(body)
+
+
+def test_a_failure_on_the_device_names_the_line_that_has_issued_it():
+    def body() -> None:
+        table, index = torch.ones(3, 2, device="npu"), torch.tensor([7], device="npu")
+        row = torch.nn.functional.embedding(index, table)
+        torch.npu.synchronize()
+        del row
+
+    with pytest.raises(sim.SimError, match=r"device failed, late, in aten.index_select: .*\n  issued: test_sim_late"):
+        late(body)
+
+
+def test_an_exception_of_a_hook_is_that_of_backward():
+    def body(registers, fails) -> None:
+        x = torch.ones(4, device="npu", requires_grad=True)
+        registers(x, lambda *_: fails())
+        (x * 2).sum().backward()
+
+    def by_rank() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("rank 1 only")
+        dist.barrier()  # and ends there
+
+    for registers in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+        with pytest.raises(ZeroDivisionError):
+            late(lambda: body(lambda x, hook: getattr(x, registers.__name__)(hook), lambda: 1 / 0))  # noqa: B023
+        with pytest.raises(KeyError, match="rank 1 only"):
+            late(lambda: body(lambda x, hook: getattr(x, registers.__name__)(hook), by_rank), 2)  # noqa: B023
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def on_a_stream(*, enters: bool = True, leaves: bool = True, keeps: bool = True):
+    """Work on a stream of its own; without one of these it is wrong."""
+
+    def body() -> float:
+        main, side = torch.npu.current_stream(), torch.npu.Stream()
+        x = torch.full((64,), 2.0, device="npu")
+        if enters:
+            side.wait_stream(main)
+        with torch.npu.stream(side):
+            y = x * 3
+        if keeps:
+            x.record_stream(side)
+        del x
+        z = torch.zeros(64, device="npu")
+        if leaves:
+            main.wait_event(side.record_event())
+        return (y + z).sum().item()
+
+    return body
+
+
+def test_streams_that_wait_are_right_for_every_seed():
+    assert right(on_a_stream()) == [384.0]
+
+
+def test_a_stream_that_does_not_wait_for_what_it_reads():
+    text = found(on_a_stream(enters=False))
+    assert text.startswith(
+        "rank 0 reads a buffer on stream 1 that the default stream writes, and nothing orders them\n"
+    )
+    assert "\n  first: test_sim_late.py:" in text
+    assert "in body, by aten.fill_\n  then:  test_sim_late.py:" in text
+    assert "in body, by aten.mul on float32 [64]\n  try: let stream 1 wait: stream.wait_stream(other)" in text
+    assert text.endswith("replay: sim.run(..., world_size=1, seed=0, device='npu')")
+
+
+def test_a_result_that_is_read_too_early():
+    text = found(on_a_stream(leaves=False))
+    assert "reads a buffer on the default stream that stream 1 writes" in text
+
+
+def test_memory_that_is_used_again_too_early():
+    text = found(on_a_stream(keeps=False))
+    assert text.startswith("rank 0 gives back memory to the default stream that stream 1 still uses\n")
+    assert "by aten.mul\n  then:  test_sim_late.py" in text
+    assert "  try: tensor.record_stream(stream), or let the default stream wait for that stream first\n" in text
+
+
+def test_memory_of_a_stream_may_be_dropped_while_another_uses_it_if_it_waits_before_it_allocates():
+    def body(waits: bool) -> float:
+        main, side = torch.npu.current_stream(), torch.npu.Stream()
+        with torch.npu.stream(side):
+            y = torch.full((64,), 2.0, device="npu")
+        main.wait_stream(side)
+        z = y * 3
+        del y
+        if waits:
+            side.wait_stream(main)
+        with torch.npu.stream(side):
+            torch.zeros(8, device="npu")
+        return z.sum().item()
+
+    assert right(lambda: body(True)) == [384.0]
+    assert "gives back memory to stream 1 that the default stream still uses" in found(lambda: body(False))
+
+
+def test_the_order_of_writes():
+    def body() -> float:
+        x, side = torch.zeros(8, device="npu"), torch.npu.Stream()
+        torch.npu.synchronize()
+        with torch.npu.stream(side):
+            x.add_(1)
+        x[4:].fill_(3)
+        torch.npu.synchronize()
+        return x.sum().item()
+
+    assert "writes a buffer on the default stream that stream 1 writes" in found(body)
+
+
+def test_parts_of_a_buffer_that_do_not_overlap_are_no_race():
+    def body() -> list[float]:
+        x, side = torch.zeros(4, 2, device="npu"), torch.npu.Stream()
+        torch.npu.synchronize()
+        with torch.npu.stream(side):
+            x[:, 0].add_(1)
+        x[:, 1].add_(2)
+        torch.npu.synchronize()
+        return x.sum(0).tolist()
+
+    assert right(body) == [[4.0, 8.0]]
+
+
+def test_events_and_streams_say_whether_they_are_done():
+    def body() -> None:
+        side, x = torch.npu.Stream(), torch.ones(4, device="npu")
+        side.wait_stream(torch.npu.current_stream())
+        with side:
+            assert torch.npu.current_stream() == side != torch.npu.default_stream()
+            y = x + 1
+        event = side.record_event()
+        while not event.query():
+            pass
+        assert torch.npu.Event(enable_timing=True).query()
+        assert side.query()
+        torch.npu.current_stream().wait_event(event)
+        assert y.tolist() == [2.0] * 4
+        event.synchronize()
+        side.synchronize()
+        assert event.elapsed_time(event) == 0.0
+
+    late(body, check_races=True)
+
+
+def test_nothing_runs_before_somebody_waits_for_it():
+    def body() -> None:
+        torch.ones(4, device="npu")
+        event = torch.npu.current_stream().record_event()
+        assert not event.query()
+        torch.npu.synchronize()
+        assert event.query()
+
+    late(body)
+
+
+def test_no_more_work_waits_than_a_device_can_hold():
+    queue, done = LateQueue(0), []
+    lane = queue.new_lane(0, "kernels")
+    for number in range(3000):
+        queue.put(lane, "", "", lambda number=number: done.append(number))
+    assert done == list(range(3000 - 1024))
+
+
+# -- memory of the host ------------------------------------------------------------------------------------------------
+
+
+def to_the_host(*, waits: bool):
+    def body() -> list[float]:
+        x = torch.full((4,), 2.0, device="npu")
+        y = torch.empty(4, pin_memory=True)
+        assert y.is_pinned()
+        y.copy_(x, non_blocking=True)
+        if waits:
+            torch.npu.current_stream().synchronize()
+        result = (y * 1).tolist()
+        torch.npu.synchronize()
+        return result
+
+    return body
+
+
+def test_a_late_copy_to_the_host_has_to_be_waited_for():
+    assert right(to_the_host(waits=True)) == [[2.0] * 4]
+    assert str(late(to_the_host(waits=False))) == "[[nan, nan, nan, nan]]"
+    with pytest.raises(sim.InFlightBufferRace) as caught:
+        late(to_the_host(waits=False), check_races=True)
+    assert "reads a buffer that a copy on the default stream writes and that it has not waited for" in str(caught.value)
+    assert "try: synchronize the stream, or an event that is recorded behind the copy, first" in str(caught.value)
+
+
+def test_a_late_copy_from_the_host_reads_what_is_there_then():
+    def body(waits: bool, pinned: bool) -> float:
+        x = torch.full((4,), 2.0)
+        y = (x.pin_memory() if pinned else x).to("npu", non_blocking=True) if pinned else x.to("npu", non_blocking=True)
+        return y.sum().item()
+
+    def reused(waits: bool) -> float:
+        x = torch.full((4,), 2.0).pin_memory()
+        y = x.to("npu", non_blocking=True)
+        if waits:
+            torch.npu.synchronize()
+        x.zero_()
+        return y.sum().item()
+
+    assert right(lambda: body(True, False)) == right(lambda: body(True, True)) == right(lambda: reused(True)) == [8.0]
+    assert late(lambda: reused(False)) == [0.0]
+    with pytest.raises(sim.InFlightBufferRace, match="writes a buffer that a copy on the default stream reads"):
+        late(lambda: reused(False), check_races=True)
+
+
+# -- communication -----------------------------------------------------------------------------------------------------
+
+
+def gathered(*, waits: bool):
+    def body() -> list[float]:
+        x, out = torch.full((2,), dist.get_rank() + 1.0, device="npu"), torch.empty(4, device="npu")
+        work = dist.all_gather_into_tensor(out, x, async_op=True)
+        del x  # the group keeps it until it is through
+        torch.zeros(2, device="npu")
+        if waits:
+            work.wait()
+        result = (out * 1).tolist()
+        work.wait()
+        return result
+
+    return body
+
+
+def test_a_collective_that_is_waited_for():
+    assert right(gathered(waits=True), 2) == [[1.0, 1.0, 2.0, 2.0]] * 2
+
+
+def test_a_collective_that_is_not_waited_for():
+    text = found(gathered(waits=False), 2)
+    assert "reads a buffer on the default stream that the stream of group 'world' writes" in text
+    assert "in body, by all_gather #0 of group 'world'\n  then:  test_sim_late.py" in text
+
+
+def test_a_wait_on_another_stream_does_not_help():
+    def body() -> float:
+        x, side = torch.ones(4, device="npu"), torch.npu.Stream()
+        work = dist.all_reduce(x, async_op=True)
+        with torch.npu.stream(side):
+            work.wait()
+        return (x * 1).sum().item()
+
+    assert "reads a buffer on the default stream that the stream of group 'world' writes" in found(body, 2)
+
+
+def test_an_input_that_is_overwritten_too_early():
+    def body(waits: bool) -> float:
+        x, out = torch.ones(4, device="npu"), torch.empty(2, device="npu")
+        work = dist.reduce_scatter_tensor(out, x, async_op=True)
+        if waits:
+            work.wait()
+        x.zero_()
+        work.wait()
+        return out.sum().item()
+
+    assert right(lambda: body(True), 2) == [4.0, 4.0]
+    assert "writes a buffer on the default stream that the stream of group 'world' reads" in found(
+        lambda: body(False), 2
+    )
+
+
+def test_all_that_ranks_communicate():
+    def body(device: str) -> list:
+        rank = dist.get_rank()
+        x = torch.arange(4.0).to(device) + rank
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        parts = [torch.empty(4, device=device) for _ in range(2)]
+        dist.all_gather(parts, x * 2)
+        swapped = torch.empty_like(x)
+        dist.all_to_all_single(swapped, x + rank)
+        dist.broadcast(swapped, src=1)
+        other = torch.empty_like(x)
+        ops = [dist.P2POp(dist.isend, x + rank, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+        objects: list = [None, None]
+        dist.all_gather_object(objects, {"rank": rank})
+        group = dist.new_group([0, 1])
+        dist.all_reduce(x, group=group)
+        dist.barrier()
+        return [each.tolist() for each in (x, *parts, swapped, other)] + objects
+
+    assert late(body, 2, args=("npu",), check_races=True) == sim.run(body, 2, ("cpu",))
+    assert late(body, 2, args=("npu",), seed=3) == sim.run(body, 2, ("cpu",))
+
+
+def test_after_a_barrier_the_host_may_read_what_was_copied():
+    def body(waits: bool) -> list[float]:
+        y = torch.empty(4, pin_memory=True)
+        y.copy_(torch.ones(4, device="npu"), non_blocking=True)
+        if waits:
+            dist.barrier()
+        return (y * 1).tolist()
+
+    assert right(lambda: body(True), 2) == [[1.0] * 4] * 2
+    assert str(late(lambda: body(False), 2)) == str([[float("nan")] * 4] * 2)
+
+
+def test_ranks_that_do_not_agree():
+    def splits() -> None:
+        rank, x = dist.get_rank(), torch.ones(4, device="npu")
+        dist.all_to_all_single(torch.empty(4, device="npu"), x, [2, 2], [1, 3] if rank == 0 else [2, 2])
+
+    def devices() -> None:
+        dist.all_reduce(torch.ones(4, device="npu" if dist.get_rank() == 0 else "cpu"))
+
+    for body, text in ((splits, "rank 0 sends 1 elements to rank 0"), (devices, "on the host")):
+        with pytest.raises(sim.CollectiveMismatch, match=text):
+            late(body, 2)
+
+
+# -- the rank's device, and other worlds -------------------------------------------------------------------------------
+
+
+def test_the_platform_is_that_of_an_npu():
+    def body() -> None:
+        platform = get_platform()
+        assert type(platform) is NpuPlatform
+        assert (platform.name(), platform.device_count()) == ("simulated npu", 1)
+        assert platform.device() == torch.device("npu:0")
+        assert platform.has_streams
+        platform.set_device(0)
+        with pytest.raises(ValueError, match="this process sees 1 of them"):
+            platform.set_device(1)
+        x = torch.zeros(1000, device=platform.device())
+        stream = platform.new_stream()
+        stream.wait_stream(platform.current_stream())
+        with platform.use_stream(stream):
+            y = x + 1
+            event = platform.new_event()
+            event.record()
+        platform.record_stream(x, stream)
+        event.wait()
+        assert y.sum().item() == 1000
+        stats = platform.memory_stats()
+        assert (stats.allocated, stats.peak_allocated, stats.reserved) == (8000, 8004, 2 * 4096 + 512)
+        del x, y
+        platform.reset_peak_memory()
+        assert platform.memory_stats().peak_allocated == 0
+        platform.empty_cache()
+        assert 0 < platform.total_memory() == 64 << 30
+        platform.manual_seed(3)
+        platform.synchronize()
+        assert get_platform("cpu").device_type == "cpu"
+        assert torch.accelerator.current_accelerator() == torch.device("npu")
+
+    late(body)
+
+
+def test_storages_lose_their_memory_and_get_it_back():
+    def body() -> None:
+        x = torch.ones(1000, device="npu")
+        storage = x.untyped_storage()
+        storage.resize_(0)
+        assert (storage.nbytes(), torch.npu.memory_allocated()) == (0, 0)
+        with pytest.raises(sim.SimError, match="memory that was given back"):
+            x.add_(1)
+        storage.resize_(4000)
+        assert torch.npu.memory_allocated() == 4000
+        assert x.isnan().all().item()
+        assert x.fill_(2).sum().item() == 2000
+        with pytest.raises(sim.SimError, match="from 4,000 to 8 bytes"):
+            storage.resize_(8)
+
+    late(body)
+
+
+def check_is_unharmed() -> None:
+    """What the process, and worlds without such a device, see of the name npu."""
+    assert not torch.accelerator.is_available()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_platform().device_type == "cpu"
+        torch.manual_seed(0)
+    x = torch.ones(3, requires_grad=True)
+    (x * x).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+    storage = torch.UntypedStorage(8)
+    assert storage.resize_(4).nbytes() == 4
+    assert torch.ones(2).data_ptr() > 0
+
+
+def test_worlds_after_it_are_as_before():
+    def on_cpu() -> float:
+        assert get_platform().device_type == "cpu"
+        x = torch.ones(3, requires_grad=True)
+        dist.all_reduce(y := (x * x).detach())
+        (x * y).sum().backward()
+        return x.grad.sum().item()
+
+    def mapped() -> str:
+        torch.npu.synchronize()
+        with torch.npu.stream(torch.npu.Stream()):
+            return str((torch.ones(2, device="npu").npu() + 1).device)
+
+    kinds = {
+        "cpu": lambda: sim.run(on_cpu, 2) == [6.0, 6.0],
+        "late": lambda: late(lambda: torch.ones(3, device="npu").sum().item()) == [3.0],
+        "mapped": lambda: sim.run(mapped, 2, map_device="npu") == ["cpu", "cpu"],
+        "meta": lambda: sim.run(lambda: str(torch.ones(2).device), 1, device="meta") == ["meta"],
+    }
+    for name in ("mapped", "late", "cpu", "late", "mapped", "meta", "late"):
+        assert kinds[name](), name
+        check_is_unharmed()
+
+
+def test_outside_of_such_a_world_there_is_no_npu():
+    kept = late(lambda: torch.ones(2, device="npu"))[0]
+    for touch in (lambda: torch.ones(1, device="npu"), lambda: kept + 1, lambda: torch.npu.FloatTensor):
+        with pytest.raises((sim.SimError, AttributeError), match=r"device='npu'|has no attribute"):
+            touch()
+    with pytest.raises(sim.SimError, match=r"needs an npu, which only ranks have whose world"):
+        sim.run(lambda: kept + 1, 1)
+
+
+def test_what_torch_lacks_is_said(monkeypatch):
+    monkeypatch.delattr(torch._C, "_acc")
+    with pytest.raises(sim.SimError, match=r"has no torch._C._acc.create_empty_tensor"):
+        late(lambda: None)
+
+
+def test_a_world_has_either_devices_or_maps_them():
+    with pytest.raises(ValueError, match="it has devices of its own, of which none is mapped"):
+        sim.world(2, device="npu", map_device="cuda")
