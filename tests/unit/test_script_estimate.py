@@ -87,6 +87,19 @@ def test_collectives_of_our_own_fully_shard_are_those_on_simulated_ranks(tmp_pat
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= {event[0] for event in found}
 
 
+def test_a_model_made_on_meta_is_recorded_where_to_empty_puts_it(tmp_path: Path) -> None:
+    script = SHARDED.format(package="hyper_parallel.core.fully_shard", offload="")
+    made = "model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))"
+    on_meta = script.replace(made, f'with torch.device("meta"):\n    {made}')
+    on_meta = on_meta.replace("optimizer = ", 'model.to_empty(device="cpu")\noptimizer = ')
+    events = []
+    for number, text in enumerate((script, on_meta)):
+        (tmp_path / f"{number}.py").write_text(text)
+        events.append(told(record(tmp_path / f"{number}.py").events[0]))
+    assert events[0] == events[1]
+    assert on_meta.count("meta") == on_meta.count("to_empty") == 1
+
+
 @pytest.mark.parametrize("package", ["hyper_parallel.core.fully_shard", "torch.distributed.fsdp"])
 def test_offload_is_said_to_be_left_out(package: str, tmp_path: Path) -> None:
     changes = []
