@@ -9,7 +9,9 @@ PYTEST_OPTIONS ?=
 # Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo check test full deep lint types docs bench compat clean
+CLIENTS := out/clients-venv
+
+.PHONY: help venv demo check test full deep clients lint types docs bench compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -37,6 +39,17 @@ full: venv lint ## everything that needs no accelerator, with all examples: what
 
 deep: venv lint types ## nightly: thousands of drawn inputs for each property, and what takes minutes
 	$(PYTEST) --tier deep -o faulthandler_timeout=0
+	$(MAKE) --no-print-directory clients
+
+clients: venv $(CLIENTS)/.installed ## other projects' programs on simulated ranks, against torchrun; writes docs/clients.md
+	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/clients $(PYTEST_OPTIONS)
+	$(BIN)/python tests/clients/results.py
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/clients/requirements.txt
+	@touch $@
 
 lint: venv
 	$(BIN)/ruff check .

@@ -185,6 +185,19 @@ def test_steps_of_what_is_offloaded_take_longer(
     assert "otherwise than the script says" not in said
 
 
+def test_a_model_made_on_meta_is_recorded_where_to_empty_puts_it(tmp_path: Path) -> None:
+    script = SHARDED.format(package="hyper_parallel.core.fully_shard", offload="")
+    made = "model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))"
+    on_meta = script.replace(made, f'with torch.device("meta"):\n    {made}')
+    on_meta = on_meta.replace("optimizer = ", 'model.to_empty(device="cpu")\noptimizer = ')
+    events = []
+    for number, text in enumerate((script, on_meta)):
+        (tmp_path / f"{number}.py").write_text(text)
+        events.append(told(record(tmp_path / f"{number}.py").events[0]))
+    assert events[0] == events[1]
+    assert on_meta.count("meta") == on_meta.count("to_empty") == 1
+
+
 @pytest.mark.parametrize("warmup", [1, 2])
 def test_buckets_of_ddp_are_torchs_before_and_after_they_are_made_anew(warmup: int) -> None:
     events = told(record(NANO_GPT, 2, warmup=warmup, steps=1).events[0])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 import sim
 from hyper_parallel.core.redistribute.cost import Link, Load, Topology, seconds, topology
-from sim.kernel import clock
+from sim.kernel import clock, scheduler
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 
@@ -238,3 +242,29 @@ def test_elsewhere_sleep_is_times(monkeypatch):
         world.run(lambda: time.sleep(30))
     assert slept == [0.5]
     assert world.now == 30.0
+
+
+@pytest.mark.parametrize("held_s", [0.3, None])
+def test_a_lock_file_that_another_process_has_is_waited_for(
+    held_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of caches; here a thread that is no rank has it."""
+    monkeypatch.setattr(scheduler, "_MAX_IDLE_POLLS", 0.5)  # 50 sleeps in a row: of 50 ms each if they are real
+    path = tmp_path / "lock"
+    with path.open("w") as file:
+        if held_s is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            threading.Timer(held_s, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+
+        def wait() -> int:
+            if held_s is None:  # what no other process will do stays a deadlock
+                while not (tmp_path / "never").exists():
+                    time.sleep(0.05)
+            with FileLock(path):
+                return dist.get_rank()
+
+        if held_s is None:
+            with pytest.raises(sim.Deadlock, match=r"in vain: time\.sleep"):
+                sim.run(wait, 2)
+        else:
+            assert sim.run(wait, 2) == [0, 1]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import ADDS_UP, note_replaced
-from hyper_parallel.core.fully_shard.placement import ParameterPlacement, has_extension
+from hyper_parallel.core.fully_shard.placement import ParameterPlacement
 from hyper_parallel.core.redistribute.api import redistribute
 
 __all__ = [
@@ -91,10 +91,10 @@ class ManagedParam:
     def __init__(self, name: str, slots: list[Slot], unsharded: nn.Parameter, placement: ParameterPlacement) -> None:
         self.name = name
         self.slots = slots
-        self.attributes = dict(unsharded.__dict__)
-        if has_extension(unsharded):  # what such a tensor consists of is no attribute of users
-            own = (*unsharded.detach().__dict__, "_is_param")
-            self.attributes = {name: value for name, value in self.attributes.items() if name not in own}
+        # What a tensor consists of is no attribute of users: one with an extension, or a fake one, which would go on
+        # saying that it is on meta, where it was made, after `to_empty` has put its twin elsewhere.
+        own = (*unsharded.detach().__dict__, "_is_param")
+        self.attributes = {name: value for name, value in unsharded.__dict__.items() if name not in own}
         self.placement = placement
         self.shape = unsharded._local_tensor.shape if isinstance(unsharded, DTensor) else unsharded.shape
         self.numel = self.shape.numel()
