@@ -13,12 +13,11 @@ import torch
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.evidence import magnitude
-from sim.prove.infer import explanations
+from sim.prove.infer import explanations, submesh
 from sim.prove.modes.values import listed
 from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse
 from sim.prove.record import ranks_along
 from sim.prove.report import Report, ReportRow
-from sim.prove.steps.names import submesh
 
 __all__ = ["MisfitError", "ModuleTensor", "SharedDraws", "proved_with", "shared_draws"]
 
