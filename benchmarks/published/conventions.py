@@ -221,6 +221,7 @@ def _schedule(row: Row, said: dict[str, Any]) -> None:
         said.update(schedule="interleaved", stages_per_rank=chunks)
     elif said["microbatches"] < pp:
         said["schedule"] = "gpipe"  # the same, where none is left to be steady
+    said["waits_for_sends"] = "schedule" in said
 
 
 # Models

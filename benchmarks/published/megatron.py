@@ -21,12 +21,15 @@ class MegatronConventions(Conventions):
             from stage to stage, send a part each, and gather it on the other side (Narayanan et al. 2021, section 4.1).
         blocking_messages: the host waits for what comes from other stages before it issues more, as Megatron-LM's and
             DeepSpeed's pipelines do; else the device alone waits.
+        waits_for_sends: the device waits for each message that it sends, as Megatron-LM's does unless it overlaps them;
+            else as torch's schedules do.
         split_dispatch: with etp > 1: each rank along tp sends a part of the tokens to experts, and these gather them,
             as in Megatron-LM; else each of these ranks sends all of them.
     """
 
     scatter_gather: bool = False
     blocking_messages: bool = False
+    waits_for_sends: bool = False
     split_dispatch: bool = False
 
     def __str__(self) -> str:

@@ -90,6 +90,25 @@ def _check_sequence(config: Config, dims: ParallelDims) -> None:
         raise ValueError(explain(asked, blame, dims.summary(), f"seq_len = {' or '.join(map(str, around))}"))
 
 
+def check_blocks(schedule: str, checkpointing: str, *, compiled: bool) -> None:
+    """Refuse blocks that cannot go backward twice, where the schedule of a pipeline does.
+
+    Args:
+        schedule: its name.
+        checkpointing: of the blocks.
+        compiled: whether they are.
+
+    Raises:
+        ValueError: such blocks, with such a schedule.
+    """
+    if not find_schedule(schedule).splits_backward or not (compiled or checkpointing in ("selective", "alternate")):
+        return
+    other = "compile" if compiled else f"checkpointing='{checkpointing}'"
+    asked, blame = f"cannot train with schedule='{schedule}' and {other}", "it goes backward twice through a block"
+    seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
+    raise ValueError(explain(asked, blame, seen, f"schedule='interleaved', or no {other}"))
+
+
 def _check_pipeline(config: Config, dims: ParallelDims) -> None:
     parallel, kind = config.parallel, find_schedule(config.parallel.schedule)
     if not dims.pp_enabled:
@@ -100,11 +119,7 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
     if parallel.reduce_each:
         asked, blame = "cannot reduce gradients in each micro-batch", "a pipeline reduces those of all of them at once"
         raise ValueError(explain(asked, blame, dims.summary(), "reduce_each=False"))
-    other = "compile" if parallel.compile else "checkpointing='selective'"
-    if kind.splits_backward and (parallel.compile or parallel.checkpointing in ("selective", "alternate")):
-        asked, blame = f"cannot train with schedule='{kind.name}' and {other}", "it goes backward twice through a block"
-        seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
-        raise ValueError(explain(asked, blame, seen, f"schedule='interleaved', or no {other}"))
+    check_blocks(kind.name, parallel.checkpointing, compiled=parallel.compile)
     assert kind.torch_class, "raises where this torch lacks it"
     stages = dims.pp * kind.checked_stages_per_rank(parallel.stages_per_rank)
     try:

@@ -11,7 +11,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.preflight import plan_run
+from hyper_parallel.trainer.preflight import check_blocks, plan_run
 from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
@@ -91,6 +91,7 @@ class Job:
         if self.dims.pp_enabled:
             kind = find_schedule(self.recipe.schedule)
             kind.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
+            check_blocks(kind.name, self.recipe.checkpointing, compiled=self.recipe.compile)
 
     @classmethod
     def of_run(cls, run: Config, world_size: int, *, model: Model | None = None, routing: Routing | None = None) -> Job:

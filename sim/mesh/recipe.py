@@ -293,7 +293,7 @@ class Conventions:
         return True
 
     def prepare_stage(self, job: Any, stage: Any, recorder: Any) -> None:
-        """Change how a stage of a pipeline sends and receives: its `group_of_parts` and `after_message`.
+        """Change how a stage of a pipeline sends and receives: its `group_of_parts`, `after_message`, `sends_end`.
 
         Args:
             job: the `Job` that is estimated.

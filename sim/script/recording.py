@@ -537,41 +537,9 @@ class _ScriptCalls(AcceleratorKernels):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call what stands for `func` here."""
-        if func is torch.Tensor.backward:
-            return self._backward(*args, **(kwargs or {}))
-        if func is torch.autograd.backward:
-            return self._run(*args, **(kwargs or {}))
         if func is torch.Tensor.to and self._recorder.move is not None and kwargs and "non_blocking" in kwargs:
             return self._recorder.move(args[0], kwargs["non_blocking"])
         return super().__torch_function__(func, types, args, kwargs)
-
-    def _backward(self, tensor: Any, gradient: Any = None, *more: Any, **options: Any) -> None:
-        self._run((tensor,), None if gradient is None else (gradient,), *more, **options)
-
-    def _run(
-        self,
-        tensors: Any,
-        grads: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-        grad_tensors: Any = None,
-    ) -> None:
-        """Run backward without leaving this mode: what a checkpoint computes once more is to be the same."""
-        outputs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-        given = next((each for each in (grads, grad_tensors, grad_variables) if each is not None), None)
-        known = (given,) if isinstance(given, torch.Tensor) else given or (None,) * len(outputs)
-        made = tuple(
-            torch.ones_like(output) if grad is None and output.requires_grad else grad
-            for output, grad in zip(outputs, known, strict=True)
-        )
-        chosen = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        keep = create_graph if retain_graph is None else retain_graph
-        with self:
-            torch.autograd.graph._engine_run_backward(
-                outputs, made, keep, create_graph, chosen, allow_unreachable=True, accumulate_grad=True
-            )
 
 
 # -- stand-ins of sizes --------------------------------------------------------------------------------------------

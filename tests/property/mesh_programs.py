@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from mesh_kit import Seen
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from hyper_parallel.core.pipeline.stage import Stage
 from sim.mesh.program import Alloc, Comm, Event, Free, Op, Program
+from sim.mesh.replay.allocator import MemoryPlan
 from sim.mesh.tracing.kinds import attention_shape, kind_of, matmul_shape
 from sim.trace import Event as TraceEvent
 
@@ -82,17 +87,102 @@ class Kernel(NamedTuple):
     written: int
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations of a rank's own tensors, and their FLOPs by torch's formulas.
+class Turn(NamedTuple):
+    """What a stage does with a micro-batch, as `Action` names it: operations, and bytes of memory at its end and most.
 
-    A DTensor's are those of its parts. Views and what only takes memory are no operations, nor is communication.
+    What comes between two turns belongs to the second. What has been sent counts no longer, whoever still holds it.
     """
 
-    def __init__(self) -> None:
+    kind: str
+    stage: int
+    batch: int
+    kernels: Counter[Kernel]
+    live: int
+    peak: int
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of a rank's own tensors, their FLOPs by torch's formulas, and the memory that they take.
+
+    A DTensor's are those of its parts. Views and what only takes memory are no operations, nor is communication. Of
+    memory, single numbers do not count.
+
+    Args:
+        standing: tensors whose memory is there before and does not count.
+    """
+
+    def __init__(self, standing: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.total = 0
         self.kernels: Counter[Kernel] = Counter()
         self.before_update: Counter[Kernel] = Counter()
+        self.turns: list[Turn] = []
+        self.live = self.peak = 0
+        self.messages: dict[tuple[int, int], list[weakref.ref[Any]]] = {}
+        self._sizes: dict[weakref.ref[Any], int] = {}
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._turned: Counter[Kernel] = Counter()
+        self.take_out(standing)
+        self.peak = self.live
+
+    def _note(self, tensor: torch.Tensor) -> weakref.ref[Any]:
+        """Follow the memory of a tensor."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            reference = self._known[storage._cdata] = weakref.ref(storage, self._freed(storage._cdata))
+            self._sizes[reference] = 0
+            if tensor.device.type != "meta" and storage.nbytes() > LEAST:
+                self._set(reference, storage.nbytes())
+        return self._known[storage._cdata]
+
+    def _freed(self, key: int) -> Any:
+        def freed(reference: Any) -> None:
+            del self._known[key]
+            self.live -= self._sizes.pop(reference)
+
+        return freed
+
+    def _set(self, reference: weakref.ref[Any], size: int) -> None:
+        if reference in self._sizes:
+            self.live += size - self._sizes[reference]
+            self._sizes[reference] = size
+            self.peak = max(self.peak, self.live)
+
+    def take_out(self, tensors: Iterable[Any]) -> None:
+        """Let the memory of tensors count no longer."""
+        for tensor in tensors_of(list(tensors)):
+            self._set(self._note(tensor_of(tensor)), 0)
+
+    def take_in(self, stage: Any, batch: int, tensors: Iterable[Any]) -> None:
+        """Let the memory of what a stage has received for a micro-batch count, until it has done with it."""
+        for tensor in tensors_of(list(tensors)):
+            if not self._sizes[self._note(tensor)]:  # else it is another stage's of this rank
+                self._set(self._note(tensor), tensor.untyped_storage().nbytes())
+                self.passed(stage, batch, [tensor])
+
+    def passed(self, stage: Any, batch: int, tensors: Iterable[Any]) -> None:
+        """Let the memory of messages count until a stage has done with a micro-batch, whoever holds it then."""
+        references = [self._note(tensor) for tensor in tensors_of(list(tensors))]
+        self.messages.setdefault((stage.stage_index, batch), []).extend(references)
+
+    def forget(self, stage: Any, batch: int) -> None:
+        """A stage has done with a micro-batch."""
+        for reference in self.messages.pop((stage.stage_index, batch), ()):
+            self._set(reference, 0)
+
+    def end_turn(self, kind: str, stage: int, batch: int) -> None:
+        """A stage has done something with a micro-batch."""
+        self.turns.append(Turn(kind, stage, batch, self.kernels - self._turned, self.live, self.peak))
+        self._turned = Counter(self.kernels)
+        self.peak = self.live
+
+    def end_reduction(self) -> None:
+        """What came after the last turn belongs to it."""
+        kind, stage, batch, kernels, _, peak = self.turns.pop()
+        more = self.kernels - self._turned
+        self.end_turn(kind, stage, batch)
+        last = self.turns.pop()
+        self.turns.append(last._replace(kernels=kernels + more, peak=max(peak, last.peak)))
 
     def begin_update(self) -> None:
         """Tell that gradients and loss are there: what comes next is the update."""
@@ -111,6 +201,8 @@ class Operations(TorchDispatchMode):
             self.total += sdpa_backward_flop_count(args[0].shape, *_of_equal_heads(args[1], args[2], args[3]))
         elif packet is torch.ops.aten._grouped_mm:  # of rows that are grouped by expert
             self.total += 2 * args[0].numel() * args[1].shape[-1]
+        for made in tensors_of(out):
+            self._note(made)
         if func.namespace == "aten" and kind_of(func) != "host":
             self._count(func, args, kwargs or {}, out)
         return out
@@ -136,6 +228,95 @@ class Operations(TorchDispatchMode):
         self.kernels[Kernel(name, str(leading.dtype).removeprefix("torch."), shape, written)] += 1
 
 
+LEAST = 8  # bytes: what is no larger is a number
+
+
+def tensor_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A rank's part."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@contextmanager
+def turns_followed() -> Iterator[None]:
+    """Let the stages of pipelines tell the ranks' `Operations` of their turns, and of what they send and receive."""
+
+    def told(name: str, tell: Any) -> Any:
+        original = getattr(Stage, name)
+
+        def method(stage: Any, *args: Any, **kwargs: Any) -> Any:
+            counted = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Operations)), None)
+            if counted is None:
+                return original(stage, *args, **kwargs)
+            return tell(counted, stage, lambda: original(stage, *args, **kwargs), *args, **kwargs)
+
+        return mock.patch.object(Stage, name, method)
+
+    with ExitStack() as stack:
+        for name, tell in _TELLS.items():
+            stack.enter_context(told(name, tell))
+        yield
+
+
+def _forward(counted: Operations, stage: Any, run: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    counted.take_in(stage, index, [info.buffer for info in stage.args_recv_info[index] if not info.is_root_arg])
+    output = run()
+    counted.end_turn("forward", stage.stage_index, index)
+    return output
+
+
+def _backward(counted: Operations, stage: Any, run: Any, index: int, *args: Any, **kwargs: Any) -> None:
+    del args
+    counted.take_in(stage, index, [info.buffer for info in stage.grad_recv_info[index]])
+    run()
+    counted.passed(stage, index, stage.bwd_cache.get(index, ()))
+    is_whole = kwargs.get("full_backward", True)
+    if is_whole:
+        counted.forget(stage, index)
+    counted.end_turn("backward" if is_whole else "backward_input", stage.stage_index, index)
+
+
+def _backward_weight(counted: Operations, stage: Any, run: Any, index: int, *args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+    run()
+    counted.forget(stage, index)
+    counted.end_turn("backward_weight", stage.stage_index, index)
+
+
+def _receives(counted: Operations, stage: Any, run: Any, index: int) -> Any:
+    del stage, index
+    before = counted.peak
+    ops = run()
+    counted.take_out(op.tensor for op in ops)
+    counted.peak = max(before, counted.live)
+    return ops
+
+
+def _sends(counted: Operations, stage: Any, run: Any, index: int) -> Any:
+    ops = run()
+    counted.passed(stage, index, [op.tensor for op in ops])
+    return ops
+
+
+def _reduces(counted: Operations, stage: Any, run: Any, factor: int) -> None:
+    del factor
+    waits = stage.waits_for_reduction
+    run()
+    if waits:
+        counted.end_reduction()
+
+
+_TELLS = {
+    "forward_one_chunk": _forward,
+    "backward_one_chunk": _backward,
+    "backward_weight_one_chunk": _backward_weight,
+    "get_fwd_recv_ops": _receives,
+    "get_bwd_recv_ops": _receives,
+    "get_fwd_send_ops": _sends,
+    "perform_reduce_grad": _reduces,
+}
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
@@ -156,10 +337,13 @@ def kernels_of(program: Program) -> tuple[Counter[Kernel], Counter[Kernel]]:
     for segment, _ in program.segments_in_order():
         for event in segment.events:
             if isinstance(event, Op):
-                written = sum(touch.bytes for touch in event.writes)
                 found = update if segment.name == "optimizer" else before
-                found[Kernel(event.name, event.dtype, event.shape, written)] += 1
+                found[kernel_of(event)] += 1
     return before, update
+
+
+def kernel_of(event: Op) -> Kernel:
+    return Kernel(event.name, event.dtype, event.shape, sum(touch.bytes for touch in event.writes))
 
 
 def _of_equal_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Size]:
@@ -206,6 +390,29 @@ def bytes_before_update(program: Program, category: str) -> int:
             elif isinstance(event, Free):
                 sizes.pop(event.block, None)
     return sum(sizes.values())
+
+
+def turns_of(program: Program) -> list[Turn]:
+    """The turns of a program's stages in a step."""
+    plan = MemoryPlan(program)
+    sizes: dict[int, int] = {}
+    found: list[Turn] = []
+    kernels = Counter[Kernel]()
+    live = peak = 0
+    for key, batch in program.order:
+        for block, size, _, each, _ in plan.memory[key]:
+            number = block + plan.stride * (batch + 1) if each else block
+            if size < 0:
+                live -= sizes.pop(number, 0)
+            elif number not in sizes:
+                sizes[number] = size if size > LEAST else 0
+                live += sizes[number]
+                peak = max(peak, live)
+        kernels.update(kernel_of(event) for event in program.segments[key].events if isinstance(event, Op))
+        if batch >= 0:  # else it is what comes before the next turn
+            found.append(Turn(key[0], key[1], batch, kernels, live, peak))
+            kernels, peak = Counter(), live
+    return found
 
 
 # -- which events are the same ---------------------------------------------------------------------------------------

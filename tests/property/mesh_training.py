@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from mesh_kit import Mode, Seen, describe
-from mesh_programs import Kernel, Operations, bytes_of
+from mesh_programs import Kernel, Operations, Turn, bytes_of
 from torch import nn
 from torch._guards import detect_fake_mode
 
@@ -76,7 +76,7 @@ def steps_of(
             batch = batch_of(model, ranks, config)
             for _ in range(steps):
                 begins.append(len(own_events()))
-                with Operations() if counts_flops else nullcontext() as counted:
+                with Operations(standing_of(model, optimizer, batch)) if counts_flops else nullcontext() as counted:
                     if counted:
                         ranks.over_shares = begins_update(ranks, counted)  # type: ignore[method-assign]
                     gradients = one_step(model, optimizer, share, ranks, config, batch, numbers=numbers, reads=reads)
@@ -94,7 +94,7 @@ def steps_of(
                 "optimizer": bytes_of(tensor for entry in optimizer.state.values() for tensor in entry.values()),
                 "gradients": gradients,
             }
-            return Built([*seen, *state], begins, flops, memory, kernels)
+            return Built([*seen, *state], begins, flops, memory, kernels, counted.turns if counted else [])
 
     return body
 
@@ -108,6 +108,7 @@ class Built(NamedTuple):
         flops: of each step; 0 where they are not counted.
         memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
         kernels: operations of the last step before its update, and in it, where FLOPs are counted.
+        turns: of the stages of a pipeline in the last step, where they are followed.
     """
 
     made: list[Any]
@@ -115,6 +116,14 @@ class Built(NamedTuple):
     flops: list[int]
     memory: dict[str, int]
     kernels: tuple[Counter[Kernel], Counter[Kernel]]
+    turns: list[Turn]
+
+
+def standing_of(model: Parallelized, optimizer: Any, batch: Any) -> list[torch.Tensor]:
+    """Tensors that are there before a step."""
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    weights = [tensor for part in model.parts for tensor in (*part.parameters(), *part.buffers())]
+    return [*weights, *state, *batch]
 
 
 def own_events() -> list[Event]:

@@ -9,6 +9,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from sim.mesh.estimate import estimate
 from sim.mesh.job import Job
+from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe, Routing
 
 
@@ -158,3 +159,18 @@ def test_sgd_of_sharded_weights_saves_the_moments(model: str, degrees: dict[str,
     moments = ranks["adamw"].by_category["optimizer"]
     assert ranks["sgd"].by_category.get("optimizer", 0) == 0 < moments
     assert ranks["adamw"].persistent - ranks["sgd"].persistent == moments
+
+
+@pytest.mark.parametrize("blocks", [{"checkpointing": "selective"}, {"checkpointing": "alternate"}, {"compile": True}])
+def test_blocks_that_go_backward_once_are_refused_where_a_schedule_goes_twice(blocks):
+    def job(**recipe):
+        dims = ParallelDims(pp=2, world_size=2)
+        return Job(find_model("llama-tiny"), dims, 4, 16, Recipe(**recipe))
+
+    assert job(schedule="zbv", checkpointing="full").microbatches == 4
+    assert job(schedule="interleaved", **blocks).microbatches == 4
+    with pytest.raises(
+        ValueError, match=r"(?s)^cannot train with schedule='zbv' and .*twice.*\n  try: schedule="
+    ) as error:
+        job(schedule="zbv", **blocks)
+    assert next(iter(blocks)) in str(error.value)

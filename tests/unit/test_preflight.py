@@ -116,6 +116,12 @@ REFUSED = [
         id="reductions in each micro-batch of a pipeline",
     ),
     pytest.param(
+        run(train=ACCUMULATE, pp=2, schedule="zbv", checkpointing="alternate"),
+        2,
+        ["cannot train with schedule='zbv' and checkpointing='alternate': it goes backward twice", "'interleaved'"],
+        id="blocks that go backward once",
+    ),
+    pytest.param(
         run(train=ACCUMULATE, pp=2, schedule="1f2b"),
         2,
         ["there is no schedule '1f2b'", "gpipe, 1f1b, interleaved, looped-bfs, zero-bubble, zbv", "try: '1f1b'"],

@@ -8,11 +8,12 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["ADDS_UP", "has_saved_tensors_hooks", "note_replaced", "plain_name", "runs_eagerly"]
+__all__ = ["ADDS_UP", "has_saved_tensors_hooks", "is_set_to", "note_replaced", "plain_name", "runs_eagerly"]
 
 ADDS_UP = "_hyper_parallel_adds_up"
 """What an attribute of a parameter is called that says: whoever takes its gradients adds up sums that are pending."""
@@ -35,6 +36,17 @@ def runs_eagerly(verb: Callable[P, R]) -> Callable[P, R]:
 def has_saved_tensors_hooks() -> bool:
     """Return whether someone decides what autograd keeps: a checkpoint around what runs, or offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same elements of the same memory, as `one.is_set_to(other)`.
+
+    Of tensors without values, torch's FakeTensors, torch always says no.
+    """
+    if not isinstance(one, FakeTensor):
+        return one.is_set_to(other)
+    where, there = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) for x in (one, other))
+    return where == there
 
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,9 @@ class Stage(PipelineStage):
     than the micro-batch needs it, and it may be of any kind. Everything that torch asks about shapes is known
     before, so that it has nothing to find out by a trial run.
 
+    What comes from another stage lies in a buffer from when its receive is issued until its backward is done. Torch
+    keeps a buffer for each message of a step, for good.
+
     Args:
         module: the layers of this stage.
         place: where it stands.
@@ -72,6 +76,7 @@ class Stage(PipelineStage):
         received: what comes from the stage before; of the first stage, what the caller gives it.
         sent: what goes to the next stage; empty for the last one.
         loss_fn: from an output and its target to the loss.
+        before_unit: called with each unit before its gradients are added up, or reduced.
     """
 
     def __init__(
@@ -82,11 +87,13 @@ class Stage(PipelineStage):
         received: Sequence[Meta],
         sent: Sequence[Meta],
         loss_fn: LossFn,
+        before_unit: Callable[[Unit], object] | None = None,
     ) -> None:
         self.boundary, self.received, self.sent, self.loss_fn = boundary, tuple(received), tuple(sent), loss_fn
         self.targets: Sequence[Any] = ()  # one per micro-batch, of a step under way
         self.waits_for_reduction = False  # of gradients, in a step under way
         self.error: Exception | None = None  # what this stage's own code raised, which torch hides in another one
+        self.before_unit = before_unit
         self._micro_batch = -1
         self._wider: list[Unit] = []
         self._splits_backward = place.splits_backward
@@ -118,7 +125,9 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch."""
         self._micro_batch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _drop_buffers(self.args_recv_info[fwd_chunk_id])  # what was received lives on with its graph
+        return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output of a micro-batch, or the loss."""
@@ -168,15 +177,56 @@ class Stage(PipelineStage):
                 loss.detach_()
         if backward_type != "input":
             for unit in self._wider:
+                if self.before_unit is not None:
+                    self.before_unit(unit)
                 unit.keep_gradients()
         return result
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward of a micro-batch, or its part for the inputs."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            _drop_buffers(self.grad_recv_info[bwd_chunk_id])
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive what the stage before sends for a micro-batch."""
+        self._make_buffers(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive the gradients of what was sent for a micro-batch."""
+        if self.has_backward:
+            self._make_buffers(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _make_buffers(self, infos: Sequence[Any]) -> None:
+        for info in infos:
+            if getattr(info, "buffer", None) is not None:  # the first stage's inputs have none
+                info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device=self.device)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        """Let what torch makes in the block, which are buffers for all messages of a step, take no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All gradients of the stage are there: reduce them, while other stages of this rank go on."""
         del grad_scale_factor  # what is summed are shares of the loss
         if self.waits_for_reduction:
             self.waits_for_reduction = False
-            reduce_gradients(self.wrapped)
+            reduce_gradients(self.wrapped, before=self.before_unit)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Hand gradients to the stage before, on this rank; torch asks in an evaluation too, where there are none."""
@@ -185,7 +235,16 @@ class Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take gradients from the next stage, on the same rank; in an evaluation there are none."""
         if self.has_backward:
+            if any(gradient is None for gradient in next_stage_bwd_outputs):  # torch fills the buffer with zeros
+                self._make_buffers(self.grad_recv_info[mb_index])
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         """Torch 2.11 checks shapes here, of the last stage too; `_check_sent` has."""
+
+
+def _drop_buffers(infos: Sequence[Any]) -> None:
+    """Let go of what was received; what torch asks of a buffer that is not in use, one without memory answers."""
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device="meta")

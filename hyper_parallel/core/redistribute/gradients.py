@@ -15,7 +15,7 @@ import torch.distributed.tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.common.torch_compat import is_set_to, runs_eagerly
 from hyper_parallel.core.dtensor.convert import build, local_tensor, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -190,7 +190,7 @@ def back_to(grad: DTensor, layout: Layout, terms: Terms = ANY) -> DTensor:
     except TooTight as error:  # the way there fits, but not the way back: with the least that does
         result = moved(grad, layout, (terms[0], error.least))
     with torch.no_grad():
-        shared = result is not grad and local_tensor(result).is_set_to(local_tensor(grad))
+        shared = result is not grad and is_set_to(local_tensor(result), local_tensor(grad))
     return cast(DTensor, result.clone()) if shared else result
 
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import gather_numbers, group_of
-from hyper_parallel.core.common.torch_compat import has_saved_tensors_hooks, runs_eagerly
+from hyper_parallel.core.common.torch_compat import has_saved_tensors_hooks, is_set_to, runs_eagerly
 from hyper_parallel.core.dtensor.convert import build, contiguous_stride, stride_like, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -226,7 +226,7 @@ def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: to
     if dst.mesh is not mesh:
         with torch.no_grad():
             shard = waited_for(redistribute(build(local, src, shape), dst)._local_tensor)
-        return local if shard.is_set_to(local) else shard
+        return local if is_set_to(shard, local) else shard
     steps = plan(src, dst, shape, local.dtype, default_topology(mesh.device_type))
     if not steps.steps and local.numel():
         return local

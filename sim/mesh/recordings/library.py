@@ -14,7 +14,7 @@ from sim.mesh.models import ConfigSpec
 from sim.mesh.program import Program
 from sim.mesh.recipe import Recipe
 from sim.mesh.recordings.derive import Anchor, derive
-from sim.mesh.tracing.stitch import Recording
+from sim.mesh.tracing.stitch import Recording, sends_end
 
 __all__ = ["Library", "depends_on", "recordings"]
 
@@ -141,7 +141,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
         # Fewer experts than ranks are split on another dim.
         _few_experts(job),
-        dims.pp > 1 and find_schedule(recipe.schedule).splits_backward,
+        dims.pp > 1 and (find_schedule(recipe.schedule).splits_backward, sends_end(recipe)),
         (dims.pp, ends) if ends is not None and (part.is_first or part.is_last) else None,
         (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
         tuple(kinds[layer] for layer in kept),

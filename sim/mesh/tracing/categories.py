@@ -102,7 +102,7 @@ def find_categories(
                     taken[event.block] = key
                 elif isinstance(event, Free):
                     freed[event.block] = key
-                elif isinstance(event, Op) and event.kind == "matmul" and key[0] == "backward":
+                elif isinstance(event, Op) and event.kind == "matmul" and key[0].startswith("backward"):
                     products.update([touch.block for touch in event.writes])
     logits = logit_sizes(job)
     data = re.compile(r"^(all_gather|reduce_scatter|all_reduce|all_to_all) (dp_|loss|shard|fsdp|ep|world|batch)")
@@ -120,9 +120,9 @@ def find_categories(
             categories[block] = "communication"
         elif place.layer is None and size in logits and block not in products:
             categories[block] = "logits"
-        elif key[0] == "forward" and freed.get(block) != key:
-            categories[block] = "activations"
-        elif key[0] == "backward" and freed.get(block) != key:
+        elif key[0] in ("forward", "backward_input") and freed.get(block) != key:
+            categories[block] = "activations"  # or what the gradients of weights need
+        elif key[0].startswith("backward") and freed.get(block) != key:
             categories[block] = "gradients"  # added up over micro-batches, or waiting for the optimizer
         else:
             categories[block] = "workspace"

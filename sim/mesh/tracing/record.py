@@ -188,6 +188,7 @@ class Recorder(Listener):
         self._works: dict[int, dist.Work] = {}  # of functional collectives, by storage of the result
         self.on_host: set[int] = set()
         self._asleep = False
+        self._borrows = False
         self._deaf = False
 
     # -- where ---------------------------------------------------------------------------------------------------
@@ -238,6 +239,24 @@ class Recorder(Listener):
             yield
         finally:
             self._asleep = before
+
+    @contextmanager
+    def answering(self, answer: float) -> Iterator[None]:
+        """Say that a tensor's value is `answer` where the block asks for one."""
+        before, self.answer = self.answer, answer
+        try:
+            yield
+        finally:
+            self.answer = before
+
+    @contextmanager
+    def borrowing(self) -> Iterator[None]:
+        """Count no memory for what is made in the block: it is that of somebody else, who outlives it."""
+        before, self._borrows = self._borrows, True
+        try:
+            yield
+        finally:
+            self._borrows = before
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -349,7 +368,8 @@ class Recorder(Listener):
 
     def _know_all(self, out: Any) -> None:
         for tensor in _tensors((out,)):
-            self._block(tensor.untyped_storage())
+            if tensor.device.type != "meta":  # no memory of anybody's
+                self._block(tensor.untyped_storage())
 
     def _touch(self, tensor: torch.Tensor) -> Touch:
         block = self._block(tensor.untyped_storage())
@@ -412,7 +432,7 @@ class Recorder(Listener):
 
     def _take(self, storage: Any, key: int) -> int:
         block = self._next_block = self._next_block + 1
-        size = storage.nbytes()
+        size = 0 if self._borrows else storage.nbytes()
         self._blocks[key] = block
         self.sizes[block] = size
         self.sources[block] = self._place
@@ -464,6 +484,15 @@ class Recorder(Listener):
             number = self._group_numbers[axis, ranks] = len(self.groups)
             self.groups.append(CommGroup(axis, ranks))
         return number
+
+    @property
+    def latest_handle(self) -> int:
+        """The handle of what was communicated last."""
+        return self._next_handle
+
+    def wait_for(self, handle: int) -> None:
+        """Write down that the current stream waits for a communication."""
+        self.emit(Wait(handle, self.stream))
 
     def _handle(self, waitable: Waitable) -> int:
         self._next_handle += 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import stages_of_rank
+from sim.comm.process_group import moved_by_all_reduce
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import (
     Alloc,
@@ -27,6 +28,7 @@ from sim.mesh.program import (
     Touch,
     Wait,
 )
+from sim.mesh.recipe import Recipe
 
 __all__ = [
     "EDGE",
@@ -36,6 +38,7 @@ __all__ = [
     "expand",
     "kept_layers",
     "orders",
+    "sends_end",
     "stitch",
 ]
 
@@ -126,6 +129,18 @@ def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]
     return actions
 
 
+def sends_end(recipe: Recipe) -> str:
+    """Return when the device waits for what a stage sends: "each", "phase" or "step".
+
+    Args:
+        recipe: of the schedule. 1F1B exchanges one message for another, and waits for both; GPipe waits after all
+            forwards, and after all backwards; the others when the step ends. Other trainers wait each time.
+    """
+    if recipe.conventions is not None:
+        return "each"
+    return {"1f1b": "each", "gpipe": "phase"}.get(recipe.schedule, "step")
+
+
 # Make the recording of a deep stage from that of a shallow one: the middle layer's part is repeated -------------------
 #
 # A transformer's layers do the same, one after the other, and the engine's prefetching reaches one layer ahead. So of
@@ -170,6 +185,7 @@ class Recording:
         standing: what lives through the step.
         segments: chunks by segment: the number of a layer, and what belongs to it; None: to what is around layers.
         even: numbers of shards that divide this one split all weights without padding.
+        splits: sets of groups over which the weights are split that the norm of gradients counts.
     """
 
     groups: list[CommGroup]
@@ -179,6 +195,7 @@ class Recording:
     standing: list[Standing]
     segments: dict[Key, list[Chunk]] = field(default_factory=dict)
     even: int = 1
+    splits: tuple[tuple[int, ...], ...] = ()
 
 
 def kept_layers(layers: Sequence[int], kinds: Sequence[str]) -> list[int]:
@@ -332,7 +349,14 @@ class _Expansion:
         for each in self.old.standing:
             for number, layer in zip(self._copies_of("block", each.block), (each.layer, *self.copies), strict=False):
                 standing.append(each._replace(block=number, layer=layer))
-        return Recording(self.old.groups, self.places, self.categories, self.sizes, standing, segments, self.old.even)
+        return dataclasses.replace(
+            self.old,
+            places=self.places,
+            categories=self.categories,
+            sizes=self.sizes,
+            standing=standing,
+            segments=segments,
+        )
 
     def _chunk(self, events: list[Event], here: int | None, chunk: int | None) -> list[Event]:
         if here not in self.order or chunk not in self.index:
@@ -433,12 +457,9 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         program = Program(device, like, job.dims.world_size)
         own = [part for part in parts if part.rank == rank]
         adder = _Adder(job, program)
-        sums = {part.index: _sums_of_norm(recordings[part.index]) for part in own}
-        whole = max(sums, key=lambda index: sum([size for _, size in sums[index].values()]))
-        known = {over for over, _ in sums[whole].values()}
-        for part in own:
-            again = {handle for handle, (over, _) in sums[part.index].items() if over in known and part.index != whole}
-            adder.add(part, recordings[part.index], again)
+        changed = _sums_of_all([recordings[part.index] for part in own], device)
+        for part, others in zip(own, changed, strict=True):
+            adder.add(part, recordings[part.index], others)
         program.stages = tuple(part.index for part in own)
         program.order = _order(job, program, actions[rank])
         programs.append(program)
@@ -446,19 +467,62 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
     return programs
 
 
-def _sums_of_norm(recording: Recording) -> dict[int, tuple[Any, int]]:
-    """Return the handles of sums of the norm of gradients, over what and of how many bytes.
+def _sums_of_all(recordings: Sequence[Recording], rank: int) -> list[dict[int, Comm | None]]:
+    """Return for each stage of a rank what is in the place of its sums of the norm of gradients; None: nothing is.
 
-    A rank takes one over all its stages, of a number for each mesh that has the same ranks: dense weights and experts.
+    The trainer takes one for each group over all stages, in the order in which their weights need the groups, of a
+    number for each set of groups that weights are split over. Here the stage with most of them takes them.
     """
+    if len(recordings) == 1:
+        return [{}]
+    sums = [_sums_of_norm(recording) for recording in recordings]
+    whole = max(sums, key=lambda some: sum([comm.size for _, comm in some.values()]))
+    known = {over for over, _ in whole.values()}
+    splits = [split for recording in recordings for split in _splits(recording)]
+    needed = list(dict.fromkeys([ranks for split in splits for ranks in split]))
+    found: list[dict[int, Comm | None]] = []
+    for own in sums:
+        if own is not whole:
+            found.append({handle: None for handle, (over, _) in own.items() if over in known})
+            continue
+        slots = [handle for handle, ((group, _), _) in own.items() if group.ranks in needed]
+        taken = sorted([own[handle] for handle in slots], key=lambda one: needed.index(one[0][0].ranks))
+        found.append(
+            {
+                handle: _widened(comm, over, splits, rank)._replace(handle=handle)
+                for handle, (over, comm) in zip(slots, taken, strict=True)
+            }
+        )
+    return found
+
+
+def _sums_of_norm(recording: Recording) -> dict[int, tuple[tuple[CommGroup, str], Comm]]:
+    """Return the sums of the norm of gradients by their handles: over which group, of which dtype, and the sums."""
     return {
-        event.handle: ((recording.groups[event.group], event.dtype), event.size)
+        event.handle: ((recording.groups[event.group], event.dtype), event)
         for (name, _, _), chunks in recording.segments.items()
         if name == "optimizer"
         for event in _flat(chunks)
         if isinstance(event, Comm) and event.op == "all_reduce"
-        if event.size in [meshes * _BYTES_OF_NORM.get(event.dtype, 0) for meshes in (1, 2)]
+        if event.size == _bytes_of_sum(recording.groups[event.group], event.dtype, _splits(recording))
     }
+
+
+def _splits(recording: Recording) -> list[tuple[Sequence[int], ...]]:
+    return [tuple([recording.groups[number].ranks for number in split]) for split in recording.splits]
+
+
+def _bytes_of_sum(group: CommGroup, dtype: str, splits: Sequence[tuple[Sequence[int], ...]]) -> int:
+    count = len({frozenset(split) for split in splits if group.ranks in split})
+    return max(count, 1) * _BYTES_OF_NORM.get(dtype, 0)
+
+
+def _widened(comm: Comm, over: tuple[CommGroup, str], splits: Sequence[tuple[Sequence[int], ...]], rank: int) -> Comm:
+    """Return the sum of the norm over a group, of the weights of all stages of a rank."""
+    group, dtype = over
+    size = _bytes_of_sum(group, dtype, splits)
+    moved = moved_by_all_reduce(size, len(group.ranks), group.ranks.index(rank))
+    return comm._replace(size=size, moved=moved)
 
 
 def _variant(number: int, count: int) -> str:
@@ -473,10 +537,7 @@ def _order(job: Job, program: Program, actions: Sequence[Action]) -> list[tuple[
     order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
     variants = _variants(actions, job.microbatches)
     for action in actions:
-        key = (action.kind, action.stage, variants[action.stage, action.batch])
-        if key not in program.segments:
-            _split_backward(job, program, action.stage, key[2])
-        order.append((key, action.batch))
+        order.append(((action.kind, action.stage, variants[action.stage, action.batch]), action.batch))
     return order + [(key, -1) for name in _AFTER for key in program.segments if key[0] == name]
 
 
@@ -495,23 +556,7 @@ def _variants(actions: Sequence[Action], count: int) -> dict[tuple[int, int], st
     return found
 
 
-def _split_backward(job: Job, program: Program, stage: int, variant: str) -> None:
-    """Cut a backward in two: products that give gradients of weights, and everything else.
-
-    A product gives the gradient of a weight if what it sums over are the tokens of the micro-batch. Memory is given
-    back with the first part, so that of schedules that wait long with the second is estimated too low.
-    """
-    whole = program.segments["backward", stage, variant]
-    tokens = job.micro_batch * job.local_seq_len
-    weights: list[Event] = []
-    rest: list[Event] = []
-    for event in whole.events:
-        is_weight = (
-            isinstance(event, Op) and event.kind == "matmul" and len(event.shape) == 4 and event.shape[3] == tokens
-        )
-        (weights if is_weight else rest).append(event)
-    program.segments["backward_input", stage, variant] = Segment("backward_input", stage, variant, rest)
-    program.segments["backward_weight", stage, variant] = Segment("backward_weight", stage, variant, weights)
+_NOTHING: Mapping[int, Comm | None] = MappingProxyType({})
 
 
 class _Adder:
@@ -522,8 +567,8 @@ class _Adder:
         self.blocks = self.handles = self.events = 0
         self.by_rank = {part.index: part.rank for part in job.stages()}
 
-    def add(self, part: StagePart, recording: Recording, left_out: Container[int] = ()) -> None:
-        """Add a stage, without the collectives that have some handles."""
+    def add(self, part: StagePart, recording: Recording, changed: Mapping[int, Comm | None] = _NOTHING) -> None:
+        """Add a stage, with other collectives in the place of those that have some handles; None: without them."""
         program = self.program
         shift_group, shift_place = len(program.groups), len(program.places)
         program.groups += recording.groups
@@ -572,7 +617,7 @@ class _Adder:
             key = (name, part.index, variant)
             if name in _OF_A_RANK and any(other[0] == name for other in program.segments):
                 continue
-            known = [event for event in _flat(chunks) if getattr(event, "handle", 0) not in left_out]
+            known = [made for event in _flat(chunks) if (made := _changed(event, changed)) is not None]
             program.segments[key] = Segment(name, part.index, variant, [moved(e) for e in known])
         program.categories.update({block + blocks: name for block, name in recording.categories.items()})
         self.blocks, self.handles, self.events = top
@@ -587,6 +632,13 @@ class _Adder:
         step = 1 if forward == (event.op == "send") else -1
         rank = self.by_rank[part.index + step]
         return self.job.rank_of_stage_rank(rank)
+
+
+def _changed(event: Event, changed: Mapping[int, Comm | None]) -> Event | None:
+    """Return an event, or what has taken its place; None: it is left out, as is who waits for it."""
+    if isinstance(event, Comm) and event.handle in changed:
+        return changed[event.handle]
+    return None if isinstance(event, Wait) and changed.get(event.handle, event) is None else event
 
 
 def _flat(chunks: list[Chunk]) -> list[Event]:

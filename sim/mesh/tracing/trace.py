@@ -14,13 +14,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.router import Router, update_expert_bias
 from hyper_parallel.core.fully_shard.comm import all_gather
-from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
+from hyper_parallel.core.fully_shard.module import hold_parameters, release_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
@@ -39,11 +41,11 @@ from sim.mesh.recordings.library import recordings
 from sim.mesh.tracing.build import Built, build_of_run, build_stage
 from sim.mesh.tracing.categories import find_categories, standing_blocks
 from sim.mesh.tracing.fusion import fuse
-from sim.mesh.tracing.kernels import AcceleratorKernels, run_backward
+from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
-from sim.mesh.tracing.stitch import Recording, expand, kept_layers, stitch
+from sim.mesh.tracing.stitch import Recording, expand, kept_layers, sends_end, stitch
 
 __all__ = ["RecordedStage", "collector_paused", "record_stage", "trace"]
 
@@ -161,6 +163,7 @@ class _Run:
             standing=standing,
             segments=self.segments,
             even=_even_shards(built.module, job.dims.dp_shard),
+            splits=self._splits(),
         )
 
     @property
@@ -249,6 +252,20 @@ class _Run:
                 grad = param.grad
                 recorder.gradients.add(recorder.block_of(getattr(grad, "_local_tensor", grad)))
 
+    def _splits(self) -> tuple[tuple[int, ...], ...]:
+        """Return the groups over which weights are split, in their order; a weight of two stages counts once."""
+        numbers = {tuple(group.ranks): number for number, group in enumerate(self.recorder.groups)}
+        copies = {"head.weight"} if self.part.is_last and self.job.tied_ranks is not None else set()
+        found: dict[tuple[int, ...], None] = {}
+        for name, param in self.built.module.named_parameters():
+            if not isinstance(param, DTensor) or name in copies:
+                continue
+            mesh, axes = param.device_mesh, enumerate(param.placements)
+            split = [mesh.get_group(axis) for axis, each in axes if not (each.is_replicate() or each.is_partial())]
+            ranks = [tuple(dist.get_process_group_ranks(group)) for group in split]
+            found[tuple(dict.fromkeys([numbers[each] for each in ranks if each in numbers]))] = None
+        return tuple(found)
+
     def _balance(self, taken: bool) -> None:
         built = self.built
         if built.trained is not None:
@@ -286,7 +303,7 @@ class _Run:
                 del output
             self.close("forward", variant)
             recorder.place = Place("backward")
-            run_backward([loss], [torch.ones_like(loss)])
+            loss.backward()
             output = None
             del loss, inputs
             if not is_last:
@@ -330,31 +347,42 @@ class _Run:
         hold_parameters(built.module, before=lambda unit: recorder.begin(_layer_of(built, unit)))
         recorder.begin(None)
         stage = self._stage(built)
+        targets: list[Any] = []
+        stage.begin(targets, training=True)
         self.close("begin", "only")
         losses: list[Any] = []
-        targets: list[Any] = []
         for index in range(self.count):
             recorder.place = Place("forward")
             args, expected = next_batch()
             targets.append(expected)
-            stage.targets = targets
-            losses.append(self._forward(stage, index, args))
+            losses.append(stage.run_forward(index, args))
             del args, expected
             self.close("forward", self._variant(index))
         for index in range(self.count):
-            is_last = index == self.count - 1
-            _reduce_now(built, is_last)
-            recorder.place = Place("backward")
-            self._backward(stage, index, losses)
-            if is_last:
-                recorder.place = Place("reduce")
-                reduce_gradients(built.module, before=lambda unit: recorder.begin(_layer_of(built, unit)))
-            self.close("backward", self._variant(index))
+            self._run_backward(stage, index, losses[index])
+        stage.wait_for_sends()
         losses.clear()
         targets.clear()
         release_parameters(built.module, failed=False)
         stage.end()
         return torch.zeros(())
+
+    def _run_backward(self, stage: RecordedStage, index: int, loss: Any) -> None:
+        """The backward of a micro-batch, in one or in two, and behind the last one the reduction."""
+        recorder, built, is_last = self.recorder, self.built, index == self.count - 1
+        if built.replicated is not None:
+            built.replicated.last = is_last
+        recorder.place = Place("backward")
+        name = "backward"
+        stage.run_backward(index, loss)
+        if stage.splits_backward:
+            self.close("backward_input", self._variant(index))
+            name = "backward_weight"
+            stage.run_backward_weight(index)
+        if is_last:
+            recorder.place = Place("reduce")
+            stage.perform_reduce_grad(1)
+        self.close(name, self._variant(index))
 
     def _stage(self, built: Built) -> RecordedStage:
         job, part = self.job, self.part
@@ -381,51 +409,13 @@ class _Run:
             [tokens if part.is_first else between],
             [] if part.is_last else [between],
             self._loss,
+            lambda unit: self.recorder.begin(_layer_of(built, unit)),
         )
-        stage.begin([], training=True)
-        stage.group_for_messages = group
+        stage.prepare(self.recorder, built, self.count, {part.index: part.rank for part in job.stages()})
+        stage.sends_end = sends_end(job.recipe)
         if job.recipe.conventions is not None:
             job.recipe.conventions.prepare_stage(job, stage, self.recorder)
-        stage.rank_before, stage.rank_after = self._neighbours()
         return stage
-
-    def _neighbours(self) -> tuple[int, int]:
-        """The group ranks that have the stages before and after this one."""
-        by_index = {part.index: part.rank for part in self.job.stages()}
-        here = self.part.index
-        return by_index.get(here - 1, -1), by_index.get(here + 1, -1)
-
-    def _forward(self, stage: RecordedStage, index: int, args: Any) -> Any:
-        part, recorder = self.part, self.recorder
-        if not part.is_first:
-            args = stage.receive(stage.received, stage.rank_before, part.rank)
-        output = stage.run_forward(index, args)
-        recorder.begin(None)
-        if not part.is_last and stage.rank_after != part.rank:
-            stage.send(output, stage.rank_after)
-        stage.kept[index] = (args, output)
-        return output if part.is_last else None
-
-    def _backward(self, stage: RecordedStage, index: int, losses: list[Any]) -> None:
-        part = self.part
-        args, output = stage.kept.pop(index)
-        if part.is_last:
-            losses[index] = None
-            run_backward([output], [torch.ones_like(output)])
-            del output
-        else:
-            outputs = [out for out in output if out.requires_grad]
-            grads = stage.receive(stage.sent, stage.rank_after, part.rank)
-            run_backward(outputs, list(grads))
-        for unit in stage._wider:  # gradients are added up in the dtype that they are reduced in
-            self.recorder.begin(_layer_of(self.built, unit))
-            unit.keep_gradients()
-        self.recorder.begin(None)
-        if not part.is_first:
-            given = [arg.grad for arg in args if arg.grad is not None]
-            if stage.rank_before != part.rank:
-                stage.send(given, stage.rank_before)
-        del args
 
     # -- what ends a step ----------------------------------------------------------------------------------------
 
@@ -543,39 +533,112 @@ class _LoneTiedWeights(TiedWeights):
 
 
 class RecordedStage(Stage):
-    """A stage that is run micro-batch by micro-batch, by what a schedule would do around it."""
+    """The stage that torch's schedules run, micro-batch by micro-batch, with what a schedule does around it."""
 
-    group_for_messages: Any
     group_of_parts: Any = None
     """Ranks that all have what goes between stages, and each send a part; None: each sends all."""
-    rank_before: int
-    rank_after: int
     after_message: Callable[[], object] | None = None
     """What the host does when a message has come."""
+    sends_end: str = "each"
+    """See `sends_end`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kept: dict[int, Any] = {}
+    def prepare(self, recorder: Recorder, built: Built, micro_batches: int, owners: dict[int, int]) -> None:
+        """Do what a schedule does before its first micro-batch of all.
 
-    def receive(self, metas: Any, source: int, own: int) -> tuple[torch.Tensor, ...]:
-        """Get what another stage sends; from one of this rank it comes without communication."""
-        made = []
-        for meta in metas:
-            tensor = torch.empty(meta.shape, dtype=meta.dtype)
-            if source != own:
-                part = self._part(tensor)
-                self.group_for_messages.recv([part], source, 0).wait()
-                if self.after_message is not None:
-                    self.after_message()
-                if part is not tensor:
-                    all_gather(tensor, part, self.group_of_parts).wait()
-            made.append(tensor.requires_grad_(tensor.dtype.is_floating_point and torch.is_grad_enabled()))
-        return tuple(made)
+        Args:
+            recorder: of what the stage does.
+            built: the stage.
+            micro_batches: of a step.
+            owners: the rank along the pipeline of each stage.
+        """
+        self._recorder, self._built = recorder, built
+        self._unwaited: list[int] = []  # handles of messages sent
+        schedule = ScheduleGPipe(self, micro_batches, loss_fn=lambda loss, target: loss, scale_grads=False)
+        self.has_backward = True
+        # Torch asks the neighbours whether all shapes are known. Whoever they are, it is told yes.
+        self.stage_index_to_group_rank = dict.fromkeys(owners, (self.group_rank + 1) % self.group_size)
+        with recorder.asleep(), recorder.answering(1.0):
+            schedule._initialize_stage((), {})
+        self.stage_index_to_group_rank = owners
 
-    def send(self, tensors: Any, target: int) -> None:
-        """Send what a stage returned, or its gradients."""
-        for tensor in tensors:
-            self.group_for_messages.send([self._part(tensor.detach().contiguous())], target, 0).wait()
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return self._splits_backward
+
+    def run_forward(self, index: int, args: Any) -> Any:
+        """Receive what a micro-batch needs, compute, and send what comes of it; return the loss, if it is one."""
+        if self._is_near(-1):
+            with self._recorder.borrowing():  # the stage before keeps it until its own backward
+                given = tuple(torch.empty(meta.shape, dtype=meta.dtype) for meta in self.received)
+            self.set_local_fwd_input(given, index)
+            del given
+        else:
+            self._receive(self.get_fwd_recv_ops(index))
+        output = self.forward_one_chunk(index, args, {}, save_forward_output=False)
+        self._recorder.begin(None)
+        if self.is_last:
+            return output
+        del output
+        if not self._is_near(1):
+            self._send(self.get_fwd_send_ops(index))
+        return None
+
+    def run_backward(self, index: int, loss: Any) -> None:
+        """Receive gradients, compute those of the inputs, and of the weights if they are not split, and send."""
+        if index == 0 and self.sends_end == "phase":
+            self.wait_for_sends()
+        if self._is_near(1):
+            self.set_local_bwd_input(tuple(torch.empty(meta.shape, dtype=meta.dtype) for meta in self.sent), index)
+        else:
+            self._receive(self.get_bwd_recv_ops(index))
+        self.backward_one_chunk(index, loss=loss, full_backward=not self._splits_backward)
+        self._recorder.begin(None)
+        if self._is_near(-1):
+            self.get_local_bwd_output(index)
+        else:
+            self._send(self.get_bwd_send_ops(index))
+
+    def run_backward_weight(self, index: int) -> None:
+        """Compute the gradients of the weights."""
+        self._recorder.place = Place("backward")
+        self.backward_weight_one_chunk(index)
+        self._recorder.begin(None)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], *args: Any, **kw: Any) -> Any:
+        """Compute the gradients of a micro-batch; those of weights, layer by layer."""
+        if backward_type == "weight":
+            groups = _InLayers(bwd_kwargs["param_groups"], self._recorder, self._built)
+            bwd_kwargs = {**bwd_kwargs, "param_groups": groups}
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kw)
+
+    def wait_for_sends(self) -> None:
+        """Let the device wait for what has been sent."""
+        for handle in self._unwaited:
+            self._recorder.wait_for(handle)
+        self._unwaited.clear()
+
+    def _is_near(self, step: int) -> bool:
+        """Whether the stage before, or after, is one of this rank's."""
+        return self.stage_index_to_group_rank.get(self.stage_index + step) == self.group_rank
+
+    def _receive(self, ops: list[Any]) -> None:
+        parts = [self._part(op.tensor) for op in ops]
+        works = [op.op(part, op.peer, op.group) for op, part in zip(ops, parts, strict=True)]
+        for op, part, work in zip(ops, parts, works, strict=True):
+            work.wait()
+            if self.after_message is not None:
+                self.after_message()
+            if part is not op.tensor:
+                all_gather(op.tensor, part, self.group_of_parts).wait()
+
+    def _send(self, ops: list[Any]) -> None:
+        for op in ops:
+            work = op.op(self._part(op.tensor), op.peer, op.group)
+            if self.sends_end == "each":
+                work.wait()
+            else:
+                self._unwaited.append(self._recorder.latest_handle)
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         """What one rank sends and receives of a tensor."""
@@ -583,10 +646,36 @@ class RecordedStage(Stage):
             return tensor
         return tensor.flatten()[: tensor.numel() // self.group_of_parts.size()]
 
-    def run_forward(self, index: int, args: Any) -> Any:
-        """Compute the output of a micro-batch, or its loss."""
-        self._micro_batch = index
-        return self.forward_maybe_with_nosync(*args)
+
+class _InLayers(list[Any]):
+    """Groups of weights whose gradients torch computes together; a recorder hears to which layer the next one belongs.
+
+    Args:
+        groups: of torch's.
+        recorder: is told.
+        built: the stage whose weights they are.
+    """
+
+    def __init__(self, groups: list[Any], recorder: Recorder, built: Built) -> None:
+        super().__init__(groups)
+        self._recorder = recorder
+        self._layers = {id(weight): number for number, block in built.outer for weight in block.parameters()}
+        self._numbers = {id(weight): number for number, weight in enumerate(built.module.parameters())}
+
+    def __iter__(self) -> Iterator[Any]:
+        before: int | None = None
+        for group in super().__iter__():
+            # A set of torch's, in whatever order: layers that do the same are to do it in the same order.
+            group["params"] = sorted(group["params"], key=lambda node: self._numbers[id(node.variable)])
+            layers = {self._layers.get(id(node.variable)) for node in group["params"]}
+            layer = layers.pop() if len(layers) == 1 else None
+            if layer != before:
+                self._recorder.begin(layer)
+                before = layer
+            self._recorder.place = Place("backward", layer)
+            yield group
+        self._recorder.begin(None)
+        self._recorder.place = Place("backward")
 
 
 def _build_meshes(dims: ParallelDims) -> None:
