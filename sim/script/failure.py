@@ -19,7 +19,9 @@ _ASKED_FOR_CUDA = re.compile(
     r"Found no NVIDIA driver|No CUDA GPUs|CUDA device but torch.cuda.is_available|"
     r"_CudaDeviceProperties|torch\._C\._cuda|attribute '_cuda_|dummy base class|without ATen_cuda"
 )
-_ASKED_FOR_NPU = re.compile(r"device string: npu|module 'torch' has no attribute 'npu'|No module named 'torch_npu'")
+_ASKED_FOR_NPU = re.compile(
+    r"device string: npu|module 'torch' has no attribute 'npu'|No module named 'torch_npu'|needs an npu, which"
+)
 
 
 def report_failure(error: BaseException, nproc: int, map_device: str | None, replay: str, where: str = "") -> int:

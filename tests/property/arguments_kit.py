@@ -314,6 +314,11 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "OffloadPolicy": lambda g: {},
     "MixedPrecisionPolicy": lambda g: {"param_dtype": torch.bfloat16},
     "Muon": lambda g: {"params": nn.Linear(4, 4, bias=False).parameters()},
+    "Muon.add_param_group": lambda g: (
+        hp.Muon([nn.Parameter(torch.ones(2, 2))]),
+        {"param_group": {"params": [nn.Parameter(torch.ones(2, 2))]}},
+    ),
+    "Muon.step": lambda g: (hp.Muon([nn.Parameter(torch.ones(2, 2))]), {}),
     "clip_grad_norm_": lambda g: {"parameters": nn.Linear(4, 4), "max_norm": 1.0},
     "fully_shard": lambda g: {"module": nn.Linear(4, 4), "mesh": g.mesh},
     "get_model_state_dict": lambda g: {"model": g.unit()},

@@ -119,6 +119,9 @@ def compare_turns(job: Job, program: Program, seen: Seen) -> None:
     """Compare what each stage of a pipeline does with each micro-batch, in the order of the schedule.
 
     Memory is compared until a stage reduces its gradients: an accelerator lets go of buffers that a CPU waits for.
+
+    A program has each forward as that of the micro-batch whose backward comes as early. So if backwards run in falling
+    order, weights are copied out of their gather in another forward than the first.
     """
     if not job.dims.pp_enabled:
         return
@@ -128,13 +131,16 @@ def compare_turns(job: Job, program: Program, seen: Seen) -> None:
     message = job.micro_batch * job.local_seq_len * job.model.hidden_size * job.recipe.dtype.itemsize // job.dims.tp
     most = {0, *(sign * times * message for times in (1, 2) for sign in (1, -1))} if near else {0}
     told, done = turns_of(program), Counter[int]()
+    falls = next(turn.batch for turn in told if turn.kind.startswith("backward")) > 0
     assert [turn[:3] for turn in told] == [turn[:3] for turn in seen.result.turns]
     for turn, real in zip(told, seen.result.turns, strict=True):
         where = turn[:3]
         odd = (turn.kernels - real.kernels) + (real.kernels - turn.kernels)
+        is_copied_late = falls and turn.kind == "forward"
+        odd = [kernel for kernel in odd if not (is_copied_late and kernel.name == "aten.split_with_sizes_copy")]
         assert not [kernel for kernel in odd if not differs_by_design(kernel, job)], where
         done[turn.stage] += turn.kind in ("backward", "backward_weight")
-        if job.microbatches not in done.values():
+        if job.microbatches not in done.values() and not is_copied_late:
             more = [turn.live - batch - real.live]
             if job.model.family == "llama":  # experts count rows in reality
                 more.append(turn.peak - batch - real.peak)
@@ -300,11 +306,11 @@ def is_programmed(found: Arrangement) -> bool:
 def lets_go(found: Arrangement) -> bool:
     """Whether all that a micro-batch takes is freed with it: some of it waits for Python's collector.
 
-    Of experts with tensor parallelism, where backwards are split and inputs are gathered, or blocks computed, again.
+    Of experts, where backwards are split and inputs are gathered, or blocks computed, again.
     """
     parallel = found.parallel
     splits = parallel.pp > 1 and find_schedule(parallel.schedule).splits_backward
-    return not (splits and parallel.tp > 1 and (parallel.reshard_inputs or parallel.checkpointing != "none"))
+    return not (splits and (parallel.reshard_inputs or parallel.checkpointing != "none"))
 
 
 @some

@@ -392,6 +392,7 @@ FLAGS = [
     ("parallel", "reshard_after_forward", "--no-reshard-after-forward", None, False),
     ("parallel", "reduce_each", "--reduce-each", None, True),
     ("parallel", "reshard_inputs", "--reshard-inputs", None, True),
+    ("optimizer", "muon", "--muon", None, True),
     ("optimizer", "warmup_steps", "--warmup-steps", "3", 3),
     ("optimizer", "schedule", "--lr-schedule", "linear", "linear"),
     ("optimizer", "min_lr_ratio", "--min-lr-ratio", "0.5", 0.5),

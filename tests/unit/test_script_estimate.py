@@ -186,8 +186,8 @@ def test_steps_of_what_is_offloaded_take_longer(
 
 
 def test_a_model_made_on_meta_is_recorded_where_to_empty_puts_it(tmp_path: Path) -> None:
-    script = SHARDED.format(package="hyper_parallel.core.fully_shard", offload="")
-    made = "model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))"
+    script = sharded(tmp_path / "given.py", PACKAGES[0]).read_text()
+    made = "model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))"
     on_meta = script.replace(made, f'with torch.device("meta"):\n    {made}')
     on_meta = on_meta.replace("optimizer = ", 'model.to_empty(device="cpu")\noptimizer = ')
     events = []

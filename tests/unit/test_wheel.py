@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = [
     "train",
     "demo",
+    "doctor",
     "export",
     "plot",
     "plan",

@@ -98,7 +98,8 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer` does; errors are those of the class."""
-        super().add_param_group(param_group)
+        check(_ASKED, "mapping", '{"params": [...]}', param_group=param_group)
+        super().add_param_group(_read_params([param_group])[0])
         added = self.param_groups[-1]
         _check_options(added)
         if added["use_muon"]:
@@ -120,6 +121,7 @@ class Muon(Optimizer):
         Returns:
             The closure's loss.
         """
+        check("cannot update by Muon", "callable | None", "step(), or step(closure)", closure=closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
