@@ -40,7 +40,8 @@ __all__ = ["PROCESS_PATCHES"]
 
 Replacement = tuple[Any, str, Any]
 _sleep_for_real = time.sleep
-_LOCK_FILE_S = 0.05  # the most that a rank sleeps for real before it asks for a lock file again
+_OTHER_PROCESS_S = 0.05  # the most that a rank sleeps for real before it asks again what another process has done
+_WAIT_FOR_PROCESSES = ("filelock", "subprocess")  # a lock file that another one has; the end of one, with a timeout
 
 
 def _context() -> RankContext | None:
@@ -350,15 +351,15 @@ def _allocator(host: Host) -> Undo:
 def _time_sleep(host: Host) -> Undo:
     """`time.sleep` on a rank takes virtual time, and others run meanwhile.
 
-    While it waits for a lock file it takes real time as well: another process may have it, and asking again and
-    again would soon count as being stuck.
+    While it waits for another process it takes real time as well: asking again and again would soon count as being
+    stuck.
     """
 
     def sleep_on_rank(seconds: float) -> None:
         sleep(seconds)
         asked_by = str(sys._getframe(1).f_globals.get("__name__", ""))
-        if asked_by.partition(".")[0] == "filelock" and current_context() is not None:
-            _sleep_for_real(min(seconds, _LOCK_FILE_S))
+        if asked_by.partition(".")[0] in _WAIT_FOR_PROCESSES and current_context() is not None:
+            _sleep_for_real(min(seconds, _OTHER_PROCESS_S))
 
     return exchange([(time, "sleep", sleep_on_rank)])
 

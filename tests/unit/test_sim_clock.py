@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -268,3 +269,10 @@ def test_a_lock_file_that_another_process_has_is_waited_for(
                 sim.run(wait, 2)
         else:
             assert sim.run(wait, 2) == [0, 1]
+
+
+def test_the_end_of_another_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a timeout, Python asks for it again and again; torch's compiler starts such processes."""
+    monkeypatch.setattr(scheduler, "_MAX_IDLE_POLLS", 0.3)
+    ended = sim.run(lambda: subprocess.run(["sleep", "0.5"], timeout=60, check=False).returncode, 2)
+    assert ended == [0, 0]
