@@ -18,6 +18,7 @@ from hyper_parallel import fully_shard
 from hyper_parallel.core.context_parallel import ContextParallel
 from hyper_parallel.core.fully_shard import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
+from hyper_parallel.models import MoEConfig, MoELlama
 from hyper_parallel.platform import get_platform
 from sim.late.communication import LateCommunication
 from sim.late.module import LateEvent, LateStream
@@ -215,6 +216,30 @@ def pipelined(device: str) -> list[float]:
     return [*outcome.losses, *outcome.norms, *(float(p.double().sum()) for p in outcome.parameters.values())]
 
 
+def with_experts(device: str) -> list[float]:
+    """Tokens go to experts of other ranks, and shared experts compute meanwhile."""
+    config = MoEConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_seq_len=8,
+        num_experts=4,
+        experts_per_token=2,
+        expert_intermediate_size=8,
+        num_dense_layers=0,
+    )
+    net = MoELlama.build(config, seed=0).to(device)
+    hp.expert_parallel(net, init_device_mesh(device, (2,), mesh_dim_names=("ep",)))
+    tokens = torch.arange(16).view(2, 8).add(5 * dist.get_rank()).remainder(32).to(device)
+    loss = net(tokens).square().mean()
+    loss.backward()
+    grads = [p.grad.to_local() if isinstance(p.grad, hp.DTensor) else p.grad for p in net.parameters()]
+    return [float(loss), *(float(grad.double().sum()) for grad in grads)]
+
+
 PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "fully_shard": (plain, 2),
     "clip_grad_norm_": (clipped, 2),
@@ -227,4 +252,5 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "redistribute": (redistributed, 4),
     "ring attention": (attended, 4),
     "pipelines": (pipelined, 2),
+    "experts": (with_experts, 2),
 }

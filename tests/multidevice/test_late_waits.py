@@ -40,6 +40,7 @@ WAITS = {
         "tied.add_gradients",
         "clip._reduce",
     ),
+    "experts": ("experts.exchange_counts", "experts.wait"),
 }
 MUTANTS = [(name, site) for name, sites in WAITS.items() for site in sites]
 

@@ -30,6 +30,8 @@ def runs_eagerly(verb: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **options: P.kwargs) -> R:
         return between(*args, **options) if torch.compiler.is_compiling() else verb(*args, **options)
 
+    # Of its own: torch's compiler limits how often it compiles one code, for all verbs and their arguments together.
+    called.__code__ = called.__code__.replace(co_name=verb.__name__)
     return called
 
 
