@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import wraps
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -31,7 +32,8 @@ def runs_eagerly(verb: Callable[P, R]) -> Callable[P, R]:
         return between(*args, **options) if torch.compiler.is_compiling() else verb(*args, **options)
 
     # Of its own: torch's compiler limits how often it compiles one code, for all verbs and their arguments together.
-    called.__code__ = called.__code__.replace(co_name=verb.__name__)
+    own = cast(FunctionType, called)
+    own.__code__ = own.__code__.replace(co_name=verb.__name__)
     return called
 
 
