@@ -137,7 +137,7 @@ def _zero(row: Row, family: Mapping[str, Any]) -> int:
 
 def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
-    skip = ("name", "attention_kernel", "zero", "reduce_dtype", "etp", "folds_experts", "tp_host")
+    skip = ("name", "attention_kernel", "compiled_loss", "zero", "reduce_dtype", "etp", "folds_experts", "tp_host")
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
     said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"
@@ -163,7 +163,7 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     loss = str(row.get("loss_impl", ""))
     if "chunked" in loss:
         said["loss"] = "chunked"
-    elif "fused" in loss:
+    elif "fused" in loss or (said["compile"] and family.get("compiled_loss") and "not compiled" not in loss):
         said["loss"] = "compiled"
     attention = str(row.get("attn_type", ""))
     if any(word in attention for word in ("unfused", "no flash", "materialized")):
@@ -198,6 +198,8 @@ def _checkpointing(row: Row, said: dict[str, Any], notes: list[str]) -> None:
         said.update(checkpointing="full", checkpoint_layers=max(1, round(sum(counts) / stages)))
     elif text.startswith("full"):
         said["checkpointing"] = "full"
+    elif text == "graph sac default":  # torchtitan's graph_trainer (memory_policy.py) saves all matrix products
+        said["checkpointing"] = "selective"
     elif "op" in text.split(":")[-1].split() or "graph sac" in text:
         said["checkpointing"] = "alternate"
     elif text.startswith("selective"):

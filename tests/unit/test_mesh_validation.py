@@ -64,6 +64,13 @@ def test_what_changed_in_a_framework_at_a_date():
     assert (case("m0079").recipe.norm, case("m0081").recipe.norm) == ("eager", "fused")
 
 
+def test_what_torchtitan_compiles_and_keeps():
+    assert (case("m0104").recipe.loss, case("m0109").recipe.loss) == ("compiled", "eager")  # with compile, without
+    assert case("m0069").recipe.loss == "eager"  # before the loss was compiled with the model
+    assert case("m0098").recipe.checkpointing == "selective"  # graph_trainer keeps all matrix products
+    assert case("m0142").recipe.checkpointing == "alternate"
+
+
 def test_a_megatron_deepspeed_row_with_a_pipeline():
     it = case("m0394")
     assert (it.dims.tp, it.dims.pp, it.dims.dp_shard, it.dims.dp_replicate) == (8, 12, 4, 1)
@@ -113,6 +120,7 @@ def test_a_row_of_blackwell_takes_attention_that_has_figures_there():
     assert (recipe.tp_overlap, recipe.overlap_grad_reduce, recipe.overlap_param_gather) == (False, False, False)
     assert it.measured.tokens_per_second == pytest.approx(16 * 4096 / 8 / 0.7255)
     assert is_held_out(ROWS["m1234"])
+    assert not is_held_out(ROWS["m1231"])
     assert case("m0717").attention_kernel == "flash3"
 
 
