@@ -29,6 +29,7 @@ from sim.mesh.models import find_model
 from sim.mesh.program import CommGroup
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.trace import trace
+from sim.mesh.zoo.mla import MLAConfig
 
 GIB = 2**30
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "generated"
@@ -61,6 +62,13 @@ def test_a_torchtitan_row():
 
 def test_what_changed_in_a_framework_at_a_date():
     assert (case("m0079").recipe.norm, case("m0081").recipe.norm) == ("eager", "fused")
+
+
+def test_what_torchtitan_compiles_and_keeps():
+    assert (case("m0104").recipe.loss, case("m0109").recipe.loss) == ("compiled", "eager")  # with compile, without
+    assert case("m0069").recipe.loss == "eager"  # before the loss was compiled with the model
+    assert case("m0098").recipe.checkpointing == "selective"  # graph_trainer keeps all matrix products
+    assert case("m0142").recipe.checkpointing == "alternate"
 
 
 def test_a_megatron_deepspeed_row_with_a_pipeline():
@@ -112,7 +120,23 @@ def test_a_row_of_blackwell_takes_attention_that_has_figures_there():
     assert (recipe.tp_overlap, recipe.overlap_grad_reduce, recipe.overlap_param_gather) == (False, False, False)
     assert it.measured.tokens_per_second == pytest.approx(16 * 4096 / 8 / 0.7255)
     assert is_held_out(ROWS["m1234"])
+    assert not is_held_out(ROWS["m1231"])
     assert case("m0717").attention_kernel == "flash3"
+
+
+def test_a_row_with_latent_attention_whose_recipe_is_public():
+    it = case("m0897")
+    model = it.model
+    assert isinstance(model, MLAConfig)
+    assert (model.query_rank, model.latent_rank, model.qk_size, model.value_size) == (0, 512, 192, 128)
+    assert model.num_parameters() == pytest.approx(15.96e9, rel=1e-3)  # Moonlight-16B-A3B's model card: 16B
+    assert (it.recipe.moments, it.recipe.tp_overlap, it.recipe.reshard_inputs) == ("bf16", False, True)
+    assert (case("m0889").recipe.moments, case("m0889").recipe.tp_overlap) == ("fp32", True)
+    assert case("m0828").model.query_rank == 1536
+
+
+def test_without_sequence_parallelism_there_is_nothing_to_gather_again():
+    assert not case_of({**ROWS["m0889"], "sp": False}).recipe.reshard_inputs
 
 
 def test_a_framework_that_nothing_is_known_of_is_a_plain_one():
