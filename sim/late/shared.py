@@ -1,9 +1,10 @@
 """A real device that the ranks of a world share: what each rank has of it that it would have of one of its own.
 
 All of torch's calls that this takes are here, and are those that `torch.cuda` and `torch.npu` both have: `Stream`,
-`Event`, `stream`, `current_stream`, `memory_stats`, `reset_peak_memory_stats`, `manual_seed`, and the two of the random
-state. Current streams belong to threads, in torch's C++ too, and so to ranks. Streams are drawn from torch's pool of 32
-for each priority; two ranks that get the same one are ordered more than they would be on two devices, never less.
+`Event`, `stream`, `current_stream`, `memory_stats` (as a nested dict, too, which is quicker),
+`reset_peak_memory_stats`, `manual_seed`, `get_rng_state` and `set_rng_state`. Current streams belong to threads, in
+torch's C++ too, and so to ranks. Streams are drawn from torch's pool of 32 for each priority; two ranks that get the
+same one are ordered more than they would be on two devices, never less.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 __all__ = ["SHARED", "SharedDevice"]
 
 _COUNTED = ("allocated", "reserved")
-_OF_THE_PROCESS = ("memory_stats", "reset_peak_memory_stats", "manual_seed", "get_rng_state", "set_rng_state")
+_MEMORY = ("memory_stats", "memory_stats_as_nested_dict", "reset_peak_memory_stats")
+_RANDOM = ("manual_seed", "get_rng_state", "set_rng_state")
 
 
 class SharedEnd:
@@ -72,7 +74,7 @@ class SharedDevice:
     def attach(self, module: Any) -> None:
         """Take the device's module, whose functions do not answer for ranks yet."""
         self.module = module
-        self._original = {name: getattr(module, name) for name in _OF_THE_PROCESS}
+        self._original = {name: getattr(module, name) for name in (*_MEMORY, *_RANDOM)}
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -113,26 +115,32 @@ class SharedDevice:
 
     def _begin_to_count(self) -> None:
         self._original["reset_peak_memory_stats"]()
-        stats = self._original["memory_stats"]()
-        self._begun = {what: stats[f"{what}_bytes.all.current"] for what in _COUNTED}
+        self._begun = {what: current for what, current, _ in self._bytes()}
+
+    def _bytes(self) -> Iterator[tuple[str, int, int]]:
+        """By what is counted, the bytes of all ranks now, and at most since the rank's turn began."""
+        stats = self._original["memory_stats_as_nested_dict"]()
+        for what in _COUNTED:
+            of_all = stats[f"{what}_bytes"]["all"]
+            yield what, of_all["current"], of_all["peak"]
 
     def _count(self) -> None:
-        stats = self._original["memory_stats"]()
-        for what in _COUNTED:
-            now, peak = stats[f"{what}_bytes.all.current"], stats[f"{what}_bytes.all.peak"]
-            begun = self._begun[what]
-            self._peak[what] = max(self._peak[what], self._now[what] + peak - begun)
-            self._now[what] += now - begun
+        for what, current, peak in self._bytes():
+            self._peak[what] = max(self._peak[what], self._now[what] + peak - self._begun[what])
+            self._now[what] += current - self._begun[what]
+
+    def _recount(self) -> None:
+        self._count()
         self._begin_to_count()
 
     def memory(self, what: str, *, peak: bool = False) -> int:
         """Bytes that the rank's tensors take (`allocated`), or that torch has taken from the device (`reserved`)."""
-        self._count()
+        self._recount()
         return (self._peak if peak else self._now)[what]
 
     def memory_stats(self) -> OrderedDict[str, Any]:
         """What torch's allocator counts, with these of the rank in place of the process's."""
-        self._count()
+        self._recount()
         stats = OrderedDict(self._original["memory_stats"]())
         for what in _COUNTED:
             stats[f"{what}_bytes.all.current"], stats[f"{what}_bytes.all.peak"] = self._now[what], self._peak[what]
@@ -140,7 +148,7 @@ class SharedDevice:
 
     def reset_peaks(self) -> None:
         """Start the peaks afresh."""
-        self._count()
+        self._recount()
         self._peak = dict(self._now)
 
     # -- communication -------------------------------------------------------------------------------------------------

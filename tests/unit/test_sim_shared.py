@@ -54,8 +54,19 @@ class OnOneLateDevice(World):
 
 def _attach(device, one, module):
     """A real module's functions answer on any thread, these on a rank's only."""
-    SharedDevice.attach(device, module)
-    device._original = {name: partial(MODULE[name], one) for name in device._original}
+    answers = {name: partial(MODULE[name], one) for name in MODULE}
+    answers["memory_stats_as_nested_dict"] = lambda: nested(answers["memory_stats"]())
+    SharedDevice.attach(device, SimpleNamespace(**answers))
+    device.module = module
+
+
+def nested(stats):
+    """The counts of an allocator as torch has them before they get long names."""
+    found = {}
+    for name, value in stats.items():
+        what, pool, of = name.split(".")
+        found.setdefault(what, {}).setdefault(pool, {})[of] = value
+    return found
 
 
 def shared(body, ranks=2, *, args=(), looks=False, **options):
@@ -244,6 +255,9 @@ class Played:
     def memory_stats(self) -> dict[str, int]:
         return {f"{what}_bytes.all.{of}": value for what in ("allocated", "reserved") for of, value in
                 (("current", self.now), ("peak", self.peak))}  # fmt: skip
+
+    def memory_stats_as_nested_dict(self) -> dict:
+        return nested(self.memory_stats())
 
     def reset_peak_memory_stats(self) -> None:
         self.peak = self.now
