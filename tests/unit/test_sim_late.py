@@ -414,6 +414,33 @@ def test_all_that_ranks_communicate():
     assert late(body, 2, args=("npu",), seed=3) == sim.run(body, 2, ("cpu",))
 
 
+def test_objects_go_over_the_device_in_a_group_that_has_no_other():
+    def body(backend: str | None) -> list[str]:
+        dist.init_process_group(backend)
+        group = dist.new_group([0, 1])
+        dist.all_gather_object([None, None], dist.get_rank(), group=group)
+        return [device.type for device in group._device_types]
+
+    for backend, kinds in (("hccl", ["npu"]), ("gloo", ["cpu"]), ("cpu:gloo,npu:hccl", ["cpu", "npu"])):
+        assert late(lambda backend=backend: body(backend), 2, check_races=True) == [kinds] * 2
+    assert late(lambda: body(None), 2) == [["cpu", "npu"]] * 2
+    assert sim.run(lambda: body("hccl"), 2) == [["cpu"]] * 2
+
+
+def test_a_group_takes_tensors_of_its_devices_only():
+    def reduces(device: str) -> None:
+        dist.all_reduce(torch.ones(1, device=device))
+
+    def sends(device: str) -> None:
+        dist.send(torch.ones(1, device=device), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)
+
+    for backend, device in (("hccl", "cpu"), ("gloo", "npu")):
+        for body in (reduces, sends):
+            with pytest.raises(sim.RankFailed, match=f"no backend type is associated with device type {device}"):
+                late(body, 2, args=(device,), backend=backend)
+        late(reduces, 2, args=("cpu" if device == "npu" else "npu",), backend=backend)
+
+
 def test_after_a_barrier_the_host_may_read_what_was_copied():
     def body(waits: bool) -> list[float]:
         y = torch.empty(4, pin_memory=True)
