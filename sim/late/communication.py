@@ -89,11 +89,14 @@ class LateCommunication(Observer):
 
     Args:
         devices: By rank.
+
+    Attributes:
+        kind: The type of their tensors.
     """
 
     def __init__(self, devices: Mapping[int, CommunicatingDevice]) -> None:
         self._devices = devices
-        self._kind = next(iter(devices.values())).kind
+        self.kind = next(iter(devices.values())).kind
         self._lanes: dict[tuple[Any, ...], Any] = {}
         self._sides: dict[Call | Message, Side] = {}
         self._ends: WeakKeyDictionary[Waitable, dict[int, Any]] = WeakKeyDictionary()  # by rank
@@ -115,7 +118,7 @@ class LateCommunication(Observer):
                 self._begin(endpoint, what, call, key)
 
     def _is_there(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._kind
+        return tensor.device.type == self.kind
 
     def _begin(self, endpoint: Endpoint, what: Slot | Message, call: Call | None, key: tuple[Any, ...]) -> None:
         device = self._devices[endpoint.rank]

@@ -185,6 +185,19 @@ def test_a_rank_that_forgets_to_wait_reads_old_data_and_is_named():
     assert shared(gathered(waits=True), check_races=True) == right
 
 
+def test_groups_have_the_devices_of_their_backend():
+    def body() -> list[list[str]]:
+        groups = [dist.new_group([0], backend=name) for name in ("gloo", "nccl", "cpu:gloo,cuda:nccl", None)]
+        return [[device.type for device in group._device_types] for group in groups]
+
+    with sim.world(1) as world:
+        assert world.run(body) == [[["cpu"]] * 4]
+        world.network.devices = SimpleNamespace(kind="cuda")
+        assert world.run(body) == [[["cpu"], ["cuda"], ["cpu", "cuda"], ["cpu", "cuda"]]]
+        with pytest.raises(RuntimeError, match="no backend type is associated with device type cpu"):
+            world.run(lambda: dist.all_reduce(torch.ones(1), group=dist.new_group([0], backend="nccl")))
+
+
 @needs_late
 def test_each_rank_has_streams_and_memory_of_its_own():
     def body() -> tuple:
