@@ -278,7 +278,7 @@ def engine(place: Place) -> Iterator[Found]:
 
 def _steps(place: Place) -> Row:
     """Seconds of all engines in turns, then of each alone the peak of the allocator and the kernels of a step."""
-    shape = Shape(32, 1, 2) if place.small else Shape(2048, 8, 16)
+    shape = Shape(32, 1, 2) if place.small else Shape(2048, 4, 16)
     sequences, length = (1, 8) if place.small else (1, 1024)
     names = tuple(name for name in engines() if name != "part")
     blocks = {"steps": 1, "blocks": 2, "warmup": 1} if place.small else {"steps": 3, "blocks": 7, "warmup": 2}

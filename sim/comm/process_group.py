@@ -180,8 +180,7 @@ def _dtypes(tensors: Tensors) -> str:
     return " ".join(dict.fromkeys(map(_dtype, tensors)))
 
 
-_DEVICES = {"gloo": ("cpu",), "hccl": ("npu",)}  # by the name of a backend, where a rank has an npu
-_ALL_DEVICES = ("cpu", "npu")  # what torch makes a backend for each of, if none is named
+_DEVICES = {"gloo": "cpu", "hccl": "npu", "nccl": "cuda"}  # by the name of a backend
 
 
 def _unsupported(name: str) -> Callable[..., Any]:
@@ -237,9 +236,10 @@ class SimProcessGroup(Dispatched):
         if endpoint is None or endpoint.network.devices is None:
             return [torch.device("cpu")]
         name = str(endpoint.c10d.pg_map.get(self, ("sim",))[0])
-        kinds = (
-            [part.partition(":")[0] for part in name.split(",")] if ":" in name else _DEVICES.get(name, _ALL_DEVICES)
-        )
+        if ":" in name:
+            kinds = [part.partition(":")[0] for part in name.split(",")]
+        else:  # torch makes a backend for each device, if none is named
+            kinds = [_DEVICES[name]] if name in _DEVICES else ["cpu", endpoint.network.devices.kind]
         return [torch.device(kind) for kind in kinds]
 
     def _get_sequence_number_for_group(self) -> int:
@@ -330,7 +330,9 @@ class SimProcessGroup(Dispatched):
         for tensor in tensors:
             if tensor.device.type not in kinds:
                 blame = f"no backend type is associated with device type {tensor.device.type} in this group"
-                raise RuntimeError(self._refusal(op, blame, f"a tensor on {kinds[0]}, or 'cpu:gloo,npu:hccl'"))
+                raise RuntimeError(
+                    self._refusal(op, blame, f"a tensor on {kinds[0]}, or a group of 'cpu:gloo,npu:hccl' (cuda:nccl)")
+                )
 
     def _check_no_gaps(self, op: str, tensors: Tensors) -> None:
         """Refuse what nccl refuses, and where gloo writes into the elements between: it moves plain memory."""

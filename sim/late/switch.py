@@ -16,6 +16,7 @@ from sim.kernel.context import current_context
 from sim.late import kernels
 from sim.late.device import LateDevice
 from sim.late.module import MODULE, LateEvent, LateStream
+from sim.late.shared import SHARED, SharedDevice
 from sim.patches.devices import device_module, importable
 from sim.patches.rank import Host, Undo
 
@@ -183,7 +184,7 @@ def _of_rank(name: str, original: Any) -> Callable[..., Any]:
 
 def _late_device(host: Host) -> Undo:
     """With `device="npu"`, torch answers as if each rank had an npu, and its storages have memory there."""
-    if host.device != "npu":
+    if not any(each.late is not None for each in host.contexts):
         return lambda: None
     module, missing = _register(), object()
     replaced: list[tuple[Any, str, Any]] = []
@@ -250,5 +251,45 @@ def _points(original: Callable[..., int]) -> Callable[..., int]:
     return data_ptr
 
 
-LATE_PATCHES = (_late_device,)
-"""What torch answers on ranks that have a late device."""
+# -- the same, of a real device ----------------------------------------------------------------------------------------
+
+
+def _of_shared(name: str, original: Any) -> Callable[..., Any]:
+    """`SHARED[name]` for ranks that share a device, and the original for all others."""
+    reply = SHARED[name]
+
+    def function(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        device: SharedDevice | None = None if context is None else context.shared
+        if device is None:
+            return original(*args, **options)
+        return reply(device, *args, *options.values())
+
+    function.__name__ = name
+    return function
+
+
+def _shared_device(host: Host) -> Undo:
+    """With a real device, torch answers on each rank as if it had one of its own."""
+    devices: list[SharedDevice] = [each.shared for each in host.contexts if each.shared is not None]
+    if not devices:
+        return lambda: None
+    module: Any = torch.get_device_module(devices[0].kind)
+    for device in devices:
+        device.attach(module)
+    replaced: list[tuple[Any, str, Any]] = []
+    for name in SHARED:
+        for owner in (module, torch.accelerator):
+            if hasattr(owner, name):
+                replaced.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, _of_shared(name, getattr(owner, name)))
+
+    def undo() -> None:
+        for owner, name, original in reversed(replaced):
+            setattr(owner, name, original)
+
+    return undo
+
+
+LATE_PATCHES = (_late_device, _shared_device)
+"""What torch answers on ranks that have a late device, and on those that share a real one."""

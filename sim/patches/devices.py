@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from hyper_parallel import platform
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import Platform
-from hyper_parallel.platform.accelerator import NpuPlatform
+from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.patches.rank import Host, RankContext, Undo
@@ -370,8 +370,9 @@ def _accelerator(*args: Any) -> torch.device:
 def _provide(device_type: str | None) -> Platform | None:
     """The simulated device for a rank that asks for the default, `cpu`, or what is mapped to it; else None."""
     context = current_context()
-    if context is not None and context.late is not None:
-        return NpuPlatform() if device_type is None else None  # the others are what they are on a machine
+    if context is not None and (context.late is not None or context.shared is not None):
+        kind = CudaPlatform if context.host.device == "cuda" else NpuPlatform
+        return kind() if device_type is None else None  # the others are what they are on a machine
     if context is None or device_type not in (None, "cpu", context.host.map_device):
         return None
     found: Platform = context.host.platform()

@@ -35,7 +35,9 @@ def modes(context: RankContext) -> Iterator[None]:
         if context.late is not None:
             stack.enter_context(LateMode(context.late))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # backward is the rank's own work
-        elif host.device is not None:
+        if context.shared is not None:
+            stack.enter_context(context.shared.on_thread())
+        elif context.late is None and host.device is not None:
             torch.set_default_device(host.device)
             stack.callback(torch.set_default_device, None)
         for watching in host.watching:
