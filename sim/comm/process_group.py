@@ -237,8 +237,9 @@ class SimProcessGroup(Dispatched):
         if endpoint is None or endpoint.network.devices is None:
             return [torch.device("cpu")]
         name = str(endpoint.c10d.pg_map.get(self, ("sim",))[0])
-        kinds = [part.partition(":")[0] for part in name.split(",")] if ":" in name else _DEVICES.get(name, _ALL_DEVICES)
-        return [torch.device(kind) for kind in kinds]
+        if ":" in name:
+            return [torch.device(part.partition(":")[0]) for part in name.split(",")]
+        return [torch.device(kind) for kind in _DEVICES.get(name, _ALL_DEVICES)]
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.next_seq[self._member]
