@@ -376,7 +376,7 @@ def _item(npu: LateDevice, x: torch.Tensor) -> Any:
 
 
 def _may_take_memory_of(npu: LateDevice, x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether `x.data = other` works: as torch_npu says it does between the host and the device, so ties survive `to`."""
+    """Whether `x.data = other` works: as in torch_npu between host and device, so that ties survive `to`."""
     return all(each.layout is torch.strided and each.device.type in ("cpu", "npu") for each in (x, other))
 
 

@@ -289,7 +289,7 @@ class DeviceMemory:
         self.history = None if most is None else deque(maxlen=min(most, sys.maxsize))
 
     def snapshot(self) -> dict[str, Any]:
-        """What memory there is, and what was recorded, in the form of torch's memory_viz: every allocation a segment."""
+        """What memory there is, and what was recorded, as torch's memory_viz reads it: every allocation a segment."""
         segments = []
         for owned in self._of_storage.values():
             if owned.allocation is not None:
