@@ -26,6 +26,7 @@ StartFrom = Annotated[
 ]
 
 _CONFIG, _LLAMA, _MOE = "hyper_parallel.trainer.config", "hyper_parallel.models.llama", "hyper_parallel.models.moe"
+_LORA = "hyper_parallel.models.lora"
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp", "fold_experts")
 
 
@@ -50,6 +51,7 @@ RUN_OPTIONS = (
     *_of("data", "tokenizer", "mask_prompts"),
     *_of("model", name="LlamaConfig", module=_LLAMA),
     *_of("experts", name="ExpertsConfig", module=_MOE),
+    *_of("lora", *(f"{key}=lora_{key}" for key in ("rank", "alpha", "dropout", "targets")), module=_LORA),
 )
 """One for each key of a run, but for `train.start_from`: it changes more than its own key."""
 

@@ -260,6 +260,8 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
         f"{kind}, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
     )
+    if run.lora.rank:
+        console.print(f"LoRA of rank {run.lora.rank} in {run.lora.targets}; the model is frozen")
     unit, documents = ("bytes", "files") if corpus.has_bytes else ("tokens", "documents")
     targets = corpus.targets()
     console.print(

@@ -31,6 +31,7 @@ from typing import Any
 from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.models.lora import LoraConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -285,6 +286,7 @@ class Config:
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

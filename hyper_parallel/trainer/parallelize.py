@@ -29,6 +29,7 @@ from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models.llama import Llama
+from hyper_parallel.models.lora import Adapter
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from hyper_parallel.trainer.data import IGNORED
 
@@ -226,7 +227,8 @@ def checkpointed(block: nn.Module, policy: str) -> nn.Module:
     """
     keeping = {"selective": _keep_products, "alternate": _keep_alternate_products}.get(policy)
     context: dict[str, Any] = {} if keeping is None else {"context_fn": keeping}
-    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context)
+    context["preserve_rng_state"] = any(isinstance(each, Adapter) and each.dropout for each in block.modules())
+    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **context)
 
 
 def _keep_products() -> Any:

@@ -21,8 +21,9 @@ from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_ta
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface
+from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.lora import LoraConfig, export_adapter, is_of_adapter, merge_adapters, with_lora
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.config import MODELS, Config
 from hyper_parallel.trainer.data import load_tokenizer
@@ -147,6 +148,7 @@ class Saver:
             "progress": dataclasses.asdict(progress),
             "model": self.shape,
             "text": _text(self.config),
+            "start_from": self.config.train.start_from,
             **states,
         }
         if self.config.checkpoint.resume_step is not None:
@@ -311,7 +313,8 @@ def _shape(config: Config) -> dict[str, Any]:
     shape = dataclasses.asdict(config.shape())
     del shape["max_seq_len"]  # tables that are no weights
     precision = "fp64" if config.parallel.param_dtype == "fp64" else "fp32"
-    return {"kind": config.train.model, "precision": precision, **shape}
+    lora = dataclasses.asdict(config.lora) if config.lora.rank else None
+    return {"kind": config.train.model, "precision": precision, "lora": lora, **shape}
 
 
 def _text(config: Config) -> dict[str, Any]:
@@ -327,26 +330,35 @@ _FREE = frozenset({"max_seq_len", "init_std", "bias_update_rate", "aux_loss_weig
 
 
 def export_checkpoint(
-    checkpoint: str | Path, folder: str | Path, dtype: torch.dtype | None = None, *, tokenizer: str | None = None
-) -> LlamaConfig:
+    checkpoint: str | Path,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    tokenizer: str | None = None,
+    merge: bool = False,
+    base: str | None = None,
+) -> int:
     """Write the weights of a checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
         export_checkpoint("out/run", "out/hf", torch.bfloat16)
 
     By one process, whatever ranks have saved it, with the whole model in its memory. The tokenizer that the run was
-    trained with goes there, too.
+    trained with goes there, too. Of a run with LoRA the adapters are written, for `peft.PeftModel.from_pretrained`.
 
     Args:
         checkpoint: one of a run of this trainer, or the folder of a run, whose newest complete one is taken.
         folder: made if it is not there; refused if it has weights.
         dtype: to write weights in. Default: as they are.
         tokenizer: folder of another tokenizer, such as where the run's is now.
+        merge: of a run with LoRA, write a whole model: that which it started from, with the adapters added to it.
+        base: where the model that a run with LoRA started from is now. Default: where it was.
 
     Returns:
-        The model's shape.
+        How many parameters were written.
 
     Raises:
-        ValueError: no checkpoint of this trainer, or its tokenizer cannot be loaded; see also `export_huggingface`.
+        ValueError: no checkpoint of this trainer, or its tokenizer cannot be loaded; `merge` or `base` of a run without
+            adapters; see also `export_huggingface`.
         CheckpointError: it is damaged.
     """
     path = _newest(Path(checkpoint))
@@ -359,20 +371,43 @@ def export_checkpoint(
         raise ValueError(explain(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint))
     trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
     words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
-    kind, precision = shape.pop("kind"), shape.pop("precision")
+    kind, precision, lora = shape.pop("kind"), shape.pop("precision"), LoraConfig(**(shape.pop("lora", None) or {}))
     if kind not in MODELS:
         blame, hint = (
             f"it is of a {kind}, which train(config, model=...) was given",
             "export_given(checkpoint, model, folder)",
         )
         raise ValueError(explain(f"cannot export {path}", blame, f"kind: {kind}", hint))
+    if not lora.rank and (merge or base):
+        blame, hint = "it has all weights, and no adapters", "leave out merge and base"
+        raise ValueError(explain(f"cannot export {path}", blame, f"merge: {merge}   base: {base}", hint))
     config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
+    model = _filled(path, metadata, config, lora, precision)
+    base = base or extra.get("start_from")
+    if lora.rank and not merge:
+        count = export_adapter(model, lora, folder, base=str(base), dtype=dtype)
+        if words is not None:
+            words.save_pretrained(folder)
+        return count
+    if lora.rank:
+        load_huggingface({name: x for name, x in model.state_dict().items() if not is_of_adapter(name)}, str(base))
+    export_huggingface(merge_adapters(model), config, folder, dtype=dtype, tokenizer=words)
+    return config.num_parameters()
+
+
+def _filled(
+    path: Path, metadata: CheckpointMetadata, config: LlamaConfig, lora: LoraConfig, precision: str
+) -> nn.Module:
+    """Build a model with what a checkpoint has of it: all, or its adapters; the rest has no values then."""
     with torch.device("meta"):
         model: Llama = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
+        with_lora(model, lora)
     model = model.to(torch.float64 if precision == "fp64" else torch.float32).to_empty(device="cpu")
     tensors = model_tensors(model)
     if config.tie_embeddings:
         tensors.pop("model.head.weight", None)
+    if lora.rank:
+        tensors = {name: tensor for name, tensor in tensors.items() if is_of_adapter(name)}
     if lacking := [name for name in tensors if name not in metadata.tensors]:
         blame = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model"
         hint = "the checkpoint of a whole model"
@@ -380,8 +415,7 @@ def export_checkpoint(
     load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
     if config.tie_embeddings and model.head is not None and model.embed is not None:
         model.head.weight = model.embed.weight
-    export_huggingface(model.state_dict(), config, folder, dtype=dtype, tokenizer=words)
-    return config
+    return model
 
 
 def given_shape(model: nn.Module, precision: str) -> dict[str, Any]:
