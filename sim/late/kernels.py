@@ -359,6 +359,24 @@ def _copy_from(npu: LateDevice, source: torch.Tensor, target: torch.Tensor, non_
     return target
 
 
+def _to_copy(
+    npu: LateDevice, x: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any
+) -> torch.Tensor:
+    """A copy with another dtype or on another device; one to the host that nobody waits for is to pinned memory."""
+    options.update(layout=None, pin_memory=None)
+    like = _ATEN._to_copy.default(_on_meta(x), device=torch.device("meta"), **options)
+    if device is not None and device.type == "meta":
+        return like
+    if device is None or device.type == "npu":
+        _check_device(device)
+        out = npu.new_tensor(like.shape, like.stride(), like.dtype, poison=False)
+    else:
+        out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        out = npu.pin(out) if non_blocking else out
+    _copy_from(npu, x, out, non_blocking)
+    return out
+
+
 def _poison(tensor: torch.Tensor) -> None:
     """Fill with what nobody can take for a result."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -401,6 +419,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN.set_.source_Storage_storage_offset: _set_storage,
     _ATEN.resize_.default: _resize_,
     _ATEN._copy_from.default: _copy_from,
+    _ATEN._to_copy.default: _to_copy,
     _ATEN._local_scalar_dense.default: _item,
     _ATEN._has_compatible_shallow_copy_type.default: _may_take_memory_of,
     _ATEN.record_stream.default: _record_stream,
