@@ -134,11 +134,13 @@ class AcceleratorPlatform(Platform):
             path: of the file; its folder is made.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # torch_npu writes over what is there, and leaves the rest of it behind
         self._module.memory._record_memory_history(max_entries=_ALLOCATIONS)
         try:
             yield
         finally:
             self._module.memory._dump_snapshot(str(path))
+            path.chmod(path.stat().st_mode | 0o400)  # torch_npu makes a file that its owner may not read
             self._module.memory._record_memory_history(enabled=None)
 
     @property

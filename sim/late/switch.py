@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.late import kernels
 from sim.late.device import LateDevice
-from sim.late.module import MODULE, LateEvent, LateStream
+from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
 from sim.late.shared import SHARED, SharedDevice
 from sim.patches.devices import device_module, importable
 from sim.patches.rank import Host, Undo
@@ -126,17 +126,30 @@ def _may_raise(register: Callable[..., Any]) -> Callable[..., Any]:
     def registers(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         context = current_context()
         device: LateDevice | None = None if context is None else context.late
-        return register(self, hook if device is None else partial(_kept, device, hook))
+        return register(self, hook if device is None or type(hook) is _KeptHook else _KeptHook(device, hook))
 
     return registers
 
 
-def _kept(device: LateDevice, hook: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return hook(*args)
-    except BaseException as error:
-        device.raised = error
-        raise
+class _KeptHook:
+    """A hook that is taken for the one that it calls, and whose exception the device keeps until backward returns."""
+
+    def __init__(self, device: LateDevice, hook: Any) -> None:
+        self._device, self._hook = device, hook
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._hook(*args)
+        except BaseException as error:
+            self._device.raised = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hook, name)
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._hook)
 
 
 def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,8 +162,7 @@ def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **options)
         device.raised = None
         try:
-            with LateMode(device):  # which is off inside of what it handles, and `Tensor.backward` is one of these
-                return original(*args, **options)
+            return original(*args, **options)
         except SystemError:
             raised, device.raised = device.raised, None
             if raised is None:
@@ -168,9 +180,9 @@ def _has_device() -> bool:
 # -- while a world is alive --------------------------------------------------------------------------------------------
 
 
-def _of_rank(name: str, original: Any) -> Callable[..., Any]:
-    """`MODULE[name]` for ranks that have a device, and the original for all others."""
-    reply = MODULE[name]
+def _of_rank(name: str, original: Any, replies: Mapping[str, Callable[..., Any]] = MODULE) -> Callable[..., Any]:
+    """`replies[name]` for ranks that have a device, and the original for all others."""
+    reply = replies[name]
 
     def function(*args: Any, **options: Any) -> Any:
         context = current_context()
@@ -200,6 +212,8 @@ def _late_device(host: Host) -> Undo:
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         replace(torch.Tensor, name, _may_raise(getattr(torch.Tensor, name)))
     replace(torch.autograd, "_engine_run_backward", _runs_backward(torch.autograd._engine_run_backward))
+    functions = {name: _of_rank(name, lambda *args, **options: None, MEMORY) for name in MEMORY}
+    replace(module, "memory", SimpleNamespace(**functions))
     replace(module, "Stream", LateStream)
     replace(module, "Event", LateEvent)
     replace(torch.UntypedStorage, "resize_", _resizes(torch.UntypedStorage.resize_))

@@ -435,6 +435,30 @@ def _mapped_device(host: Host) -> Undo:
     return undo
 
 
+def _backward_modes(host: Host) -> Undo:
+    """What backward calls (hooks, layers that are computed again) runs in the modes of the rank's thread.
+
+    While a mode of functions handles one, torch switches it off, and `Tensor.backward` is such a function.
+    """
+    original = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        if context is None or torch._C._len_torch_function_stack():
+            return original(*args, **options)
+        with contextlib.ExitStack() as stack:
+            for mode in context.function_modes:
+                stack.enter_context(mode)
+            return original(*args, **options)
+
+    torch.autograd._engine_run_backward = run
+
+    def undo() -> None:
+        torch.autograd._engine_run_backward = original
+
+    return undo
+
+
 def _without_device_ids(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(
@@ -474,5 +498,5 @@ def _loads_on_cpu(original: Callable[..., Any], kind: str) -> Callable[..., Any]
     return load
 
 
-DEVICE_PATCHES = (_device_guard, _platform, _mapped_device)
+DEVICE_PATCHES = (_device_guard, _platform, _mapped_device, _backward_modes)
 """What torch and the library answer on ranks that ask for devices."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.platform.cpu import CpuPlatform
 from sim.comm.endpoint import Endpoint
@@ -140,6 +141,8 @@ class RankContext(Endpoint):
         device_index: What it has made its current device, where devices are mapped to the CPU.
         late: Its device, in a world with `device="npu"` without torch_npu.
         shared: Its part of a real device, in a world with one.
+        late: Its device, in a world with `device="npu"`.
+        function_modes: The modes of torch's functions that its threads are in.
     """
 
     def __init__(self, rank: int, host: Host, c10d: Any, environment: dict[bytes, bytes], seed: int) -> None:
@@ -156,6 +159,7 @@ class RankContext(Endpoint):
         self.device_index = 0
         self.late: LateDevice | None = None
         self.shared: SharedDevice | None = None
+        self.function_modes: list[TorchFunctionMode] = []
 
     @property
     def replicas(self) -> Replicas:

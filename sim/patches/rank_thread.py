@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.overrides import _get_current_function_mode_stack
 
 from sim.kernel.context import this_thread
 from sim.kernel.waiting import RankThread
@@ -42,6 +43,7 @@ def modes(context: RankContext) -> Iterator[None]:
             stack.callback(torch.set_default_device, None)
         for watching in host.watching:
             stack.enter_context(watching(context))
+        context.function_modes = list(_get_current_function_mode_stack())
         yield
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import pytest
 import torch
-from late_kit import PROGRAMS, without
+from late_kit import PROGRAMS, RUN, run, with_fsdp2, without
+from torch.distributed import fsdp as torch_fsdp
 
 import sim
 from sim.late.switch import why_not
@@ -84,3 +86,54 @@ def test_without_one_of_its_waits_it_is_wrong_and_both_lines_are_named(name, sit
                 break
         else:
             raise AssertionError("no seed gives a wrong number")
+
+
+# -- whole runs, and torch's own engine --------------------------------------------------------------------------------
+
+
+FSDP2 = {
+    "shards": ((2,), {}, 1e-5),
+    "reshard_after_forward=False": ((2,), {"reshard_after_forward": False}, 1e-5),
+    "replicas": ((2, 2), {}, 1e-5),
+    "mixed precision": ((2,), {"mp_policy": torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, 1e-2),
+    "CPU offload": ((2,), {"offload_policy": torch_fsdp.CPUOffloadPolicy()}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", FSDP2)
+def test_fsdp2_gives_what_one_device_gives(name):
+    shape, options, rounding = FSDP2[name]
+    found = sim.run(with_fsdp2, math.prod(shape), (shape,), options, **world_of(name), check_races=True)
+    for each in found:
+        torch.testing.assert_close(each, with_fsdp2(()), rtol=rounding, atol=rounding)
+
+
+RUNS = {
+    "one": (1, {}),
+    "shards": (2, {}),
+    "replicas": (2, {"dp_replicate": 2}),
+    "tp": (2, {"tp": 2}),
+    "cp": (2, {"cp": 2}),
+    "pp": (2, {"pp": 2}),
+    "ep": (2, {"ep": 2}),
+    "hsdp": (2, {"engine": "hsdp"}),
+    "recomputed": (2, {"checkpointing": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_gives_what_one_device_gives(name):
+    ranks, parallel = RUNS[name]
+    alone = RUN.with_changes("train", {"model": "moe" if "ep" in parallel else "llama"})
+    config = alone.with_changes("parallel", parallel).with_changes("train", {"device": "npu"})
+    found = sim.run(run, ranks, (config,), device="npu", backend="hccl", check_races=True)
+    torch.testing.assert_close(found, [run(alone)] * ranks, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+    saving = {"folder": str(tmp_path), "every": 1, "background": True}
+    config = RUN.with_changes("train", {"device": "npu"}).with_changes("checkpoint", saving)
+    npu = {"device": "npu", "backend": "hccl", "check_races": True}
+    first = sim.run(run, 2, (config.with_changes("train", {"steps": 1}),), **npu)[0]
+    losses, norms, valid = first[:1], first[1:2], sim.run(run, 2, (config,), **npu)[0]
+    torch.testing.assert_close([losses[0], valid[0], norms[0], *valid[1:]], run(RUN), rtol=1e-4, atol=1e-5)
