@@ -264,6 +264,8 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
         console.print(f"LoRA of rank {run.lora.rank} in {run.lora.targets}; the model is frozen")
     unit, documents = ("bytes", "files") if corpus.has_bytes else ("tokens", "documents")
     targets = corpus.targets()
+    if train.start_from is not None and run.data.tokenizer is None:
+        console.print(f"tokens are bytes: {train.start_from} has no tokenizer.json, and there is no --tokenizer")
     console.print(
         f"text: {corpus.source}, {corpus.documents:,} {documents}, {corpus.train.size:,} {unit} + "
         f"{corpus.valid.size:,} held back" + (f"; {targets:,} count as targets" * (targets < corpus.train.size))
