@@ -279,6 +279,24 @@ def import_huggingface(folder: str | Path) -> tuple[LlamaConfig, Callable[[Mappi
     return config, partial(load_huggingface, folder=folder)
 
 
+def other_model(folder: str | Path) -> str | None:
+    """Return the model_type of a folder that none of our models computes the same as; None: one does.
+
+    Args:
+        folder: with a config.json.
+
+    Raises:
+        ValueError: there is no config.json that can be read.
+    """
+    asked, folder = f"cannot import {folder}", Path(folder)
+    settings = _read_json(asked, folder / "config.json")
+    try:
+        config_from_json(settings, asked)
+    except ValueError:
+        return settings.get("model_type") if isinstance(settings, Mapping) else None
+    return None
+
+
 def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
     """Fill tensors of a model in place from a Hugging Face folder; each rank reads the slices that it holds.
 
