@@ -57,7 +57,12 @@ RUN_OPTIONS = (
 
 
 def read_run(
-    file: Path | None, given: Given, start_from: str | None = None, *, shape: LlamaConfig | None = None
+    file: Path | None,
+    given: Given,
+    start_from: str | None = None,
+    *,
+    shape: LlamaConfig | None = None,
+    others: bool = False,
 ) -> Config:
     """Return the run of a file, with what options say in place of what the file says.
 
@@ -67,6 +72,7 @@ def read_run(
             `sim.mesh.model_names()`.
         start_from: folder of transformers; its model becomes that of the run. None: the file's, if it names one.
         shape: of the model, in place of what the file says; options change it.
+        others: also take folders with models that transformers alone knows.
 
     Raises:
         ValueError: as `load_config`; a value that a section refuses; a folder that holds another model; the name of a
@@ -87,7 +93,7 @@ def read_run(
         run = run.with_changes(section, given.get(section, {}))
     start_from = start_from or run.train.start_from
     if start_from is not None:
-        run = with_shape_of(run, start_from)
+        run = with_shape_of(run, start_from, others=others)
         if model not in (None, run.train.model):
             raise ValueError(
                 f"cannot start '{model}' from {run.train.start_from}: it holds a '{run.train.model}'\n"

@@ -53,7 +53,7 @@ def train(
     from hyper_parallel.trainer.guards import stop_on_signals
 
     with mistakes_as_messages():
-        run = read_run(config, given, start_from)
+        run = read_run(config, given, start_from, others=True)
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         if dump_config:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.models.lora import is_of_adapter
 from hyper_parallel.platform import Platform, get_platform
-from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
+from hyper_parallel.trainer.config import OTHER, STUCK_AFTER_S, Config
 from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
@@ -45,7 +46,7 @@ from hyper_parallel.trainer.report import (
     TensorBoardLog,
     TrainResult,
 )
-from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape
+from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape, model_of_folder
 from hyper_parallel.trainer.watchdog import Watchdog, default_store
 
 OnStep = Callable[[StepRecord], None]
@@ -108,6 +109,8 @@ def train(
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
     check_lora(config)
+    if model is None and config.train.model == OTHER:
+        model = partial(model_of_folder, config)
     if model is not None:
         check_given(config, dims)
     platform = get_platform(config.train.device)
@@ -208,7 +211,7 @@ class Trainer:
             if config.lora.dropout:
                 platform.manual_seed(train.seed + self.ranks.batch_rank)  # ranks along tp drop the same
         else:
-            shape, self.flops_per_token = given_shape(given, config.parallel.param_dtype), None
+            shape, self.flops_per_token = given_shape(given, config.parallel.param_dtype, config.lora), None
             self.parameters = shape["parameters"]
             self.model = shard_given(given, dims, config.parallel, self.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
@@ -411,6 +414,8 @@ class Trainer:
     def _resume(self) -> None:
         self._tell(0, "loading")
         folder, is_adapted = self.config.train.start_from, self.config.lora.rank > 0
+        if self.config.train.model == OTHER:
+            folder = None  # it came with its weights
         if is_adapted and folder is not None:
             self._start_from(folder)  # also what goes on: checkpoints have the adapters alone
         found = self.saver.resume()

@@ -19,7 +19,7 @@ from hyper_parallel.models.llama import Llama
 from hyper_parallel.models.lora import check_targets
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.platform import Platform
-from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import Corpus, check_length, load_corpus
 from hyper_parallel.trainer.metrics import least_kept
 from hyper_parallel.trainer.parallelize import WEIGHTS
@@ -44,8 +44,8 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
             not split; a vocabulary that is too small for bytes.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
-    shape = config.shape()
-    dims.validate_against_model(SimpleNamespace(config=shape), config.train.seq_len)
+    if config.train.model != OTHER:
+        dims.validate_against_model(SimpleNamespace(config=config.shape()), config.train.seq_len)
     config.check_batch(dims.batch_ranks)
     if config.data.tokenizer is None and config.model.vocab_size < 256:
         asked, seen = "cannot read the text", f"model.vocab_size: {config.model.vocab_size}"
@@ -188,6 +188,8 @@ def check_lora(config: Config) -> None:
         blame, hint = "the weights that they stand beside would be random", "--start-from FOLDER"
         seen = f"lora.rank: {config.lora.rank}   train.start_from: None"
         raise ValueError(explain("cannot train adapters alone", blame, seen, hint))
+    if config.train.model == OTHER:
+        return  # once it is there
     shape = config.shape()
     with torch.device("meta"):
         check_targets(MoELlama(shape) if isinstance(shape, MoEConfig) else Llama(shape), config.lora)
@@ -212,8 +214,8 @@ def check_given(config: Config, dims: ParallelDims) -> None:
         "engine": parallel.engine != "fully_shard",
         "checkpointing": parallel.checkpointing != "none",
         "compile": parallel.compile,
-        "start_from": config.train.start_from is not None,
-        "lora": config.lora.rank > 0,
+        "start_from": config.train.start_from is not None and config.train.model != OTHER,
+        "lora": config.lora.rank > 0 and config.train.model != OTHER,
     }
     if wrong := [name for name, is_asked in changes.items() if is_asked]:
         hint = "leave it out: what model() returns has its weights, and may checkpoint its blocks and be compiled"
@@ -290,7 +292,9 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
     if config.checkpoint.folder is not None:
         _check_folder(Path(config.checkpoint.folder), "checkpoints")
         run_to_go_on_from(config)
-    if on_host:
+    if config.train.model == OTHER:
+        check_given(config, dims)
+    elif on_host:
         check_memory(config, dims, local_ranks)
 
 

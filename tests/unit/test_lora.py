@@ -202,13 +202,64 @@ def test_export_says_what_it_has_written_and_where_the_model_is(
     assert "it has weights already" in export(str(trained), str(tmp_path / "adapter"))
     moved = base.rename(base.with_name("moved"))
     try:
-        assert "config.json cannot be read" in export(str(trained), str(tmp_path / "merged"), "--merge")
+        assert "there is no such folder" in export(str(trained), str(tmp_path / "merged"), "--merge")
         said = export(str(trained), str(tmp_path / "merged"), "--merge", "--base", str(moved))
         assert f"wrote {SHAPE.num_parameters():,} parameters to" in said
     finally:
         moved.rename(base)
     train(replace(RUN, lora=LoraConfig(), checkpoint=CheckpointConfig(str(tmp_path / "whole"))))
     assert "it has all weights, and no adapters" in export(str(tmp_path / "whole"), str(tmp_path / "out"), "--merge")
+
+
+# -- models that transformers alone knows ------------------------------------------------------------------------------
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("rank", [0, 3])
+def test_any_model_of_transformers_is_trained_from_its_folder_and_exported(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"vocab_size": 300, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts)).eval()
+    base.save_pretrained("gpt2")
+    words = f"--start-from gpt2 --seq-len 16 --batch-size 4 --data-bytes 100000 --precision fp64 --lora-rank {rank}"
+
+    def run(*more: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.app(["train", *words.split(), *more])
+        said = "".join(capsys.readouterr())
+        assert ended.value.code == (2 if "--tp" in more else 0), said
+        return said
+
+    def losses() -> list[float]:
+        return [json.loads(line)["loss"] for line in Path("out/train.jsonl").read_text().splitlines()]
+
+    assert "the gpt2 of gpt2, as transformers has it" in run("--steps", "4", "--no-predict")
+    alone = losses()
+    run("--steps", "2", "--sim", "2", "--checkpoint-dir", "run")
+    assert "goes on from step 2 in run" in run("--steps", "4", "--checkpoint-dir", "run", "--sim", "4")
+    assert losses() == pytest.approx(alone, rel=1e-11)
+    saved = read_metadata("run/step-00000004").tensors
+    assert all(".lora." in name for name in saved if name.startswith("model.")) == bool(rank)
+
+    count = export_checkpoint("run", tmp_path / "out", merge=rank > 0)
+    assert count == sum(param.numel() for param in base.parameters())
+    out = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    if rank:
+        assert export_checkpoint("run", "adapter") == 2 * 3 * ((16 + 48) + (16 + 16) + 2 * (16 + 64))
+        tensors = load_file("adapter/adapter_model.safetensors")
+        assert json.loads(Path("adapter/adapter_config.json").read_text())["fan_in_fan_out"] is True
+        for name in [name for name in tensors if name.endswith("lora_A.weight")]:
+            path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            product = tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+            base.get_submodule(path).weight.data += (2 * product.T).float()  # alpha is twice the rank
+        torch.testing.assert_close(out(IDS).logits, base(IDS).logits, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(out(IDS).logits, transformers.GPT2LMHeadModel.from_pretrained("gpt2")(IDS).logits)
+    with pytest.raises(ValueError, match="it is the model of a folder, and none is given"):
+        TrainConfig(model="transformers")
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
