@@ -147,7 +147,7 @@ class _KeptHook:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hook, name)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._hook)
 

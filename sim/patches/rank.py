@@ -141,7 +141,6 @@ class RankContext(Endpoint):
         device_index: What it has made its current device, where devices are mapped to the CPU.
         late: Its device, in a world with `device="npu"` without torch_npu.
         shared: Its part of a real device, in a world with one.
-        late: Its device, in a world with `device="npu"`.
         function_modes: The modes of torch's functions that its threads are in.
     """
 
