@@ -43,7 +43,7 @@ from benchmarks.engine import Protocol, Result, contest, engines, timed
 from benchmarks.toy import Shape, batch, build, step
 from hyper_parallel.core.common.drawing import blank_figure
 from hyper_parallel.models.llama import LlamaConfig
-from hyper_parallel.platform import get_platform
+from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.platform.accelerator import torch_npu_is_installed
 from hyper_parallel.trainer.config import ParallelConfig
 from sim.mesh.hardware import Hardware, find_hardware, hardware_of_device
@@ -493,8 +493,8 @@ PARTS: dict[str, tuple[Callable[[Place], Iterator[Found]], float]] = {
     "predicted": (predicted, 150),
     "redistribute": (redistributed, 45),
     "overhead": (overhead, 30),
-    "attention": (ring, 25),
-    "experts": (expert, 20),
+    "attention": (ring, 30),
+    "experts": (expert, 30),
     "conformance": (conformance, 60),
     "hardware": (hardware, 40),
     "bodies": (bodies, 120),
@@ -662,6 +662,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rows is not None:
         _run_part(place, options.parts[0], options.rows)
         return 0
+    try:
+        if not place.small or place.alone == place:  # a late npu is enough for small sizes
+            get_platform(options.device)
+    except PlatformUnavailableError as missing:
+        parser.error(str(missing))
     found = measure_all(place, options.parts or list(PARTS), options.out, options.minutes)
     print(f"\n{text_of(found)}\nwrote {options.out}/device.json")
     if options.write:

@@ -141,3 +141,7 @@ def test_an_unknown_part(capsys):
     with pytest.raises(SystemExit):
         device.main(["wheels", "--device", "cpu"])
     assert "no part is called 'wheels'" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            device.main(["experts"])
+        assert "cannot use platform 'cuda'" in capsys.readouterr().err
