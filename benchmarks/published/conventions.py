@@ -130,14 +130,14 @@ def dims_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> ParallelDi
 
 
 def _zero(row: Row, family: Mapping[str, Any]) -> int:
-    stage = row.get("zero_stage")
+    stage = row.get("zero_stage") if family.get("says_zero", True) else None
     zero = int(family["zero"] if stage is None else stage)
     return 2 if zero == 3 and "never" in str(row.get("reshard_after_forward", "")) else zero
 
 
 def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
-    skip = ("name", "attention_kernel", "compiled_loss", "zero", "reduce_dtype", "etp", "folds_experts", "tp_host")
+    skip = ("name", "attention_kernel", "compiled_loss", "zero", "reduce_dtype", "etp", "folds_experts", "says_zero", "tp_host")
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
     said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"
@@ -219,6 +219,8 @@ def _schedule(row: Row, said: dict[str, Any]) -> None:
     if parts is None:
         micro = row.get("micro_batch") or (row["local_batch"] if pp == 1 else 1)
         parts = row["local_batch"] // micro
+    elif parts * (row.get("micro_batch") or 0) * (row.get("grad_accum") or 1) == row.get("local_batch"):
+        parts *= row.get("grad_accum") or 1  # a pipeline's micro-batches, several times over
     said["microbatches"] = int(parts)
     if pp == 1:
         return
