@@ -1,5 +1,5 @@
 """A simulated accelerator named npu for each rank, whose streams run late.
 
-switch -> module, kernels -> device -> memory -> queue
+switch -> module, kernels -> attention, device -> memory -> queue
 communication -> device
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.late import kernels
+from sim.late.attention import FUSED
 from sim.late.device import LateDevice
 from sim.late.module import MODULE, LateEvent, LateStream
 from sim.patches.devices import device_module, importable
@@ -207,6 +209,8 @@ def _late_device(host: Host) -> Undo:
     replace(torch.UntypedStorage, "data_ptr", _points(torch.UntypedStorage.data_ptr))
 
     forget_package = importable("npu")
+    for name in FUSED:
+        setattr(sys.modules["torch_npu"], name, getattr(torch.ops.npu, name))
 
     def undo() -> None:
         forget_package()
