@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sim.late import attention
 from sim.late.device import LateDevice, apart, late_device
 from sim.late.queue import LateTask
 from sim.observers.races import accesses
@@ -446,4 +447,7 @@ def register() -> list[torch.library.Library]:
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(_ATEN, packet), overload or "default")
             aten.impl(name.removeprefix("aten::"), partial(_fallback, op), "PrivateUse1")
-    return [everything, aten]
+    npu = attention.define()
+    for name in attention.COMPUTED:
+        npu.impl(name, partial(_fallback, getattr(torch.ops.npu, name).default), "PrivateUse1")
+    return [everything, aten, npu]

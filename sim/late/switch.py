@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.late import kernels
+from sim.late.attention import FUSED
 from sim.late.device import LateDevice
 from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
 from sim.late.shared import SHARED, SharedDevice
@@ -222,6 +225,8 @@ def _late_device(host: Host) -> Undo:
     replace(torch.UntypedStorage, "data_ptr", _points(torch.UntypedStorage.data_ptr))
 
     forget_package = importable("npu")
+    for name in FUSED:
+        setattr(sys.modules["torch_npu"], name, getattr(torch.ops.npu, name))
 
     def undo() -> None:
         forget_package()
