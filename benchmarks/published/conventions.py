@@ -137,7 +137,17 @@ def _zero(row: Row, family: Mapping[str, Any]) -> int:
 
 def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
-    skip = ("name", "attention_kernel", "compiled_loss", "zero", "reduce_dtype", "etp", "folds_experts", "says_zero", "tp_host")
+    skip = (
+        "name",
+        "attention_kernel",
+        "compiled_loss",
+        "zero",
+        "reduce_dtype",
+        "etp",
+        "folds_experts",
+        "says_zero",
+        "tp_host",
+    )
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
     said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"

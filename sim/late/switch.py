@@ -6,7 +6,6 @@ import copy
 import ctypes
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
