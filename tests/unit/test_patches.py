@@ -34,7 +34,9 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from hyper_parallel import platform
 from sim.comm.process_group import SimProcessGroup
+from sim.kernel.context import this_thread
 from sim.late.module import MODULE
+from sim.late.shared import SHARED, SharedDevice
 from sim.late.switch import why_not
 from sim.patches import devices, install, process_groups
 from sim.script.output import SLOTS, ProcessView, RankStream
@@ -593,6 +595,37 @@ def test_seam_backward_modes():
         assert world.run(body) == [8.0]
     assert made == ["cpu"] * 6
     assert torch.autograd._engine_run_backward is before
+
+
+def test_seam_shared_device(monkeypatch):
+    called = ("memory_stats", "memory_stats_as_nested_dict", "reset_peak_memory_stats", "manual_seed", "get_rng_state")
+    for name in (
+        *called,
+        "set_rng_state",
+        "stream",
+        "current_stream",
+        *(each for each in SHARED if "index" not in each),
+    ):
+        assert callable(getattr(torch.cuda, name)), name
+    assert all(hasattr(torch.cuda.Stream, name) for name in ("wait_event", "wait_stream"))
+    assert all(hasattr(torch.cuda.Event, name) for name in ("record", "wait", "synchronize"))
+
+    def found() -> list[object]:
+        return [getattr(owner, name, None) for owner in (torch.cuda, torch.accelerator) for name in SHARED]
+
+    before, rank = found(), types.SimpleNamespace(shared=SharedDevice(0, "cuda", seed=0))
+    patch = next(each for each in install.PATCHES if each.__name__ == "_shared_device")
+    undo = patch(types.SimpleNamespace(contexts=[rank]))
+    try:
+        assert all(now is not then for now, then in zip(found(), before, strict=True) if then is not None)
+        assert torch.cuda.device_count() == before[list(SHARED).index("device_count")]()  # no rank asks
+        monkeypatch.setattr(this_thread, "context", rank)
+        assert torch.cuda.device_count() == torch.accelerator.device_count() == 1
+        with pytest.raises(RuntimeError, match="share cuda:0"):
+            torch.cuda.set_device(1)
+    finally:
+        undo()
+    assert found() == before
 
 
 def test_seam_mapped_device(tmp_path):

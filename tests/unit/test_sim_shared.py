@@ -23,7 +23,7 @@ from sim.late.device import LateDevice
 from sim.late.memory import RaceReport
 from sim.late.module import MODULE
 from sim.late.queue import LateQueue
-from sim.late.shared import _MEMORY, _RANDOM, SHARED, SharedDevice
+from sim.late.shared import SharedDevice
 from sim.late.switch import why_not
 from sim.script.launch import run_script
 from sim.script.options import parse
@@ -317,13 +317,6 @@ def test_what_happens_in_a_rank_s_turns_is_its_own():
         ranks[0].reset_peaks()
         assert ranks[0].memory_stats()["allocated_bytes.all.peak"] == 21
     assert module.seeded == [5, 6]
-
-
-def test_torch_cuda_still_has_what_is_called():
-    for name in (*_MEMORY, *_RANDOM, "stream", "current_stream", *(each for each in SHARED if "index" not in each)):
-        assert callable(getattr(torch.cuda, name)), name
-    assert all(hasattr(torch.cuda.Stream, name) for name in ("wait_event", "wait_stream"))
-    assert all(hasattr(torch.cuda.Event, name) for name in ("record", "wait", "synchronize"))
 
 
 def test_a_world_on_a_device_that_is_not_here():
