@@ -43,21 +43,6 @@ LATENT = MappingProxyType({"latent_rank": 512, "plain_size": 128, "turned_size":
 QUERY_RANK = 1536
 """Of those; in the ones of width 2048 (V2-Lite, Moonlight), queries are made of the residual stream."""
 
-_BESIDE = frozenset(
-    [
-        "name",
-        "attention_kernel",
-        "compiled_loss",
-        "zero",
-        "reduce_dtype",
-        "etp",
-        "folds_experts",
-        "says_zero",
-        "tp_host",
-    ]
-)
-"""Keys of a family that are no fields of a recipe, or that a row's own words change."""
-
 Row = Mapping[str, Any]
 
 
@@ -152,7 +137,18 @@ def _zero(row: Row, family: Mapping[str, Any]) -> int:
 
 def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
-    said = {key: value for key, value in family.items() if key not in _BESIDE}
+    skip = (
+        "name",
+        "attention_kernel",
+        "compiled_loss",
+        "zero",
+        "reduce_dtype",
+        "etp",
+        "folds_experts",
+        "says_zero",
+        "tp_host",
+    )
+    said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
     said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"
     reduce = str(row.get("grad_reduce_dtype") or ("fp32" if "fp32 grad" in precision else family["reduce_dtype"]))

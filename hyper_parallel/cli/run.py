@@ -26,6 +26,7 @@ StartFrom = Annotated[
 ]
 
 _CONFIG, _LLAMA, _MOE = "hyper_parallel.trainer.config", "hyper_parallel.models.llama", "hyper_parallel.models.moe"
+_LORA = "hyper_parallel.models.lora"
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp", "fold_experts")
 
 
@@ -50,12 +51,18 @@ RUN_OPTIONS = (
     *_of("data", "tokenizer", "mask_prompts"),
     *_of("model", name="LlamaConfig", module=_LLAMA),
     *_of("experts", name="ExpertsConfig", module=_MOE),
+    *_of("lora", *(f"{key}=lora_{key}" for key in ("rank", "alpha", "dropout", "targets")), module=_LORA),
 )
 """One for each key of a run, but for `train.start_from`: it changes more than its own key."""
 
 
 def read_run(
-    file: Path | None, given: Given, start_from: str | None = None, *, shape: LlamaConfig | None = None
+    file: Path | None,
+    given: Given,
+    start_from: str | None = None,
+    *,
+    shape: LlamaConfig | None = None,
+    others: bool = False,
 ) -> Config:
     """Return the run of a file, with what options say in place of what the file says.
 
@@ -65,6 +72,7 @@ def read_run(
             `sim.mesh.model_names()`.
         start_from: folder of transformers; its model becomes that of the run. None: the file's, if it names one.
         shape: of the model, in place of what the file says; options change it.
+        others: also take folders with models that transformers alone knows.
 
     Raises:
         ValueError: as `load_config`; a value that a section refuses; a folder that holds another model; the name of a
@@ -85,7 +93,7 @@ def read_run(
         run = run.with_changes(section, given.get(section, {}))
     start_from = start_from or run.train.start_from
     if start_from is not None:
-        run = with_shape_of(run, start_from)
+        run = with_shape_of(run, start_from, others=others)
         if model not in (None, run.train.model):
             raise ValueError(
                 f"cannot start '{model}' from {run.train.start_from}: it holds a '{run.train.model}'\n"

@@ -27,8 +27,9 @@ from hyper_parallel.cli.kit import (
 )
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.models.hf_weights import other_model
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.guards import NonFiniteError, StopRequest
 from hyper_parallel.trainer.loop import RankPlace
@@ -132,6 +133,9 @@ def predict_run(console: Console, run: Config) -> Prediction | None:
 
 
 def _predict(run: Config, place: RankPlace) -> Prediction:
+    if run.train.model == OTHER:
+        blame, seen = "it is no model of this library", f"model: {run.train.model}"
+        raise ValueError(explain(f"cannot estimate {run.train.start_from}", blame, seen, "--no-predict"))
     hardware = hardware_here(run.train.device, run.train.hardware)
     from sim.mesh.estimate import estimate_run
 
@@ -256,12 +260,19 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
     corpus = load_corpus(run.data)
     dims = plan_run(run, sim or RankPlace.from_environment().world_size)
     kind = "Llama" if train.model == "llama" else f"Llama with {run.experts.num_experts} experts per layer"
-    console.print(
-        f"{kind}, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
-        f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
-    )
+    if train.model == OTHER:
+        console.print(f"the {other_model(str(train.start_from))} of {train.start_from}, as transformers has it")
+    else:
+        console.print(
+            f"{kind}, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, "
+            f"hidden {model.hidden_size}, {model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
+        )
+    if run.lora.rank:
+        console.print(f"LoRA of rank {run.lora.rank} in {run.lora.targets}; the model is frozen")
     unit, documents = ("bytes", "files") if corpus.has_bytes else ("tokens", "documents")
     targets = corpus.targets()
+    if train.start_from is not None and run.data.tokenizer is None:
+        console.print(f"tokens are bytes: {train.start_from} has no tokenizer.json, and there is no --tokenizer")
     console.print(
         f"text: {corpus.source}, {corpus.documents:,} {documents}, {corpus.train.size:,} {unit} + "
         f"{corpus.valid.size:,} held back" + (f"; {targets:,} count as targets" * (targets < corpus.train.size))

@@ -53,7 +53,7 @@ def train(
     from hyper_parallel.trainer.guards import stop_on_signals
 
     with mistakes_as_messages():
-        run = read_run(config, given, start_from)
+        run = read_run(config, given, start_from, others=True)
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         if dump_config:
@@ -125,10 +125,19 @@ def export(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder of the tokenizer to add; default: that of the run.")
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of LoRA: add the adapters to the model, and write that.")
+    ] = False,
+    base: Annotated[
+        str | None, typer.Option(help="Of LoRA: where the model is that it started from; default: where it was.")
+    ] = None,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
 
     hyper-parallel export out/run out/hf --dtype bfloat16
+
+    Of a run with LoRA, the adapters go to a folder for PeftModel.from_pretrained(model, folder), or with --merge the
+    whole model.
     """
     with mistakes_as_messages():
         from hyper_parallel.core.dtensor.text import parse_dtype
@@ -140,8 +149,8 @@ def export(
                 f"cannot export weights in {dtype}: they are floating-point numbers that transformers loads\n"
                 f"  --dtype {dtype}\n  try: --dtype bfloat16, float16, float32 or float64"
             )
-        config = export_checkpoint(checkpoint, folder, to, tokenizer=tokenizer)
-        stdout_console().print(f"wrote {config.num_parameters():,} parameters to {folder}")
+        count = export_checkpoint(checkpoint, folder, to, tokenizer=tokenizer, merge=merge, base=base)
+        stdout_console().print(f"wrote {count:,} parameters to {folder}")
 
 
 def plot(

@@ -1,6 +1,6 @@
 """Small, readable reference models, and ready plans for them and for models of transformers.
 
-huggingface, moe_plan -> plans -> llama
+huggingface, moe_plan -> plans -> lora -> hf_names
 hf_weights -> hf_names -> moe -> llama
 """
 

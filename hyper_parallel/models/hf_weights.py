@@ -279,6 +279,24 @@ def import_huggingface(folder: str | Path) -> tuple[LlamaConfig, Callable[[Mappi
     return config, partial(load_huggingface, folder=folder)
 
 
+def other_model(folder: str | Path) -> str | None:
+    """Return the model_type of a folder that none of our models computes the same as; None: one does.
+
+    Args:
+        folder: with a config.json.
+
+    Raises:
+        ValueError: there is no config.json that can be read.
+    """
+    asked, folder = f"cannot import {folder}", Path(folder)
+    settings = _read_json(asked, folder / "config.json")
+    try:
+        config_from_json(settings, asked)
+    except ValueError:
+        return settings.get("model_type") if isinstance(settings, Mapping) else None
+    return None
+
+
 def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
     """Fill tensors of a model in place from a Hugging Face folder; each rank reads the slices that it holds.
 
@@ -406,11 +424,26 @@ def _read_json(asked: str, path: Path) -> Any:
             raise ValueError(explain(asked, f"{path.name} is no file, or too large for what it is", seen, hint))
         text = path.read_bytes()
     except OSError as error:
-        raise ValueError(explain(asked, f"{path.name} cannot be read", f"seen: {error}", hint)) from None
+        blame, instead = _what_is_there(path)
+        raise ValueError(explain(asked, blame, f"seen: {error}", instead or hint)) from None
     try:
         return json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(explain(asked, f"{path.name} is no JSON", f"seen: {error}", "another copy of it")) from None
+
+
+def _what_is_there(path: Path) -> tuple[str, str]:
+    """Say what a folder without a readable config.json is, and what to try; "" where that is not known."""
+    folder = path.parent
+    if not folder.is_dir():
+        hint = f"a folder, as nothing is fetched: hf download {folder} --local-dir FOLDER"
+        return "there is no such folder", hint if folder.as_posix().count("/") == 1 else ""
+    if (folder / "adapter_config.json").is_file():
+        hint = "the folder of its model; or, of hyper-parallel train, hyper-parallel export --merge"
+        return "it holds an adapter, and no model", hint
+    if any(folder.glob("step-*/")):
+        return "it holds checkpoints of a run", f"hyper-parallel export {folder} out/hf, and start from that"
+    return f"{path.name} cannot be read", ""
 
 
 def _locate(asked: str, folder: Path) -> dict[str, Path]:

@@ -367,6 +367,8 @@ class Llama(nn.Module):
         """Fill matrices by `draw`, given their standard deviation, one after the other, and the rest with constants."""
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_hidden_layers)
         for name, param in self.named_parameters():
+            if ".lora." in name:
+                continue  # an adapter fills itself
             if param.ndim == 1:
                 param.fill_(1.0)
             else:

@@ -18,6 +18,7 @@ from hyper_parallel.core.expert_parallel.api import expert_parallel, read_axes
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.models.lora import add_adapters
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, llama_plan, reshard_gathered
 
@@ -97,6 +98,8 @@ def moe_plan(
             add_entries(plan, plan={f"{dense}.w2.weight": ("None", axis)})
         if local == path or config.num_shared_experts:
             streams.add_shares(plan, local, streams.whole)
+    if isinstance(model, MoELlama):
+        add_adapters(plan, model)
     if reshard_inputs:
         reshard_gathered(asked, plan, streams)
     return plan

@@ -29,6 +29,7 @@ from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.lora import add_adapters
 
 __all__ = ["MeshLike", "Streams", "llama_loss", "llama_plan"]
 
@@ -138,6 +139,8 @@ def llama_plan(
         streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
     if reshard_inputs:
         reshard_gathered(asked, plan, streams, local=local)
+    if isinstance(model, Llama):
+        add_adapters(plan, model)
     if not local:
         plan.local_plan = {path: streams.pending for path in plan.local_plan or {} if path == "layers.*.attention"}
     return plan

@@ -31,11 +31,15 @@ from typing import Any
 from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.models.lora import LoraConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 MODELS = ("llama", "moe")
+OTHER = "transformers"
+"""The `model` of a run of any causal language model that transformers loads from the folder to start from."""
+
 STUCK_AFTER_S = 900.0
 """After which a run of several ranks that makes no progress ends, unless it says otherwise."""
 
@@ -109,7 +113,8 @@ class TrainConfig:
     """How long, how much at once, and where to.
 
     Args:
-        model: "llama", or "moe": the same with experts. See `ExpertsConfig`.
+        model: "llama", or "moe": the same with experts; or "transformers": whichever causal language model is in
+            `start_from`. See `ExpertsConfig`.
         steps: optimizer steps.
         batch_size: sequences per step, over all ranks together.
         seq_len: tokens per sequence.
@@ -165,7 +170,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         asked = "cannot use [train]"
         check_fields(asked, self)
-        check_choice(asked, "model", self.model, MODELS)
+        check_choice(asked, "model", self.model, (*MODELS, OTHER))
+        if self.model == OTHER and self.start_from is None:
+            blame, hint = "it is the model of a folder, and none is given", "--start-from FOLDER"
+            raise ValueError(explain(asked, blame, f"model: '{self.model}'   start_from: None", hint))
         check_choice(asked, "on_nonfinite", self.on_nonfinite, ("skip", "stop", "dump"))
         positive = ("steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
         check_least(asked, 1, **_some(self, *positive))
@@ -285,6 +293,7 @@ class Config:
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -323,7 +332,7 @@ class Config:
             ValueError: numbers that the model refuses.
         """
         dense = dataclasses.replace(self.model, max_seq_len=max(self.model.max_seq_len, self.train.seq_len))
-        if self.train.model == "llama":
+        if self.train.model != "moe":
             return dense
         return MoEConfig(**dataclasses.asdict(dense), **dataclasses.asdict(self.experts))
 

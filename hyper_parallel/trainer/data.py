@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.trainer.config import Config, DataConfig
 
@@ -582,22 +582,27 @@ class RecordLoader:
 
         train(config, data=records)
 
-    Records are put one after the other and cut into windows, in the order in which they come. A run that goes on takes
-    the state of the records, where they have a `state_dict`, as those of `datasets` that stream; else it passes over
-    those that were used.
+    Records are put one after the other and cut into windows, in the order in which they come, or in one that is drawn
+    for each pass, and is the same whatever the ranks. A run that goes on takes the state of the records, where they
+    have a `state_dict`, as those of `datasets` that stream; else it passes over those that were used.
 
     Args:
         records: can be iterated over more than once; each has a text, a completion or messages, as those of a file.
-        config: the run: tokenizer, masks, and the size of a batch.
+        config: the run: tokenizer, masks, the size of a batch, and the seed of the orders.
+        shuffle: so many records at a time are put in another order: the first so many, then the next. A stream keeps
+            them in memory; of a list, or a dataset with a length, only those are read that are due, and its length, or
+            more, shuffles it as a whole. 0: the order in which they come.
 
     Raises:
         TypeError: arguments of another kind.
         ValueError: the tokenizer cannot be loaded; when read, a record of another form.
     """
 
-    def __init__(self, records: Iterable[Any], config: Config) -> None:
+    def __init__(self, records: Iterable[Any], config: Config, *, shuffle: int = 0) -> None:
         check("cannot read records", Iterable, records=records)
         check("cannot read records", Config, config=config)
+        check("cannot read records", "int", shuffle=shuffle)
+        check_least("cannot read records", 0, shuffle=shuffle)
         if isinstance(records, (str, bytes, Mapping, torch.Tensor)):
             blame, hint = "what it yields are no records", "a list of them, or a dataset of one split: split='train'"
             raise TypeError(explain("cannot read records", blame, f"records: {type(records).__name__}", hint))
@@ -607,6 +612,8 @@ class RecordLoader:
         self._read, self._tokens = 0, list[Tokens]()  # records of this pass, and tokens that were in no batch yet
         self._knows_its_place = hasattr(records, "load_state_dict")
         self._begin = self._inner_state()
+        self._before, self._after = self._begin, self._begin  # states of the records around the block that is read
+        self._passes, self._seed, self._at_once = 0, config.train.seed, shuffle or 1
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield inputs and targets (batch_size, seq_len), from where it is; without end, unless there is no record."""
@@ -623,12 +630,42 @@ class RecordLoader:
                     tokens = cast("Tokens", np.concatenate(self._tokens))
                     self._tokens = [tokens[batch * seq_len :]]
                     yield _cut(tokens, starts, seq_len)
-            self._read = 0
+            self._read, self._passes = 0, self._passes + 1
             if self._knows_its_place:  # datasets begins where it was loaded, whenever it is iterated over
-                self.records.load_state_dict(self._begin)
+                self._load(self._begin)
 
     def _remaining(self) -> Iterator[Any]:
-        return iter(self.records) if self._knows_its_place else itertools.islice(self.records, self._read, None)
+        """Yield the records of this pass that are left, block by block."""
+        size, block = self._at_once, self._read // self._at_once
+        done = self._read % size
+        is_indexed = hasattr(self.records, "__getitem__") and hasattr(self.records, "__len__")
+        source = iter(()) if is_indexed else self._from_block(block)
+        while True:
+            some: Any = list(itertools.islice(source, size))
+            # datasets does not know where it is between a state that is loaded and the first record after it.
+            self._before, self._after = self._after, self._inner_state()
+            if is_indexed:
+                some = range(block * size, min((block + 1) * size, len(self.records)))
+            if done >= len(some):
+                return
+            for place in self._order(block, len(some))[done:].tolist():
+                yield self.records[some[place]] if is_indexed else some[place]
+            block, done = block + 1, 0
+
+    def _from_block(self, block: int) -> Iterator[Any]:
+        begun = iter(self.records)  # where it was loaded, if it knows its place
+        return begun if self._knows_its_place else itertools.islice(begun, block * self._at_once, None)
+
+    def _order(self, block: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the order of a block of records in this pass."""
+        if self._at_once == 1:
+            return np.arange(count)
+        first = ((self._passes << 20) + block) * count
+        return shuffled(np.arange(first, first + count, dtype=np.uint64), count, self._seed)
+
+    def _load(self, state: Any) -> None:
+        self.records.load_state_dict(state)
+        self._before = self._after = state
 
     def _inner_state(self) -> Any:
         return self.records.state_dict() if self._knows_its_place else None
@@ -636,7 +673,9 @@ class RecordLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where it is: in the records, and the tokens that were read and are in no batch yet."""
         left = np.concatenate([np.empty(0, dtype=np.int32), *self._tokens]).astype(np.int32)
-        return {"read": self._read, "tokens": torch.from_numpy(left), "records": self._inner_state()}
+        # Within a block its records are read again: which of them are due follows from their number.
+        place = self._before if self._read % self._at_once else self._after
+        return {"read": self._read, "passes": self._passes, "tokens": torch.from_numpy(left), "records": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another one was.
@@ -653,9 +692,9 @@ class RecordLoader:
         if state.keys() != self.state_dict().keys() or not torch.is_tensor(state["tokens"]):
             hint = "what state_dict() of another RecordLoader returned"
             raise ValueError(explain(asked, "the state is of something else", f"state: {state!r}"[:200], hint))
-        self._read, self._tokens = state["read"], [state["tokens"].numpy()]
+        self._read, self._passes, self._tokens = state["read"], state["passes"], [state["tokens"].numpy()]
         if state["records"] is not None:
-            self.records.load_state_dict(state["records"])
+            self._load(state["records"])
 
 
 def state_text(state: Any) -> str:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,15 +27,16 @@ from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.hsdp.api import HSDPCell
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.hf_weights import load_huggingface
+from hyper_parallel.models.lora import is_of_adapter
 from hyper_parallel.platform import Platform, get_platform
-from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
+from hyper_parallel.trainer.config import OTHER, STUCK_AFTER_S, Config
 from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimizer, clip_gradients, update
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes, shard_given
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
-from hyper_parallel.trainer.preflight import check_given, check_platform, plan_run, read_text
+from hyper_parallel.trainer.preflight import check_given, check_lora, check_platform, plan_run, read_text
 from hyper_parallel.trainer.report import (
     KEPT,
     JsonlLog,
@@ -44,7 +46,7 @@ from hyper_parallel.trainer.report import (
     TensorBoardLog,
     TrainResult,
 )
-from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape
+from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape, model_of_folder
 from hyper_parallel.trainer.watchdog import Watchdog, default_store
 
 OnStep = Callable[[StepRecord], None]
@@ -106,6 +108,9 @@ def train(
         check("cannot train", Prediction, predicted=predicted)
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
+    check_lora(config)
+    if model is None and config.train.model == OTHER:
+        model = partial(model_of_folder, config)
     if model is not None:
         check_given(config, dims)
     platform = get_platform(config.train.device)
@@ -199,10 +204,14 @@ class Trainer:
         self.share = ShareOfLoss()
         if given is None:
             shape, self.parameters = None, config.shape().num_parameters()
-            self.flops_per_token: float | None = flops_per_token(config.shape(), train.seq_len)
+            self.flops_per_token: float | None = None  # the formula has the gradients of all weights
+            if not config.lora.rank:
+                self.flops_per_token = flops_per_token(config.shape(), train.seq_len)
             self.model = PARALLELIZE[train.model](config, dims, self.device, self.share)
+            if config.lora.dropout:
+                platform.manual_seed(train.seed + self.ranks.batch_rank)  # ranks along tp drop the same
         else:
-            shape, self.flops_per_token = given_shape(given, config.parallel.param_dtype), None
+            shape, self.flops_per_token = given_shape(given, config.parallel.param_dtype, config.lora), None
             self.parameters = shape["parameters"]
             self.model = shard_given(given, dims, config.parallel, self.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
@@ -404,15 +413,24 @@ class Trainer:
 
     def _resume(self) -> None:
         self._tell(0, "loading")
+        folder, is_adapted = self.config.train.start_from, self.config.lora.rank > 0
+        if self.config.train.model == OTHER:
+            folder = None  # it came with its weights
+        if is_adapted and folder is not None:
+            self._start_from(folder)  # also what goes on: checkpoints have the adapters alone
         found = self.saver.resume()
-        if found is None and self.config.train.start_from is not None:
-            check_start(self.config)
-            load_huggingface(dict(self.model.named_tensors()), self.config.train.start_from)
+        if found is None and not is_adapted and folder is not None:
+            self._start_from(folder)
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
             self.rates.go_on(self.saver.states["scheduler"], self.steps_done)
             if self.loader is not None:
                 self.loader.go_on(self.saver.states["loader"], self.steps_done)
+
+    def _start_from(self, folder: str) -> None:
+        check_start(self.config)
+        tensors = {name: tensor for name, tensor in self.model.named_tensors() if not is_of_adapter(name)}
+        load_huggingface(tensors, folder)
 
     def _save_if_due(self, ends: bool) -> None:
         keep, train = self.config.checkpoint, self.config.train

@@ -14,6 +14,7 @@ from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models.llama import Llama
+from hyper_parallel.models.lora import with_lora
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
 from hyper_parallel.models.plans import llama_plan
@@ -57,6 +58,7 @@ def parallelize_llama(
     stages = own_stages(run, dims) if hooks.stages is None else list(hooks.stages)
     with without_memory():
         models = [Llama(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
+    models = [with_lora(model, run.lora) for model in models]
     for model in models:
         kept_in(model, parallel.param_dtype)
 
@@ -111,6 +113,7 @@ def parallelize_moe(
     stages = own_stages(run, dims) if hooks.stages is None else list(hooks.stages)
     with without_memory():
         models = [MoELlama(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
+    models = [with_lora(model, run.lora) for model in models]
     for model in models:
         kept_in(model, parallel.param_dtype)
 
@@ -145,6 +148,8 @@ def parallelize_moe(
     tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")
 
     def balance(taken: bool) -> None:
+        if run.lora.rank:
+            return  # the model is frozen
         for model in models:
             update_expert_bias(model, [] if tokens is None else [tokens], forget=not taken)
 

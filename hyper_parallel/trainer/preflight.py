@@ -15,8 +15,11 @@ from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
+from hyper_parallel.models.llama import Llama
+from hyper_parallel.models.lora import check_targets
+from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.platform import Platform
-from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import Corpus, check_length, load_corpus
 from hyper_parallel.trainer.metrics import least_kept
 from hyper_parallel.trainer.parallelize import WEIGHTS
@@ -41,8 +44,8 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
             not split; a vocabulary that is too small for bytes.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
-    shape = config.shape()
-    dims.validate_against_model(SimpleNamespace(config=shape), config.train.seq_len)
+    if config.train.model != OTHER:
+        dims.validate_against_model(SimpleNamespace(config=config.shape()), config.train.seq_len)
     config.check_batch(dims.batch_ranks)
     if config.data.tokenizer is None and config.model.vocab_size < 256:
         asked, seen = "cannot read the text", f"model.vocab_size: {config.model.vocab_size}"
@@ -170,6 +173,28 @@ def _check_saving(config: Config) -> None:
         raise ValueError(explain(f"cannot go back to step {keep.resume_step}", blame, seen, hint))
 
 
+def check_lora(config: Config) -> None:
+    """Check that a run with adapters has a model to adapt, and layers that they go to.
+
+    Args:
+        config: the run.
+
+    Raises:
+        ValueError: no weights to start from, or targets that the model does not have.
+    """
+    if not config.lora.rank:
+        return
+    if config.train.start_from is None:
+        blame, hint = "the weights that they stand beside would be random", "--start-from FOLDER"
+        seen = f"lora.rank: {config.lora.rank}   train.start_from: None"
+        raise ValueError(explain("cannot train adapters alone", blame, seen, hint))
+    if config.train.model == OTHER:
+        return  # once it is there
+    shape = config.shape()
+    with torch.device("meta"):
+        check_targets(MoELlama(shape) if isinstance(shape, MoEConfig) else Llama(shape), config.lora)
+
+
 def check_given(config: Config, dims: ParallelDims) -> None:
     """Check that a run of a model that the caller makes asks for nothing that only the trainer's own models can do.
 
@@ -189,7 +214,8 @@ def check_given(config: Config, dims: ParallelDims) -> None:
         "engine": parallel.engine != "fully_shard",
         "checkpointing": parallel.checkpointing != "none",
         "compile": parallel.compile,
-        "start_from": config.train.start_from is not None,
+        "start_from": config.train.start_from is not None and config.train.model != OTHER,
+        "lora": config.lora.rank > 0 and config.train.model != OTHER,
     }
     if wrong := [name for name, is_asked in changes.items() if is_asked]:
         hint = "leave it out: what model() returns has its weights, and may checkpoint its blocks and be compiled"
@@ -257,6 +283,7 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
         CheckpointError: the checkpoint to go on from is damaged.
     """
     read_text(config)
+    check_lora(config)
     if config.train.log is not None:
         _check_log(Path(config.train.log))
     if config.train.tensorboard is not None:
@@ -265,7 +292,9 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
     if config.checkpoint.folder is not None:
         _check_folder(Path(config.checkpoint.folder), "checkpoints")
         run_to_go_on_from(config)
-    if on_host:
+    if config.train.model == OTHER:
+        check_given(config, dims)
+    elif on_host:
         check_memory(config, dims, local_ranks)
 
 
@@ -293,17 +322,19 @@ def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
     shape, train, parallel = config.shape(), config.train, config.parallel
     kept, computed = WEIGHTS[parallel.param_dtype].itemsize, {"fp64": 8, "fp32": 4, "bf16": 2}[parallel.param_dtype]
     here = shape.num_parameters() / (dims.tp * dims.pp)
+    trained = 0.0 if config.lora.rank else here  # of adapters at least nothing
     shards = dims.token_ranks // dims.dp_replicate
-    state = here * 3 * kept / shards
+    state = (here + 2 * trained) * kept / shards
     if shards > 1 and not parallel.reshard_after_forward:
         state += here * computed  # gathered in forward, and there until backward
     tokens = train.batch_size * train.seq_len / (dims.token_ranks * train.accumulate)
     attention = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    of_block = least_kept(parallel.checkpointing, shape.hidden_size, attention, _inner_width(config))
+    kept_of = "full" if config.lora.rank else parallel.checkpointing  # what is frozen needs no inputs in backward
+    of_block = least_kept(kept_of, shape.hidden_size, attention, _inner_width(config))
     # 1F1B, of which no schedule needs less: a stage has as many micro-batches under way as stages are left with it.
     under_way = sum(min(left, train.accumulate) for left in range(1, dims.pp + 1)) / dims.pp
     of_token = shape.num_hidden_layers * of_block * under_way + shape.vocab_size  # the row of logits
-    return int(state), int(here * kept / shards), int(tokens * of_token * computed / (dims.tp * dims.pp))
+    return int(state), int(trained * kept / shards), int(tokens * of_token * computed / (dims.tp * dims.pp))
 
 
 def _inner_width(config: Config) -> int:

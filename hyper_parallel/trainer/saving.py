@@ -21,10 +21,20 @@ from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_ta
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface
+from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
 from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.lora import (
+    Adapter,
+    LoraConfig,
+    check_targets,
+    export_adapter,
+    is_of_adapter,
+    merge_adapters,
+    with_lora,
+)
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.trainer.config import MODELS, Config
+from hyper_parallel.trainer.config import MODELS, OTHER, Config, TrainConfig
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.parallelize import Parallelized
@@ -147,6 +157,7 @@ class Saver:
             "progress": dataclasses.asdict(progress),
             "model": self.shape,
             "text": _text(self.config),
+            "start_from": self.config.train.start_from,
             **states,
         }
         if self.config.checkpoint.resume_step is not None:
@@ -178,7 +189,8 @@ class Saver:
 
     def _trained(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the model but for frozen ones, which whoever has frozen them has got."""
-        frozen = {f"model.{name}" for name, param in self.model.named_parameters() if not param.requires_grad}
+        named = (each for part in self.model.parts for each in part.named_parameters(remove_duplicate=False))
+        frozen = {f"model.{plain_name(name)}" for name, param in named if not param.requires_grad}
         return {name: value for name, value in model_tensors(self.model.parts).items() if name not in frozen}
 
     # -- one weight under two names ----------------------------------------------------------------------------------
@@ -244,7 +256,7 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
         path, _ = _to_go_on_from(config, files)
     if path is None:
         return None
-    extra = _checked(config, path, _shape(config)).extra
+    extra = _checked(config, path, {} if config.train.model == OTHER else _shape(config)).extra
     then, now = extra.get("text"), _text(config)
     then = {"order": "drawn", **(then if isinstance(then, dict) else {})}  # once samples were drawn independently
     changes = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in now if key in then and then[key] != now[key]]
@@ -288,7 +300,7 @@ def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMeta
         if key == "qk_norm" or key.startswith("rope_")
     }
     saved = {**added, **extra["model"]}
-    compared = ("kind",) if saved.get("kind") != mine["kind"] else tuple(mine)
+    compared = ("kind",) if mine and saved.get("kind") != mine["kind"] else tuple(mine)
     different = [key for key in compared if saved.get(key) != mine[key]]
     if different:
         seen = "\n  ".join(f"{key}: {saved.get(key)!r} there, {mine[key]!r} here" for key in different)
@@ -311,7 +323,8 @@ def _shape(config: Config) -> dict[str, Any]:
     shape = dataclasses.asdict(config.shape())
     del shape["max_seq_len"]  # tables that are no weights
     precision = "fp64" if config.parallel.param_dtype == "fp64" else "fp32"
-    return {"kind": config.train.model, "precision": precision, **shape}
+    lora = dataclasses.asdict(config.lora) if config.lora.rank else None
+    return {"kind": config.train.model, "precision": precision, "lora": lora, **shape}
 
 
 def _text(config: Config) -> dict[str, Any]:
@@ -327,26 +340,36 @@ _FREE = frozenset({"max_seq_len", "init_std", "bias_update_rate", "aux_loss_weig
 
 
 def export_checkpoint(
-    checkpoint: str | Path, folder: str | Path, dtype: torch.dtype | None = None, *, tokenizer: str | None = None
-) -> LlamaConfig:
+    checkpoint: str | Path,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    tokenizer: str | None = None,
+    merge: bool = False,
+    base: str | None = None,
+) -> int:
     """Write the weights of a checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
         export_checkpoint("out/run", "out/hf", torch.bfloat16)
 
     By one process, whatever ranks have saved it, with the whole model in its memory. The tokenizer that the run was
-    trained with goes there, too.
+    trained with goes there, too. Of a run with LoRA the adapters are written, for `peft.PeftModel.from_pretrained`.
 
     Args:
         checkpoint: one of a run of this trainer, or the folder of a run, whose newest complete one is taken.
         folder: made if it is not there; refused if it has weights.
         dtype: to write weights in. Default: as they are.
         tokenizer: folder of another tokenizer, such as where the run's is now.
+        merge: of a run with LoRA, write a whole model: that which it started from, with the adapters added to it.
+        base: where the folder that the run started from is now, if it had LoRA, or a model that transformers alone
+            knows. Default: where it was.
 
     Returns:
-        The model's shape.
+        How many parameters were written.
 
     Raises:
-        ValueError: no checkpoint of this trainer, or its tokenizer cannot be loaded; see also `export_huggingface`.
+        ValueError: no checkpoint of this trainer, or its tokenizer cannot be loaded; `merge` of a run without adapters;
+            see also `export_huggingface`.
         CheckpointError: it is damaged.
     """
     path = _newest(Path(checkpoint))
@@ -359,20 +382,93 @@ def export_checkpoint(
         raise ValueError(explain(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint))
     trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
     words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
-    kind, precision = shape.pop("kind"), shape.pop("precision")
+    kind, precision, lora = shape.pop("kind"), shape.pop("precision"), LoraConfig(**(shape.pop("lora", None) or {}))
+    base = base or extra.get("start_from")
+    if kind not in MODELS and base is not None:
+        return _export_other(
+            path,
+            {
+                **shape,
+                "kind": kind,
+                "precision": precision,
+                **({"lora": dataclasses.asdict(lora)} if lora.rank else {}),
+            },
+            lora,
+            folder,
+            dtype,
+            words,
+            merge,
+            base,
+        )
     if kind not in MODELS:
         blame, hint = (
             f"it is of a {kind}, which train(config, model=...) was given",
             "export_given(checkpoint, model, folder)",
         )
         raise ValueError(explain(f"cannot export {path}", blame, f"kind: {kind}", hint))
+    if not lora.rank and merge:
+        blame, hint = "it has all weights, and no adapters", "leave out merge"
+        raise ValueError(explain(f"cannot export {path}", blame, "merge: True", hint))
     config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
+    model = _filled(path, metadata, config, lora, precision)
+    if lora.rank and not merge:
+        count = export_adapter(model, lora, folder, base=str(base), dtype=dtype)
+        if words is not None:
+            words.save_pretrained(folder)
+        return count
+    if lora.rank:
+        load_huggingface({name: x for name, x in model.state_dict().items() if not is_of_adapter(name)}, str(base))
+    export_huggingface(merge_adapters(model), config, folder, dtype=dtype, tokenizer=words)
+    return config.num_parameters()
+
+
+def _export_other(
+    path: Path,
+    shape: Mapping[str, Any],
+    lora: LoraConfig,
+    folder: str | Path,
+    dtype: torch.dtype | None,
+    tokenizer: Any,
+    merge: bool,
+    base: str,
+) -> int:
+    """Write what a run has trained of a model that transformers alone knows, by the model's own `save_pretrained`."""
+    train = TrainConfig(model=OTHER, start_from=base)
+    model: Any = model_of_folder(Config(train=train, lora=lora))
+    here = given_shape(model, shape["precision"], lora)
+    if here != shape:
+        seen, hint = f"there: {dict(shape)}   in {base}: {here}", "--base with the folder that the run started from"
+        raise ValueError(explain(f"cannot export {path}", "it is of another model", seen, hint))
+    model.to(torch.float64 if shape["precision"] == "fp64" else torch.float32)
+    names = read_metadata(path).tensors
+    tensors = {name: value for name, value in model_tensors(model).items() if name in names}
+    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
+    if lora.rank and not merge:
+        count = export_adapter(model, lora, folder, base=base, dtype=dtype)
+    else:
+        state = merge_adapters(model)
+        model.to(dtype or torch.float32).save_pretrained(
+            folder, state_dict={n: x.to(dtype or x.dtype) for n, x in state.items()}
+        )
+        count = sum(x.numel() for x in {x.data_ptr(): x for x in state.values()}.values())
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return count
+
+
+def _filled(
+    path: Path, metadata: CheckpointMetadata, config: LlamaConfig, lora: LoraConfig, precision: str
+) -> nn.Module:
+    """Build a model with what a checkpoint has of it: all, or its adapters; the rest has no values then."""
     with torch.device("meta"):
         model: Llama = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
+        with_lora(model, lora)
     model = model.to(torch.float64 if precision == "fp64" else torch.float32).to_empty(device="cpu")
     tensors = model_tensors(model)
     if config.tie_embeddings:
         tensors.pop("model.head.weight", None)
+    if lora.rank:
+        tensors = {name: tensor for name, tensor in tensors.items() if is_of_adapter(name)}
     if lacking := [name for name in tensors if name not in metadata.tensors]:
         blame = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model"
         hint = "the checkpoint of a whole model"
@@ -380,21 +476,52 @@ def export_checkpoint(
     load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
     if config.tie_embeddings and model.head is not None and model.embed is not None:
         model.head.weight = model.embed.weight
-    export_huggingface(model.state_dict(), config, folder, dtype=dtype, tokenizer=words)
-    return config
+    return model
 
 
-def given_shape(model: nn.Module, precision: str) -> dict[str, Any]:
+def given_shape(model: nn.Module, precision: str, lora: LoraConfig | None = None) -> dict[str, Any]:
     """Return what tells a model that was given from others, for its checkpoints: kind, precision, and numbers.
 
     Args:
         model: before it is sharded.
         precision: its weights are kept in.
+        lora: its adapters.
     """
     params = list(model.parameters())
     trained = sum(param.numel() for param in params if param.requires_grad)
-    numbers = {"parameters": sum(param.numel() for param in params), "trained": trained}
+    numbers: dict[str, Any] = {"parameters": sum(param.numel() for param in params), "trained": trained}
+    if lora is not None and lora.rank:
+        numbers["lora"] = dataclasses.asdict(lora)
     return {"kind": type(model).__name__, "precision": "fp64" if precision == "fp64" else "fp32", **numbers}
+
+
+def model_of_folder(run: Config) -> nn.Module:
+    """Load the causal language model of a run's folder by transformers, with the run's adapters.
+
+    Args:
+        run: with `train.start_from`; adapters are drawn by torch's generator.
+
+    Raises:
+        ValueError: transformers is not installed, or cannot load it; adapters that do not fit.
+    """
+    folder = run.train.start_from
+    asked = f"cannot load the model of {folder}"
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        hint = "pip install 'hyper_parallel[text]'"
+        raise ValueError(explain(asked, "transformers is not installed", f"seen: {error}", hint)) from None
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+    except Exception as error:  # it raises errors of many kinds
+        seen = f"seen: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        raise ValueError(explain(asked, "transformers cannot", seen, "a folder with a causal language model")) from None
+    if run.lora.rank:
+        check_targets(model, run.lora)
+        for module in with_lora(model, run.lora).modules():
+            if isinstance(module, Adapter):
+                module.reset_parameters()
+    return model
 
 
 def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *, tokenizer: str | None = None) -> None:
@@ -451,20 +578,41 @@ def _newest(path: Path) -> Path:
         return run.latest() or path
 
 
-def with_shape_of(run: Config, folder: str | Path) -> Config:
+def with_shape_of(run: Config, folder: str | Path, *, others: bool = False) -> Config:
     """Return a run of the model whose weights are in a folder of transformers, with its tokenizer if it has one.
 
     Args:
         run: how to train it.
         folder: see `import_huggingface`.
+        others: also take models that transformers alone knows, as they are.
 
     Raises:
         ValueError: as `import_huggingface`.
     """
-    config, _ = import_huggingface(folder)
-    run = run.with_shape(config).with_changes("train", {"start_from": str(folder)})
+    kind = other_model(folder) if others else None
+    size = None if kind is None else _vocabulary(folder)
+    if size is not None:
+        run = run.with_changes("train", {"model": OTHER, "start_from": str(folder)})
+        run = run.with_changes("model", {"vocab_size": size})
+    else:
+        config, _ = import_huggingface(folder)
+        run = run.with_shape(config).with_changes("train", {"start_from": str(folder)})
     has_tokenizer = (Path(folder) / "tokenizer.json").is_file()
     return run.with_changes("data", {"tokenizer": str(folder)}) if has_tokenizer and not run.data.tokenizer else run
+
+
+def _vocabulary(folder: str | Path) -> int | None:
+    """Return how many tokens the causal language model of a folder knows; None: transformers loads no such model."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        return None
+    try:
+        settings: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError):
+        return None
+    known = type(settings) in AutoModelForCausalLM._model_mapping
+    return settings.get_text_config().vocab_size if known else None
 
 
 def check_start(run: Config) -> None:
@@ -477,6 +625,8 @@ def check_start(run: Config) -> None:
         ValueError: as `import_huggingface`; the model of the folder is not the run's.
     """
     assert run.train.start_from is not None, "the caller looks"
+    if run.train.model == OTHER:
+        return
     theirs, _ = import_huggingface(run.train.start_from)
     there, here = dataclasses.asdict(theirs), dataclasses.asdict(run.shape())
     unlike = [name for name in {**here, **there} if name not in _FREE and there.get(name) != here.get(name)]

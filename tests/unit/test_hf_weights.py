@@ -265,7 +265,7 @@ def test_folders_that_do_not_fit_are_refused_before_anything_changes(tmp_path: P
     config.write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):
         import_huggingface(tmp_path)
-    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+    with pytest.raises(ValueError, match="there is no such folder"):
         import_huggingface(tmp_path / "elsewhere")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -322,3 +322,23 @@ def test_exports_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has weights already") as error:
         export_huggingface(state, DENSE, tmp_path / "new")
     refused_with(error, "seen: model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("file", "blame", "hint"),
+    [
+        (None, "there is no such folder", "nothing is fetched: hf download some/model --local-dir FOLDER"),
+        ("some/model/adapter_config.json", "it holds an adapter, and no model", "export --merge"),
+        ("some/model/step-00000003/record", "it holds checkpoints of a run", "hyper-parallel export some/model out/hf"),
+        ("some/model/weights", "config.json cannot be read", "the folder that save_pretrained"),
+    ],
+)
+def test_a_folder_of_something_else_is_called_what_it_is(
+    file: str | None, blame: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if file is not None:
+        Path(file).parent.mkdir(parents=True)
+        Path(file).touch()
+    with pytest.raises(ValueError, match=rf"cannot import some/model: {blame}\n(?s:.*)try: .*{hint}"):
+        import_huggingface("some/model")

@@ -439,7 +439,14 @@ class Streamed:
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.first = self.place = state["place"]
+        self.first, self.place = state["place"], 0  # it finds its place when it is read, and until then says another
+
+
+class Unnumbered:
+    """Records that can be read one after the other only."""
+
+    def __iter__(self) -> Any:
+        return iter(RECORDS)
 
 
 BASE = TINY.with_changes("train", {"steps": 4, "batch_size": 16, "seq_len": 8})
@@ -448,6 +455,9 @@ LOADERS = {
     "without": Forgetful,
     "records": lambda: RecordLoader(RECORDS, BASE),
     "records with a state": lambda: RecordLoader(Streamed(), BASE),
+    "shuffled records": lambda: RecordLoader(RECORDS, BASE, shuffle=100),
+    "shuffled records with a state": lambda: RecordLoader(Streamed(), BASE, shuffle=6),
+    "shuffled records that are not numbered": lambda: RecordLoader(Unnumbered(), BASE, shuffle=29),
 }
 
 
@@ -471,6 +481,32 @@ def test_records_are_read_one_after_the_other_and_over_again() -> None:
         RecordLoader({"train": RECORDS}, config)
     with pytest.raises(ValueError, match="the state is of something else"):
         RecordLoader(RECORDS, config).load_state_dict({"place": 3})
+
+
+def order_of(records: Any, shuffle: int, seed: int = 0, passes: int = 3) -> list[int]:
+    """The numbers of the records in the order in which a loader reads them."""
+    config = BASE.with_changes("train", {"seed": seed})
+    size, found, text = sum(len(each["prompt"] + each["completion"]) for each in RECORDS), b"", ""
+    batches = iter(RecordLoader(records, config, shuffle=shuffle))
+    while len(found) < size * passes:
+        found += bytes(next(batches)[0].flatten().tolist())
+    text = found[: size * passes].decode()
+    return [int(each.partition(" + ")[0]) for each in text.split(", of course. ")[:-1]]
+
+
+@pytest.mark.parametrize("shuffle", [29, 100, 6])
+def test_shuffled_records_are_those_of_a_pass_in_an_order_of_its_own(shuffle: int) -> None:
+    found = order_of(RECORDS, shuffle)
+    passes = [found[first : first + 29] for first in (0, 29, 58)]
+    assert all(sorted(each) == list(range(29)) for each in passes)
+    assert len(set(map(tuple, passes))) == 3
+    for each in passes:
+        assert all(number // shuffle == place // shuffle for place, number in enumerate(each)), "within their block"
+    assert found == order_of(Streamed(), shuffle) == order_of(Unnumbered(), shuffle)
+    assert found != order_of(RECORDS, shuffle, seed=1)
+    assert order_of(RECORDS, 0) == order_of(RECORDS, 1) == list(range(29)) * 3
+    with pytest.raises(ValueError, match="shuffle must be a finite number of at least 0"):
+        order_of(RECORDS, -1)
 
 
 @pytest.mark.sim

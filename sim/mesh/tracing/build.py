@@ -157,10 +157,9 @@ def _split_tensors(job: Job, module: nn.Module) -> None:
     mesh = dims.get_mesh("tp")
     if isinstance(module, MLALlama):
         along, again = recipe.sequence_parallel, recipe.reshard_inputs
-        plan = mla_plan(module, mesh, etp=dims.etp if along else None, sequence_parallel=along, reshard_inputs=again)
-    else:
-        plan = job.model.plan(module, mesh, recipe)
-    if plan is not None:
+        etp = dims.etp if along else None
+        shard_module(module, mesh, mla_plan(module, mesh, etp=etp, sequence_parallel=along, reshard_inputs=again))
+    elif (plan := job.model.plan(module, mesh, recipe)) is not None:
         shard_module(module, mesh, plan)
 
 
