@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CLIENTS := out/clients-venv
 
-.PHONY: help venv demo check test full deep clients lint types docs bench compat clean
+.PHONY: help venv demo check test full deep clients lint types docs bench gpu npu compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -63,6 +63,12 @@ docs: venv ## the site of docs/ in out/site, its reference pages made from docst
 
 bench: venv ## side by side with torch: engine, redistribution, simulator; the tables for docs/benchmarks.md
 	$(BIN)/python -m benchmarks
+
+gpu: ## on a machine with a GPU, with its own python3 (PYTHON=...): measure all that only a device tells, in 8 minutes
+	$(PYTHON) -m benchmarks.device --device cuda --out out/gpu
+
+npu: ## the same on an Ascend device
+	$(PYTHON) -m benchmarks.device --device npu --out out/npu
 
 compat: ## the sim suite on the oldest and the newest torch that pyproject allows
 	bash benchmarks/compat.sh

@@ -50,7 +50,7 @@ def main() -> None:
         for marker, text in tables.items():
             print(f"\n{text}", flush=True)
             if options.write:
-                _write(marker, text)
+                write_table(marker, text)
 
 
 def _engine() -> dict[str, str]:
@@ -201,7 +201,8 @@ PARTS = {
 }
 
 
-def _write(marker: str, text: str) -> None:
+def write_table(marker: str, text: str) -> None:
+    """Put a table where the docs have its place."""
     marked = rf"(<!-- {marker}: begin -->\n).*?(\n?<!-- {marker}: end -->)"
     page = next((page for page in PAGES if re.search(marked, page.read_text(), flags=re.DOTALL)), None)
     if page is None:

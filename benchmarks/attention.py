@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
 from benchmarks.dims import in_turns
-from benchmarks.engine import Protocol, _time, _with_interval, on_gloo
+from benchmarks.engine import Protocol, _time, _with_interval, on_gloo, timed
 from hyper_parallel.core.context_parallel import ContextParallel
 
 RANKS, HEADS, HEAD_DIM = 4, 8, 64
@@ -79,6 +79,25 @@ def _check(name: str, view: Any, attend: Attend, local: Any, grad: torch.Tensor,
 
 def _differs(name: str, found: str) -> str:
     return f"{name} computes something else: {found}"
+
+
+def beside_sdpa(sequences: int, length: int, device: str, calls: int) -> dict[str, float]:
+    """Seconds of a forward and backward: by ranks that share a device, and of the whole by the first of them alone."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    whole = [x.to(device) for x in _whole(sequences, length)]
+    ways: dict[str, Callable[[], object]] = {}
+    for name, degree in (("ring", 1), ("ulysses", dist.get_world_size())):
+        view = ContextParallel(mesh, degree)
+        local = [view.split(x, dim=2).requires_grad_() for x in whole[:3]]
+        grad = view.split(whole[3], dim=2)
+        _check(name, view, view.attend, local, grad, whole)
+        ways[name] = partial(_once, view.attend, local, grad)
+    alone = [x.clone().requires_grad_() for x in whole[:3]]
+    causal = partial(F.scaled_dot_product_attention, is_causal=True)
+    ways["SDPA of the whole, once"] = lambda: _once(causal, alone, whole[3]) if dist.get_rank() == 0 else None
+    for way in ways.values():
+        timed(way, 1, device)
+    return {name: timed(way, calls, device) for name, way in ways.items()}
 
 
 # -- torch's ring ----------------------------------------------------------------------------------------------------

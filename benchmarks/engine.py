@@ -29,7 +29,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
-from benchmarks.toy import batch, build, has_comm_fusion, step
+from benchmarks.toy import Shape, batch, build, has_comm_fusion, step
+from hyper_parallel.platform import get_platform
 
 NAMES = {
     "plain": "plain",
@@ -43,12 +44,14 @@ STEPS_PER_BLOCK, BLOCKS, WARMUP_BLOCKS = 3, 9, 2
 
 @dataclass(frozen=True)
 class Protocol:
-    """How many steps are timed, of whom."""
+    """How many steps are timed, of whom, on what device, and of a model of which shape (None: the small one)."""
 
     contestants: tuple[str, ...]
     steps: int = STEPS_PER_BLOCK
     blocks: int = BLOCKS
     warmup: int = WARMUP_BLOCKS
+    device: str = "cpu"
+    shape: Shape | None = None
 
 
 @dataclass
@@ -91,8 +94,8 @@ def engines() -> tuple[str, ...]:
 
 def contest(sequences: int, length: int, protocol: Protocol) -> dict[str, list[float]]:
     """Run the protocol on the calling rank; the same times come back on every rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    built = {engine: build(engine, mesh) for engine in protocol.contestants}
+    mesh = init_device_mesh(protocol.device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    built = {engine: build(engine, mesh, shape=protocol.shape) for engine in protocol.contestants}
     return _in_turns(built, sequences, length, protocol)
 
 
@@ -114,22 +117,31 @@ def _leaves(model: nn.Module) -> list[nn.Module]:
 def _in_turns(
     built: dict[str, tuple[nn.Module, Any]], sequences: int, length: int, protocol: Protocol
 ) -> dict[str, list[float]]:
-    tokens = batch(dist.get_rank(), sequences, length)
+    tokens = batch(dist.get_rank(), sequences, length).to(protocol.device)
     seconds: dict[str, list[float]] = {name: [] for name in built}
     draw = random.Random(0)  # on all ranks the same
     for block in range(protocol.warmup + protocol.blocks):
         for name in draw.sample(sorted(built), len(built)):
             model, optimizer = built[name]
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(protocol.steps):
-                step(model, optimizer, tokens)
-            dist.barrier()
-            took = torch.tensor([(time.perf_counter() - start) / protocol.steps])
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            took = timed(lambda m=model, o=optimizer: step(m, o, tokens), protocol.steps, protocol.device)
             if block >= protocol.warmup:
-                seconds[name].append(took.item())
+                seconds[name].append(took)
     return seconds
+
+
+def timed(call: Callable[[], object], times: int, device: str) -> float:
+    """Seconds of a call on the slowest rank, from barrier to barrier, with the end of the device's work."""
+    finish = get_platform(device).synchronize
+    finish()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    finish()
+    dist.barrier()
+    took = torch.tensor([(time.perf_counter() - start) / times], device=device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return took.item()
 
 
 Contest = Callable[[int, int, Protocol], dict[str, list[float]]]

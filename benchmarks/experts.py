@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from hyper_parallel.core.expert_parallel.experts import grouped, one_by_one
+from hyper_parallel.platform import get_platform
 
 SHAPES = ((8, 512, 128, 256), (32, 1024, 256, 256), (64, 256, 64, 64), (8, 4096, 256, 512))
 """Experts, rows, hidden size, inner size."""
@@ -23,26 +24,33 @@ def table() -> str:
         "|--:|--:|---|--:|--:|--:|",
     ]
     for count, rows, hidden, inner in SHAPES:
-        group, loop = _times(count, rows, hidden, inner)
+        group, loop = times_of(count, rows, hidden, inner)
         lines.append(f"| {count} | {rows} | {hidden}, {inner} | {group:.2f} | {loop:.2f} | {group / loop:.2f} |")
     return "\n".join(lines)
 
 
-def _times(count: int, rows: int, hidden: int, inner: int) -> tuple[float, float]:
+def times_of(
+    count: int, rows: int, hidden: int, inner: int, device: str = "cpu", blocks: int = BLOCKS
+) -> tuple[float, float]:
+    """Milliseconds of a forward and backward of both, the medians over blocks: on a CPU those of the processor."""
+    now, finish = time.process_time if device == "cpu" else time.perf_counter, get_platform(device).synchronize
     sizes = ((rows, hidden), (count, inner, hidden), (count, hidden, inner), (count, inner, hidden))
-    given = [torch.randn(size).bfloat16().requires_grad_() for size in sizes]
-    grad, counts = torch.randn(rows, hidden).bfloat16(), torch.full((count,), rows // count)
+    given = [torch.randn(size).to(device, torch.bfloat16).requires_grad_() for size in sizes]
+    grad = torch.randn(rows, hidden).to(device, torch.bfloat16)
+    counts = torch.full((count,), rows // count, device=device)
     each = counts.tolist()
     ways: list[Callable[[], torch.Tensor]] = [
         lambda: grouped(given[0], counts, *given[1:]),
         lambda: one_by_one(given[0], each, *given[1:]),
     ]
     found: list[list[float]] = [[], []]
-    for block in range(1 + BLOCKS):
+    for block in range(1 + blocks):
         for way, seconds in zip(ways, found, strict=True):
-            start = time.process_time()
+            finish()
+            start = now()
             for _ in range(CALLS):
                 torch.autograd.grad(way(), given, grad)
+            finish()
             if block:
-                seconds.append((time.process_time() - start) / CALLS * 1e3)
+                seconds.append((now() - start) / CALLS * 1e3)
     return median(found[0]), median(found[1])

@@ -84,7 +84,7 @@ class Case:
         sequences: of a step, over all ranks.
         length: tokens of a sequence.
         micro_batches: of a pipeline.
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda` or `npu`.
     """
 
     parallel: ParallelConfig
@@ -120,6 +120,8 @@ class Case:
         names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
         shown = [f"{name}={size}" for name in names if (size := getattr(self.parallel, name) or 1) > 1]
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        parts += "" if self.parallel.checkpointing == "none" else f", {self.parallel.checkpointing} checkpointing"
+        parts += ", compiled" if self.parallel.compile else ""
         return (", ".join(shown) or "one process") + parts
 
 
@@ -165,8 +167,8 @@ def run_case(case: Case, steps: int = STEPS, warmup: int = WARMUP) -> Measured:
         steps: that are timed.
         warmup: steps before them.
     """
-    timed = _in_processes(partial(_timed, case=case, steps=steps, warmup=warmup), case)
-    if case.device == "cuda":
+    timed = _in_processes(partial(take_steps, case=case, steps=steps, warmup=warmup), case)
+    if case.device != "cpu":
         return Measured(tuple(timed[0]["steps"]), max(r["allocated"] for r in timed), max(r["resident"] for r in timed))
     watched = _in_processes(partial(_watched, case=case), case)
     return Measured(tuple(timed[0]["steps"]), max(r["allocated"] for r in watched), max(r["resident"] for r in timed))
@@ -182,7 +184,7 @@ def _rank(rank: int, case: Case, held: Any, folder: str) -> None:
     get_platform(case.device).set_device(rank)
     if case.device == "cpu":  # as torchrun does, and `measure(threads=1)`
         torch.set_num_threads(1)
-    backend = "nccl" if case.device == "cuda" else "gloo"
+    backend = get_platform(case.device).backend
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=case.processes)
     Path(folder, f"{rank}.json").write_text(json.dumps(held()))
     dist.barrier()
@@ -198,7 +200,9 @@ def _trainer(case: Case) -> Trainer:
     return Trainer(case.config, dims, get_platform(case.device), RankPlace(rank, rank, world, world), mesh)
 
 
-def _timed(case: Case, steps: int, warmup: int) -> dict[str, Any]:
+def take_steps(case: Case, steps: int, warmup: int) -> dict[str, Any]:
+    """Train on the calling rank of torch.distributed; seconds of each step, and bytes at the peak."""
+    platform = get_platform(case.device)
     load_corpus()
     device = torch.device(case.device)
     a = torch.randn(256, 256, device=device)
@@ -214,16 +218,17 @@ def _timed(case: Case, steps: int, warmup: int) -> dict[str, Any]:
         record = trainer.step()  # which resets the peak first
         worked = time.process_time() - worked
         dist.barrier()
-        took = torch.tensor([time.perf_counter() - begin, worked], device=device, dtype=torch.float64)
+        took = torch.tensor([time.perf_counter() - begin, worked], device=device)  # hccl has no float64
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         if number >= warmup:
             seconds.append(took[0].item())
             busy.append(took[1].item())
             resident = max(resident, status_bytes("VmHWM") - before)
     del record
-    if case.device == "cuda":
-        resident = torch.cuda.max_memory_reserved()
-    allocated = torch.cuda.max_memory_allocated() if case.device == "cuda" else 0
+    allocated = 0
+    if case.device != "cpu":
+        stats = platform.memory_stats()
+        allocated, resident = stats.peak_allocated, stats.peak_reserved
     return {"steps": seconds, "busy": busy, "resident": resident, "allocated": allocated}
 
 
@@ -253,6 +258,8 @@ def predict(case: Case, hardware: Hardware) -> Estimate:
         reduce_dtype="fp32",
         norm="fused" if case.device == "cuda" else "eager",  # torch has a kernel of RMSNorm for GPUs alone
         loss="library",
+        checkpointing=case.parallel.checkpointing,
+        compile=case.parallel.compile,
         microbatches=case.micro_batches,
     )
     sequences = case.sequences // case.dims.batch_ranks
@@ -327,7 +334,7 @@ def drawn_table(cases: Sequence[Case] | None = None, steps: int = 25, seconds: f
     for processes, group in itertools.groupby(cases or drawn_cases(), key=lambda case: case.processes):
         hardware = measure(processes, "cpu", seconds, threads=1)
         for case in group:
-            found = _in_processes(partial(_timed, case=case, steps=steps, warmup=WARMUP), case)[0]
+            found = _in_processes(partial(take_steps, case=case, steps=steps, warmup=WARMUP), case)[0]
             shortest, busy = min(found["steps"]), statistics.quantiles(found["busy"], n=4)[0]
             predicted = predict(case, hardware).time.step.value
             ratios.append(predicted / (busy if processes == 1 else shortest))

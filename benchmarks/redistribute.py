@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 
 import hyper_parallel as hp
 import sim
+from benchmarks.engine import timed
 from hyper_parallel.core.redistribute import lower_bound, plan, topology
 from hyper_parallel.core.redistribute.bounds import torch_plan
 
@@ -159,17 +160,17 @@ def cases(ranks: int, number: int = PAIRS) -> list[Case]:
     return found
 
 
-def contest(todo: Sequence[Case]) -> list[tuple[float, float]]:
+def contest(todo: Sequence[Case], device: str = "cpu", repeats: int = REPEATS) -> list[tuple[float, float]]:
     """Run both on the calling rank; median seconds of ours and of torch's per case, of the slowest rank."""
     torch.set_num_threads(1)
     results = []
     for number, case in enumerate(todo):
         names = ("a", "b", "c")[: len(case.sizes)]
-        mesh = hp.init_device_mesh("cpu", case.sizes, mesh_dim_names=names)
+        mesh = hp.init_device_mesh(device, case.sizes, mesh_dim_names=names)
         layout = hp.Layout.from_device_mesh(mesh)
         src = layout(*case.src, partial=dict.fromkeys(case.pending, "sum"))
         dst = layout(*case.dst)
-        x = hp.from_local(torch.ones(src.local_shape(case.shape)), src, shape=case.shape)
+        x = hp.from_local(torch.ones(src.local_shape(case.shape), device=device), src, shape=case.shape)
         goal = dst.placements
         ways: dict[str, Callable[[], Any]] = {
             "ours": functools.partial(hp.redistribute, x, dst),
@@ -178,16 +179,11 @@ def contest(todo: Sequence[Case]) -> list[tuple[float, float]]:
         assert torch.equal(ways["ours"]().to_local(), _settled(ways["torch"]())), case
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         draw = random.Random(number)
-        for repeat in range(REPEATS + 1):
+        for repeat in range(repeats + 1):
             for name in draw.sample(sorted(ways), len(ways)):
-                dist.barrier()
-                start = time.perf_counter()
-                _settled(ways[name]())
-                dist.barrier()
-                took = torch.tensor([time.perf_counter() - start])
-                dist.all_reduce(took, op=dist.ReduceOp.MAX)
+                took = timed(lambda way=ways[name]: _settled(way()), 1, device)
                 if repeat:
-                    seconds[name].append(took.item())
+                    seconds[name].append(took)
         results.append((float(np.median(seconds["ours"])), float(np.median(seconds["torch"]))))
     return results
 

@@ -5,39 +5,50 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-DIM, LAYERS, HEADS, VOCAB = 256, 4, 4, 256
+VOCAB = 256
+
+
+class Shape(NamedTuple):
+    """The width, the number of layers, and their heads."""
+
+    dim: int = 256
+    layers: int = 4
+    heads: int = 4
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
-        self.up, self.down = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
+        dim = shape.dim
+        self.heads = shape.heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, DIM // HEADS).permute(2, 0, 3, 1, 4)
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, DIM))
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Toy(nn.Module):
-    """d=256, 4 layers, 36 parameters, 3.3 million elements."""
+    """As it is, d=256, 4 layers, 36 parameters, 3.3 million elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape | None = None) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        shape = shape or Shape()
+        self.embed = nn.Embedding(VOCAB, shape.dim)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, VOCAB, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -104,6 +115,7 @@ def build(
     *,
     prepare: Callable[[Toy], None] | None = None,
     units: Callable[[Toy], list[nn.Module]] = lambda model: list(model.blocks),
+    shape: Shape | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """The model and its optimizer, wrapped by `engine` (see `wrapper`) or not at all.
@@ -113,10 +125,13 @@ def build(
         mesh: Where it is sharded.
         prepare: Called with the model before it is wrapped.
         units: The modules that are units of their own; the rest is one more.
+        shape: Of the model; None: the small one.
         options: Of `fully_shard`.
     """
     torch.manual_seed(0)
-    model = Toy()
+    model = Toy(shape)
+    if mesh is not None:
+        model.to(mesh.device_type)
     if prepare is not None:
         prepare(model)
     if engine == "part":

@@ -43,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "refuses",
     )
     group.addoption(
+        "--sim-device",
+        choices=tuple(_DEVICES.values()),
+        help="the device that the simulated ranks share, in bodies that also are for ranks with such a device each "
+        "(npu without torch_npu: each has a late one of its own)",
+    )
+    group.addoption(
         "--require-devices",
         action="store_true",
         help="fail, instead of skip, a test that finds too few devices or ranks",
@@ -62,9 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Name the seed of the simulated ranks, and the backend that they stand for."""
-    backend = config.getoption("--sim-backend")
-    return f"sim: seed {config.getoption('--sim-seed')}" + (f", backend {backend}" if backend else "")
+    """Name the seed of the simulated ranks, the backend that they stand for, and their device."""
+    backend, device = config.getoption("--sim-backend"), config.getoption("--sim-device")
+    more = (f", backend {backend}" if backend else "") + (f", device {device}" if device else "")
+    return f"sim: seed {config.getoption('--sim-seed')}{more}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,6 +20,8 @@ from hyper_parallel.core.common.checks import check, check_choice, check_least, 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.tables import as_html
 from hyper_parallel.core.redistribute.cost import Topology
+from hyper_parallel.platform import PlatformUnavailableError, get_platform
+from hyper_parallel.platform.accelerator import torch_npu_is_installed
 from sim.comm.group import Network
 from sim.comm.observer import TraceRecorder, forget, observe
 from sim.comm.pricing import CommPricing, Cost
@@ -31,10 +33,11 @@ from sim.kernel import threads
 from sim.kernel.context import current_rank, this_thread
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import RankThread
-from sim.late.communication import LateCommunication
+from sim.late.communication import CommunicatingDevice, LateCommunication
 from sim.late.device import LateDevice, apart
 from sim.late.memory import RaceReport
 from sim.late.queue import LateQueue
+from sim.late.shared import SharedDevice
 from sim.observers.captured import CapturedObjects, watch_captured
 from sim.observers.faults.hooks import Faults
 from sim.observers.faults.plan import Fault
@@ -87,8 +90,10 @@ class WorldOptions:
         faults: What goes wrong, and when: `sim.faults.Kill(2, at=3)`, `Freeze`, `Slow`, `SlowLink`,
             `Corrupt`, `Drop`.
         device: `"meta"`: tensors are made without data unless a device is given; operations and collectives check
-            and work out dtypes and shapes, and to read a value raises torch's error. `"npu"`: each rank has a simulated
-            accelerator of that name, whose streams run late, in an order drawn from the seed. None: the CPU, as ever.
+            and work out dtypes and shapes, and to read a value raises torch's error. `"cuda"`: all ranks share this
+            machine's first GPU, each with streams, random numbers and counts of memory of its own. `"npu"`: the same on
+            an Ascend device; without torch_npu each rank has a simulated accelerator of that name, whose streams run
+            late, in an order drawn from the seed. None: the CPU, as ever.
         map_device: `"cuda"` or `"npu"`: what names this device gets the CPU, as with `--map-device`.
         backend: `"hccl"`, `"nccl"` or `"gloo"`: the default group reports this name, and every group of that name
             refuses to reduce the dtypes, and by the reduce ops, that the real backend refuses; it takes no part in
@@ -132,9 +137,9 @@ class WorldOptions:
         _check_pin(asked, self.pin)
         if self.device is not None:
             hint = "'meta' for tensors without data, or map_device='cuda', which puts on the CPU what names that device"
-            check_choice(asked, "device", self.device, ("cpu", "meta", "npu"), hint)
-        if self.device == "npu" and self.map_device is not None:
-            seen = f"device: 'npu'   map_device: {self.map_device!r}"
+            check_choice(asked, "device", self.device, ("cpu", "meta", *KINDS), hint)
+        if self.device in KINDS and self.map_device is not None:
+            seen = f"device: {self.device!r}   map_device: {self.map_device!r}"
             raise ValueError(explain(asked, "it has devices of its own, of which none is mapped", seen, "one of them"))
         if self.map_device is not None:
             check_choice(asked, "map_device", self.map_device, KINDS)
@@ -196,25 +201,51 @@ class World:
         self.contexts = [self._new_context(rank, base | self._torchrun_variables(rank)) for rank in self._living()]
         self.host.contexts = self.contexts
         self.network.endpoints = list(self.contexts)
-        self._queue = self._make_late(races) if options.device == "npu" else None
+        self._queue = self._make_devices(races)
         for observer in (TraceRecorder(self.network), races, partials):
             if observer is not None:
                 observe(self.network, observer)
         self.faults = Faults(self.network, options.seed)
         self.faults.add(*options.faults)
 
+    def _make_devices(self, races: Races | None) -> LateQueue | None:
+        """Give the ranks the device that they are to have: parts of a real one, or each a late one."""
+        kind = self.options.device
+        if kind == "npu" and not torch_npu_is_installed():
+            return self._make_late(races)
+        if kind in KINDS:
+            try:
+                get_platform(kind)
+            except PlatformUnavailableError as missing:
+                asked, blame = "cannot make a world", str(missing).partition(": ")[2].partition(";")[0]
+                hint = f"map_device={kind!r} (--map-device), which puts on the CPU what names that device"
+                raise ValueError(explain(asked, blame, f"device: {kind!r}", hint)) from missing
+            self._share(kind)
+        return None
+
+    def _share(self, kind: str) -> None:
+        for context in self.contexts:
+            context.shared = SharedDevice(context.rank, kind, _seed_of(self.options.seed, context.rank))
+        self._carry_out_on({context.rank: context.shared for context in self.contexts if context.shared is not None})
+
     def _make_late(self, races: Races | None) -> LateQueue:
         """Give each rank a device whose work is late."""
         queue, report = LateQueue(self.options.seed), None
         if races is not None:
             report = RaceReport(self.scheduler.fail, lambda: self.network.replay)
+        devices = {}
         for context in self.contexts:
-            context.late = LateDevice(context.rank, queue, report)
+            context.late = devices[context.rank] = LateDevice(context.rank, queue, report)
             if races is not None:
-                context.late.flights = races.of_rank(context.rank)
-        self.network.devices = late = LateCommunication(self.network, queue)
-        observe(self.network, late)
+                context.late.flights = flights = races.of_rank(context.rank)
+                flights.apart = "npu"
+        self._carry_out_on(devices)
         return queue
+
+    def _carry_out_on(self, devices: Mapping[int, CommunicatingDevice]) -> None:
+        """Let devices carry out what ranks communicate."""
+        self.network.devices = communication = LateCommunication(devices)
+        observe(self.network, communication)
 
     # What a world of which not every rank is run does in another way.
 
@@ -228,7 +259,7 @@ class World:
         return Trace(self.world_size, self.options.keep_events)
 
     def _new_context(self, rank: int, environment: dict[bytes, bytes]) -> RankContext:
-        seed = ((self.options.seed << 20) + rank) % 2**63
+        seed = _seed_of(self.options.seed, rank)
         return RankContext(rank, self.host, new_c10d_state(), environment, seed)
 
     def _new_scheduler(self, schedule: Any) -> Scheduler:
@@ -245,7 +276,7 @@ class World:
         size = str(self.world_size)
         variables = {
             "RANK": str(rank),
-            **_places(rank, size, one_device_each=self.options.device == "npu"),
+            **_places(rank, size, one_device_each=self.options.device in KINDS),
             "WORLD_SIZE": size,
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": size,
@@ -446,6 +477,10 @@ class World:
                 if slot.mismatch:
                     return mismatch.collective_mismatch(self.network, slot, None)
         return mismatch.group_mismatch(self.network) or deadlock.deadlock(self.network)
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    return ((seed << 20) + rank) % 2**63
 
 
 def _places(rank: int, size: str, *, one_device_each: bool) -> dict[str, str]:

@@ -27,7 +27,7 @@ TIERS = ("check", "test", "full", "deep")
 # larger: an import, the first call of an operator in a process, or a shared reference falls on whoever comes first.
 LIMITS = {"check": 0.1, "test": 1.5, "full": 30.0}
 TOO_SLOW = {"check": 4.0, "test": 15.0, "full": 200.0}
-EXAMPLES = {"check": 10, "test": 10, "full": 100, "deep": 5_000}
+EXAMPLES = {"check": 10, "test": 10, "full": 40, "deep": 5_000}
 FILE = Path(__file__).with_name("tiers.json")
 COST = "cpu_s"
 RANKS_COST = "ranks_cpu_s"  # of the processes that ran a body, see sim/testing/processes.py

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.published.gpt import GPTConfig
@@ -17,6 +18,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.recipe import Recipe
+from sim.mesh.zoo.mla import MLAConfig
 
 __all__ = [
     "FOLDER",
@@ -36,6 +38,10 @@ tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else 
 FOLDER = Path(__file__).resolve().parent / "data"
 USUAL_VOCABULARY = 50304
 """GPT-2's, as Megatron pads it."""
+LATENT = MappingProxyType({"latent_rank": 512, "plain_size": 128, "turned_size": 64, "value_size": 128})
+"""Latent attention of DeepSeek-V2, V3 and those built like them: the same in the config.json of all."""
+QUERY_RANK = 1536
+"""Of those; in the ones of width 2048 (V2-Lite, Moonlight), queries are made of the residual stream."""
 
 Row = Mapping[str, Any]
 
@@ -54,10 +60,13 @@ def family_of(row: Row) -> dict[str, Any]:
     framework = str(row.get("framework", ""))
     for family in _tables()["family"]:
         if any(text.lower() in framework.lower() for text in family["match"]):
-            usual = {key: value for key, value in family.items() if key not in ("since", "match", "evidence")}
+            usual = {key: value for key, value in family.items() if key not in ("since", "where", "match", "evidence")}
             for later in family.get("since", ()):
                 if str(row.get("date", "")) >= later["date"]:
                     usual.update((key, value) for key, value in later.items() if key not in ("date", "evidence"))
+            for some in family.get("where", ()):
+                if all(text in str(row.get(key, "")) for key, text in some["row"].items()):
+                    usual.update((key, value) for key, value in some.items() if key not in ("row", "evidence"))
             return usual
     raise CannotSay(f"nothing is known of the framework {framework!r}")
 
@@ -121,14 +130,24 @@ def dims_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> ParallelDi
 
 
 def _zero(row: Row, family: Mapping[str, Any]) -> int:
-    stage = row.get("zero_stage")
+    stage = row.get("zero_stage") if family.get("says_zero", True) else None
     zero = int(family["zero"] if stage is None else stage)
     return 2 if zero == 3 and "never" in str(row.get("reshard_after_forward", "")) else zero
 
 
 def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
-    skip = ("name", "attention_kernel", "zero", "reduce_dtype", "etp", "folds_experts", "tp_host")
+    skip = (
+        "name",
+        "attention_kernel",
+        "compiled_loss",
+        "zero",
+        "reduce_dtype",
+        "etp",
+        "folds_experts",
+        "says_zero",
+        "tp_host",
+    )
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
     said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"
@@ -145,6 +164,8 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
         notes.append("whether it is compiled is not stated; taken as not")
     if isinstance(row.get("sp"), bool):
         said["sequence_parallel"] = row["sp"]
+    if not said.get("sequence_parallel", True):
+        said["reshard_inputs"] = False
     if row.get("async_tp") is True or str(row.get("async_tp", "")).startswith(("TE", "mc2")):
         said["tp_overlap"] = True
     if "foreach" in str(row.get("optimizer", "")):
@@ -152,19 +173,15 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     loss = str(row.get("loss_impl", ""))
     if "chunked" in loss:
         said["loss"] = "chunked"
-    elif "fused" in loss:
+    elif "fused" in loss or (said["compile"] and family.get("compiled_loss") and "not compiled" not in loss):
         said["loss"] = "compiled"
     attention = str(row.get("attn_type", ""))
     if any(word in attention for word in ("unfused", "no flash", "materialized")):
         said["attention"] = "math"
     elif "lash" in attention or "SDPA" in attention:
         said["attention"] = "flash"
-    for text, note in (
-        ("sliding-window", "its sliding window is not modelled"),
-        ("MLA", "its latent attention is taken as plain"),
-    ):
-        if text in attention:
-            notes.append(note)
+    if "sliding-window" in attention:
+        notes.append("its sliding window is not modelled")
     _checkpointing(row, said, notes)
     _schedule(row, said)
     otherwise = {field.name: said.pop(field.name, False) for field in dataclasses.fields(MegatronConventions)}
@@ -191,6 +208,8 @@ def _checkpointing(row: Row, said: dict[str, Any], notes: list[str]) -> None:
         said.update(checkpointing="full", checkpoint_layers=max(1, round(sum(counts) / stages)))
     elif text.startswith("full"):
         said["checkpointing"] = "full"
+    elif text == "graph sac default":  # torchtitan's graph_trainer (memory_policy.py) saves all matrix products
+        said["checkpointing"] = "selective"
     elif "op" in text.split(":")[-1].split() or "graph sac" in text:
         said["checkpointing"] = "alternate"
     elif text.startswith("selective"):
@@ -210,6 +229,8 @@ def _schedule(row: Row, said: dict[str, Any]) -> None:
     if parts is None:
         micro = row.get("micro_batch") or (row["local_batch"] if pp == 1 else 1)
         parts = row["local_batch"] // micro
+    elif parts * (row.get("micro_batch") or 0) * (row.get("grad_accum") or 1) == row.get("local_batch"):
+        parts *= row.get("grad_accum") or 1  # a pipeline's micro-batches, several times over
     said["microbatches"] = int(parts)
     if pp == 1:
         return
@@ -237,7 +258,7 @@ def model_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> LlamaConf
         notes.append(f"its vocabulary is not stated; taken as {USUAL_VOCABULARY:,}")
         row = {**row, "vocab": USUAL_VOCABULARY}
     if row.get("n_experts"):
-        return _moe(row, family, notes)
+        return _moe(row, family)
     if row.get("gated_mlp") and "gpt (" not in arch:
         return _llama(row, family)
     return _gpt(row, family)
@@ -295,19 +316,16 @@ def _llama(row: Row, family: Mapping[str, Any]) -> LlamaConfig:
     return LlamaConfig(**_llama_shape(row, family))
 
 
-def _moe(row: Row, family: Mapping[str, Any], notes: list[str]) -> MoEConfig:
-    shape = _llama_shape(row, family)
-    if row.get("arch") == "deepseek-v3":
-        shape["head_size"] = 128  # of its values; its keys have 64 more
-        if "MLA" not in str(row.get("attn_type", "")):
-            notes.append("its latent attention is taken as plain")
-    return MoEConfig(
-        **shape,
-        num_experts=row["n_experts"],
-        experts_per_token=row.get("top_k") or 1,
-        expert_intermediate_size=row.get("moe_ffn") or row["ffn"],
-        num_shared_experts=row.get("n_shared_experts") or 0,
-        num_dense_layers=row.get("n_dense_layers") or 0,
-        bias_update_rate=0.0,
-        aux_loss_weight=0.0,
-    )
+def _moe(row: Row, family: Mapping[str, Any]) -> MoEConfig:
+    shape = _llama_shape(row, family) | {
+        "num_experts": row["n_experts"],
+        "experts_per_token": row.get("top_k") or 1,
+        "expert_intermediate_size": row.get("moe_ffn") or row["ffn"],
+        "num_shared_experts": row.get("n_shared_experts") or 0,
+        "num_dense_layers": row.get("n_dense_layers") or 0,
+        "bias_update_rate": 0.0,
+        "aux_loss_weight": 0.0,
+    }
+    if not str(row.get("arch", "")).startswith("deepseek"):
+        return MoEConfig(**shape)
+    return MLAConfig(**shape, **LATENT, query_rank=QUERY_RANK if row["hidden"] > 2048 else 0)

@@ -9,7 +9,7 @@ from sim.mesh.job import Job
 from sim.mesh.program import Comm, Event, HostWait, Program, Segment, Wait
 from sim.mesh.recipe import Conventions
 
-__all__ = ["MegatronConventions", "split_dispatch"]
+__all__ = ["MegatronConventions", "expose_weights", "split_dispatch"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class MegatronConventions(Conventions):
             else as torch's schedules do.
         split_dispatch: with etp > 1: each rank along tp sends a part of the tokens to experts, and these gather them,
             as in Megatron-LM; else each of these ranks sends all of them.
+        exposed_weights: with zero >= 2: weights are gathered, and gradients reduced, while nothing is computed.
     """
 
     scatter_gather: bool = False
     blocking_messages: bool = False
     waits_for_sends: bool = False
     split_dispatch: bool = False
+    exposed_weights: bool = False
 
     def __str__(self) -> str:
         return "; ".join(field.name.replace("_", " ") for field in fields(self) if getattr(self, field.name))
@@ -48,10 +50,36 @@ class MegatronConventions(Conventions):
             stage.group_of_parts = job.dims.get_mesh("tp").get_group()
 
     def rewrite(self, job: Job, program: Program) -> Program:
-        """Return the program with tokens split on their way to experts."""
+        """Return the program with tokens split on their way to experts, and what is to be exposed."""
+        if self.exposed_weights and job.recipe.zero >= 2:
+            program = expose_weights(program)
         if self.split_dispatch and job.dims.ep_enabled and job.dims.etp > 1:
             return split_dispatch(program)
         return program
+
+
+# Weights whose gathers are steps of the computation's own graph (MindSpore)
+
+
+def expose_weights(program: Program) -> Program:
+    """Return the program with communication between data-parallel ranks in the order of what is computed.
+
+    It starts after what was queued to be computed, and what is computed next starts after it.
+
+    Args:
+        program: not changed.
+    """
+    shards = {number for number, group in enumerate(program.groups) if "dp_shard" in group.axis}
+    segments = {}
+    for key, segment in program.segments.items():
+        events: list[Event] = []
+        for event in segment.events:
+            if isinstance(event, Comm) and event.group in shards:
+                events += [event._replace(stream=0), Wait(event.handle, 0)]
+            else:
+                events.append(event)
+        segments[key] = replace(segment, events=events)
+    return replace(program, segments=segments)
 
 
 # Tokens on their way to experts, where tensors are split within experts (Megatron-core, MoEAlltoAllTokenDispatcher)

@@ -34,6 +34,9 @@ def simulate(
     map_device: Annotated[
         _MappedDevice | None, typer.Option(help="Put on the CPU what the script puts on this device.")
     ] = None,
+    device: Annotated[
+        _MappedDevice | None, typer.Option(help="The device that all ranks share; npu may be a simulated one.")
+    ] = None,
     env: Annotated[list[str] | None, typer.Option(metavar="K=V", help="A variable for every rank.")] = None,
     own: Annotated[str, typer.Option(metavar="NAMES", help="Packages of which each rank gets a copy: a,b")] = "",
     show: Annotated[str, typer.Option(metavar="RANKS", help="Whose standard output: 0, or 0,3, or all.")] = "0",
@@ -65,6 +68,7 @@ def simulate(
             nproc=nproc,
             seed=seed,
             map_device=None if map_device is None else map_device.value,
+            device=None if device is None else device.value,
             env=env or (),
             own=own,
             show=show,

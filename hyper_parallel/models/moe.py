@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -136,8 +137,11 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x (batch, seq, hidden) to the same shape."""
         chosen, weights = self.router(x)
-        out: Tensor = self.experts(x, chosen, weights)
-        return out if self.shared is None else out + self.shared(x)
+        if self.shared is None:
+            return cast(Tensor, self.experts(x, chosen, weights))
+        sent = self.experts.send(x, chosen)
+        shared = self.shared(x)  # while tokens are on their way
+        return cast(Tensor, self.experts(x, chosen, weights, sent) + shared)
 
 
 class MoEBlock(Block):

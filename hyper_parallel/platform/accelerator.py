@@ -14,6 +14,7 @@ import torch
 from torch._C import _distributed_c10d
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.platform.attention import AttentionKernel, gpu_attention, npu_attention
 from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
 
 __all__ = [
@@ -134,11 +135,13 @@ class AcceleratorPlatform(Platform):
             path: of the file; its folder is made.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # torch_npu writes over what is there, and leaves the rest of it behind
         self._module.memory._record_memory_history(max_entries=_ALLOCATIONS)
         try:
             yield
         finally:
             self._module.memory._dump_snapshot(str(path))
+            path.chmod(path.stat().st_mode | 0o400)  # torch_npu makes a file that its owner may not read
             self._module.memory._record_memory_history(enabled=None)
 
     @property
@@ -174,6 +177,12 @@ class CudaPlatform(AcceleratorPlatform):
             )
         super().__init__()
 
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> AttentionKernel | None:
+        """Return the kernel that torch itself would take; None if it would take none."""
+        return gpu_attention(q, k, v, causal, scale)
+
     def flight_recording(self) -> bytes | None:
         """Return the last collectives of this process, pickled as torch's analyser reads them (`torchfrtrace`)."""
         recorder: Any = _distributed_c10d  # builds without CUDA do not have it
@@ -207,6 +216,13 @@ class NpuPlatform(AcceleratorPlatform):
                 "ASCEND_RT_VISIBLE_DEVICES does not hide it"
             )
         super().__init__()
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> AttentionKernel | None:
+        """Return `npu_fusion_attention`; None where torch_npu has it not, or not for such tensors."""
+        del causal, scale
+        return npu_attention(q, k, v)
 
 
 def torch_npu_is_installed() -> bool:

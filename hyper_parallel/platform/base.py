@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hyper_parallel.platform.attention import AttentionKernel
 from hyper_parallel.platform.reductions import Reductions, reductions_of
 
 __all__ = ["Event", "MemoryStats", "Platform", "PlatformUnavailableError", "Stream"]
@@ -213,6 +214,21 @@ class Platform(ABC):
         """
         copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
         return copy.copy_(source, non_blocking=not wait)
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> AttentionKernel | None:
+        """Return the fused attention that returns log-sums, for such tensors of this device; None: there is none.
+
+        Args:
+            q: (batch, heads, queries, head_dim).
+            k: (batch, key and value heads, keys, head_dim).
+            v: as `k`.
+            causal: query i sees keys up to i.
+            scale: of the scores.
+        """
+        del q, k, v, causal, scale
+        return None
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch's default generators, the host's and every device's, with `seed`."""

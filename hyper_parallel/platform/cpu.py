@@ -16,6 +16,7 @@ import torch
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
+from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.base import MemoryStats, Platform, Stream
 
 __all__ = ["CpuPlatform", "HostEvent", "HostStream"]
@@ -152,6 +153,13 @@ class CpuPlatform(Platform):
 
     def empty_cache(self) -> None:
         """Do nothing: the CPU allocator keeps no cache that torch could empty."""
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> AttentionKernel | None:
+        """Return torch's fused attention on the CPU; None for empty tensors, and for rows that are apart in memory."""
+        del causal, scale
+        return host_attention(q, k, v)
 
     def flight_recording(self) -> bytes | None:
         """Return the last collectives of this process, with the names of their groups, which gloo leaves out.

@@ -31,6 +31,7 @@ from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models.llama import Llama
 from hyper_parallel.models.lora import Adapter
+from hyper_parallel.platform import attention_operators
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from hyper_parallel.trainer.data import IGNORED
 
@@ -40,13 +41,9 @@ _PRODUCTS = frozenset(
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
         torch.ops.aten._scaled_mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-"""What selective checkpointing keeps: matrix products and attention, the expensive part; the rest is made again."""
+"""What selective checkpointing keeps, with fused attention: the expensive part; the rest is made again."""
 
 WEIGHTS = MappingProxyType({"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64})
 """The dtype that weights are kept in; "bf16" is what they are gathered and computed in."""
@@ -233,21 +230,24 @@ def checkpointed(block: nn.Module, policy: str) -> nn.Module:
 
 
 def _keep_products() -> Any:
+    kept = _PRODUCTS | attention_operators()
+
     def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)
 
 
 def _keep_alternate_products() -> Any:
     counts = {False: 0, True: 0}  # of forward, and of the second computation
+    kept = _PRODUCTS | attention_operators()
 
     def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
             counts[context.is_recompute] += 1
             if counts[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)
 

@@ -512,7 +512,7 @@ def model_of_folder(run: Config) -> nn.Module:
         hint = "pip install 'hyper_parallel[text]'"
         raise ValueError(explain(asked, "transformers is not installed", f"seen: {error}", hint)) from None
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
     except Exception as error:  # it raises errors of many kinds
         seen = f"seen: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
         raise ValueError(explain(asked, "transformers cannot", seen, "a folder with a causal language model")) from None

@@ -2,7 +2,7 @@
 
 Every function here gets the calls of all ranks of one group, in rank order, and moves the data in one go. A
 reduction adds in rank order, so its result does not depend on who arrived first, and it is computed once and
-handed out. Large tensors are worked off in pieces that stay in the processor's cache.
+handed out. Large tensors on the CPU are worked off in pieces that stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _all_reduce(calls: list[Call]) -> None:
             _sum_sparse(tensors)
         elif whole[0].numel() > _PIECE and all(t.is_contiguous() for t in whole):
             flat = [t.view(-1) for t in whole]
-            for pieces in zip(*(t.split(_PIECE) for t in flat), strict=True):
+            for pieces in zip(*map(_in_pieces, flat), strict=True):
                 _accumulate(pieces[0], pieces, op, factors)
                 for other in pieces[1:]:
                     other.copy_(pieces[0])
@@ -256,6 +256,11 @@ def _all_reduce(calls: list[Call]) -> None:
             _accumulate(whole[0], whole, op, factors)
             for other in whole[1:]:
                 other.copy_(whole[0])
+
+
+def _in_pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What is worked on at a time: on a device all of it, as each piece would be a kernel."""
+    return flat.split(_PIECE) if flat.device.type == "cpu" else (flat,)
 
 
 def _sum_sparse(tensors: Sequence[torch.Tensor]) -> None:
@@ -297,7 +302,7 @@ def _reduce_scatter(calls: list[Call]) -> None:
             out.view(-1).copy_(acc)
         elif out.is_contiguous() and all(p.is_contiguous() for p in parts):
             flat, flat_parts = out.view(-1), [p.view(-1) for p in parts]
-            for pieces in zip(flat.split(_PIECE), *(p.split(_PIECE) for p in flat_parts), strict=True):
+            for pieces in zip(_in_pieces(flat), *map(_in_pieces, flat_parts), strict=True):
                 _accumulate(pieces[0], pieces[1:], op, factors)
         else:
             _accumulate(out, [p.reshape(out.shape) for p in parts], op, factors)
@@ -336,7 +341,7 @@ def _reduce_and_cut(calls: list[Call], op: str, factors: Sequence[Any]) -> None:
     """Reduce the inputs as a whole, in the same order, and then hand out the parts."""
     inputs = [call.inputs[0].data.view(-1) for call in calls]
     whole = torch.empty_like(inputs[0])
-    for pieces in zip(whole.split(_PIECE), *(t.split(_PIECE) for t in inputs), strict=True):
+    for pieces in zip(_in_pieces(whole), *map(_in_pieces, inputs), strict=True):
         _accumulate(pieces[0], pieces[1:], op, factors)
     for call, part in zip(calls, whole.chunk(len(calls)), strict=True):
         out = call.outputs[0].data
@@ -499,7 +504,8 @@ def _move_rows(calls: list[Call]) -> Problem | None:
     taken = sent.t().flatten()  # in the order of the outputs
     shift = starts.t().flatten() - (taken.cumsum(0) - taken)
     index = torch.arange(int(taken.sum())) + torch.repeat_interleave(shift, taken)
-    moved = torch.cat([call.inputs[0].data for call in calls]).index_select(0, index)
+    given = torch.cat([call.inputs[0].data for call in calls])
+    moved = given.index_select(0, index.to(given.device))
     for call, rows in zip(calls, moved.split([sum(rows) for _, rows in splits]), strict=True):
         call.outputs[0].data.copy_(rows)
     return None

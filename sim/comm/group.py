@@ -299,7 +299,13 @@ class Explanations(Protocol):
 
 
 class Devices(Protocol):
-    """Devices of the ranks that carry out later what is communicated."""
+    """Devices of the ranks that carry out later what is communicated.
+
+    Attributes:
+        kind: The type of their tensors.
+    """
+
+    kind: str
 
     def carry_out(self, calls: list[Call], run: Callable[[list[Call]], Problem | None]) -> Problem | None:
         """Issue a collective that all members have called; returns what does not fit together."""

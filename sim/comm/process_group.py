@@ -180,6 +180,9 @@ def _dtypes(tensors: Tensors) -> str:
     return " ".join(dict.fromkeys(map(_dtype, tensors)))
 
 
+_DEVICES = {"gloo": "cpu", "hccl": "npu", "nccl": "cuda"}  # by the name of a backend
+
+
 def _unsupported(name: str) -> Callable[..., Any]:
     def method(self: SimProcessGroup, *args: Any, **options: Any) -> Any:
         raise SimError(
@@ -222,6 +225,22 @@ class SimProcessGroup(Dispatched):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
         return self._backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices that a group of its name has backends for; object collectives go over the CPU if it has one.
+
+        Only ranks with a device of their own are asked for more than the CPU.
+        """
+        endpoint = self._alive
+        if endpoint is None or endpoint.network.devices is None:
+            return [torch.device("cpu")]
+        name = str(endpoint.c10d.pg_map.get(self, ("sim",))[0])
+        if ":" in name:
+            kinds = [part.partition(":")[0] for part in name.split(",")]
+        else:  # torch makes a backend for each device, if none is named
+            kinds = [_DEVICES[name]] if name in _DEVICES else ["cpu", endpoint.network.devices.kind]
+        return [torch.device(kind) for kind in kinds]
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.next_seq[self._member]
@@ -305,6 +324,16 @@ class SimProcessGroup(Dispatched):
         if refused is not None:
             raise network.explain.not_reduced(backend, op, reduce_op, refused, self._title())
 
+    def _check_device(self, op: str, tensors: Tensors) -> None:
+        """Refuse the tensors that torch finds no backend for, such as those of the CPU in a group of hccl alone."""
+        kinds = [device.type for device in self._device_types]
+        for tensor in tensors:
+            if tensor.device.type not in kinds:
+                blame = f"no backend type is associated with device type {tensor.device.type} in this group"
+                raise RuntimeError(
+                    self._refusal(op, blame, f"a tensor on {kinds[0]}, or a group of 'cpu:gloo,npu:hccl' (cuda:nccl)")
+                )
+
     def _check_no_gaps(self, op: str, tensors: Tensors) -> None:
         """Refuse what nccl refuses, and where gloo writes into the elements between: it moves plain memory."""
         for tensor in tensors:
@@ -346,6 +375,8 @@ class SimProcessGroup(Dispatched):
         endpoint.check_caller()
         if network.scheduler.fatal is not None:
             raise network.scheduler.end_of_rank()
+        if network.devices is not None:
+            self._check_device(call.contract.op, (*call.inputs, *call.outputs))
         call.line = user_line()
         call.axis = self._axis()
         for issuing in network.issuing:
@@ -709,6 +740,8 @@ class SimProcessGroup(Dispatched):
         network, scheduler = endpoint.network, endpoint.scheduler
         if scheduler.fatal is not None:
             raise scheduler.end_of_rank()
+        if network.devices is not None:
+            self._check_device("send" if sending else "recv", [tensor])
         message = Message(group, sender, receiver, tag, tensor, sending)
         message.line = user_line()
         message.axis = self._axis()

@@ -32,7 +32,7 @@ class Waitable:
         lost: It never will be: makes the error for each rank that waits for it. None: it may be.
     """
 
-    __slots__ = ("at", "lost", "ready", "waiters")
+    __slots__ = ("__weakref__", "at", "lost", "ready", "waiters")
     is_global = True  # other ranks have a part in it
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class Watchdog:
             report_long_turn(_words(who), now - self._began, failure, stack_of(thread.ident))
         if self._has_computed(thread.ident):
             self._since, self._reported = now, False
-        elif now - self._since > LIMIT_S and not self._reported:
+        elif not self._reported and now - self._since > (COMPUTES_S if _runs_a_process(thread.ident) else LIMIT_S):
             self._reported = True
             self._named.add(("computes", who))
             report(_words(who), now - self._since, stack_of(thread.ident))
@@ -77,6 +77,14 @@ class Watchdog:
 def _words(who: _Thread) -> str:
     rank, name = who
     return f"rank {rank}, thread {name!r}," if name else f"rank {rank}"
+
+
+def _runs_a_process(thread_id: int) -> bool:
+    """Whether the thread waits in `subprocess`: a compiler, say, which waits for no rank and may take its time."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None and frame.f_globals.get("__name__") == "selectors":  # by which it reads two pipes
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "subprocess"
 
 
 def stack_of(thread_id: int) -> str:

@@ -1,5 +1,6 @@
-"""A simulated accelerator named npu for each rank, whose streams run late.
+"""Devices of ranks: a simulated accelerator named npu for each, whose streams run late; or a real one that they share.
 
-switch -> module, kernels -> device -> memory -> queue
+switch -> module, kernels -> attention, device -> memory -> queue
+switch -> shared
 communication -> device
 """

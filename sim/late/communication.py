@@ -1,30 +1,67 @@
-"""Collectives and messages of late devices: on streams of the process groups, as nccl and hccl carry them out.
+"""Collectives and messages of devices: on streams of the process groups, as nccl and hccl carry them out.
 
 A group has a stream of its own on the device of each member. What a rank calls begins there behind what its current
 stream holds by then, runs when that is so on all members, and `wait` makes the current stream wait for its end. The
 host goes on, though not before all members have called. The memory is in use until then: it may be dropped, as with
 both libraries, but it must not be touched.
+
+The devices may be late ones, of which each rank has its own, or one real device that the ranks share: all that differs
+is behind `CommunicatingDevice`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sim.comm.collectives import Call, Problem, execute
 from sim.comm.endpoint import Endpoint
-from sim.comm.group import Message, Network, Slot
+from sim.comm.group import Message, Slot
 from sim.comm.observer import Observer, memory_of
 from sim.kernel.waiting import Waitable
-from sim.late.device import LateDevice, apart
-from sim.late.queue import Lane, LateQueue, LateTask
+from sim.late.device import apart
 
-__all__ = ["LateCommunication"]
+__all__ = ["CommunicatingDevice", "LateCommunication", "Side"]
 
-_MOVES = "the host"
+
+class CommunicatingDevice(Protocol):
+    """What communication asks of the device of a rank.
+
+    A lane is a stream of a group; beginnings and ends are marks on it, such as events.
+
+    Attributes:
+        kind: The type of its tensors.
+    """
+
+    kind: str
+
+    def lane_of_group(self, title: str) -> Any:
+        """A stream for what a group communicates."""
+
+    def begin(self, lane: Any, what: str) -> tuple[Any, Any]:
+        """Issue an operation behind the current stream; returns its beginning, and its end, which is yet to come."""
+
+    def use(self, end: Any, lane: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Note which tensors an operation reads and writes until its end."""
+
+    def reach(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor through which whoever carries out an operation gets at one of the device."""
+
+    def move(self, sides: Sequence[Side], run: Callable[[], None]) -> None:
+        """Issue what comes after the beginning of all sides, and before the end of each."""
+
+    def wait(self, end: Any) -> None:
+        """Let the current stream wait for the end of an operation."""
+
+    def finish(self, end: Any) -> None:
+        """Let the host wait for the end of an operation."""
+
+    def forget(self) -> None:
+        """Drop what is kept for operations that nobody has waited for."""
 
 
 class Side(NamedTuple):
@@ -32,14 +69,17 @@ class Side(NamedTuple):
 
     Attributes:
         device: Of the rank.
+        lane: The stream of the group there.
         begins: Comes after what the rank had issued before.
-        ends: Comes after the operation; held until all have called.
-        tensors: Of the call, first those that it gives; each with its twin on the host.
+        ends: Comes after the operation, once all have called.
+        inputs: What it gives, within reach of who carries it out.
+        outputs: What it receives into, alike.
     """
 
-    device: LateDevice
-    begins: LateTask
-    ends: LateTask
+    device: CommunicatingDevice
+    lane: Any
+    begins: Any
+    ends: Any
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
 
@@ -48,17 +88,18 @@ class LateCommunication(Observer):
     """Carries out on devices what the ranks of a network communicate.
 
     Args:
-        network: Of the ranks.
-        queue: Of the world's work.
+        devices: By rank.
+
+    Attributes:
+        kind: The type of their tensors.
     """
 
-    def __init__(self, network: Network, queue: LateQueue) -> None:
-        self._network = network
-        self._queue = queue
-        self._lanes: dict[tuple[Any, ...], Lane] = {}
+    def __init__(self, devices: Mapping[int, CommunicatingDevice]) -> None:
+        self._devices = devices
+        self.kind = next(iter(devices.values())).kind
+        self._lanes: dict[tuple[Any, ...], Any] = {}
         self._sides: dict[Call | Message, Side] = {}
-        self._ends: dict[tuple[int, Waitable], LateTask] = {}
-        self._moves = queue.new_lane(-1, _MOVES)
+        self._ends: WeakKeyDictionary[Waitable, dict[int, Any]] = WeakKeyDictionary()  # by rank
 
     # -- what a rank does ----------------------------------------------------------------------------------------------
 
@@ -72,42 +113,52 @@ class LateCommunication(Observer):
         else:
             tensors = call.inputs if call.inputs is call.outputs else (*call.inputs, *call.outputs)
             key = (endpoint.rank, what.group.name, what.group.ranks)
-        if any(tensor.device.type == "npu" for tensor in tensors) or (call and call.contract.op == "barrier"):
+        if any(map(self._is_there, tensors)) or (call and call.contract.op == "barrier"):
             with apart():
                 self._begin(endpoint, what, call, key)
 
+    def _is_there(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.kind
+
     def _begin(self, endpoint: Endpoint, what: Slot | Message, call: Call | None, key: tuple[Any, ...]) -> None:
-        device: LateDevice = endpoint.late  # type: ignore[attr-defined]  # the ranks of this world have one
+        device = self._devices[endpoint.rank]
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = self._queue.new_lane(endpoint.rank, f"the stream of group {what.group.title!r}")
-        begins = device.put(lane, what.describe(), after=[device.current.tail])
-        ends = device.put(lane, what.describe(), held=True)
+            lane = self._lanes[key] = device.lane_of_group(f"the stream of group {what.group.title!r}")
+        begins, ends = device.begin(lane, what.describe())
         reads, writes = memory_of(endpoint, what, call)
-        for tensors, writing in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                if tensor.device.type == "npu":
-                    device.touch(ends, tensor, device.twin(tensor), writes=writing)
-                    device.use_on(tensor, lane)
+        if call is not None and isinstance(call.factor, torch.Tensor):
+            reads = (*reads, call.factor)
+        device.use(ends, lane, *[[each for each in tensors if self._is_there(each)] for tensors in (reads, writes)])
         if call is None:
             assert isinstance(what, Message)
-            inputs = outputs = [_twin(device, what.tensor)]
-            self._sides[what] = Side(device, begins, ends, inputs, outputs)
+            inputs = outputs = [self._reach(device, what.tensor)]
+            self._sides[what] = Side(device, lane, begins, ends, inputs, outputs)
         else:
-            inputs = [_twin(device, tensor) for tensor in call.inputs]
-            outputs = inputs if call.outputs is call.inputs else [_twin(device, tensor) for tensor in call.outputs]
-            self._sides[call] = Side(device, begins, ends, inputs, outputs)
-        self._ends[endpoint.rank, what] = ends
+            inputs = [self._reach(device, tensor) for tensor in call.inputs]
+            same = call.outputs is call.inputs
+            outputs = inputs if same else [self._reach(device, tensor) for tensor in call.outputs]
+            if isinstance(call.factor, torch.Tensor):
+                call.factor = self._reach(device, call.factor)
+            self._sides[call] = Side(device, lane, begins, ends, inputs, outputs)
+        self._ends.setdefault(what, {})[endpoint.rank] = ends
+
+    def _reach(self, device: CommunicatingDevice, tensor: torch.Tensor) -> torch.Tensor:
+        return device.reach(tensor) if self._is_there(tensor) else tensor
 
     def waited(self, endpoint: Endpoint, what: Waitable) -> None:
         """Let the rank's current stream wait for an operation; after a barrier, the host does."""
-        ends = self._ends.get((endpoint.rank, what))
+        ends = self._ends.get(what, {}).get(endpoint.rank)
         if ends is None or not what.ready:
             return
-        device: LateDevice = endpoint.late  # type: ignore[attr-defined]
-        device.wait_for(device.current, ends)
+        device = self._devices[endpoint.rank]
+        device.wait(ends)
         if isinstance(what, Slot) and what.first is not None and what.first.contract.op == "barrier":
             device.finish(ends)
+
+    def ended(self, endpoint: Endpoint) -> None:
+        """Drop what is kept for operations that nobody has waited for: the rank's function has ended."""
+        self._devices[endpoint.rank].forget()
 
     # -- when all have come --------------------------------------------------------------------------------------------
 
@@ -138,7 +189,7 @@ class LateCommunication(Observer):
                 if late is not None:
                     raise RuntimeError(late.what(range(len(calls))))
 
-            self._move(known, move)
+            known[0].device.move(known, move)
         return problem
 
     def deliver(self, source: Message, target: Message, run: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
@@ -150,20 +201,7 @@ class LateCommunication(Observer):
             return
         give = source.tensor if given is None else given.inputs[0]
         take = target.tensor if taken is None else taken.inputs[0]
-        self._move(sides, partial(run, give, take))
-
-    def _move(self, sides: list[Side], run: Callable[[], None]) -> None:
-        """Issue what comes after the beginning of all sides, and before the end of each."""
-        first = sides[0].begins
-        # On no stream, but behind those of all: the queue has one lane for such tasks, which orders none of them.
-        self._moves.tail = None
-        task = self._queue.put(self._moves, first.what, first.line, run, [side.begins for side in sides])
-        for side in sides:
-            self._queue.release(side.ends, [task])
-
-
-def _twin(device: LateDevice, tensor: torch.Tensor) -> torch.Tensor:
-    return device.twin(tensor) if tensor.device.type == "npu" else tensor
+        sides[0].device.move(sides, partial(run, give, take))
 
 
 def _on_meta(call: Call) -> Call:

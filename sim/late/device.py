@@ -131,6 +131,43 @@ class LateDevice:
         for lane in self.queue.lanes_of(self.rank):
             self.finish(lane.tail)
 
+    # -- communication ---------------------------------------------------------------------------------------------
+
+    kind = "npu"
+
+    def lane_of_group(self, title: str) -> Lane:
+        """A stream for what a group communicates."""
+        return self.queue.new_lane(self.rank, title)
+
+    def begin(self, lane: Lane, what: str) -> tuple[LateTask, LateTask]:
+        """Issue an operation to a group's stream, behind the current one: its beginning, and its end, which is held."""
+        return self.put(lane, what, after=[self.current.tail]), self.put(lane, what, held=True)
+
+    def use(self, end: LateTask, lane: Lane, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Note which tensors an operation reads and writes until its end."""
+        for tensors, writing in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                self.touch(end, tensor, self.twin(tensor), writes=writing)
+                self.use_on(tensor, lane)
+
+    def reach(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor through which whoever carries out an operation gets at one of the device."""
+        return self.twin(tensor)
+
+    def move(self, sides: Sequence[Any], run: Callable[[], None]) -> None:
+        """Issue what comes after the beginning of all sides, and before the end of each."""
+        first = sides[0].begins
+        task = self.queue.put_apart(first.what, first.line, run, [side.begins for side in sides])
+        for side in sides:
+            self.queue.release(side.ends, [task])
+
+    def wait(self, end: LateTask) -> None:
+        """Let the current stream wait for the end of an operation."""
+        self.wait_for(self.current, end)
+
+    def forget(self) -> None:
+        """Nothing is kept for operations that nobody has waited for."""
+
     # -- tensors -------------------------------------------------------------------------------------------------------
 
     def new_tensor(

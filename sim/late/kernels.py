@@ -8,12 +8,14 @@ as on a real device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
+from sim.late import attention
 from sim.late.device import LateDevice, apart, late_device
 from sim.late.queue import LateTask
 from sim.observers.races import accesses
@@ -320,11 +322,17 @@ def _set_storage(npu: LateDevice, x: torch.Tensor, storage: Any, offset: Any, si
 
 
 def _resize_(npu: LateDevice, x: torch.Tensor, size: Any, **options: Any) -> torch.Tensor:
-    if not x.numel():
-        new = npu.new_tensor(tuple(size), None, x.dtype)
-        return _set_storage(npu, x, new.untyped_storage(), 0, new.shape, new.stride())
+    """Another shape; where that needs more memory, what was there is copied to a storage that nobody else has."""
+    storage, first, numel = x.untyped_storage(), int(x.storage_offset()), math.prod(size)
     stride = torch.empty(tuple(size), device="meta").stride()
-    return _set_storage(npu, x, x.untyped_storage(), x.storage_offset(), tuple(size), stride)
+    room = npu.memory.size_of(storage) // x.element_size() if npu.memory.has(storage) else 0
+    if x.numel() and first + numel <= room:
+        return _set_storage(npu, x, storage, first, tuple(size), stride)
+    new = npu.new_tensor(tuple(size), None, x.dtype)
+    if x.numel():
+        there = room - first
+        _copy_from(npu, npu.view(x, (there,), (1,), first), npu.view(new, (there,), (1,), 0))
+    return _set_storage(npu, x, new.untyped_storage(), 0, new.shape, new.stride())
 
 
 def _copy_from(npu: LateDevice, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -352,6 +360,24 @@ def _copy_from(npu: LateDevice, source: torch.Tensor, target: torch.Tensor, non_
     return target
 
 
+def _to_copy(
+    npu: LateDevice, x: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any
+) -> torch.Tensor:
+    """A copy with another dtype or on another device; one to the host that nobody waits for is to pinned memory."""
+    options.update(layout=None, pin_memory=None)
+    like = _ATEN._to_copy.default(_on_meta(x), device=torch.device("meta"), **options)
+    if device is not None and device.type == "meta":
+        return like
+    if device is None or device.type == "npu":
+        _check_device(device)
+        out = npu.new_tensor(like.shape, like.stride(), like.dtype, poison=False)
+    else:
+        out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        out = npu.pin(out) if non_blocking else out
+    _copy_from(npu, x, out, non_blocking)
+    return out
+
+
 def _poison(tensor: torch.Tensor) -> None:
     """Fill with what nobody can take for a result."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -366,6 +392,11 @@ def _item(npu: LateDevice, x: torch.Tensor) -> Any:
     npu.touch(task, x, twin, writes=False)
     npu.finish(task)
     return twin.item()
+
+
+def _may_take_memory_of(npu: LateDevice, x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether `x.data = other` works: as in torch_npu between host and device, so that ties survive `to`."""
+    return all(each.layout is torch.strided and each.device.type in ("cpu", "npu") for each in (x, other))
 
 
 def _record_stream(npu: LateDevice, x: torch.Tensor, stream: Any) -> None:
@@ -389,7 +420,9 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN.set_.source_Storage_storage_offset: _set_storage,
     _ATEN.resize_.default: _resize_,
     _ATEN._copy_from.default: _copy_from,
+    _ATEN._to_copy.default: _to_copy,
     _ATEN._local_scalar_dense.default: _item,
+    _ATEN._has_compatible_shallow_copy_type.default: _may_take_memory_of,
     _ATEN.record_stream.default: _record_stream,
     _ATEN.convolution_overrideable.default: _convolution,
     _ATEN.convolution_backward_overrideable.default: _convolution_backward,
@@ -414,4 +447,7 @@ def register() -> list[torch.library.Library]:
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(_ATEN, packet), overload or "default")
             aten.impl(name.removeprefix("aten::"), partial(_fallback, op), "PrivateUse1")
-    return [everything, aten]
+    npu = attention.define()
+    for name in attention.COMPUTED:
+        npu.impl(name, partial(_fallback, getattr(torch.ops.npu, name).default), "PrivateUse1")
+    return [everything, aten, npu]

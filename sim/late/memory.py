@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,6 +106,7 @@ class DeviceMemory:
     Attributes:
         allocated: Bytes in tensors now.
         reserved: Bytes that the device has taken from the host.
+        history: What `torch.npu.memory._record_memory_history` has recorded, as memory_viz reads it; None: it is off.
         peak_allocated: The most that `allocated` was since `reset_peaks`.
         peak_reserved: The most that `reserved` was.
     """
@@ -118,6 +120,7 @@ class DeviceMemory:
         self._released: list[Released] = []
         self._of_storage: dict[int, Owned] = {}
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.history: deque[dict[str, Any]] | None = None
 
     def allocate(self, size: int, lane: Lane) -> Allocation:
         """Find memory of a size in bytes, to be used behind a stream."""
@@ -133,7 +136,10 @@ class DeviceMemory:
             self.peak_reserved = max(self.peak_reserved, self.reserved)
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return Allocation(memory, size, lane)
+        allocation = Allocation(memory, size, lane)
+        if self.history is not None:
+            self.history.append(_event("alloc", allocation))
+        return allocation
 
     def give(self, storage: torch.UntypedStorage, allocation: Allocation, *, poison: bool = True) -> None:
         """Let an allocation be the memory of a storage of the device, until that is gone or `release`d.
@@ -195,6 +201,8 @@ class DeviceMemory:
         allocation = found.allocation
         if allocation is not None:
             self.allocated -= allocation.size
+            if self.history is not None:
+                self.history.append(_event("free_completed", allocation))
             line, mark = user_line(), None
             if allocation.users:
                 mark = self._queue.put(self._allocator, "", line, after=[lane.tail for lane in allocation.users])
@@ -276,10 +284,33 @@ class DeviceMemory:
         """Start the peaks afresh."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
+    def record(self, most: int | None) -> None:
+        """Record allocations from now on, the last `most` of them; None: no longer."""
+        self.history = None if most is None else deque(maxlen=min(most, sys.maxsize))
+
+    def snapshot(self) -> dict[str, Any]:
+        """What memory there is, and what was recorded, as torch's memory_viz reads it: every allocation a segment."""
+        segments = []
+        for owned in self._of_storage.values():
+            if owned.allocation is not None:
+                event = _event("active_allocated", owned.allocation)
+                block = {"state": event["action"], "requested_size": owned.allocation.size, **event}
+                sizes = dict.fromkeys(("total_size", "allocated_size", "active_size"), event["size"])
+                place = {"address": event["addr"], "stream": event["stream"], "segment_type": "small", "device": 0}
+                segments.append({**place, **sizes, "blocks": [{**block, "address": event["addr"], "frames": []}]})
+        return {"segments": segments, "device_traces": [list(self.history or ())]}
+
     def empty_cache(self) -> None:
         """Give memory that no tensor uses back to the host."""
         self.reserved -= sum(each.memory.nbytes() for free in self._free.values() for each in free)
         self._free.clear()
+
+
+def _event(action: str, allocation: Allocation) -> dict[str, Any]:
+    memory, stream = allocation.memory, allocation.lane.index
+    frame = {"filename": user_line(), "line": 0, "name": ""}  # which names the line and the function, too
+    address = memory.data_ptr() if allocation.size else 0
+    return {"action": action, "addr": address, "size": memory.nbytes(), "stream": stream, "frames": [frame]}
 
 
 def _bytes_of(memory: torch.UntypedStorage, size: int) -> torch.Tensor:

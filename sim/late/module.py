@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
+import stat
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,7 +18,7 @@ from sim.kernel.context import current_context
 from sim.late.device import LateDevice, late_device
 from sim.late.queue import LateTask
 
-__all__ = ["MODULE", "LateEvent", "LateStream"]
+__all__ = ["MEMORY", "MODULE", "LateEvent", "LateStream"]
 
 _TOTAL = 64 << 30  # bytes of a device, as an Ascend 910B has them; what is used is the host's
 
@@ -132,7 +136,8 @@ def _stream(device: LateDevice, stream: Any) -> Iterator[Any]:
 
 
 def _set_stream(device: LateDevice, stream: Any) -> None:
-    device.current = device.stream(stream.stream_id)
+    if stream is not None:  # torch_npu: then it does nothing
+        device.current = device.stream(stream.stream_id)
 
 
 def _set_device(device: LateDevice, index: Any) -> None:
@@ -206,4 +211,30 @@ MODULE: dict[str, Callable[..., Any]] = {
     "get_rng_state": lambda device, _=None: torch.get_rng_state(),
     "set_rng_state": lambda device, state, _=None: torch.set_rng_state(state),
     "_is_in_bad_fork": _always(False),
+}
+
+
+def _record_memory_history(
+    device: LateDevice,
+    enabled: str | None = "all",
+    context: str | None = "all",
+    stacks: str = "all",
+    max_entries: int = sys.maxsize,
+) -> None:
+    del context, stacks
+    device.memory.record(None if enabled is None else max_entries)
+
+
+def _dump_snapshot(device: LateDevice, filename: str = "dump_snapshot.pickle") -> None:
+    # As torch_npu opens it: not emptied, and for its owner to write only.
+    with os.fdopen(os.open(filename, os.O_WRONLY | os.O_CREAT, stat.S_IWUSR), "wb") as file:
+        pickle.dump(device.memory.snapshot(), file)
+
+
+# What torch.npu.memory answers, likewise.
+MEMORY: dict[str, Callable[..., Any]] = {
+    **{name: MODULE[name] for name in MODULE if "memory" in name or name in ("empty_cache", "mem_get_info")},
+    "_record_memory_history": _record_memory_history,
+    "_snapshot": lambda device, _=None: device.memory.snapshot(),
+    "_dump_snapshot": _dump_snapshot,
 }

@@ -91,6 +91,7 @@ class LateQueue:
         self._ready: dict[LateTask, None] = {}
         self._order: dict[int, float] = {}
         self.waiting = 0
+        self._moves = self.new_lane(-1, "the host")
 
     def new_lane(self, rank: int, title: str) -> Lane:
         """Make a lane, without tasks."""
@@ -140,6 +141,11 @@ class LateQueue:
         while self.waiting > _LIMIT and self._ready:
             self._run_one()
         return task
+
+    def put_apart(self, what: str, line: str, run: Callable[[], object], after: Iterable[LateTask]) -> LateTask:
+        """Issue a task that is on no stream, and comes after those that are given only."""
+        self._moves.tail = None  # there is one lane for all such tasks, which orders none of them
+        return self.put(self._moves, what, line, run, after)
 
     def release(self, task: LateTask, after: Iterable[LateTask]) -> None:
         """Let a task that is held run after those that are given, which were not known when it was issued."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable
-from functools import partial
+import sys
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.late import kernels
+from sim.late.attention import FUSED
 from sim.late.device import LateDevice
-from sim.late.module import MODULE, LateEvent, LateStream
+from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
+from sim.late.shared import SHARED, SharedDevice
 from sim.patches.devices import device_module, importable
 from sim.patches.rank import Host, Undo
 
@@ -125,17 +128,30 @@ def _may_raise(register: Callable[..., Any]) -> Callable[..., Any]:
     def registers(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         context = current_context()
         device: LateDevice | None = None if context is None else context.late
-        return register(self, hook if device is None else partial(_kept, device, hook))
+        return register(self, hook if device is None or type(hook) is _KeptHook else _KeptHook(device, hook))
 
     return registers
 
 
-def _kept(device: LateDevice, hook: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return hook(*args)
-    except BaseException as error:
-        device.raised = error
-        raise
+class _KeptHook:
+    """A hook that is taken for the one that it calls, and whose exception the device keeps until backward returns."""
+
+    def __init__(self, device: LateDevice, hook: Any) -> None:
+        self._device, self._hook = device, hook
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._hook(*args)
+        except BaseException as error:
+            self._device.raised = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hook, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._hook)
 
 
 def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,8 +164,7 @@ def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **options)
         device.raised = None
         try:
-            with LateMode(device):  # which is off inside of what it handles, and `Tensor.backward` is one of these
-                return original(*args, **options)
+            return original(*args, **options)
         except SystemError:
             raised, device.raised = device.raised, None
             if raised is None:
@@ -167,9 +182,9 @@ def _has_device() -> bool:
 # -- while a world is alive --------------------------------------------------------------------------------------------
 
 
-def _of_rank(name: str, original: Any) -> Callable[..., Any]:
-    """`MODULE[name]` for ranks that have a device, and the original for all others."""
-    reply = MODULE[name]
+def _of_rank(name: str, original: Any, replies: Mapping[str, Callable[..., Any]] = MODULE) -> Callable[..., Any]:
+    """`replies[name]` for ranks that have a device, and the original for all others."""
+    reply = replies[name]
 
     def function(*args: Any, **options: Any) -> Any:
         context = current_context()
@@ -183,7 +198,7 @@ def _of_rank(name: str, original: Any) -> Callable[..., Any]:
 
 def _late_device(host: Host) -> Undo:
     """With `device="npu"`, torch answers as if each rank had an npu, and its storages have memory there."""
-    if host.device != "npu":
+    if not any(each.late is not None for each in host.contexts):
         return lambda: None
     module, missing = _register(), object()
     replaced: list[tuple[Any, str, Any]] = []
@@ -199,6 +214,8 @@ def _late_device(host: Host) -> Undo:
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         replace(torch.Tensor, name, _may_raise(getattr(torch.Tensor, name)))
     replace(torch.autograd, "_engine_run_backward", _runs_backward(torch.autograd._engine_run_backward))
+    functions = {name: _of_rank(name, lambda *args, **options: None, MEMORY) for name in MEMORY}
+    replace(module, "memory", SimpleNamespace(**functions))
     replace(module, "Stream", LateStream)
     replace(module, "Event", LateEvent)
     replace(torch.UntypedStorage, "resize_", _resizes(torch.UntypedStorage.resize_))
@@ -207,6 +224,8 @@ def _late_device(host: Host) -> Undo:
     replace(torch.UntypedStorage, "data_ptr", _points(torch.UntypedStorage.data_ptr))
 
     forget_package = importable("npu")
+    for name in FUSED:
+        setattr(sys.modules["torch_npu"], name, getattr(torch.ops.npu, name))
 
     def undo() -> None:
         forget_package()
@@ -250,5 +269,45 @@ def _points(original: Callable[..., int]) -> Callable[..., int]:
     return data_ptr
 
 
-LATE_PATCHES = (_late_device,)
-"""What torch answers on ranks that have a late device."""
+# -- the same, of a real device ----------------------------------------------------------------------------------------
+
+
+def _of_shared(name: str, original: Any) -> Callable[..., Any]:
+    """`SHARED[name]` for ranks that share a device, and the original for all others."""
+    reply = SHARED[name]
+
+    def function(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        device: SharedDevice | None = None if context is None else context.shared
+        if device is None:
+            return original(*args, **options)
+        return reply(device, *args, *options.values())
+
+    function.__name__ = name
+    return function
+
+
+def _shared_device(host: Host) -> Undo:
+    """With a real device, torch answers on each rank as if it had one of its own."""
+    devices: list[SharedDevice] = [each.shared for each in host.contexts if each.shared is not None]
+    if not devices:
+        return lambda: None
+    module: Any = torch.get_device_module(devices[0].kind)
+    for device in devices:
+        device.attach(module)
+    replaced: list[tuple[Any, str, Any]] = []
+    for name in SHARED:
+        for owner in (module, torch.accelerator):
+            if hasattr(owner, name):
+                replaced.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, _of_shared(name, getattr(owner, name)))
+
+    def undo() -> None:
+        for owner, name, original in reversed(replaced):
+            setattr(owner, name, original)
+
+    return undo
+
+
+LATE_PATCHES = (_late_device, _shared_device)
+"""What torch answers on ranks that have a late device, and on those that share a real one."""

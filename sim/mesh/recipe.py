@@ -249,6 +249,7 @@ _TORCH = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32"
 _CHOICES = MappingProxyType(
     {
         "master": ("fp32", "none"),
+        "moments": ("fp32", "bf16"),
         "engine": ("fully_shard", "hsdp"),
         "checkpointing": ("none", "selective", "alternate", "full"),
         "optimizer": ("adamw", "adamw-foreach", "muon", "sgd"),
@@ -321,6 +322,7 @@ class Recipe:
             work, too.
         reduce_dtype: what gradients are reduced in; those of weights in fp32 or fp64 are reduced as they are.
         master: "fp32": weights are kept in float32, beside those that are computed in. "none": there are only those.
+        moments: with zero <= 1: what AdamW's moments are kept in, "fp32" or "bf16" (precision-aware optimizers).
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
             "selective": all but matrix products and attention; "alternate": every other matrix product as well.
         checkpoint_layers: how many layers are checkpointed, the first ones of each stage; None: all.
@@ -365,6 +367,7 @@ class Recipe:
     param_dtype: Any = "bf16"
     reduce_dtype: Any = "fp32"
     master: str = "fp32"
+    moments: str = "fp32"
     checkpointing: str = "none"
     checkpoint_layers: int | None = None
     compile: bool = False
@@ -424,6 +427,10 @@ class Recipe:
             seen = f"float8=True, param_dtype={self.param_dtype!r}"
             blame = "matrix products in float8 take and return bfloat16"
             raise ValueError(explain(_ASKED, blame, seen, 'param_dtype="bf16"'))
+        if self.moments != "fp32" and (self.zero >= 2 or self.optimizer not in ("adamw", "adamw-foreach")):
+            seen = f"moments={self.moments!r}, zero={self.zero}, optimizer={self.optimizer!r}"
+            blame = "torch's optimizers keep moments in the dtype of the weights that they update"
+            raise ValueError(explain(_ASKED, blame, seen, 'moments="fp32", or zero=1 with optimizer="adamw"'))
         if self.reshard_inputs and not self.sequence_parallel:
             blame = "without sequence parallelism no input is gathered, and each rank has all of it anyway"
             seen = "reshard_inputs=True, sequence_parallel=False"

@@ -58,13 +58,14 @@ class Flights:
     def __init__(self, network: Network, rank: int) -> None:
         self._network = network
         self._rank = rank
+        self.apart: str | None = None  # a type of device that keeps its own books
         self._flights: dict[Hashable, _Flight] = {}
 
     def issue(
         self, what: Hashable, name: str, line: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         """Note an operation that begins now; it must not touch what another one in flight writes, either."""
-        given, taken = tuple(_parts(reads)), tuple(_parts(writes))
+        given, taken = tuple(self.parts(reads)), tuple(self.parts(writes))
         self.check(name, given, taken, line)
         self._flights[what] = _Flight(name, line, given, taken)
 
@@ -78,6 +79,12 @@ class Flights:
 
     def __bool__(self) -> bool:
         return bool(self._flights)
+
+    def parts(self, tensors: Iterable[torch.Tensor]) -> Iterator[Part]:
+        """The memory of tensors; not of a late device: there it is streams that have to wait, and not ranks."""
+        for tensor in tensors:
+            if tensor.device.type != self.apart and (part := part_of(tensor)) is not None:
+                yield part
 
     def check(self, name: str, reads: Iterable[Part], writes: Iterable[Part], line: str | None = None) -> None:
         """Raise what there is to say if an operation called `name` touches what it must not."""
@@ -107,13 +114,6 @@ class Flights:
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
-
-
-def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[Part]:
-    for tensor in tensors:
-        # A late device keeps its own books: there it is streams that have to wait, and not ranks.
-        if tensor.device.type != "npu" and (part := part_of(tensor)) is not None:
-            yield part
 
 
 def part_of(tensor: torch.Tensor) -> Part | None:
@@ -177,7 +177,9 @@ class _Accesses(TorchDispatchMode):
             return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
         if self._flights and func._opname not in _HARMLESS:
             reads, writes = accesses(func, args, kwargs)
-            self._flights.check(f"{func.namespace}.{func._opname}", _parts(reads), _parts(writes))
+            self._flights.check(
+                f"{func.namespace}.{func._opname}", self._flights.parts(reads), self._flights.parts(writes)
+            )
         return func(*args, **kwargs)
 
 
@@ -207,7 +209,8 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if self._flights and name in _LOOK:
-            self._flights.check(name, _parts(arg for arg in args if isinstance(arg, torch.Tensor)), ())
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            self._flights.check(name, self._flights.parts(tensors), ())
         return func(*args, **(kwargs or {}))
 
 

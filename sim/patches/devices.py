@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from hyper_parallel import platform
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import Platform
-from hyper_parallel.platform.accelerator import NpuPlatform
+from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.patches.rank import Host, RankContext, Undo
@@ -370,8 +370,9 @@ def _accelerator(*args: Any) -> torch.device:
 def _provide(device_type: str | None) -> Platform | None:
     """The simulated device for a rank that asks for the default, `cpu`, or what is mapped to it; else None."""
     context = current_context()
-    if context is not None and context.late is not None:
-        return NpuPlatform() if device_type is None else None  # the others are what they are on a machine
+    if context is not None and (context.late is not None or context.shared is not None):
+        kind = CudaPlatform if context.host.device == "cuda" else NpuPlatform
+        return kind() if device_type is None else None  # the others are what they are on a machine
     if context is None or device_type not in (None, "cpu", context.host.map_device):
         return None
     found: Platform = context.host.platform()
@@ -434,6 +435,30 @@ def _mapped_device(host: Host) -> Undo:
     return undo
 
 
+def _backward_modes(host: Host) -> Undo:
+    """What backward calls (hooks, layers that are computed again) runs in the modes of the rank's thread.
+
+    While a mode of functions handles one, torch switches it off, and `Tensor.backward` is such a function.
+    """
+    original = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        if context is None or torch._C._len_torch_function_stack():
+            return original(*args, **options)
+        with contextlib.ExitStack() as stack:
+            for mode in context.function_modes:
+                stack.enter_context(mode)
+            return original(*args, **options)
+
+    torch.autograd._engine_run_backward = run
+
+    def undo() -> None:
+        torch.autograd._engine_run_backward = original
+
+    return undo
+
+
 def _without_device_ids(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(
@@ -473,5 +498,5 @@ def _loads_on_cpu(original: Callable[..., Any], kind: str) -> Callable[..., Any]
     return load
 
 
-DEVICE_PATCHES = (_device_guard, _platform, _mapped_device)
+DEVICE_PATCHES = (_device_guard, _platform, _mapped_device, _backward_modes)
 """What torch and the library answer on ranks that ask for devices."""

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.platform.cpu import CpuPlatform
 from sim.comm.endpoint import Endpoint
 from sim.comm.group import Network
 from sim.late.device import LateDevice
+from sim.late.shared import SharedDevice
 from sim.observers.partials import Partials
 from sim.observers.replicas import Replicas
 from sim.patches.messages import copy_of_filters, enter_filters, leave_filters
@@ -137,7 +139,9 @@ class RankContext(Endpoint):
         modules: The modules that it does not share.
         view: Its `sys.argv`, output streams and so on, if it runs a script.
         device_index: What it has made its current device, where devices are mapped to the CPU.
-        late: Its device, in a world with `device="npu"`.
+        late: Its device, in a world with `device="npu"` without torch_npu.
+        shared: Its part of a real device, in a world with one.
+        function_modes: The modes of torch's functions that its threads are in.
     """
 
     def __init__(self, rank: int, host: Host, c10d: Any, environment: dict[bytes, bytes], seed: int) -> None:
@@ -153,6 +157,8 @@ class RankContext(Endpoint):
         self.view: ProcessView | None = None
         self.device_index = 0
         self.late: LateDevice | None = None
+        self.shared: SharedDevice | None = None
+        self.function_modes: list[TorchFunctionMode] = []
 
     @property
     def replicas(self) -> Replicas:
@@ -161,6 +167,8 @@ class RankContext(Endpoint):
 
     def leave(self) -> None:
         """Keep what the rank has made of the process: another one is about to run."""
+        if self.shared is not None:
+            self.shared.leave()
         self.rng_state = torch.default_generator.get_state()
         self.filters, self.hooks = leave_filters(), leave_hooks()
         if self.op_handlers is not None:
@@ -171,6 +179,8 @@ class RankContext(Endpoint):
 
     def enter(self) -> None:
         """Restore it: the rank is about to run on."""
+        if self.shared is not None:
+            self.shared.enter()
         torch.default_generator.set_state(self.rng_state)
         enter_filters(self.filters)
         enter_hooks(self.hooks)

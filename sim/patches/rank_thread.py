@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.overrides import _get_current_function_mode_stack
 
 from sim.kernel.context import this_thread
 from sim.kernel.waiting import RankThread
@@ -35,11 +36,14 @@ def modes(context: RankContext) -> Iterator[None]:
         if context.late is not None:
             stack.enter_context(LateMode(context.late))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # backward is the rank's own work
-        elif host.device is not None:
+        if context.shared is not None:
+            stack.enter_context(context.shared.on_thread())
+        elif context.late is None and host.device is not None:
             torch.set_default_device(host.device)
             stack.callback(torch.set_default_device, None)
         for watching in host.watching:
             stack.enter_context(watching(context))
+        context.function_modes = list(_get_current_function_mode_stack())
         yield
 
 

@@ -195,7 +195,9 @@ class ModuleRecorder:
         return seen
 
     def _grad_hook(self, entries: list[Entry]) -> Any:
-        def hook(grad: torch.Tensor) -> None:
+        def hook(grad: torch.Tensor | None) -> None:
+            if grad is None:  # the tensor is named as an input, and its gradient takes another way
+                return
             value, (layout, known), order = copy_of(grad), self._declared(grad), next(self._clock)
             for entry in entries:
                 entry.grad = value if entry.grad is None else entry.grad + value  # of a second backward

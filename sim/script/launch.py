@@ -58,15 +58,20 @@ def run_script(launch: Launch) -> int:
     source = read_script(launch)
     if source is None:
         return FAILURE
-    ranks = world(
-        launch.nproc,
-        seed=launch.seed,
-        init=False,
-        check_races=launch.check_races,
-        check_replicas=launch.check_replicas,
-        map_device=launch.map_device,
-        own=launch.own,
-    )
+    try:
+        ranks = world(
+            launch.nproc,
+            seed=launch.seed,
+            init=False,
+            check_races=launch.check_races,
+            check_replicas=launch.check_replicas,
+            device=launch.device,
+            map_device=launch.map_device,
+            own=launch.own,
+        )
+    except ValueError as error:  # the device is not here
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
     ranks.replay = launch.replay()
     with warnings.catch_warnings(), script_folder_first(source.folder):
         views = prepare_views(ranks, launch, source)

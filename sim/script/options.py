@@ -39,6 +39,7 @@ class Launch:
         nproc: Number of ranks.
         seed: Of the interleaving and the ranks' initial random state.
         map_device: The kind of device (`cuda`, `npu`) whose place the CPU takes, if any.
+        device: The kind of device that the ranks have, as in `sim.world`, if any.
         environment: Variables that each rank gets on top of torchrun's.
         check_races: As in `sim.world`.
         check_replicas: As in `sim.world`.
@@ -53,6 +54,7 @@ class Launch:
     nproc: int = 1
     seed: int = 0
     map_device: str | None = None
+    device: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     check_races: bool = False
     check_replicas: bool = False
@@ -69,6 +71,8 @@ class Launch:
         options = ["--nproc", str(self.nproc), "--seed", str(self.seed)]
         if self.map_device is not None:
             options += ["--map-device", self.map_device]
+        if self.device is not None:
+            options += ["--device", self.device]
         for name, value in self.environment.items():
             options += ["--env", f"{name}={value}"]
         options += ["--check-races"] * self.check_races + ["--check-replicas"] * self.check_replicas
@@ -102,6 +106,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_options(parser)
+    parser.add_argument("--device", choices=KINDS, help="the device that all ranks share; npu may be a simulated one")
     parser.add_argument("--check-races", action="store_true", help="look for buffers touched before the wait")
     parser.add_argument("--check-replicas", action="store_true", help="compare copies before steps of optimizers")
     torchrun = parser.add_argument_group("torchrun's options that mean nothing here")
@@ -138,6 +143,7 @@ def launch_of(
     own: str,
     show: str,
     module: bool,
+    device: str | None = None,
     check_races: bool = False,
     check_replicas: bool = False,
     nnodes: str = "1",
@@ -167,6 +173,7 @@ def launch_of(
         nproc=nproc,
         seed=seed,
         map_device=map_device,
+        device=device,
         environment=_variables(env),
         check_races=check_races,
         check_replicas=check_replicas,

@@ -54,12 +54,16 @@ def run_body(
     like = like if backend == SIMULATED_BACKENDS.get(like) else None
     if backend == "sim" or like is not None:
         races, replicas = test.checks if backend == "sim" else (False, False)  # type: ignore[attr-defined]
-        with world(world_size, seed=seed, check_races=races, check_replicas=replicas, backend=like) as simulated:
+        kind = _device_of(test, request)
+        options = {"check_races": races, "check_replicas": replicas, "backend": like, "device": kind}
+        with world(world_size, seed=seed, **options) as simulated:
             rules = "" if like is None else f" --sim-backend={like}"
+            rules += "" if kind is None else f" --sim-device={kind}"
             simulated.replay = f"pytest '{request.node.nodeid}' --sim-seed={seed}{rules}"
             left: dict[int, str] = {}
+            device = torch.device("cpu") if kind is None else torch.device(kind, 0)
             try:
-                simulated.run(_on_simulated_rank, (body, world_size, backend, seed, fixtures, left))
+                simulated.run(_on_simulated_rank, (body, world_size, backend, seed, device, fixtures, left))
             except (CollectiveMismatch, Deadlock) as missed:
                 if left:  # it is them that the others have missed
                     pytest.fail(f"{who_left(left, world_size)}\n{missed}", pytrace=False)
@@ -73,13 +77,26 @@ def run_body(
     run_processes(backend, test, world_size, seed, fixtures, request)
 
 
+def _device_of(test: Callable[..., None], request: pytest.FixtureRequest) -> str | None:
+    """The device that `--sim-device` names, for a body that is made for devices of that kind; None: the CPU."""
+    kind = request.config.getoption("--sim-device")
+    takes = [DEVICE_TYPES.get(name) for name in test.rank_backends]  # type: ignore[attr-defined]
+    return kind if kind in takes else None
+
+
 def _on_simulated_rank(
-    body: Callable[..., Any], world_size: int, backend: str, seed: int, fixtures: dict[str, Any], left: dict[int, str]
+    body: Callable[..., Any],
+    world_size: int,
+    backend: str,
+    seed: int,
+    device: torch.device,
+    fixtures: dict[str, Any],
+    left: dict[int, str],
 ) -> None:
     """Run the body; note in `left` that it skipped or failed as expected, and why."""
     rank = dist.get_rank()
     try:
-        check_result(body(RankTest(rank, world_size, backend, torch.device("cpu"), seed), **fixtures), body)
+        check_result(body(RankTest(rank, world_size, backend, device, seed), **fixtures), body)
     except (pytest.skip.Exception, pytest.xfail.Exception) as end:
         left[rank] = outcome_of(end)
 

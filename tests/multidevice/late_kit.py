@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_kit import Case, train
+from pipeline_kit import Case, full, train
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import hyper_parallel as hp
@@ -18,7 +19,11 @@ from hyper_parallel import fully_shard
 from hyper_parallel.core.context_parallel import ContextParallel
 from hyper_parallel.core.fully_shard import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
+from hyper_parallel.models import LlamaConfig, MoEConfig, MoELlama
+from hyper_parallel.models.moe import ExpertsConfig
 from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, TrainConfig
+from hyper_parallel.trainer.loop import train as run_training
 from sim.late.communication import LateCommunication
 from sim.late.module import LateEvent, LateStream
 
@@ -47,18 +52,20 @@ class Taken:
 
 def site_of(frame: Any) -> str | None:
     """The function of the library that waits, and who called it where it only passes that on; None: somebody else."""
-    names = []
+    names: list[str] = []
     while frame is not None and len(names) < 2:
         path = frame.f_code.co_filename
-        if path.startswith(LIBRARY) and not path.endswith("platform/accelerator.py"):
-            names.append(f"{Path(path).stem}.{frame.f_code.co_name}")
-            if names[-1] not in PASS_ON:
+        name = f"{Path(path).stem}.{frame.f_code.co_name}"
+        if name in PASS_ON or (path.startswith(LIBRARY) and not path.endswith("platform/accelerator.py")):
+            names.append(name)
+            if name not in PASS_ON:
                 return " < ".join(names[::-1])
         frame = frame.f_back
     return " < ".join(names[::-1]) if names else None
 
 
-PASS_ON = ("comm.wait", "reduce.wait")
+# The last one is torch's: where a schedule waits for the messages of a step.
+PASS_ON = ("comm.wait", "reduce.wait", "schedules._wait_batch_p2p")
 
 
 @contextmanager
@@ -208,11 +215,78 @@ def attended(device: str) -> list[float]:
 
 
 def pipelined(device: str) -> list[float]:
-    found: list[float] = []
-    for case in (Case("1f1b", tied=True), Case("interleaved")):
-        outcome = train(case, torch.device(device), torch.float32)
-        found += [*outcome.losses, *outcome.norms, *(float(p.double().sum()) for p in outcome.parameters.values())]
-    return found
+    case = Case("1f1b", tied=True, layers=2, micro_batches=2)
+    outcome = train(case, torch.device(device), torch.float32)
+    return [*outcome.losses, *outcome.norms, *(float(p.double().sum()) for p in outcome.parameters.values())]
+
+
+def with_experts(device: str) -> list[float]:
+    """Tokens go to experts of other ranks, and shared experts compute meanwhile."""
+    config = MoEConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_seq_len=8,
+        num_experts=4,
+        experts_per_token=2,
+        expert_intermediate_size=8,
+        num_dense_layers=0,
+    )
+    net = MoELlama.build(config, seed=0).to(device)
+    hp.expert_parallel(net, init_device_mesh(device, (2,), mesh_dim_names=("ep",)))
+    tokens = torch.arange(16).view(2, 8).add(5 * dist.get_rank()).remainder(32).to(device)
+    loss = net(tokens).square().mean()
+    loss.backward()
+    grads = [p.grad.to_local() if isinstance(p.grad, hp.DTensor) else p.grad for p in net.parameters()]
+    return [float(loss), *(float(grad.double().sum()) for grad in grads)]
+
+
+def with_fsdp2(shape: tuple[int, ...], **options: Any) -> list[float]:
+    """What torch's own engine gives; without a shape, what one device gives. The optimizer is on the host if offloaded.
+
+    Args:
+        shape: of the mesh; the last axis shards, the one before it replicates.
+        options: of `fully_shard`; also `steps`.
+    """
+    device, ranks = ("npu", dist.get_world_size()) if shape else ("cpu", 1)
+    net = model().to("cpu" if "offload_policy" in options else device)
+    if shape:
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for layer in (*net, net):
+            torch_fsdp.fully_shard(layer, mesh=mesh, **options)
+    optimizer, found = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5), []
+    for number in range(3):
+        rows = torch.linspace(-1, 1, 8 * 8).view(8, 8).add(number)
+        loss = net(rows.chunk(ranks)[dist.get_rank() if shape else 0].to(device)).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        mean = loss.detach() / ranks
+        if shape:
+            dist.all_reduce(mean)
+        found += [mean, full(norm)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(each) for each in found] + [float(full(p).double().sum()) for p in net.parameters()]
+
+
+RUN = Config(
+    model=LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    ),
+    experts=ExpertsConfig(num_experts=4),
+    data=DataConfig(max_bytes=200_000),
+    optimizer=OptimizerConfig(schedule="constant", warmup_steps=0, max_grad_norm=0.5),
+    train=TrainConfig(steps=2, batch_size=4, seq_len=16, eval_sequences=4, accumulate=2, device="cpu", predict=False),
+)
+
+
+def run(config: Config) -> list[float]:
+    """Losses, norms and the loss of the validation of a run."""
+    result = run_training(config)
+    return [*result.losses, *(step.grad_norm for step in result.steps), result.valid_loss]
 
 
 PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
@@ -227,4 +301,5 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "redistribute": (redistributed, 4),
     "ring attention": (attended, 4),
     "pipelines": (pipelined, 2),
+    "experts": (with_experts, 2),
 }

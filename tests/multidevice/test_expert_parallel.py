@@ -246,3 +246,52 @@ def test_rows_go_where_they_are_sent_and_gradients_back(ctx):
     (there * (ctx.rank + 1)).sum().backward()
     assert rows.grad is not None
     assert rows.grad.flatten().tolist() == [[1.0, 1.0, 3.0], [], [1.0, 1.0, 1.0, 2.0]][ctx.rank]
+
+
+@sim.ranks(2)
+def test_gradients_of_gradients_travel_as_well(ctx):
+    sent = [[1, 2], [3, 0]]
+    mine, come = sent[ctx.rank], [row[ctx.rank] for row in sent]
+    rows = (torch.arange(float(sum(mine)), device=ctx.device) + ctx.rank).view(-1, 1).requires_grad_()
+    there = exchange_rows(rows, mine, come, dist.group.WORLD)
+    (grad,) = torch.autograd.grad((there**3).sum(), rows, create_graph=True)
+    torch.testing.assert_close(grad, 3 * rows**2)
+    grad.sum().backward()
+    torch.testing.assert_close(rows.grad, 6 * rows.detach())
+
+
+@sim.ranks(2, backends=("sim",))
+def test_shared_experts_compute_while_tokens_are_on_their_way(ctx):
+    case = Case({"ep": 2})
+    mesh = mesh_of(ctx.device_type, case)
+    model = split(case, mesh)
+    layer = next(block.mlp for block in model.layers if hasattr(block.mlp, "experts"))
+    send, flights, on_their_way = layer.experts.send, [], []
+
+    def noted(x, chosen):
+        flights.append((sent := send(x, chosen)).flight)
+        return sent
+
+    layer.experts.send = noted
+    layer.shared.register_forward_hook(lambda *_: on_their_way.append(flights[-1].work is not None))
+    layer.shared.register_full_backward_hook(lambda *_: on_their_way.append(flights[-1].grad[1].work is not None))
+    model(own_rows(case, mesh)).square().mean().backward()
+    assert on_their_way == [True, True]
+    assert flights[-1].work is None
+    assert flights[-1].grad is None
+
+
+@sim.ranks(2, backends=("sim",))
+def test_compiled_layers(ctx, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    case = Case({"ep": 2})
+    mesh = mesh_of(ctx.device_type, case)
+    found = []
+    for compiles in (False, True):
+        model = split(case, mesh)
+        for layer in model.layers if compiles else ():
+            layer.compile(backend="aot_eager")
+        for _ in range(2):
+            model(own_rows(case, mesh)).square().mean().backward()
+        found.append([full(param.grad) for param in model.parameters() if param.grad is not None])
+    torch.testing.assert_close(found[1], found[0], **CLOSE)

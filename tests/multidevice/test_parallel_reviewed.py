@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import sim
 from hyper_parallel import init_device_mesh
@@ -184,9 +184,9 @@ def test_weights_of_the_router_stay_float32_where_experts_are_a_unit_of_their_ow
     seen: list[tuple[torch.dtype, torch.dtype]] = []
     forward = GroupedExperts._run
 
-    def watched(self: GroupedExperts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def watched(self: GroupedExperts, x: Tensor, chosen: Tensor, weights: Tensor, *sent: object) -> Tensor:
         seen.append((x.dtype, weights.dtype))
-        return forward(self, x, chosen, weights)
+        return forward(self, x, chosen, weights, *sent)
 
     monkeypatch.setattr(GroupedExperts, "_run", watched)
     run = replace(TINY, parallel=ParallelConfig(param_dtype="bf16", ep=2)).with_changes("train", {"model": "moe"})

@@ -172,23 +172,22 @@ def route(part: nn.Module, routing: Routing) -> None:
     routing.give_to(part)
     for experts in part.modules():
         if isinstance(experts, GroupedExperts) and detect_fake_mode() is None:
-            experts._run = _chooses(experts, routing)  # type: ignore[method-assign]
+            for call in ("_send", "_run"):
+                setattr(experts, call, _chooses(experts, getattr(experts, call), routing))
             experts.count_rows = count_rows
 
 
-def _chooses(experts: GroupedExperts, routing: Routing) -> Any:
-    run = experts._run
-
-    def chosen_run(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _chooses(experts: GroupedExperts, call: Any, routing: Routing) -> Any:
+    def chosen_call(x: torch.Tensor, chosen: torch.Tensor, *others: Any) -> Any:
         group = None if experts.exchange is None else experts.exchange.group
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         tokens, per_token = chosen.numel() // chosen.shape[-1], chosen.shape[-1]
         by_rule = routing.choose(
             tokens=tokens, experts=experts.num_experts, per_token=per_token, ranks=ranks, rank=rank
         )
-        return run(x, by_rule.view_as(chosen), weights)
+        return call(x, by_rule.view_as(chosen), *others)
 
-    return chosen_run
+    return chosen_call
 
 
 def batch_of(model: Parallelized, ranks: RunGroups, config: Config) -> tuple[torch.Tensor, torch.Tensor]:

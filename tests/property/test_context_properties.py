@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from attention_kit import blocks_by
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     documents: bool
     dtype: torch.dtype
     seed: int
+    kernel: str = "host"
 
 
 @st.composite
@@ -64,6 +66,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.booleans()),
         draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
         draw(st.integers(0, 99)),
+        draw(st.sampled_from(["host", "products", "flash", "efficient", "cudnn"])),
     )
 
 
@@ -134,9 +137,13 @@ def parts(case: Case) -> list[torch.Tensor]:
 @example(Case(SequenceSplit(2, 2), 2, 4, 2, 8, 16, True, True, torch.float64, 0))
 @example(Case(SequenceSplit(1, 4), 2, 4, 2, 8, 16, True, False, torch.float64, 0))
 @example(Case(SequenceSplit(3, 2, balance=False), 1, 6, 3, 5, 12, True, False, torch.bfloat16, 0))
+@example(Case(SequenceSplit(2), 1, 4, 2, 5, 12, True, False, torch.bfloat16, 0, "flash"))
+@example(Case(SequenceSplit(2), 1, 4, 2, 5, 12, True, False, torch.float32, 0, "efficient"))
+@example(Case(SequenceSplit(2), 1, 4, 2, 5, 12, True, False, torch.float16, 0, "cudnn"))
 def test_attention_over_ranks_is_that_of_one_device(case: Case) -> None:
     expected, bounds = twin(case)
-    found = sim.run(parts, case.split.size, (case,))
+    with blocks_by(case.kernel):
+        found = sim.run(parts, case.split.size, (case,))
     for rank, of_rank in enumerate(found):
         held = torch.cat([torch.arange(*ends) for ends in case.split.intervals(rank, case.seq)])
         for name, mine, full, bound in zip(("out", "q", "k", "v"), of_rank, expected, bounds, strict=True):

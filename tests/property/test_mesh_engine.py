@@ -1,6 +1,6 @@
 """The engine of sharded parameters on a rank that lives alone: any tree, wrapped anyhow, communicates as with values.
 
-100 examples by default, each on all ranks of up to 4; 5,000 with --hypothesis-profile=deep.
+Each example is on all ranks of up to 4.
 """
 
 from __future__ import annotations

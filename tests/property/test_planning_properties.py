@@ -1,7 +1,6 @@
 """Memory and time of plans, against what is allocated and against what no plan may be worse than.
 
 Memory is watched on one rank at a time: its tensors are real, and its collectives return at once and move nothing.
-1,100 examples by default and 55,000 with --hypothesis-profile=deep.
 """
 
 import contextlib

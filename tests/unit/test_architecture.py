@@ -305,6 +305,7 @@ _UNPICKLING = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal",
 _MAY_PICKLE = {
     "sim/testing/processes.py": "arguments of living ranks",
     "hyper_parallel/platform/cpu.py": "flight recorder dumps; they are only written",
+    "sim/late/module.py": "memory snapshots, which torch's viewer wants so; they are only written",
     "sim/timeline/export.py": "flight recorder dumps, which torch's analyser wants so; they are only written",
 }
 

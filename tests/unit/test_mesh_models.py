@@ -20,10 +20,13 @@ from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.plans import llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
 from sim.mesh.estimate import estimate
+from sim.mesh.job import Job
 from sim.mesh.models import find_model, model_names, model_source
+from sim.mesh.program import Comm
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import Custom, naming_modules
 from sim.mesh.tracing.kernels import AcceleratorKernels
+from sim.mesh.tracing.trace import trace
 from sim.mesh.zoo.kernels import EagerRMSNorm, FlashAttention, MathAttention, use_kernels
 from sim.mesh.zoo.mla import LatentAttention, MLAConfig, MLALlama, mla_plan
 
@@ -398,6 +401,26 @@ def test_latent_attention_is_split_right(along):
     plan = mla_plan(LATENT, "tp=2", sequence_parallel=along)
     report = sim.verify_plan(lambda: MLALlama.build(LATENT), (IDS,), "tp=2", plan, optimizer_fn=None)
     assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("degrees", [{"ep": 2, "tp": 2}, {"tp": 2, "fold_experts": True}], ids=["beside", "folded"])
+def test_ranks_along_tp_send_their_own_part_of_the_sequence_to_whole_experts(degrees):
+    """With etp=1 the experts get each token once, with whatever attention is before them."""
+    experts = {"num_experts": 4, "experts_per_token": 2, "num_dense_layers": 0}
+    latent = dataclasses.replace(LATENT, **experts)
+    names = [field.name for field in dataclasses.fields(MoEConfig) if field.name != "head_size"]
+    plain = MoEConfig(**{name: getattr(latent, name) for name in names})
+    dims = ParallelDims(**degrees, world_size=2 * degrees.get("ep", 1))
+    rows = [
+        [
+            event.size
+            for segment in trace(Job(find_model(config), dims, 1, 16, Recipe(zero=1)))[0].segments.values()
+            for event in segment.events
+            if isinstance(event, Comm) and event.op == "all_to_all" and not event.dtype.startswith("int")
+        ]
+        for config in (latent, plain)
+    ]
+    assert rows[0] == rows[1] != []
 
 
 def test_parameters_and_flops_with_latent_attention():

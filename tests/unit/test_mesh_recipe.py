@@ -88,6 +88,8 @@ def test_descriptions():
         ({"routing": "zipf"}, TypeError, ("routing='zipf' is a str, not a Routing", "Routing.zipf(1.0)")),
         ({"checkpoint_layers": 2}, ValueError, ("checkpointing='none'", 'try: checkpointing="full"')),
         ({"float8": True, "param_dtype": "fp32"}, ValueError, ("take and return bfloat16",)),
+        ({"moments": "bf16"}, ValueError, ("zero=3", 'zero=1 with optimizer="adamw"')),
+        ({"moments": "fp8", "zero": 1}, ValueError, ("moments='fp8' does not exist",)),
         ({"stages_per_rank": 2}, ValueError, ("'1f1b' has 1 stage(s) on each rank", 'try: schedule="interleaved"')),
     ],
     ids=str,
@@ -159,6 +161,20 @@ def test_sgd_of_sharded_weights_saves_the_moments(model: str, degrees: dict[str,
     moments = ranks["adamw"].by_category["optimizer"]
     assert ranks["sgd"].by_category.get("optimizer", 0) == 0 < moments
     assert ranks["adamw"].persistent - ranks["sgd"].persistent == moments
+
+
+def test_moments_in_bfloat16_take_half():
+    dims = ParallelDims(dp_shard=2, world_size=2)
+    kept = {
+        name: estimate(
+            model="llama-tiny", dims=dims, batch=1, seq_len=16, hardware="h100-sxm", recipe=Recipe(zero=1, moments=name)
+        ).memory.classes[0]
+        for name in ("fp32", "bf16")
+    }
+    saved = kept["fp32"].persistent - kept["bf16"].persistent
+    # Half of a rank's two moments, its part of all weights; beside it the master weights.
+    assert saved == pytest.approx(4 * find_model("llama-tiny").num_parameters / 2, rel=0.02)
+    assert kept["fp32"].by_category["optimizer"] == pytest.approx(3 * saved, rel=0.02)
 
 
 @pytest.mark.parametrize("blocks", [{"checkpointing": "selective"}, {"checkpointing": "alternate"}, {"compile": True}])

@@ -17,7 +17,7 @@ from benchmarks.published.compare import (
     wanted,
     write_outcomes,
 )
-from benchmarks.published.megatron import MegatronConventions
+from benchmarks.published.megatron import MegatronConventions, expose_weights
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.predict import figures_of, load_figures
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
@@ -26,9 +26,10 @@ from sim.mesh.estimate import price
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
-from sim.mesh.program import CommGroup
+from sim.mesh.program import Comm, CommGroup, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.trace import trace
+from sim.mesh.zoo.mla import MLAConfig
 
 GIB = 2**30
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "generated"
@@ -61,6 +62,13 @@ def test_a_torchtitan_row():
 
 def test_what_changed_in_a_framework_at_a_date():
     assert (case("m0079").recipe.norm, case("m0081").recipe.norm) == ("eager", "fused")
+
+
+def test_what_torchtitan_compiles_and_keeps():
+    assert (case("m0104").recipe.loss, case("m0109").recipe.loss) == ("compiled", "eager")  # with compile, without
+    assert case("m0069").recipe.loss == "eager"  # before the loss was compiled with the model
+    assert case("m0098").recipe.checkpointing == "selective"  # graph_trainer keeps all matrix products
+    assert case("m0142").recipe.checkpointing == "alternate"
 
 
 def test_a_megatron_deepspeed_row_with_a_pipeline():
@@ -112,7 +120,48 @@ def test_a_row_of_blackwell_takes_attention_that_has_figures_there():
     assert (recipe.tp_overlap, recipe.overlap_grad_reduce, recipe.overlap_param_gather) == (False, False, False)
     assert it.measured.tokens_per_second == pytest.approx(16 * 4096 / 8 / 0.7255)
     assert is_held_out(ROWS["m1234"])
+    assert not is_held_out(ROWS["m1231"])
     assert case("m0717").attention_kernel == "flash3"
+
+
+def test_a_row_with_latent_attention_whose_recipe_is_public():
+    it = case("m0897")
+    model = it.model
+    assert isinstance(model, MLAConfig)
+    assert (model.query_rank, model.latent_rank, model.qk_size, model.value_size) == (0, 512, 192, 128)
+    assert model.num_parameters() == pytest.approx(15.96e9, rel=1e-3)  # Moonlight-16B-A3B's model card: 16B
+    assert (it.recipe.moments, it.recipe.tp_overlap, it.recipe.reshard_inputs) == ("bf16", False, True)
+    assert (case("m0889").recipe.moments, case("m0889").recipe.tp_overlap) == ("fp32", True)
+    assert case("m0828").model.query_rank == 1536
+
+
+def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed():
+    """Its parallel optimizer saves slices of the weights; their gathers are steps of the step's graph."""
+    it = case("m1215")
+    assert (it.recipe.zero, it.recipe.conventions) == (2, MegatronConventions(exposed_weights=True))
+    job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 1, 16, Recipe(zero=2, graphs=True))
+    (plain,) = trace(job)
+    changed = expose_weights(plain)
+    assert changed.order == plain.order
+    for key, segment in plain.segments.items():
+        comms = [event for event in segment.events if isinstance(event, Comm)]
+        events = changed.segments[key].events
+        assert len(events) == len(segment.events) + len(comms)
+        found = [at for at, event in enumerate(events) if isinstance(event, Comm)]
+        assert [events[at] for at in found] == [comm._replace(stream=0) for comm in comms]
+        assert all(events[at + 1] == Wait(events[at].handle, 0) for at in found)
+    hardware = find_hardware("h100-sxm")
+    before, after = (price([program], job, hardware).time.step.value for program in (plain, changed))
+    assert after > before
+
+
+def test_micro_batches_of_a_pipeline_that_runs_several_times():
+    assert case("m1221").recipe.microbatches == 8 * 32  # of two sequences each
+    assert case("m0891").recipe.microbatches == 16
+
+
+def test_without_sequence_parallelism_there_is_nothing_to_gather_again():
+    assert not case_of({**ROWS["m0889"], "sp": False}).recipe.reshard_inputs
 
 
 def test_a_framework_that_nothing_is_known_of_is_a_plain_one():

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import _utils as tensor_utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel import platform
@@ -569,6 +570,29 @@ def test_seam_late_device():
         assert world.run(body) == [(True, 0, "torch_npu")] * 2
         assert not torch.npu.is_available()  # outside of the ranks
     assert changed() == before
+
+
+def test_seam_backward_modes():
+    made = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch.zeros(1, device="cuda").device.type)
+        return x**2
+
+    def body() -> float:
+        x = torch.ones(2, requires_grad=True)
+        loss = checkpoint(layer, x, use_reentrant=False).sum()
+        loss.backward()
+        torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sum(), x)
+        torch.autograd.backward(checkpoint(layer, x, use_reentrant=False).sum())
+        return x.grad.sum().item()
+
+    before = torch.autograd._engine_run_backward
+    with sim.world(1, map_device="cuda") as world:
+        assert torch.autograd._engine_run_backward is not before
+        assert world.run(body) == [8.0]
+    assert made == ["cpu"] * 6
+    assert torch.autograd._engine_run_backward is before
 
 
 def test_seam_mapped_device(tmp_path):

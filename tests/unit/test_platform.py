@@ -607,12 +607,14 @@ def test_registering_from_many_threads_loses_none() -> None:
 
 def test_public_names() -> None:
     assert sorted(public.__all__) == [
+        "AttentionKernel",
         "Event",
         "MemoryStats",
         "Platform",
         "PlatformUnavailableError",
         "Reductions",
         "Stream",
+        "attention_operators",
         "get_platform",
         "reductions_of",
         "register_platform",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -414,6 +415,33 @@ def test_all_that_ranks_communicate():
     assert late(body, 2, args=("npu",), seed=3) == sim.run(body, 2, ("cpu",))
 
 
+def test_objects_go_over_the_device_in_a_group_that_has_no_other():
+    def body(backend: str | None) -> list[str]:
+        dist.init_process_group(backend)
+        group = dist.new_group([0, 1])
+        dist.all_gather_object([None, None], dist.get_rank(), group=group)
+        return [device.type for device in group._device_types]
+
+    for backend, kinds in (("hccl", ["npu"]), ("gloo", ["cpu"]), ("cpu:gloo,npu:hccl", ["cpu", "npu"])):
+        assert late(lambda backend=backend: body(backend), 2, check_races=True) == [kinds] * 2
+    assert late(lambda: body(None), 2) == [["cpu", "npu"]] * 2
+    assert sim.run(lambda: body("hccl"), 2) == [["cpu"]] * 2
+
+
+def test_a_group_takes_tensors_of_its_devices_only():
+    def reduces(device: str) -> None:
+        dist.all_reduce(torch.ones(1, device=device))
+
+    def sends(device: str) -> None:
+        dist.send(torch.ones(1, device=device), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)
+
+    for backend, device in (("hccl", "cpu"), ("gloo", "npu")):
+        for body in (reduces, sends):
+            with pytest.raises(sim.RankFailed, match=f"no backend type is associated with device type {device}"):
+                late(body, 2, args=(device,), backend=backend)
+        late(reduces, 2, args=("cpu" if device == "npu" else "npu",), backend=backend)
+
+
 def test_after_a_barrier_the_host_may_read_what_was_copied():
     def body(waits: bool) -> list[float]:
         y = torch.empty(4, pin_memory=True)
@@ -475,6 +503,114 @@ def test_the_platform_is_that_of_an_npu():
         assert torch.accelerator.current_accelerator() == torch.device("npu")
 
     late(body)
+
+
+def test_the_platform_records_memory(tmp_path):
+    path = tmp_path / "memory" / "rank-0.pickle"
+
+    def body() -> None:
+        with get_platform().recorded_memory(path):
+            kept = torch.ones(1000, device="npu")
+            del kept
+            torch.ones(300, device="npu")
+        torch.ones(2000, device="npu")
+
+    for _ in range(2):  # torch_npu writes over what is there
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 10_000)
+        late(body)
+        assert path.stat().st_mode & 0o400
+        seen = pickle.loads(path.read_bytes())
+        traces = [(event["action"], event["size"]) for event in seen["device_traces"][0]]
+        assert traces == [("alloc", 4096), ("free_completed", 4096), ("alloc", 1536), ("free_completed", 1536)]
+        assert "test_sim_late.py" in seen["device_traces"][0][0]["frames"][0]["filename"]
+        assert seen["segments"] == []
+
+
+def test_what_torch_npu_says_of_streams_and_seeds():
+    def body() -> None:
+        torch.npu.set_stream(None)
+        assert torch.npu.current_stream() == torch.npu.default_stream()
+        side = torch.npu.Stream(priority=-1)
+        assert side != torch.npu.default_stream()
+        with torch.npu.stream(None):
+            assert torch.npu.current_stream() == torch.npu.default_stream()
+        with torch.npu.stream(side):
+            again = torch.npu.current_stream()
+            assert (again, hash(again)) == (side, hash(side))
+        torch.npu.set_stream(side)
+        assert torch.npu.current_stream() == side
+        event = torch.npu.Event(enable_timing=False, blocking=False, interprocess=False)
+        assert event.query()  # it was never recorded
+        event.wait()
+        event.synchronize()
+        get_platform().manual_seed(7)
+        state = torch.npu.get_rng_state("npu")
+        first = torch.rand(3, device="npu").tolist()
+        torch.npu.set_rng_state(state, "npu:0")
+        assert torch.rand(3, device="npu").tolist() == first == torch.rand(3, generator=seeded(7)).tolist()
+
+    late(body)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_tied_weights_stay_tied():
+    def body() -> tuple:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        net[1].weight = net[0].weight
+        weight = net[0].weight
+        net.to("npu")
+        assert net[0].weight is net[1].weight is weight
+        assert weight.device.type == "npu"
+        net(torch.ones(1, 4, device="npu")).sum().backward()
+        grad = weight.grad.tolist()
+        net.cpu()
+        assert net[0].weight is weight
+        assert weight.grad.tolist() == grad
+        return str(weight.device), len(list(net.parameters()))
+
+    assert right(body) == [("cpu", 3)]
+
+
+def test_a_tensor_grows():
+    def body() -> list[float]:
+        x = torch.arange(6.0).to("npu")[2:5]
+        x.resize_(2)
+        assert x.tolist() == [2.0, 3.0]
+        x.resize_(1000)
+        assert x[:4].tolist() == [2.0, 3.0, 4.0, 5.0]
+        assert x[4:].isnan().all().item()
+        assert torch.npu.memory_allocated() == 4024  # with the six that it was a part of
+        return x.fill_(1).sum().item()
+
+    assert right(body) == [1000.0]
+
+
+def test_hooks_are_seen_as_they_are():
+    class Hook:
+        is_mine = True
+
+        def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+        def method(self, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 3
+
+    def body() -> float:
+        x, own = torch.ones(2, device="npu", requires_grad=True), Hook()
+        x.register_hook(own)
+        x.register_hook(own.method)
+        found = list(x._backward_hooks.values())
+        assert isinstance(found[0], Hook)
+        assert found[0].is_mine
+        assert found[1].__self__ is own
+        x.sum().backward()
+        return x.grad.sum().item()
+
+    assert late(body) == [12.0]
 
 
 def test_storages_lose_their_memory_and_get_it_back():

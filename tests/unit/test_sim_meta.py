@@ -148,7 +148,7 @@ def test_a_message_with_data_and_without():
     assert "try: receive into a tensor of the device that is sent" in str(found.value)
 
 
-@pytest.mark.parametrize("device", ["cuda", "tpu", 3])
+@pytest.mark.parametrize("device", ["gpu", "tpu", 3])
 def test_a_device_that_is_none(device):
     with pytest.raises(ValueError, match="cannot make a world: there is no kind of device") as found:
         sim.run(dist.barrier, 2, device=device)

@@ -35,7 +35,14 @@ def in_flight(touch):
     return body
 
 
+def in_hook(touch) -> None:
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: None if touch() else grad)
+    x.sum().backward()
+
+
 BAD = {
+    "read the output as a list, in a hook of backward": lambda given, out: in_hook(out.tolist),
     "write the input": lambda given, out: given.add_(1),
     "write the input, a view": lambda given, out: given.view(2, 2)[1].zero_(),
     "write the input through .data": lambda given, out: given.data.mul_(2),
@@ -55,6 +62,7 @@ BAD = {
     "receive into the input": lambda given, out: dist.broadcast(given, src=0, async_op=dist.get_rank() == 9),
 }
 FINE = {
+    "read the input in a hook": lambda given, out: in_hook(given.tolist),
     "read the input": lambda given, out: given.sum().item() + (given * 2)[0],
     "print the input": lambda given, out: f"{given} {given.tolist()}",
     "views of the output": lambda given, out: (out.view(2, 4), out[3:], out.t(), out.detach(), out.split(2)),

@@ -6,6 +6,7 @@ import _thread
 import gc
 import os
 import signal
+import subprocess
 import threading
 import weakref
 
@@ -370,6 +371,16 @@ def test_a_rank_that_blocks_unseen_is_named(monkeypatch, capfd):
     assert [who for who, _ in seen] == ["rank 1"]
     assert "in wait_for_no_rank" in seen[0][1]
     assert "not given up its turn, so that no other rank can run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("pipes", [{"stdout": subprocess.PIPE}, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}])
+def test_a_rank_that_waits_for_a_process_of_its_own_is_not_accused(monkeypatch, capfd, pipes):
+    monkeypatch.setattr(watchdog, "LIMIT_S", 0.05)
+    sim.run(lambda: subprocess.run(["sleep", "0.5"], check=True, **pipes) and None, 2)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(watchdog, "COMPUTES_S", 0.05)
+    sim.run(lambda: subprocess.run(["sleep", "0.5"], check=True, **pipes) and None, 2)
+    assert "not given up its turn" in capfd.readouterr().err
 
 
 def test_a_scheduler_needs_no_torch():

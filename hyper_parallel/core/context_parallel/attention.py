@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hyper_parallel.core.context_parallel import kernels
 from hyper_parallel.core.context_parallel.index import SequenceSplit
+from hyper_parallel.platform import AttentionKernel
 
 # Attention of some queries to some keys, with what it takes to join such blocks: the log of each query's sum ----------
 #
@@ -51,9 +52,10 @@ class AttentionBlock:
 
         A query that sees no key gets zeros, and minus infinity.
         """
-        if self._has_kernel():
-            return kernels.forward(self.q, self.k, self.v, self.causal, self.scale)
-        return self._by_hand()
+        kernel = self._kernel()
+        if kernel is None:
+            return self._by_hand()
+        return kernel.forward(self.q, self.k, self.v, self.causal, self.scale)
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values.
@@ -63,12 +65,13 @@ class AttentionBlock:
             out: of these queries, over all blocks.
             lse: of these queries, over all blocks.
         """
-        if self._has_kernel():
-            return kernels.backward(grad, self.q, self.k, self.v, out, lse, self.causal, self.scale)
-        return self._gradients_by_hand(grad, out, lse)
+        kernel = self._kernel()
+        if kernel is None:
+            return self._gradients_by_hand(grad, out, lse)
+        return kernel.backward(grad, self.q, self.k, self.v, out, lse, self.causal, self.scale)
 
-    def _has_kernel(self) -> bool:
-        return self.documents is None and kernels.has_kernel(self.q, self.k, self.v)
+    def _kernel(self) -> AttentionKernel | None:
+        return None if self.documents is not None else kernels.fused(self.q, self.k, self.v, self.causal, self.scale)
 
     # -- matrix products and nothing else: any device, any dtype -----------------------------------------------------
 

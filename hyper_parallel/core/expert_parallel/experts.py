@@ -19,9 +19,11 @@ from hyper_parallel.core.redistribute.api import to_local
 
 __all__ = [
     "CountRows",
+    "Flight",
     "GroupedExperts",
     "Loads",
     "Order",
+    "Sent",
     "SharedGroup",
     "count_rows",
     "exchange_counts",
@@ -65,22 +67,75 @@ def exchange_rows(
 
     Communication: forward one all_to_all, backward one the other way, of gradients.
     """
-    return cast(torch.Tensor, _Exchange.apply(rows, tuple(sent), tuple(received), group))
+    flight = Flight(sent, received, group)
+    return flight.arrived(flight.start(rows))
 
 
-class _Exchange(torch.autograd.Function):
+class Flight:
+    """Rows on their way between the ranks of a group, so that a device computes in the meantime.
+
+    Args:
+        sent: how many rows are for each rank.
+        received: how many come from each.
+        group: the ranks.
+    """
+
+    def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> None:
+        self.sent, self.received, self.group = tuple(sent), tuple(received), group
+        self.work: dist.Work | None = None
+        self.grad: tuple[Tensor, Flight] | None = None  # on its way back
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Send the rows; returns those that come, whose values nobody may look at before `arrived`."""
+        there: Tensor = _Start.apply(rows, self)
+        return there
+
+    def arrived(self, there: Tensor, *after: Tensor) -> Tensor:
+        """Return the rows that have come.
+
+        Args:
+            there: what `start` has returned.
+            after: tensors whose gradients count as complete only after those of the rows; they get none from here.
+        """
+        rows: Tensor = _Arrive.apply(there, self, *after)
+        return rows
+
+    def wait(self) -> None:
+        """Let what is computed from now on wait for the rows."""
+        assert self.work is not None, "start comes first"
+        self.work.wait()
+        self.work = None
+
+
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        there = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(there, rows.contiguous(), list(received), list(sent), group=group)
+    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        there = rows.new_empty((sum(flight.received), *rows.shape[1:]))
+        into, out_of = list(flight.received), list(flight.sent)
+        flight.work = dist.all_to_all_single(there, rows.contiguous(), into, out_of, group=flight.group, async_op=True)
         return there
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # `grad` has the shape of what has arrived; `_Arrive` has sent it back, before it passed it on.
+        (there, back), ctx.flight.grad = ctx.flight.grad, None
+        return back.arrived(there), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, there: Tensor, flight: Flight, *after: Tensor) -> Tensor:
+        ctx.flight, ctx.after = flight, len(after)
+        flight.wait()
+        return there.view_as(there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        flight: Flight = ctx.flight
+        back = Flight(flight.received, flight.sent, flight.group)
+        flight.grad = back.start(grad), back
+        return grad, None, *[None] * ctx.after
 
 
 # Rows in the order of the experts that they go to, and back -----------------------------------------------------------
@@ -172,6 +227,25 @@ class Loads(NamedTuple):
     each: list[int]
 
 
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Tokens on their way to the ranks that have their experts.
+
+    Attributes:
+        order: of the copies of this rank's tokens, by expert.
+        come: how many rows come from each rank for each expert of this one, on the device.
+        loads: how many rows go where.
+        flight: the exchange.
+        rows: those that come.
+    """
+
+    order: Order
+    come: Tensor
+    loads: Loads
+    flight: Flight
+    rows: Tensor
+
+
 CountRows = Callable[["GroupedExperts", Tensor, Tensor, Tensor | None], Loads]
 """The experts, those that each token has chosen, the rows of this rank by (rank, expert), or by expert where all are
 here, and the rows that come by (rank, own expert), None where all are here -> how many."""
@@ -238,45 +312,79 @@ class GroupedExperts(nn.Module):
         for weight in (self.w1, self.w2, self.w3):
             weight.normal_(0.0, weight.shape[-1] ** -0.5)
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def send(self, x: Tensor, chosen: Tensor) -> Sent | None:
+        """Send tokens to the ranks that have their experts, and do not wait for those that come.
+
+            sent = experts.send(x, chosen)
+            shared = shared_experts(x)  # while tokens are on their way; in backward as well
+            out = experts(x, chosen, weights, sent) + shared
+
+        Args:
+            x: as for `forward`.
+            chosen: as there.
+
+        Returns:
+            What `forward` takes; None where all experts are here.
+
+        Communication: one all_to_all of counts, which the host waits for, and one of tokens.
+        """
+        return None if self.exchange is None else self._send(x, chosen)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, sent: Sent | None = None) -> Tensor:
         """Return for each token the sum of what its experts make of it, times their weights.
 
         Args:
             x: (..., hidden_size); any number of tokens, also none.
             chosen: which experts a token goes to, int64 (..., experts per token).
             weights: of these, as `chosen`.
+            sent: what `send` has returned for x, if it was called before; it is good for one call.
 
         Communication with experts split over n ranks: forward one all_to_all of counts and two of tokens (there and
         back), each (n - 1) / n of tokens * experts per token * hidden_size elements where the load is even; backward
-        two of gradients.
+        two of gradients. Nothing is computed during them, except between `send` and this call.
         """
-        return self._run(x, chosen, weights)
+        return self._run(x, chosen, weights, sent)
 
     @runs_eagerly
-    def _run(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def _send(self, x: Tensor, chosen: Tensor) -> Sent:
+        assert self.exchange is not None, "the caller looks"
+        group = self.exchange.group
         order = Order.by(chosen.flatten(), self.num_experts)
+        to = order.counts.view(group.size(), -1)
+        come = exchange_counts(to, group)
+        loads = self.count_rows(self, chosen, to, come)
+        flight = Flight(loads.sent, loads.received, group)
         rows = sorted_copies(x.flatten(0, -2), order, chosen.shape[-1])
+        return Sent(order, come, loads, flight, flight.start(rows))
+
+    @runs_eagerly
+    def _run(self, x: Tensor, chosen: Tensor, weights: Tensor, sent: Sent | None = None) -> Tensor:
         if self.exchange is None:
+            order = Order.by(chosen.flatten(), self.num_experts)
+            rows = sorted_copies(x.flatten(0, -2), order, chosen.shape[-1])
             out = self._here(rows, order.counts, lambda: self.count_rows(self, chosen, order.counts, None).each)
         else:
-            out = self._elsewhere(rows, chosen, order.counts)
+            sent = sent or self._send(x, chosen)
+            order, out = sent.order, self._elsewhere(sent, x)
         out = restored(out, order).view(*chosen.shape, x.shape[-1])
         return (out * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
-    def _elsewhere(self, rows: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-        """Let the ranks that have the experts compute, on rows in the order of experts."""
-        assert self.exchange is not None, "the caller looks"
-        group = self.exchange.group
-        to = counts.view(group.size(), -1)
-        come = exchange_counts(to, group)
-        sent, received, each = self.count_rows(self, chosen, to, come)
-        ranks, own = come.shape
-        arrived = exchange_rows(rows, sent, received, group)
-        expert = torch.arange(own, device=rows.device).repeat(ranks)
-        expert = expert.repeat_interleave(come.flatten(), output_size=sum(received))
+    def _elsewhere(self, tokens: Sent, x: Tensor) -> Tensor:
+        """Let the ranks that have the experts compute, and return their rows in the order in which they were sent.
+
+        Args:
+            tokens: on their way.
+            x: what they are copies of, in the dtype to compute in. Who shards the experts' weights further takes its
+                gradients to be complete once that of x is.
+        """
+        sent, received, each = tokens.loads
+        ranks, own = tokens.come.shape
+        arrived = tokens.flight.arrived(tokens.rows, x).to(x.dtype)
+        expert = torch.arange(own, device=x.device).repeat(ranks)
+        expert = expert.repeat_interleave(tokens.come.flatten(), output_size=sum(received))
         order = Order.by(expert, own)
         out = restored(self._here(sorted_rows(arrived, order), order.counts, lambda: each), order)
-        return exchange_rows(out, received, sent, group)
+        return exchange_rows(out, received, sent, tokens.flight.group)
 
     def _here(self, rows: Tensor, counts: Tensor, read: Callable[[], list[int]]) -> Tensor:
         """Compute this rank's experts, on rows in the order of experts.

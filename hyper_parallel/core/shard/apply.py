@@ -200,7 +200,7 @@ class _Watch:
 def _watch(param: torch.Tensor, layout: Layout) -> None:
     hooks: Any = param._backward_hooks
     if hooks:
-        for key in [key for key, hook in hooks.items() if type(hook) is _GradientLayout]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _GradientLayout)]:
             del hooks[key]
         param._backward_hooks = hooks  # what swaps the memory of a tensor, as a cast does, leaves them without effect
     param.register_hook(_GradientLayout(param, layout))

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.checks import check_int
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.platform import get_platform
 from sim.mesh.hardware import Hardware
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
 from sim.mesh.pricing.measure_steps import step_samples, timed_steps
@@ -52,7 +53,7 @@ def measure(
 
     Args:
         processes: that share it: of a CPU its cores, of GPUs one each.
-        device: `cpu` or `cuda`; None: `cuda` where there are as many.
+        device: `cpu`, `cuda` or `npu`; None: `cuda` where there are as many.
         seconds: that each figure is taken over, at least.
         threads: of each process on a CPU; None: its share of the cores.
         steps: whether to measure training steps of tiny models, too, on a CPU.
@@ -64,9 +65,9 @@ def measure(
     asked = f"cannot measure this machine with {processes!r} processes"
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= (count or 1) else "cpu"
-    most = torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1
+    most = os.cpu_count() or 1 if device == "cpu" else get_platform(device).device_count()
     if count is None or not 1 <= count <= most:
-        unit = "GPUs" if device == "cuda" else "cores"
+        unit = "cores" if device == "cpu" else "devices" if device == "npu" else "GPUs"
         raise ValueError(
             explain(asked, f"processes is not from 1 to the number of {unit}", f"{unit}: {most}", f"{most}")
         )
@@ -89,8 +90,8 @@ def _work(rank: int, count: int, device: str, seconds: float, folder: str, threa
     if device == "cpu":
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // count))
     else:
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
+        get_platform(device).set_device(rank)
+    backend = get_platform(device).backend
     store = dist.FileStore(str(Path(folder, "store")), count)
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     clock = _Clock(device, seconds)
@@ -110,8 +111,7 @@ class _Clock:
         self.device, self.seconds = device, seconds
 
     def done(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        get_platform(self.device).synchronize()
 
     def time(self, fn: Callable[[], object], *, together: bool = False, repeats: int = 15) -> float:
         """Return the lower quartile of the time of a call; on a CPU of collectives the shortest.
@@ -150,8 +150,8 @@ class _Clock:
 
 def _matmuls(clock: _Clock) -> list[Sample]:
     samples = []
-    dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if clock.device == "cuda" else [])
-    large = [(4096, 4096, 4096), (8192, 4096, 4096)] if clock.device == "cuda" else [(1024, 1024, 1024)]
+    dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if clock.device != "cpu" else [])
+    large = [(4096, 4096, 4096), (8192, 4096, 4096)] if clock.device != "cpu" else [(1024, 1024, 1024)]
     for dtype in dtypes:
         rate = math.inf
         for m, n, k in (*_MATMULS, *large):
@@ -171,7 +171,7 @@ def _matmuls(clock: _Clock) -> list[Sample]:
 
 def _streams(clock: _Clock) -> list[Sample]:
     samples = []
-    scale = 16 if clock.device == "cuda" else 1
+    scale = 16 if clock.device != "cpu" else 1
     for elements in (2**12, 2**14, 2**16, 2**18, 2**20, 2**21, 2**23 * scale):
         x, y = (torch.randn(elements, device=clock.device) for _ in range(2))
         out = torch.empty_like(x)
@@ -190,7 +190,7 @@ def _streams(clock: _Clock) -> list[Sample]:
 
 def _attentions(clock: _Clock) -> list[Sample]:
     samples = []
-    dtype = torch.bfloat16 if clock.device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if clock.device != "cpu" else torch.float32
     attend = torch.nn.functional.scaled_dot_product_attention
     for length, size, causal in _ATTENTIONS:
         shape = (1, _HEADS, length, size)
@@ -238,7 +238,7 @@ def _small_operations(clock: _Clock) -> list[Sample]:
 
 def _collectives(clock: _Clock, rank: int, count: int) -> list[Sample]:
     samples = []
-    scale = 16 if clock.device == "cuda" else 1
+    scale = 16 if clock.device != "cpu" else 1
     for op in OPS:
         for size in (2**10, 2**14, 2**17, 2**20, 2**22 * scale, 2**24 * scale):
             call, calls = _collective(op, size, rank, count, clock.device), [0]
@@ -301,13 +301,10 @@ def cpu_name() -> str:
 
 
 def _machine(device: str, count: int) -> dict[str, Any]:
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return {
-            "device": "cuda",
-            "title": properties.name,
-            "memory": properties.total_memory,
-            "cores": properties.multi_processor_count,
-        }
+    if device != "cpu":
+        module: Any = torch.get_device_module(device)
+        properties = module.get_device_properties(module.current_device())
+        cores = getattr(properties, "multi_processor_count", 1)  # an NPU's have another name for them
+        return {"device": device, "title": properties.name, "memory": properties.total_memory, "cores": cores}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"device": "cpu", "title": cpu_name(), "memory": memory // count, "cores": torch.get_num_threads()}

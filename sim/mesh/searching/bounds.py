@@ -91,6 +91,8 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     computed = _BYTES[recipe.param_dtype]
     has_master = recipe.master == "fp32" and computed < 4
     weights, moments = (4 if recipe.master == "fp32" else computed), _MOMENTS[recipe.optimizer]
+    if recipe.moments == "bf16":
+        moments //= 2
     dense, experts = _on_a_rank(shape, candidate)
     standing = gradients = 0.0
     for parameters, shards in ((dense, dims.dp_shard * dims.ep * dims.cp), (experts, dims.expert_shards)):

@@ -34,6 +34,7 @@ from sim.mesh.tracing.kernels import use_float8
 from sim.mesh.tracing.losses import fuse_head
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.replicated import Replicated
+from sim.mesh.zoo.mla import MLALlama, mla_plan
 
 __all__ = ["Built", "build_of_run", "build_stage"]
 
@@ -154,8 +155,11 @@ def _split_tensors(job: Job, module: nn.Module) -> None:
     if not dims.tp_enabled:
         return
     mesh = dims.get_mesh("tp")
-    plan = job.model.plan(module, mesh, recipe)
-    if plan is not None:
+    if isinstance(module, MLALlama):
+        along, again = recipe.sequence_parallel, recipe.reshard_inputs
+        etp = dims.etp if along else None
+        shard_module(module, mesh, mla_plan(module, mesh, etp=etp, sequence_parallel=along, reshard_inputs=again))
+    elif (plan := job.model.plan(module, mesh, recipe)) is not None:
         shard_module(module, mesh, plan)
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.platform import attention_operators
 from sim.mesh.tracing.fusion import order_by_kernel
 from sim.mesh.tracing.kinds import being, enter, one_kernel, recomputes, region, take_numbers, traces
 
@@ -190,9 +191,7 @@ PRODUCTS = frozenset(
         _aten.addmm.default,
         _aten.bmm.default,
         _aten._scaled_mm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        *attention_operators(),
     }
 )
 """What selective checkpointing keeps."""

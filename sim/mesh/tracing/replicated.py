@@ -124,7 +124,8 @@ class _Flat:
         self.grads = torch.zeros(count, dtype=recipe.grad_dtype)
         own = count // self.parts if self.splits else count
         self.master = torch.zeros(own) if recipe.master == "fp32" and recipe.dtype != torch.float32 else None
-        self.moments = [torch.zeros(own), torch.zeros(own)] if recipe.optimizer != "sgd" else []
+        kept = torch.bfloat16 if recipe.moments == "bf16" else torch.float32
+        self.moments = [torch.zeros(own, dtype=kept) for _ in range(0 if recipe.optimizer == "sgd" else 2)]
         self.tick = torch.zeros(())
         self.works: list[Pending] = []
         for param in params:
