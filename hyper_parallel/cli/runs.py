@@ -5,11 +5,14 @@ torch is imported here, and not where options are: `--help` and a wrong option c
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,16 @@ from hyper_parallel.cli.kit import (
 )
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
 from hyper_parallel.models.hf_weights import other_model
+from hyper_parallel.models.lora import Adapter, with_lora
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.guards import NonFiniteError, StopRequest
 from hyper_parallel.trainer.loop import RankPlace
 from hyper_parallel.trainer.loop import train as train_rank
-from hyper_parallel.trainer.parallelize import describe_axes
+from hyper_parallel.trainer.parallelize import Split, describe_axes
 from hyper_parallel.trainer.preflight import check_machine, check_platform, plan_run
 from hyper_parallel.trainer.report import (
     Prediction,
@@ -58,6 +63,7 @@ __all__ = [
     "check_run",
     "compare_runs",
     "describe_run",
+    "find_split",
     "hardware_here",
     "one_thread",
     "predict_run",
@@ -80,14 +86,20 @@ def run_here(
     run: Config,
     stop: StopRequest | None = None,
     predicted: Prediction | None = None,
+    split: Split | None = None,
 ) -> TrainResult:
     """Train as the rank that torchrun made of this process, or alone."""
     with TrainingDisplay(console, title, run.train.steps) as display:
-        return train_rank(run, display.on_step, stop, predicted)
+        return train_rank(run, display.on_step, stop, predicted, split=split)
 
 
 def run_simulated(
-    console: Console, title: str, run: Config, world_size: int, stop: StopRequest | None = None
+    console: Console,
+    title: str,
+    run: Config,
+    world_size: int,
+    stop: StopRequest | None = None,
+    split: Split | None = None,
 ) -> tuple[TrainResult, list[Traffic]]:
     """Train as every rank of a simulated world; also return what the ranks communicated."""
     import sim
@@ -96,8 +108,75 @@ def run_simulated(
         TrainingDisplay(console, title, run.train.steps) as display,
         sim.world(world_size, seed=run.train.seed) as world,
     ):
-        results = world.run(train_rank, args=(run, display.on_step, stop))
+        results = world.run(train_rank, args=(run, display.on_step, stop), kwargs={"split": split})
         return results[0], list(world.trace.by_axis())
+
+
+def find_split(console: Console, run: Config) -> Split | None:
+    """Find what splits a model of transformers over tp, and prove it on simulated ranks; None where it is not split.
+
+    Raises:
+        ValueError: nothing was found that computes what one device computes.
+    """
+    degree, start = run.parallel.tp, time.perf_counter()
+    if run.train.model != OTHER or degree == 1:
+        return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.from_pretrained(str(run.train.start_from), local_files_only=True)
+    with torch.device("meta"):
+        whole: Any = AutoModelForCausalLM.from_config(settings)
+    found = find_pairs(whole)
+    small = small_settings(settings, degree)
+
+    def prove(pairs: Sequence[Pair]) -> bool:
+        return _is_proved(small, run, degree, pairs)
+
+    with one_thread():
+        fitting = [pair for pair in found if small is not None and can_share(whole, pair, degree)]
+        pairs = search_pairs(fitting, prove)
+    if not pairs:
+        asked, places = f"cannot split the model over tp={degree}", ", ".join(pair.place for pair in found)
+        blame = "no way to split its linear layers computes what one device computes"
+        hint = "--tp 1: --dp-shard splits the weights of any model"
+        raise ValueError(explain(asked, blame, f"tried: {places or 'no layers found'}", hint))
+    seconds = readable_seconds(time.perf_counter() - start)
+    console.print(
+        f"tp={degree} splits {', '.join(pair.place for pair in pairs)}; proved on simulated ranks in {seconds}"
+    )
+    if others := [pair.place for pair in found if pair.place not in {each.place for each in pairs}]:
+        console.print(f"  on every rank along tp as a whole: {', '.join(others)}")
+    return partial(split_pairs, pairs=pairs)
+
+
+def _is_proved(settings: Any, run: Config, degree: int, pairs: Sequence[Pair]) -> bool:
+    """Tell whether a small model that is split computes what it computes on one device, one optimizer step included."""
+    from transformers import AutoModelForCausalLM
+
+    from sim import verify_plan
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = with_lora(AutoModelForCausalLM.from_config(settings), run.lora)
+            for module in self.model.modules():
+                if isinstance(module, Adapter):
+                    module.reset_parameters()
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.model(ids, use_cache=False).logits
+
+    def parallelize(model: Any, mesh: Any) -> None:
+        split_pairs(model.model, mesh, pairs)
+
+    ids = torch.randint(settings.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return verify_plan(Logits, (ids,), {"tp": degree}, parallelize=parallelize, steps=1).ok
+    except Exception:  # a model's own code, which a split may break in any way
+        return False
 
 
 @contextmanager

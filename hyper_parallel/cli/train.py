@@ -43,6 +43,7 @@ def train(
     from hyper_parallel.cli.runs import (
         check_run,
         describe_run,
+        find_split,
         predict_run,
         run_here,
         run_simulated,
@@ -62,15 +63,16 @@ def train(
         run = check_run(run, sim)
         if is_first_rank():
             check_can_write(Path(str(run.train.log)))
+        split = find_split(stdout_console(), run)
     with while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = stdout_console()
         describe_run(console, run, sim)
         if sim is None:
             result = run_here(
-                console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop, predict_run(console, run)
+                console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop, predict_run(console, run), split
             )
         else:
-            result, _ = run_simulated(console, f"{sim} simulated ranks", run, sim, stop)
+            result, _ = run_simulated(console, f"{sim} simulated ranks", run, sim, stop, split)
         summarise(console, result, has_bytes=run.data.tokenizer is None)
         if run.checkpoint.folder is not None and result.steps:
             console.print(f"checkpoints: {run.checkpoint.folder}")

@@ -125,9 +125,9 @@ def parallelize_huggingface(
             module.register_forward_pre_hook(experts.before)
             module.register_forward_hook(experts.after)
         elif name.endswith("mlp.gate") and streams.degree > 1:
-            module.register_forward_hook(_CountedOnce(streams.degree).logits, prepend=True)
+            module.register_forward_hook(CountedOnce(streams.degree).logits, prepend=True)
         elif name.endswith(("o_proj", "down_proj")) and getattr(module, "bias", None) is not None:
-            module.register_forward_hook(_CountedOnce(streams.degree).bias)
+            module.register_forward_hook(CountedOnce(streams.degree).bias)
     return model
 
 
@@ -288,7 +288,7 @@ class _OwnExperts:
         return output + sum(each[:0].sum() for each in used if each.requires_grad)
 
 
-class _CountedOnce:
+class CountedOnce:
     """Makes what every rank along an axis computes count once, where the ranks' results are partial sums.
 
     Args:

@@ -185,7 +185,8 @@ def add_adapters(plan: ShardingPlan, model: nn.Module) -> None:
         owner = pattern.removesuffix(".weight")
         is_there = re.compile(re.escape(owner).replace(r"\*", "[^.]+") + r"\.lora").fullmatch
         if owner != pattern and any(map(is_there, paths)):
-            rows, columns = layout
+            beside = model.get_submodule(next(filter(is_there, paths)).removesuffix(".lora"))
+            rows, columns = layout if isinstance(beside, nn.Linear) else layout[::-1]
             added = {f"{owner}.lora.down": ("None", columns), f"{owner}.lora.up": (rows, "None")}
             plan.plan = {**(plan.plan or {}), **added}
 

@@ -34,7 +34,7 @@ from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, sampl
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimizer, clip_gradients, update
-from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes, shard_given
+from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, Split, describe_axes, shard_given
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
 from hyper_parallel.trainer.preflight import check_given, check_lora, check_platform, plan_run, read_text
 from hyper_parallel.trainer.report import (
@@ -65,6 +65,7 @@ def train(
     data: MakeLoader | None = None,
     lr_scheduler: MakeScheduler | None = None,
     model: MakeModel | None = None,
+    split: Split | None = None,
 ) -> TrainResult:
     """Train as one rank of a world and return the same result on every rank.
 
@@ -91,6 +92,7 @@ def train(
         model: makes a causal language model with its weights, in place of that of `config.model`, such as one of
             transformers or peft; called once by every rank, after torch's generator got the seed. It is split by data
             parallelism, and what it has frozen is not trained, nor saved. See `shard_given`.
+        split: splits such a model over tp in place, called with it and the mesh, as `parallelize_huggingface` is.
 
     Raises:
         TypeError: an argument of another kind.
@@ -101,7 +103,8 @@ def train(
         RankLostError: other ranks have failed or do not answer.
     """
     check("cannot train", Config, config=config)
-    check("cannot train", "callable | None", on_step=on_step, data=data, lr_scheduler=lr_scheduler, model=model)
+    made: dict[str, Any] = {"data": data, "lr_scheduler": lr_scheduler, "model": model, "split": split}
+    check("cannot train", "callable | None", on_step=on_step, **made)
     if stop is not None:
         check("cannot train", StopRequest, stop=stop)
     if predicted is not None:
@@ -112,12 +115,12 @@ def train(
     if model is None and config.train.model == OTHER:
         model = partial(model_of_folder, config)
     if model is not None:
-        check_given(config, dims)
+        check_given(config, dims, is_split=split is not None)
     platform = get_platform(config.train.device)
     check_platform(config, platform)
     platform.set_device(place.local_rank)
     with _watchdog(config, place, stop, platform) as watchdog, _recorded_memory(config, place, platform):
-        made: dict[str, Any] = {"data": data, "lr_scheduler": lr_scheduler, "model": model}
+        made["model"] = model
         if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
             return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, **made).run(on_step)
         watchdog.beat(0, "meeting the other ranks")
@@ -165,6 +168,7 @@ class Trainer:
         data: likewise.
         lr_scheduler: likewise.
         model: likewise.
+        split: likewise.
 
     Attributes:
         model: this rank's part of the model.
@@ -185,6 +189,7 @@ class Trainer:
         data: MakeLoader | None = None,
         lr_scheduler: MakeScheduler | None = None,
         model: MakeModel | None = None,
+        split: Split | None = None,
     ) -> None:
         self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
         self.watchdog = watchdog
@@ -213,7 +218,7 @@ class Trainer:
         else:
             shape, self.flops_per_token = given_shape(given, config.parallel.param_dtype, config.lora), None
             self.parameters = shape["parameters"]
-            self.model = shard_given(given, dims, config.parallel, self.device)
+            self.model = shard_given(given, dims, config.parallel, self.device, split)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.rates = Rates(config.optimizer, train.steps, lr_scheduler)
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)

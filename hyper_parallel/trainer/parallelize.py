@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -407,7 +408,17 @@ def _wrap_by_hsdp(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> N
 # -- models that a caller makes ----------------------------------------------------------------------------------------
 
 
-def shard_given(model: nn.Module, dims: ParallelDims, parallel: ParallelConfig, device: torch.device) -> Parallelized:
+Split = Callable[[nn.Module, DeviceMesh], Any]
+"""Splits a model over a mesh of the axis tp, in place."""
+
+
+def shard_given(
+    model: nn.Module,
+    dims: ParallelDims,
+    parallel: ParallelConfig,
+    device: torch.device,
+    split: Split | None = None,
+) -> Parallelized:
     """Train a causal language model as it is, with its parameters split over the ranks with other tokens.
 
     The units are the modules of its outermost lists, which are its blocks, and the rest. What is frozen is gathered as
@@ -416,9 +427,11 @@ def shard_given(model: nn.Module, dims: ParallelDims, parallel: ParallelConfig, 
     Args:
         model: with its weights, alike on every rank; changed in place. It takes ids (batch, seq) and returns logits, or
             an output of transformers that has them.
-        dims: the degrees, of which only those of data parallelism are above 1; the mesh is built.
+        dims: the degrees, of which those of data parallelism, and with `split` that of tp, are above 1; the mesh is
+            built.
         parallel: precision and resharding.
         device: where it goes.
+        split: splits it over tp, before its shards are split further.
     """
     model.to(device=device, dtype=WEIGHTS[parallel.param_dtype]).train()
     if hasattr(getattr(model, "config", None), "use_cache"):  # of keys and values, for text that is generated
@@ -426,6 +439,8 @@ def shard_given(model: nn.Module, dims: ParallelDims, parallel: ParallelConfig, 
             lambda _, args, kwargs: (args, {**kwargs, "use_cache": False}), with_kwargs=True
         )
     model.register_forward_hook(lambda _, args, output: getattr(output, "logits", output))
+    if split is not None and dims.tp_enabled:
+        split(model, dims.get_mesh("tp"))
     if dims.token_ranks > 1 or parallel.param_dtype == "bf16":
         dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)

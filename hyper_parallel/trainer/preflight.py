@@ -195,20 +195,23 @@ def check_lora(config: Config) -> None:
         check_targets(MoELlama(shape) if isinstance(shape, MoEConfig) else Llama(shape), config.lora)
 
 
-def check_given(config: Config, dims: ParallelDims) -> None:
+def check_given(config: Config, dims: ParallelDims, *, is_split: bool = False) -> None:
     """Check that a run of a model that the caller makes asks for nothing that only the trainer's own models can do.
 
     Args:
         config: the run.
         dims: its degrees.
+        is_split: whether something splits the model over tp.
 
     Raises:
         ValueError: degrees beside those of data parallelism, or what changes a model's code, or weights to start from.
     """
     parallel, asked = config.parallel, "cannot train a model of your own"
-    others = [f"{name}={degree}" for name in ("tp", "cp", "pp", "ep") if (degree := getattr(dims, name)) > 1]
+    degrees = ("cp", "pp", "ep") if is_split else ("tp", "cp", "pp", "ep")
+    others = [f"{name}={degree}" for name in degrees if (degree := getattr(dims, name)) > 1]
     if others:
         blame, hint = "it is split by data parallelism only", "dp_shard and dp_replicate, or [model] without model="
+        blame = "it is split by data and tensor parallelism only" if is_split else blame
         raise ValueError(explain(asked, blame, f"degrees: {', '.join(others)}", hint))
     changes = {
         "engine": parallel.engine != "fully_shard",
@@ -293,7 +296,7 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
         _check_folder(Path(config.checkpoint.folder), "checkpoints")
         run_to_go_on_from(config)
     if config.train.model == OTHER:
-        check_given(config, dims)
+        check_given(config, dims, is_split=True)  # or it is refused when nothing is found
     elif on_host:
         check_memory(config, dims, local_ranks)
 

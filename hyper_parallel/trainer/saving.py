@@ -504,7 +504,7 @@ def model_of_folder(run: Config) -> nn.Module:
     Raises:
         ValueError: transformers is not installed, or cannot load it; adapters that do not fit.
     """
-    folder = run.train.start_from
+    folder = str(run.train.start_from)
     asked = f"cannot load the model of {folder}"
     try:
         from transformers import AutoModelForCausalLM
