@@ -147,7 +147,7 @@ class _KeptHook:
         return getattr(self._hook, name)
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]
         return type(self._hook)
 
 
