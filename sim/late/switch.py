@@ -146,8 +146,8 @@ class _KeptHook:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hook, name)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return type(self._hook)
 
 
