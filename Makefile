@@ -6,6 +6,10 @@ STAMP := $(VENV)/.installed
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_OPTIONS)
 PYTEST_OPTIONS ?=
 
+# Bodies that say most of a device for their time; `pytest -m npu --sim-backend hccl --sim-device npu` runs all.
+ON_LATE_DEVICES := $(patsubst %,tests/multidevice/test_%.py,redistribute clip_norm \
+	$(patsubst %,conformance_%,async functional groups movement objects point_to_point reductions))
+
 # Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -36,6 +40,7 @@ full: venv lint ## everything that needs no accelerator, with all examples: what
 	$(MAKE) --no-print-directory --jobs 2 types docs
 	$(PYTEST) --tier full
 	$(PYTEST) --tier full -m npu --sim-backend hccl tests/multidevice  # what hccl does not reduce is refused
+	$(PYTEST) --tier full -m npu --sim-backend hccl --sim-device npu $(ON_LATE_DEVICES)
 
 deep: venv lint types ## nightly: thousands of drawn inputs for each property, and what takes minutes
 	$(PYTEST) --tier deep -o faulthandler_timeout=0

@@ -217,7 +217,7 @@ def cost_alone(name: str, config: pytest.Config) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "costs.json")
         command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"--costs={file}", name]
-        for option in ("--tier", "--sim-backend"):
+        for option in ("--tier", "--sim-backend", "--sim-device"):
             if value := config.getoption(option, None):
                 command.append(f"{option}={value}")
         subprocess.run(command, cwd=config.rootpath, stdout=subprocess.DEVNULL, check=False)

@@ -41,7 +41,7 @@ def whole_of(x):
 
 def on_one_device(wholes, max_norm, p):
     """The norm and the clipped gradients of torch, in float64."""
-    params = [nn.Parameter(torch.zeros_like(full, dtype=torch.float64)) for full in wholes]
+    params = [nn.Parameter(torch.zeros(full.shape, dtype=torch.float64)) for full in wholes]
     for param, full in zip(params, wholes, strict=True):
         param.grad = full.cpu().double()
     return nn.utils.clip_grad_norm_(params, max_norm, p), [param.grad for param in params]
