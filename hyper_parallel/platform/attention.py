@@ -57,7 +57,7 @@ class AttentionKernel(ABC):
             scale: of the scores.
         """
         k, v = (self._repeated(x, q.shape[1]) for x in (k, v))
-        out, lse = self._forward(*(self._padded(x) for x in (q, k, v)), causal, scale)
+        out, lse = self._forward(self._padded(q), self._padded(k), self._padded(v), causal, scale)
         return out[..., : q.shape[-1]], lse
 
     def backward(

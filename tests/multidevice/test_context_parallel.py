@@ -87,6 +87,30 @@ def test_every_way_to_attend(ctx):
 
 
 @sim.ranks(4)
+def test_flex_attention_with_a_window(ctx):
+    """The mask is that of one device, of the whole sequence, whoever holds which tokens."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    drawn, _ = full(torch.float32, documents=False)
+    mask = create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 6), None, None, 16, 16, device="cpu", BLOCK_SIZE=4
+    )
+    seen = torch.ones(16, 16, dtype=torch.bool).tril().triu(-5)
+    q, k, v, grad = (x.double().requires_grad_() for x in drawn)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    out.backward(grad)
+    expected = (out.detach(), q.grad, k.grad, v.grad)
+    mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("cp",))
+    for degree in (1, 2, 4):
+        cp = ContextParallel(mesh, degree)
+        q, k, v, grad = (cp.split(x.to(ctx.device), dim=2).requires_grad_() for x in drawn)
+        out = cp.flex_attention(q, k, v, block_mask=mask.to(ctx.device), enable_gqa=True)
+        out.backward(grad)
+        for name, found, full_one in zip("oqkv", (out.detach(), q.grad, k.grad, v.grad), expected, strict=True):
+            close(found, cp.split(full_one, dim=2), f"{name} {degree=}")
+
+
+@sim.ranks(4)
 def test_an_axis_among_others(ctx):
     """Each part of the mesh has its own groups, also where ranks have made different numbers of groups before."""
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("cp", "tp"))

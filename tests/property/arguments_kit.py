@@ -343,6 +343,7 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     # contexts
     "ContextParallel": lambda g: {"mesh": g.mesh},
     "ContextParallel.attend": lambda g: (ContextParallel(g.mesh), qkv()),
+    "ContextParallel.flex_attention": lambda g: (ContextParallel(g.mesh), qkv()),
     "ContextParallel.positions": lambda g: (ContextParallel(g.mesh), {"seq_local": 4}),
     "ContextParallel.split": lambda g: (ContextParallel(g.mesh), {"x": torch.ones(1, 8)}),
     "SequenceSplit": lambda g: {"ring": 2},

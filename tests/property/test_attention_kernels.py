@@ -144,7 +144,7 @@ def test_two_blocks_by_a_kernel_are_one_by_products(name, pick, queries, keys, s
     blocks = [(k, v, causal), (*rest, False)]
     (first, lse), (second, more) = (kernel.forward(q, *keys_, seen, 0.3) for *keys_, seen in blocks)
     joined = Joined(first.to(lse.dtype, copy=True), lse.clone())
-    joined.add(second, more, 0)
+    joined.add(second, more, slice(None))
     out = joined.out.to(dtype)
     found = [kernel.backward(grad, q, *keys_, out, joined.lse, seen, 0.3) for *keys_, seen in blocks]
     seen = torch.ones(queries, keys + 3, dtype=torch.bool)

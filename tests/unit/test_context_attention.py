@@ -63,7 +63,7 @@ def test_products_and_kernel_agree(monkeypatch: pytest.MonkeyPatch, causal: bool
 def test_few_rows_at_a_time_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MAX_SCORES", 2 * BATCH * HEADS * SEQ)
     block = AttentionBlock(*qkv(), False, 1.0, (torch.zeros(BATCH, SEQ), torch.zeros(BATCH, SEQ)))
-    sizes = [scores.numel() for _, scores in block._scores()]
+    sizes = [scores.numel() for _, scores, _ in block._scores()]
     assert sizes == [attention.MAX_SCORES] * (SEQ // 2)
 
 
@@ -75,14 +75,14 @@ def test_a_query_that_sees_nothing_gets_zeros_and_changes_nothing() -> None:
     assert (lse == -torch.inf).all()
     joined = Joined(*AttentionBlock(q, k, v, True, 1.0).forward())
     before = joined.out.clone()
-    joined.add(out, lse, 0)
+    joined.add(out, lse, slice(None))
     assert torch.equal(joined.out, before)
 
 
 def test_keys_in_two_blocks_are_one_softmax() -> None:
     q, k, v = qkv()
     joined = Joined(*AttentionBlock(q, k[:, :, :5], v[:, :, :5], False, 0.5).forward())
-    joined.add(*AttentionBlock(q, k[:, :, 5:], v[:, :, 5:], False, 0.5).forward(), 0)
+    joined.add(*AttentionBlock(q, k[:, :, 5:], v[:, :, 5:], False, 0.5).forward(), slice(None))
     out, lse = AttentionBlock(q, k, v, False, 0.5).forward()
     torch.testing.assert_close(joined.out, out)
     torch.testing.assert_close(joined.lse, lse)

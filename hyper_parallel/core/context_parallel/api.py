@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.context_parallel.arguments import (
     check_attention,
+    check_flex,
     check_kinds,
     check_local_length,
     check_mesh,
@@ -32,7 +33,11 @@ from hyper_parallel.core.context_parallel.attention import (
     to_heads,
     to_sequence,
 )
+from hyper_parallel.core.context_parallel.flex import BlockStates, Flex, ScoreMod
 from hyper_parallel.core.mesh.device_mesh import axes_of
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -158,16 +163,70 @@ class ContextParallel:
         q, k, v = _autocast(q, k, v)
         check_attention(self.sequence, q, k, v, documents)
         degree, ids = self.ulysses_degree, self._all_documents(documents)
-        if degree > 1:
-            times = shared_heads(k.shape[1], degree)
-            k, v = (x if times == 1 else x.repeat_interleave(times, dim=1) for x in (k, v))
-            q, k, v = to_heads((q, k, v), self._heads, degree)
+        q, k, v = self._to_heads(q, k, v)
         scale = default_scale(q.shape[-1]) if scale is None else scale
         if self.ring_degree > 1:
             out = ring_attention(q, k, v, AttentionCall(self._ring, is_causal, scale, ids))
         else:
             out = _attention(q, k, v, is_causal, scale, None if ids is None else ids[0])
         return to_sequence(out, self._heads, degree) if degree > 1 else out
+
+    @runs_eagerly
+    def flex_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Return what `torch.nn.attention.flex_attention` returns of whole sequences: this rank's tokens of it.
+
+            window = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 256), None, None, seq, seq)
+            out = cp.flex_attention(q, k, v, block_mask=window)
+
+        The mask and `score_mod` are those of one device, made alike on every rank: positions, and tensors that they
+        look up, are of the whole sequence. Nothing is computed of tiles that the mask leaves out; those that are seen
+        wholly go through the device's fused kernel; of others, and with `score_mod`, products compute the scores, some
+        rows at a time. A query that sees nothing gets zeros. The host waits for the mask's tensors, once a call.
+
+        Communication: as `attend` has it, whatever the mask leaves out.
+
+        Args:
+            q: (batch, heads, seq_local, head_dim), as in `attend`.
+            k: (batch, key and value heads, seq_local, head_dim).
+            v: as `k`.
+            score_mod: gives the score of a score and the numbers of its batch, head, query and key. Heads are counted
+                among those of `q`. Its gradient goes to the scores, and not to tensors that it looks up.
+            block_mask: of a sequence of seq_local * ranks. Positions hidden in a tile are those of its `mask_mod`.
+            scale: of the scores, before `score_mod`; default 1 / sqrt(head_dim).
+            enable_gqa: whether there may be fewer key heads than query heads.
+
+        Raises:
+            TypeError: as `attend`; a mask that is no BlockMask; a `score_mod` that is no function.
+            ValueError: as `attend`; a mask of another length, batch or number of heads; key heads without
+                `enable_gqa`; a `score_mod` that looks up tensors that want gradients.
+        """
+        check_kinds(q, k, v, is_causal=False, scale=scale)
+        q, k, v = _autocast(q, k, v)
+        check_attention(self.sequence, q, k, v, None)
+        check_flex(self.sequence, q, k, score_mod, block_mask, enable_gqa)
+        degree, heads = self.ulysses_degree, q.shape[1]
+        q, k, v = self._to_heads(q, k, v)
+        first = self.sequence.place(self.rank)[1] * (heads // degree)
+        mine = slice(first, first + heads // degree)
+        numbers = torch.arange(mine.start, mine.stop, device=q.device)
+        blocks = None if block_mask is None else BlockStates.of(block_mask).of_heads(mine)
+        mask_mod = None if block_mask is None else block_mask.mask_mod
+        flex = Flex(score_mod, mask_mod, blocks, numbers, numbers[:0], numbers[:0])
+        scale = default_scale(q.shape[-1]) if scale is None else scale
+        out = ring_attention(q, k, v, AttentionCall(self._ring, False, scale, None, flex))
+        return to_sequence(out, self._heads, degree) if degree > 1 else out
+
+    def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Exchange tokens for heads among Ulysses ranks, where there are several."""
+        degree = self.ulysses_degree
+        if degree == 1:
+            return q, k, v
+        times = shared_heads(k.shape[1], degree)
+        k, v = (x if times == 1 else x.repeat_interleave(times, dim=1) for x in (k, v))
+        return to_heads((q, k, v), self._heads, degree)
 
     def _all_documents(self, documents: Tensor | None) -> Tensor | None:
         """Return the ids of all parts, (ring, batch, tokens of a part): one all_gather."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.context_parallel.flex import example_score
 from hyper_parallel.core.context_parallel.index import SequenceSplit
 from hyper_parallel.core.mesh.device_mesh import axes_of, check_member
 
@@ -146,6 +147,41 @@ def _check_documents(asked: str, documents: Any, shape: Sequence[int]) -> None:
         raise TypeError(explain(asked, "documents must be whole numbers", seen, hint))
     if tuple(documents.shape) != tuple(shape):
         raise ValueError(explain(asked, "documents must have an id for each token of this rank", seen, hint))
+
+
+def check_flex(split: SequenceSplit, q: Tensor, k: Tensor, score_mod: Any, block_mask: Any, enable_gqa: object) -> None:
+    """Refuse a mask that is not one of the whole sequence, and scores that learn.
+
+    Raises:
+        TypeError: a mask that is no BlockMask, a `score_mod` that is no function, an `enable_gqa` that is no bool.
+        ValueError: sizes that do not go together; a `score_mod` that looks up tensors that want gradients.
+    """
+    asked = "cannot attend by FlexAttention"
+    check(asked, "bool", enable_gqa=enable_gqa)
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        blame, seen = "q and k have different numbers of heads", f"heads: q {q.shape[1]}, k {k.shape[1]}"
+        raise ValueError(explain(asked, blame, seen, "enable_gqa=True, as in torch's flex_attention"))
+    if score_mod is not None:
+        check(asked, "callable", score_mod=score_mod)
+        score = example_score(score_mod, q.device)
+        if not isinstance(score, Tensor):
+            blame, hint = "score_mod must return a tensor", "lambda score, b, h, q_idx, kv_idx: score * 2"
+            raise TypeError(explain(asked, blame, f"it returned: {type(score).__name__}", hint))
+        if score.requires_grad:
+            blame = "score_mod looks up tensors that want gradients, which they would not get"
+            raise ValueError(explain(asked, blame, f"score_mod: {score_mod}", "score_mod of tensor.detach()"))
+    if block_mask is None:
+        return
+    from torch.nn.attention.flex_attention import BlockMask  # takes long to import, and few need it
+
+    check(asked, BlockMask, block_mask=block_mask)
+    batch, heads, *_ = block_mask.shape
+    seq = q.shape[2] * split.size
+    lengths = tuple(int(length) for length in block_mask.seq_lengths)
+    if lengths != (seq, seq) or batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
+        seen = f"block_mask: batch {batch}, heads {heads}, lengths {lengths}   q of this rank: {tuple(q.shape)}"
+        hint = f"create_block_mask(mask_mod, None or {q.shape[0]}, None or {q.shape[1]}, {seq}, {seq})"
+        raise ValueError(explain(asked, "block_mask must be of the whole sequence of all ranks", seen, hint))
 
 
 def default_scale(head_dim: int) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.core.context_parallel import kernels
+from hyper_parallel.core.context_parallel.flex import Flex, FlexPiece
 from hyper_parallel.core.context_parallel.index import SequenceSplit
 from hyper_parallel.platform import AttentionKernel
 
@@ -38,6 +39,7 @@ class AttentionBlock:
         causal: query i sees keys up to i.
         scale: of the scores.
         documents: ids of queries (batch, queries) and keys (batch, keys); only those with equal ids see each other.
+        flex: what else changes scores.
     """
 
     q: Tensor
@@ -46,6 +48,7 @@ class AttentionBlock:
     causal: bool
     scale: float
     documents: tuple[Tensor, Tensor] | None = None
+    flex: Flex | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output, shaped as the queries, and the log-sum-exp of each query's scores (batch, heads, queries).
@@ -71,7 +74,9 @@ class AttentionBlock:
         return kernel.backward(grad, self.q, self.k, self.v, out, lse, self.causal, self.scale)
 
     def _kernel(self) -> AttentionKernel | None:
-        return None if self.documents is not None else kernels.fused(self.q, self.k, self.v, self.causal, self.scale)
+        if self.documents is not None or self.flex is not None:
+            return None
+        return kernels.fused(self.q, self.k, self.v, self.causal, self.scale)
 
     # -- matrix products and nothing else: any device, any dtype -----------------------------------------------------
 
@@ -79,7 +84,7 @@ class AttentionBlock:
         dtype = accumulator(self.q.dtype)
         values = self.v.to(dtype)
         outs, sums = [], []
-        for rows, scores in self._scores():
+        for rows, scores, _ in self._scores():
             lse = scores.logsumexp(dim=-1, keepdim=True)
             weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
             outs.append(self._apart(weights @ values, rows))
@@ -93,17 +98,25 @@ class AttentionBlock:
         mean = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
         grad_q: list[Tensor] = []
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-        for rows, scores in self._scores():
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of what sees nothing, in no block: no weight, not 0 / 0
+        for rows, scores, plain in self._scores():
             weights = (scores - self._together(lse.unsqueeze(-1), rows)).exp_()
             grad_out = self._together(grad, rows).to(dtype)
             grad_v += weights.mT @ grad_out
-            grad_scores = weights.mul_(grad_out @ values.mT - self._together(mean, rows)).mul_(self.scale)
+            grad_scores = weights.mul_(grad_out @ values.mT - self._together(mean, rows))
+            if self.flex is not None:
+                through = self.flex.through(plain, rows, self._apart(grad_scores, rows))
+                grad_scores = self._shared(through)
+            grad_scores = grad_scores.mul_(self.scale)
             grad_q.append(self._apart(grad_scores @ keys, rows))
             grad_k += grad_scores.mT @ self._together(self.q, rows).to(dtype)
         return torch.cat(grad_q, dim=2), grad_k, grad_v
 
-    def _scores(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield scores of some queries at a time: (batch, kv heads, query heads of each * queries, keys)."""
+    def _scores(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield scores of some queries at a time: (batch, kv heads, query heads of each * queries, keys).
+
+        With `flex`, and as they were before it, (batch, heads, queries, keys).
+        """
         batch, heads, queries, _ = self.q.shape
         keys = self.k.to(accumulator(self.q.dtype)).mT
         step = max(1, MAX_SCORES // max(1, batch * heads * self.k.shape[2]))
@@ -114,7 +127,11 @@ class AttentionBlock:
             if hidden is not None:
                 each = scores.unflatten(2, (heads // self.k.shape[1], -1))
                 scores = each.masked_fill_(hidden, -torch.inf).flatten(2, 3)
-            yield rows, scores
+            plain = scores
+            if self.flex is not None:
+                plain = self._apart(scores, rows)
+                scores = self._shared(self.flex.applied(plain, rows))
+            yield rows, scores, plain
 
     def _hidden(self, rows: slice) -> Tensor | None:
         """Return a mask of what queries do not see, for scores (batch, kv heads, heads of each, queries, keys)."""
@@ -130,7 +147,10 @@ class AttentionBlock:
 
     def _together(self, x: Tensor, rows: slice) -> Tensor:
         """Put the queries of all heads that share a key head into one dim: one product serves them all."""
-        return x[:, :, rows].unflatten(1, (self.k.shape[1], -1)).flatten(2, 3)
+        return self._shared(x[:, :, rows])
+
+    def _shared(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.k.shape[1], -1)).flatten(2, 3)
 
     def _apart(self, x: Tensor, rows: slice) -> Tensor:
         return x.unflatten(2, (-1, rows.stop - rows.start)).flatten(1, 2)
@@ -148,12 +168,19 @@ class Joined:
     out: Tensor
     lse: Tensor
 
-    def add(self, out: Tensor, lse: Tensor, first: int) -> None:
-        """Add a block of further keys that the queries from number `first` on see."""
-        so_far = self.lse[:, :, first:]
+    @classmethod
+    def none(cls, q: Tensor) -> Joined:
+        """Queries that have seen nothing yet."""
+        dtype = accumulator(q.dtype)
+        return cls(torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype))
+
+    def add(self, out: Tensor, lse: Tensor, rows: slice) -> None:
+        """Add a block of further keys that some of the queries see."""
+        so_far = self.lse[:, :, rows]
         total = torch.logaddexp(so_far, lse)
-        before, new = ((part - total).exp().unsqueeze(-1) for part in (so_far, lse))
-        self.out[:, :, first:].mul_(before).add_(new * out)
+        finite = total.masked_fill(total == -torch.inf, 0.0)  # of what has seen nothing yet: no weight, not 0 / 0
+        before, new = ((part - finite).exp().unsqueeze(-1) for part in (so_far, lse))
+        self.out[:, :, rows].mul_(before).add_(new * out)
         so_far.copy_(total)
 
 
@@ -296,23 +323,59 @@ class AttentionCall:
         causal: positions see no later ones.
         scale: of the scores.
         documents: of every ring rank, ids (ring, batch, tokens).
+        flex: masks and changed scores, of the heads that this rank has; its positions are those of the whole sequence.
     """
 
     ring: Ring
     causal: bool
     scale: float
     documents: Tensor | None
+    flex: Flex | None = None
 
-    def block(self, source: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, AttentionBlock] | None:
-        """Return what queries see of the keys of ring rank `source`: the first query, the number of keys, the block."""
+    def blocks(self, source: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[VisibleBlock]:
+        """Yield what queries see of the keys of ring rank `source`."""
+        if self.flex is not None:
+            yield from self._flex_blocks(self.flex, source, q, k, v)
+            return
         seen = self.ring.split.visible(self.ring.rank, source, q.shape[2], self.causal)
         if seen is None:
-            return None
+            return
         first, stop = seen.first_query, seen.num_keys
         ids = self.documents
         documents = None if ids is None else (ids[self.ring.rank, :, first:], ids[source, :, :stop])
         block = AttentionBlock(q[:, :, first:], k[:, :, :stop], v[:, :, :stop], seen.causal, self.scale, documents)
-        return first, stop, block
+        yield VisibleBlock(slice(first, q.shape[2]), slice(0, stop), block)
+
+    def _flex_blocks(self, flex: Flex, source: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[VisibleBlock]:
+        split = self.ring.split
+        seq = q.shape[2] * split.ring
+        for queries, before in _with_offsets(split.part(self.ring.rank, seq)):
+            for keys, before_keys in _with_offsets(split.part(source, seq)):
+                whole = (FlexPiece(queries, keys, seen=True),)
+                for piece in whole if flex.blocks is None else flex.blocks.pieces(queries, keys):
+                    rows, columns = (
+                        slice(ends[0] + offset, ends[1] + offset)
+                        for ends, offset in ((piece.queries, before), (piece.keys, before_keys))
+                    )
+                    change = flex.of(piece)
+                    parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+                    yield VisibleBlock(rows, columns, AttentionBlock(*parts, False, self.scale, flex=change))
+
+
+class VisibleBlock(NamedTuple):
+    """A block, and which of a part's queries and keys it has."""
+
+    queries: slice
+    keys: slice
+    block: AttentionBlock
+
+
+def _with_offsets(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield intervals that lie one after the other in a part, and what to add to positions to get places there."""
+    place = 0
+    for start, stop in intervals:
+        yield (start, stop), place - start
+        place += stop - start
 
 
 class _RingAttention(torch.autograd.Function):
@@ -322,17 +385,15 @@ class _RingAttention(torch.autograd.Function):
         joined: Joined | None = None
         with _as_they_are(q.device):
             for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
-                found = task.block(source, q, keys, values)
-                if found is None:
-                    continue
-                first, _, block = found
-                out, lse = block.forward()
-                if joined is None:  # its own keys come first, and of these every query sees itself at least
-                    # Copies, for these are added to, and selective checkpointing keeps what the kernel has returned.
-                    joined = Joined(out.to(dtype, copy=True), lse.clone(memory_format=torch.contiguous_format))
-                else:
-                    joined.add(out, lse, first)
-        assert joined is not None, "every query sees itself"
+                for rows, _, block in task.blocks(source, q, keys, values):
+                    out, lse = block.forward()
+                    if joined is None and out.shape == q.shape:
+                        # Copies, as these are added to, and selective checkpointing keeps what the kernel has returned.
+                        joined = Joined(out.to(dtype, copy=True), lse.clone(memory_format=torch.contiguous_format))
+                    else:
+                        joined = joined or Joined.none(q)
+                        joined.add(out, lse, rows)
+        joined = joined or Joined.none(q)
         result = joined.out.to(q.dtype)
         ctx.task = task
         ctx.save_for_backward(q, k, v, result, joined.lse)
@@ -357,13 +418,11 @@ def _gradients(
     flight: RingShift | None = None
     for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
         share = torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
-        found = task.block(source, q, keys, values)
-        if found is not None:
-            first, stop, block = found
-            of_q, *of_keys = block.backward(grad[:, :, first:], out[:, :, first:], lse[:, :, first:])
-            grad_q[:, :, first:] += of_q
+        for rows, columns, block in task.blocks(source, q, keys, values):
+            of_q, *of_keys = block.backward(grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
+            grad_q[:, :, rows] += of_q
             for total, part in zip(share, of_keys, strict=True):
-                total[:, :, :stop] = part
+                total[:, :, columns] += part
         if own is None:
             own = share
         else:
