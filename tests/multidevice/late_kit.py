@@ -72,6 +72,7 @@ def without(missing: str | None = None) -> Iterator[Taken]:
             (LateEvent, "wait"),
             (LateEvent, "synchronize"),
             (LateStream, "synchronize"),
+            (LateStream, "wait_stream"),
         )
     ]
 
@@ -144,6 +145,12 @@ def mixed(device: str) -> list[float]:
 def offloaded(device: str) -> list[float]:
     policy = CPUOffloadPolicy(pin_memory=device != "cpu")
     return trained(device, init_device_mesh(device, (2,)), offload_policy=policy)
+
+
+def offloaded_alone(device: str) -> list[float]:
+    """On one rank nothing is gathered: what computes waits for the copies themselves."""
+    policy = CPUOffloadPolicy(pin_memory=device != "cpu")
+    return trained(device, init_device_mesh(device, (1,)), offload_policy=policy)
 
 
 def on_a_stream(device: str) -> list[float]:
@@ -222,6 +229,7 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "replicas": (replicated, 4),
     "mixed precision": (mixed, 2),
     "CPU offload": (offloaded, 2),
+    "CPU offload on one rank": (offloaded_alone, 1),
     "optimizer on its own stream": (on_a_stream, 2),
     "hsdp(comm_async=True)": (asynchronous, 2),
     "redistribute": (redistributed, 4),
