@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.activations import checkpoint_blocks
 from hyper_parallel.core.expert_parallel.router import set_aux_scale, update_expert_bias
 from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -24,7 +25,6 @@ from hyper_parallel.trainer.parallelize import (
     Parallelized,
     ShareOfLoss,
     build_pipeline,
-    checkpoint_blocks,
     compile_blocks,
     kept_in,
     own_stages,
@@ -72,8 +72,9 @@ def parallelize_llama(
     for model in models:
         hooks.before_checkpointing(model)
 
-        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again.
-        checkpoint_blocks(model, parallel.checkpointing)
+        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again. They draw
+        #    no random numbers.
+        checkpoint_blocks(model, parallel.checkpointing, blocks=list(model.layers), preserve_rng_state=False)
 
         # 5. Compile: what lies between two communications.
         compile_blocks(model, parallel.compile, hooks)
@@ -127,8 +128,9 @@ def parallelize_moe(
     for model in models:
         hooks.before_checkpointing(model)
 
-        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again.
-        checkpoint_blocks(model, parallel.checkpointing)
+        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again. They draw
+        #    no random numbers.
+        checkpoint_blocks(model, parallel.checkpointing, blocks=list(model.layers), preserve_rng_state=False)
 
         # 5. Compile: what lies between two communications.
         compile_blocks(model, parallel.compile, hooks)

@@ -137,9 +137,18 @@ class LateQueue:
         self.waiting += 1
         if not task.missing:
             self._ready[task] = None
+        self.relieve()
+        return task
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more task is too many, so that some have to run."""
+        return self.waiting >= _LIMIT
+
+    def relieve(self) -> None:
+        """Run some tasks if there are too many."""
         while self.waiting > _LIMIT and self._ready:
             self._run_one()
-        return task
 
     def release(self, task: LateTask, after: Iterable[LateTask]) -> None:
         """Let a task that is held run after those that are given, which were not known when it was issued."""

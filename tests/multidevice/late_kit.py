@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from activations_kit import trained as train_blocks
 from pipeline_kit import Case, train
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -186,6 +187,17 @@ def asynchronous(device: str) -> list[float]:
     return [float(loss) for loss in losses]
 
 
+def activations_on_the_host(device: str) -> list[float]:
+    """What blocks save goes to the host and back, beside what the engine gathers."""
+    losses, parameters, _ = train_blocks(device, "offload", "ours")
+    return losses + [float(each.double().sum()) for each in parameters]
+
+
+def block_inputs_on_the_host(device: str) -> list[float]:
+    losses, parameters, _ = train_blocks(device, "full offload", "none", depth=6)
+    return losses + [float(each.double().sum()) for each in parameters]
+
+
 def redistributed(device: str) -> list[float]:
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
     layout = hp.Layout.from_device_mesh(mesh)
@@ -232,6 +244,8 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "CPU offload on one rank": (offloaded_alone, 1),
     "optimizer on its own stream": (on_a_stream, 2),
     "hsdp(comm_async=True)": (asynchronous, 2),
+    "activations on the host": (activations_on_the_host, 2),
+    "inputs of blocks on the host": (block_inputs_on_the_host, 1),
     "redistribute": (redistributed, 4),
     "ring attention": (attended, 4),
     "pipelines": (pipelined, 2),

@@ -28,6 +28,8 @@ WAITS = {
     "CPU offload on one rank": ("bucket._wait", GATHER, "bucket.to_host", "bucket.finish"),
     "optimizer on its own stream": (GATHER, REDUCE, "unit._enter_forward"),
     "hsdp(comm_async=True)": (GATHER, REDUCE),
+    "activations on the host": (GATHER, "offload._copying", "offload._leave", "offload._unpack", REDUCE),
+    "inputs of blocks on the host": ("offload._copying", "offload._leave", "offload._unpack"),
     "redistribute": ("api.distribute_tensor", "gradients.wait"),
     "ring attention": ("attention.wait", "attention._exchanged"),
 }

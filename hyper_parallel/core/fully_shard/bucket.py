@@ -72,7 +72,7 @@ class CopyStreams:
         self._wait()
 
     def _wait(self) -> None:
-        """Let copies come after what computes so far; what computes next, before the gather is needed, is beside them."""
+        """Let copies come after what computes so far; what computes next is beside them."""
         if self._computing is not None:
             self._in.wait_stream(self._computing)
 
