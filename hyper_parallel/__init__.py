@@ -3,6 +3,7 @@
     cli -> trainer -> models -> core.pipeline, core.context_parallel, core.expert_parallel, core.checkpoint, core.hsdp
     core.checkpoint -> core.hsdp -> core.fully_shard -> core.redistribute
     core.optim -> core.redistribute
+    core.activations -> core.common, platform
     core.pipeline, core.context_parallel, core.expert_parallel -> core.shard -> core.init, core.redistribute
     core.redistribute -> core.dtensor -> core.mesh, core.common, platform
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import get_process_group_ranks, init_process_group, split_group
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
+    from hyper_parallel.core.activations import checkpoint_blocks
     from hyper_parallel.core.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
     from hyper_parallel.core.context_parallel import context_parallel
     from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
@@ -102,6 +104,8 @@ __all__ = [
     "share_comm_ctx",
     # An optimizer of whole matrices
     "Muon",
+    # What blocks keep for backward
+    "checkpoint_blocks",
     # Layers, sequences and experts over ranks
     "Pipeline",
     "TiedWeights",
@@ -136,6 +140,7 @@ _NAMES_OF = MappingProxyType(
         "torch.distributed.distributed_c10d": ("get_process_group_ranks", "init_process_group", "split_group"),
         "torch.distributed.pipelining": ("PipelineStage", "ScheduleInterleaved1F1B"),
         "hyper_parallel.core.dtensor.dtensor": ("SkipDTensorDispatch", "distribute_module"),
+        "hyper_parallel.core.activations": ("checkpoint_blocks",),
         "hyper_parallel.core.checkpoint": ("Checkpointer", "load_checkpoint", "save_checkpoint"),
         "hyper_parallel.core.context_parallel": ("context_parallel",),
         "hyper_parallel.core.expert_parallel": ("expert_parallel", "update_expert_bias"),

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.llama import LlamaConfig
@@ -207,7 +208,9 @@ class ParallelConfig:
             again in backward: one all_gather more for each, for the memory of the rest.
         param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
-            "selective": all but matrix products and attention; "alternate": every other matrix product as well.
+            "selective": all but matrix products and attention; "alternate": every other matrix product as well. With
+            "offload", alone or behind "full", what blocks keep waits on the host. Behind these, "every 2" is for every
+            other block, and "first 8" for eight of each stage.
         compile: let torch.compile make one kernel of what lies between matrix products.
     """
 
@@ -235,7 +238,7 @@ class ParallelConfig:
         asked = "cannot use [parallel]"
         check_fields(asked, self)
         check_choice(asked, "param_dtype", self.param_dtype, ("fp32", "bf16", "fp64"))
-        check_choice(asked, "checkpointing", self.checkpointing, ("none", "full", "selective", "alternate"))
+        ActivationPolicy.of(self.checkpointing, asked=asked)
         check_choice(asked, "engine", self.engine, ("fully_shard", "hsdp"))
         check_least(asked, 1, stages_per_rank=self.stages_per_rank)
         self.stage_sizes()

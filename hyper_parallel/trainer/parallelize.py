@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from hyper_parallel.core.activations import blocks_of
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel
 from hyper_parallel.core.dtensor.layout import Layout
@@ -30,20 +29,8 @@ from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models.llama import Llama
-from hyper_parallel.models.lora import Adapter
-from hyper_parallel.platform import attention_operators
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from hyper_parallel.trainer.data import IGNORED
-
-_PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._scaled_mm.default,
-    }
-)
-"""What selective checkpointing keeps, with fused attention: the expensive part; the rest is made again."""
 
 WEIGHTS = MappingProxyType({"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64})
 """The dtype that weights are kept in; "bf16" is what they are gathered and computed in."""
@@ -200,56 +187,6 @@ def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | No
         for model in models
     ]
     return contexts[0]  # all are equal
-
-
-def checkpoint_blocks(model: Llama, policy: str) -> None:
-    """Let backward compute blocks again in place of keeping what their forward computed.
-
-    Args:
-        model: whose blocks are wrapped.
-        policy: see `checkpointed`; "none" wraps none.
-    """
-    if policy == "none":
-        return
-    for name, block in model.layers.named_children():
-        model.layers._modules[name] = checkpointed(block, policy)
-
-
-def checkpointed(block: nn.Module, policy: str) -> nn.Module:
-    """Return a block wrapped so that backward computes it again.
-
-    Args:
-        block: which.
-        policy: "full": nothing is kept but the input; "selective": matrix products and attention are kept as well,
-            which makes the second computation cheap; "alternate": attention, and every other matrix product.
-    """
-    keeping = {"selective": _keep_products, "alternate": _keep_alternate_products}.get(policy)
-    context: dict[str, Any] = {} if keeping is None else {"context_fn": keeping}
-    context["preserve_rng_state"] = any(isinstance(each, Adapter) and each.dropout for each in block.modules())
-    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **context)
-
-
-def _keep_products() -> Any:
-    kept = _PRODUCTS | attention_operators()
-
-    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(choose)
-
-
-def _keep_alternate_products() -> Any:
-    counts = {False: 0, True: 0}  # of forward, and of the second computation
-    kept = _PRODUCTS | attention_operators()
-
-    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
-            counts[context.is_recompute] += 1
-            if counts[context.is_recompute] % 2 == 0:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(choose)
 
 
 def compile_blocks(model: Llama, enabled: bool, hooks: BuildHooks = AS_TRAINED) -> None:
@@ -444,14 +381,9 @@ def shard_given(
     if dims.token_ranks > 1 or parallel.param_dtype == "bf16":
         dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-        blocks = list(_blocks(model))
+        blocks = list(blocks_of(model))
         shard_units(model, blocks, dims, policy, reshard_after_forward=parallel.reshard_after_forward)
     return Parallelized([model])
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _blocks(child)
 
 
 # -- each rank's share of the loss -------------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.activations import checkpoint_blocks
 from hyper_parallel.core.expert_parallel.router import set_aux_scale, update_expert_bias
 from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models.llama import Llama
-from hyper_parallel.models.lora import with_lora
+from hyper_parallel.models.lora import Adapter, with_lora
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
 from hyper_parallel.models.plans import llama_plan
@@ -25,7 +26,6 @@ from hyper_parallel.trainer.parallelize import (
     Parallelized,
     ShareOfLoss,
     build_pipeline,
-    checkpoint_blocks,
     compile_blocks,
     kept_in,
     own_stages,
@@ -74,8 +74,10 @@ def parallelize_llama(
     for model in models:
         hooks.before_checkpointing(model)
 
-        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again.
-        checkpoint_blocks(model, parallel.checkpointing)
+        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again. Only
+        #    adapters draw random numbers in them.
+        draws = any(isinstance(each, Adapter) and each.dropout for each in model.modules())
+        checkpoint_blocks(model, parallel.checkpointing, blocks=list(model.layers), preserve_rng_state=draws)
 
         # 5. Compile: what lies between two communications.
         compile_blocks(model, parallel.compile, hooks)
@@ -130,8 +132,10 @@ def parallelize_moe(
     for model in models:
         hooks.before_checkpointing(model)
 
-        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again.
-        checkpoint_blocks(model, parallel.checkpointing)
+        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again. Only
+        #    adapters draw random numbers in them.
+        draws = any(isinstance(each, Adapter) and each.dropout for each in model.modules())
+        checkpoint_blocks(model, parallel.checkpointing, blocks=list(model.layers), preserve_rng_state=draws)
 
         # 5. Compile: what lies between two communications.
         compile_blocks(model, parallel.compile, hooks)

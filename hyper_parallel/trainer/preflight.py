@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
+from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -104,7 +105,8 @@ def check_blocks(schedule: str, checkpointing: str, *, compiled: bool) -> None:
     Raises:
         ValueError: such blocks, with such a schedule.
     """
-    if not find_schedule(schedule).splits_backward or not (compiled or checkpointing in ("selective", "alternate")):
+    keeps = ActivationPolicy.of(checkpointing).kind in ("selective", "alternate")
+    if not find_schedule(schedule).splits_backward or not (compiled or keeps):
         return
     other = "compile" if compiled else f"checkpointing='{checkpointing}'"
     asked, blame = f"cannot train with schedule='{schedule}' and {other}", "it goes backward twice through a block"
@@ -332,8 +334,13 @@ def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
         state += here * computed  # gathered in forward, and there until backward
     tokens = train.batch_size * train.seq_len / (dims.token_ranks * train.accumulate)
     attention = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    kept_of = "full" if config.lora.rank else parallel.checkpointing  # what is frozen needs no inputs in backward
-    of_block = least_kept(kept_of, shape.hidden_size, attention, _inner_width(config))
+    policy, inner = ActivationPolicy.of(parallel.checkpointing), _inner_width(config)
+    kinds = (
+        ("full", "full") if config.lora.rank else ("none", policy.kind)
+    )  # what is frozen needs no inputs in backward
+    whole, part = (least_kept(kind, shape.hidden_size, attention, inner) for kind in kinds)
+    taken = sum(map(policy.takes, range(shape.num_hidden_layers)))
+    of_block = whole + (taken / shape.num_hidden_layers) * ((0 if policy.offload else part) - whole)
     # 1F1B, of which no schedule needs less: a stage has as many micro-batches under way as stages are left with it.
     under_way = sum(min(left, train.accumulate) for left in range(1, dims.pp + 1)) / dims.pp
     of_token = shape.num_hidden_layers * of_block * under_way + shape.vocab_size  # the row of logits

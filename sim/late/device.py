@@ -100,6 +100,8 @@ class LateDevice:
         held: bool = False,
     ) -> LateTask:
         """Issue work to a stream, behind what the host has waited for."""
+        if self.queue.is_full:  # what runs is not the host's, so that its modes must not see it
+            self.advance()
         return self.queue.put(lane, what, user_line(), run, after, self._seen, held=held)
 
     def wait_for(self, lane: Lane, task: LateTask | None) -> None:
@@ -264,7 +266,11 @@ class LateDevice:
     def share_with_host(self, task: LateTask, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Note a copy during which the host must not write to some tensors, and not touch others."""
         if self.flights is not None:
-            self.flights.issue(task, f"a copy on {task.lane.title}", task.line, reads, writes)
+
+            def follows(earlier: LateTask) -> bool:  # what the device does in this order, the host need not wait for
+                return isinstance(earlier, LateTask) and task.comes_after(earlier.lane.index, earlier.number)
+
+            self.flights.issue(task, f"a copy on {task.lane.title}", task.line, reads, writes, follows)
             self._shared.append(task)
 
 

@@ -344,6 +344,8 @@ def _copy_from(npu: LateDevice, source: torch.Tensor, target: torch.Tensor, non_
     take = npu.twin(target) if _is_here(target) else target.detach()
     on_host = [each for each in (source, target) if not _is_here(each)]
     is_late = non_blocking and all(map(npu.is_pinned, on_host))
+    if on_host and not is_late and npu.flights:
+        npu.flights.look("aten.copy_", [source], [target])
     if not _is_here(source) and not is_late:
         give = give.clone()
     task = npu.put(npu.current, "aten.copy_", lambda: take.copy_(give))

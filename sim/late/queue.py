@@ -138,9 +138,18 @@ class LateQueue:
         self.waiting += 1
         if not task.missing:
             self._ready[task] = None
+        self.relieve()
+        return task
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more task is too many, so that some have to run."""
+        return self.waiting >= _LIMIT
+
+    def relieve(self) -> None:
+        """Run some tasks if there are too many."""
         while self.waiting > _LIMIT and self._ready:
             self._run_one()
-        return task
 
     def put_apart(self, what: str, line: str, run: Callable[[], object], after: Iterable[LateTask]) -> LateTask:
         """Issue a task that is on no stream, and comes after those that are given only."""

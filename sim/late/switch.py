@@ -154,6 +154,17 @@ class _KeptHook:
         return type(self._hook)
 
 
+def _may_raise_in_unpack(init: Callable[..., None]) -> Callable[..., None]:
+    """`saved_tensors_hooks.__init__`, the same of what unpacks."""
+
+    def begins(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
+        context = current_context()
+        device: LateDevice | None = None if context is None else context.late
+        init(self, pack_hook, unpack_hook if device is None else _KeptHook(device, unpack_hook))
+
+    return begins
+
+
 def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Backward that raises what a hook has raised."""
 
@@ -213,6 +224,8 @@ def _late_device(host: Host) -> Undo:
             replace(torch.accelerator, name, _of_rank(name, getattr(torch.accelerator, name)))
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         replace(torch.Tensor, name, _may_raise(getattr(torch.Tensor, name)))
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    replace(hooks, "__init__", _may_raise_in_unpack(hooks.__init__))
     replace(torch.autograd, "_engine_run_backward", _runs_backward(torch.autograd._engine_run_backward))
     functions = {name: _of_rank(name, lambda *args, **options: None, MEMORY) for name in MEMORY}
     replace(module, "memory", SimpleNamespace(**functions))

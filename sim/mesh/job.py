@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.arguments import split_over
@@ -223,11 +224,13 @@ class Job:
 
 def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Recipe:
     """Say how a run trains in the words of a recipe."""
-    parallel = run.parallel
+    parallel, policy = run.parallel, ActivationPolicy.of(run.parallel.checkpointing)
     return Recipe(
         param_dtype=parallel.param_dtype,
         reduce_dtype="fp64" if parallel.param_dtype == "fp64" else "fp32",
-        checkpointing=parallel.checkpointing,
+        checkpointing=str(replace(policy, every=1, first=None)),
+        checkpoint_layers=policy.first,
+        checkpoint_every=policy.every,
         compile=parallel.compile,
         schedule=parallel.schedule,
         stages_per_rank=parallel.stages_per_rank if dims.pp_enabled else None,

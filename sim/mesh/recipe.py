@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Loads
 from hyper_parallel.core.pipeline.schedules import find_schedule
@@ -251,7 +252,7 @@ _CHOICES = MappingProxyType(
         "master": ("fp32", "none"),
         "moments": ("fp32", "bf16"),
         "engine": ("fully_shard", "hsdp"),
-        "checkpointing": ("none", "selective", "alternate", "full"),
+        "checkpointing": ("none", "selective", "alternate", "full", "offload", "full offload"),
         "optimizer": ("adamw", "adamw-foreach", "muon", "sgd"),
         "attention": ("flash", "math", "math-recomputed"),
         "norm": ("fused", "eager"),
@@ -326,6 +327,7 @@ class Recipe:
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
             "selective": all but matrix products and attention; "alternate": every other matrix product as well.
         checkpoint_layers: how many layers are checkpointed, the first ones of each stage; None: all.
+        checkpoint_every: of every so many of these the first one is.
         compile: one kernel, by torch.compile, for what lies between matrix products.
         optimizer: "adamw" (fused), "adamw-foreach", "muon" (for matrices within the blocks; AdamW for the rest) or
             "sgd".
@@ -370,6 +372,7 @@ class Recipe:
     moments: str = "fp32"
     checkpointing: str = "none"
     checkpoint_layers: int | None = None
+    checkpoint_every: int = 1
     compile: bool = False
     optimizer: str = "adamw"
     fused_loss: bool = False
@@ -402,7 +405,7 @@ class Recipe:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
-        for name in ("checkpoint_layers", "microbatches", "stages_per_rank"):
+        for name in ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank"):
             _count(name, getattr(self, name), 0 if name == "checkpoint_layers" else 1)
         routing: object = self.routing
         if isinstance(self.zero, bool) or self.zero not in _ZERO:
@@ -419,9 +422,11 @@ class Recipe:
         self._check_together()
 
     def _check_together(self) -> None:
-        if self.checkpoint_layers is not None and self.checkpointing == "none":
-            seen = f"checkpoint_layers={self.checkpoint_layers}, checkpointing='none'"
-            blame = "checkpoint_layers says how many layers are checkpointed, and none is"
+        some = {"checkpoint_layers": self.checkpoint_layers} if self.checkpoint_layers is not None else {}
+        some |= {"checkpoint_every": self.checkpoint_every} if self.checkpoint_every != 1 else {}
+        if some and self.checkpointing == "none":
+            seen = ", ".join(f"{name}={value}" for name, value in some.items()) + ", checkpointing='none'"
+            blame = f"{next(iter(some))} says how many layers are checkpointed, and none is"
             raise ValueError(explain(_ASKED, blame, seen, 'checkpointing="full"'))
         if self.float8 and self.param_dtype != "bf16":
             seen = f"float8=True, param_dtype={self.param_dtype!r}"
@@ -440,6 +445,14 @@ class Recipe:
             seen = f"stages_per_rank={self.stages_per_rank}, schedule={self.schedule!r}"
             blame = f"schedule {self.schedule!r} has {kind.stages_per_rank} stage(s) on each rank"
             raise ValueError(explain(_ASKED, blame, seen, 'schedule="interleaved", or stages_per_rank=None'))
+
+    @property
+    def activations(self) -> ActivationPolicy:
+        """The policy of blocks, for a stage's layers numbered from 0 on; with no layer at all, "none"."""
+        if self.checkpoint_layers == 0:
+            return ActivationPolicy()
+        policy = ActivationPolicy.of(self.checkpointing)
+        return dataclasses.replace(policy, every=self.checkpoint_every, first=self.checkpoint_layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -496,10 +509,12 @@ class Recipe:
         words = [f"{self.param_dtype}{behind}, gradients reduced in {self.reduce_dtype}", level]
         if self.checkpointing != "none":
             some = "" if self.checkpoint_layers is None else f" of {self.checkpoint_layers} layers"
+            some += "" if self.checkpoint_every == 1 else f", one of every {self.checkpoint_every}"
             words.append(f"{self.checkpointing} checkpointing{some}")
         words.append(self.optimizer)
         usual = {field.name: field.default for field in dataclasses.fields(self)}
-        shown = ("param_dtype", "reduce_dtype", "master", "checkpointing", "checkpoint_layers", "optimizer", "zero")
+        shown = {"param_dtype", "reduce_dtype", "master", "checkpointing", "optimizer", "zero"}
+        shown |= {"checkpoint_layers", "checkpoint_every"}
         for name, default in usual.items():
             value = getattr(self, name)
             if name in shown or value == default:

@@ -7,7 +7,7 @@ and compares the memory of its arguments with those parts, byte by byte where th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,11 +62,20 @@ class Flights:
         self._flights: dict[Hashable, _Flight] = {}
 
     def issue(
-        self, what: Hashable, name: str, line: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        what: Hashable,
+        name: str,
+        line: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        follows: Callable[[Any], bool] = lambda earlier: False,
     ) -> None:
-        """Note an operation that begins now; it must not touch what another one in flight writes, either."""
+        """Note an operation that begins now; it must not touch what another one in flight writes, either.
+
+        Unless it `follows` that one, as a copy does that a stream has behind it.
+        """
         given, taken = tuple(self.parts(reads)), tuple(self.parts(writes))
-        self.check(name, given, taken, line)
+        self.check(name, given, taken, line, follows)
         self._flights[what] = _Flight(name, line, given, taken)
 
     def complete(self, what: Hashable) -> None:
@@ -86,11 +95,24 @@ class Flights:
             if tensor.device.type != self.apart and (part := part_of(tensor)) is not None:
                 yield part
 
-    def check(self, name: str, reads: Iterable[Part], writes: Iterable[Part], line: str | None = None) -> None:
+    def look(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+        """As `check`, of tensors."""
+        self.check(name, self.parts(reads), self.parts(writes))
+
+    def check(
+        self,
+        name: str,
+        reads: Iterable[Part],
+        writes: Iterable[Part],
+        line: str | None = None,
+        follows: Callable[[Any], bool] = lambda earlier: False,
+    ) -> None:
         """Raise what there is to say if an operation called `name` touches what it must not."""
         accesses = [("reads", part) for part in reads] + [("writes", part) for part in writes]
         for verb, part in accesses:
-            for flight in self._flights.values():
+            for what, flight in self._flights.items():
+                if follows(what):
+                    continue
                 kept = "writes" if any(overlap(part, other) for other in flight.writes) else ""
                 if not kept and verb == "writes" and any(overlap(part, other) for other in flight.reads):
                     kept = "reads"
@@ -175,12 +197,17 @@ class _Accesses(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
-        if self._flights and func._opname not in _HARMLESS:
+        if self._flights and func._opname not in _HARMLESS and not _is_copy_of_device(func, args):
             reads, writes = accesses(func, args, kwargs)
             self._flights.check(
                 f"{func.namespace}.{func._opname}", self._flights.parts(reads), self._flights.parts(writes)
             )
         return func(*args, **kwargs)
+
+
+def _is_copy_of_device(func: Any, args: Any) -> bool:
+    """Whether it is the copy of a late device, which may be late itself, and sees to it."""
+    return func._opname == "copy_" and any(tensor.device.type == "npu" for tensor in args[:2])
 
 
 def accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -224,7 +251,8 @@ class Races(Observer):
     def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
         """Note what a rank must not touch from now on."""
         line = what.line_of(endpoint.rank)
-        self.of_rank(endpoint.rank).issue(what, what.describe(), line, *memory_of(endpoint, what, call))
+        reads, writes = memory_of(endpoint, what, call)
+        self.of_rank(endpoint.rank).issue(what, what.describe(), line, reads, writes)
 
     def waited(self, endpoint: Endpoint, what: Waitable) -> None:
         """Release the memory of an operation."""

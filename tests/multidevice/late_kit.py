@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from activations_kit import trained as train_blocks
 from pipeline_kit import Case, full, train
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,6 +80,7 @@ def without(missing: str | None = None) -> Iterator[Taken]:
             (LateEvent, "wait"),
             (LateEvent, "synchronize"),
             (LateStream, "synchronize"),
+            (LateStream, "wait_stream"),
         )
     ]
 
@@ -153,6 +155,12 @@ def offloaded(device: str) -> list[float]:
     return trained(device, init_device_mesh(device, (2,)), offload_policy=policy)
 
 
+def offloaded_alone(device: str) -> list[float]:
+    """On one rank nothing is gathered: what computes waits for the copies themselves."""
+    policy = CPUOffloadPolicy(pin_memory=device != "cpu")
+    return trained(device, init_device_mesh(device, (1,)), offload_policy=policy)
+
+
 def on_a_stream(device: str) -> list[float]:
     """The optimizer runs on a stream of its own, and the next forward waits for its event."""
     platform = get_platform(device)
@@ -184,6 +192,17 @@ def asynchronous(device: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return [float(loss) for loss in losses]
+
+
+def activations_on_the_host(device: str) -> list[float]:
+    """What blocks save goes to the host and back, beside what the engine gathers."""
+    losses, parameters, _ = train_blocks(device, "offload", "ours")
+    return losses + [float(each.double().sum()) for each in parameters]
+
+
+def block_inputs_on_the_host(device: str) -> list[float]:
+    losses, parameters, _ = train_blocks(device, "full offload", "none", depth=6)
+    return losses + [float(each.double().sum()) for each in parameters]
 
 
 def redistributed(device: str) -> list[float]:
@@ -296,8 +315,11 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "replicas": (replicated, 4),
     "mixed precision": (mixed, 2),
     "CPU offload": (offloaded, 2),
+    "CPU offload on one rank": (offloaded_alone, 1),
     "optimizer on its own stream": (on_a_stream, 2),
     "hsdp(comm_async=True)": (asynchronous, 2),
+    "activations on the host": (activations_on_the_host, 2),
+    "inputs of blocks on the host": (block_inputs_on_the_host, 1),
     "redistribute": (redistributed, 4),
     "ring attention": (attended, 4),
     "pipelines": (pipelined, 2),

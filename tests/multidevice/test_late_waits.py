@@ -28,9 +28,12 @@ WAITS = {
     "reshard_after_forward=False": (GATHER, REDUCE),
     "replicas": (GATHER, "reduce.receive < comm.wait", "reduce.finish < comm.wait"),
     "mixed precision": (GATHER, REDUCE),
-    "CPU offload": (GATHER, REDUCE, "schedule.finish_reductions"),
+    "CPU offload": ("bucket._wait", GATHER, REDUCE, "bucket.to_host", "bucket.finish"),
+    "CPU offload on one rank": ("bucket._wait", GATHER, "bucket.to_host", "bucket.finish"),
     "optimizer on its own stream": (GATHER, REDUCE, "unit._enter_forward"),
     "hsdp(comm_async=True)": (GATHER, REDUCE),
+    "activations on the host": (GATHER, "offload._copying", "offload._leave", "offload._unpack", REDUCE),
+    "inputs of blocks on the host": ("offload._copying", "offload._leave", "offload._unpack"),
     "redistribute": ("api.distribute_tensor", "gradients.wait"),
     "ring attention": ("attention.wait", "attention._exchanged"),
     "pipelines": (

@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.models.llama import Block, LlamaConfig, causal_attention
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.trainer.parallelize import _keep_alternate_products, _keep_products
 from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
 from sim.mesh.tracing.kernels import use_float8
 from sim.mesh.tracing.kinds import one_kernel, recomputes, region, traces
@@ -72,7 +72,7 @@ def test_a_block_keeps_what_torchs_compiler_keeps(checkpointing: str) -> None:
     ours = _kept(compile_like(block, checkpointing), block, given)
 
     def checkpointed(*args: torch.Tensor) -> Any:
-        keep = {"selective": _keep_products, "alternate": _keep_alternate_products}.get(checkpointing)
+        keep = ActivationPolicy.of(checkpointing).contexts()
         options: dict[str, Any] = {"context_fn": keep} if keep else {}
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **options)
 

@@ -37,6 +37,7 @@ API = [
     "SkipDTensorDispatch",
     "TiedWeights",
     "UnshardHandle",
+    "checkpoint_blocks",
     "clip_grad_norm_",
     "context_parallel",
     "custom_shard",

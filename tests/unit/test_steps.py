@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sim
+from hyper_parallel.core.activations import checkpoint_blocks
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import Llama, LlamaConfig
@@ -20,7 +21,6 @@ from hyper_parallel.trainer.loop import RankPlace, RunGroups
 from hyper_parallel.trainer.parallelize import (
     Parallelized,
     ShareOfLoss,
-    checkpoint_blocks,
     compile_blocks,
     describe_axes,
 )

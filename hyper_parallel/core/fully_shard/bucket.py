@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from math import prod
 from typing import Any, cast
@@ -19,9 +20,11 @@ from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.platform import Platform
+from hyper_parallel.platform.base import Stream
 
 __all__ = [
     "Bucket",
+    "CopyStreams",
     "ExtensionBucket",
     "NoDataError",
     "Storage",
@@ -31,6 +34,60 @@ __all__ = [
 
 class NoDataError(RuntimeError):
     """Shards are on the meta device; the unit says which."""
+
+
+class CopyStreams:
+    """The streams on which shards come from the host and gradients go there: beside what computes, as in FSDP2.
+
+    One for each direction: a gradient waits for its reduction, and the shards of the next unit must not wait for it.
+
+    Args:
+        platform: The device that computes.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+        self._in, self._out = platform.new_stream(), platform.new_stream()
+        self._computing: Stream | None = None  # while a gather is issued
+
+    def gather(self, start: Callable[[], Pending]) -> Pending:
+        """Start a gather that copies shards first."""
+        self._computing = self.platform.current_stream()
+        try:
+            self._wait()
+            with self.platform.use_stream(self._in):
+                pending = start()
+        finally:
+            self._computing = None
+        return pending.behind(self._in.record_event())
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Let a gather allocate as everybody does: on the stream that computes, which may have used that memory."""
+        if self._computing is None:
+            yield
+            return
+        with self.platform.use_stream(self._computing):
+            yield
+        self._wait()
+
+    def _wait(self) -> None:
+        """Let copies come after what computes so far; what computes next is beside them."""
+        if self._computing is not None:
+            self._in.wait_stream(self._computing)
+
+    def to_host(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient in page-locked memory of the host, where it is once `finish` has been called."""
+        self._out.wait_stream(self.platform.current_stream())
+        with self.platform.use_stream(self._out):
+            copy = self.platform.copy_to_host(gradient, pinned=True, wait=False)
+        self.platform.record_stream(gradient, self._out)
+        return copy
+
+    def finish(self) -> None:
+        """Let the host wait for all copies: it reads gradients next and changes shards, and no stream makes it wait."""
+        self._out.synchronize()
+        self._in.synchronize()  # of a gather that nobody has used
 
 
 class Storage:
@@ -44,6 +101,7 @@ class Storage:
 
     Attributes:
         apart: Whether they are in other memory than what is computed with, and have to be copied.
+        copies: The streams on which they are, which the units of a root share; None: on that which computes.
     """
 
     def __init__(self, platform: Platform, *, on_host: bool = False, pinned: bool = False, flat: bool = False) -> None:
@@ -54,6 +112,7 @@ class Storage:
         self.pinned = pinned and on_host and platform.supports_pinned_memory
         self.apart = on_host and platform.has_own_memory
         self.flat = flat
+        self.copies: CopyStreams | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor without values, where the shards are kept."""
@@ -65,7 +124,17 @@ class Storage:
 
     def to_host(self, gradient: torch.Tensor, *, wait: bool) -> torch.Tensor:
         """Return a gradient where the shards are kept apart; unless it is waited for, the end of backward does so."""
+        if self.copies is not None and self.pinned and not wait:
+            return self.copies.to_host(gradient)
         return self.platform.copy_to_host(gradient, pinned=self.pinned, wait=wait)
+
+    def gather(self, start: Callable[[], Pending]) -> Pending:
+        """Start a gather, on the stream of its copies if there are any."""
+        return start() if self.copies is None else self.copies.gather(start)
+
+    def allocating(self) -> AbstractContextManager[Any]:
+        """Return the context in which memory for what is gathered is taken."""
+        return nullcontext() if self.copies is None else self.copies.allocating()
 
     @property
     def needs_data(self) -> bool:
@@ -328,7 +397,8 @@ class Bucket:
 
     def allocate(self) -> None:
         """Give the unsharded parameters their memory back."""
-        self._memory.resize_(self.unsharded_bytes)
+        with self.storage.allocating():
+            self._memory.resize_(self.unsharded_bytes)
 
     def free(self) -> None:
         """Free the memory of the unsharded parameters; the tensors stay, for autograd."""
@@ -373,7 +443,8 @@ class Bucket:
         if direct:
             self.allocate()  # now: the collective writes to it. Otherwise only when it is filled, in `finish_gather`
         numel = self.ranks * self.starts[-1]
-        target = self.unsharded_buffer if direct else self.unsharded_buffer.new_empty(numel)
+        with self.storage.allocating():
+            target = self.unsharded_buffer if direct else self.unsharded_buffer.new_empty(numel)
         if self.group is None:
             self._pack(target)
             return Pending(None, target)

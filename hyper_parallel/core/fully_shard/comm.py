@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from hyper_parallel.platform.base import Event
+
 __all__ = [
     "Pending",
     "all_gather",
@@ -39,6 +41,12 @@ class Pending:
         self._keep = keep  # read until it is through: the allocator must not hand their memory to others
         self._result = result
         self._finish = finish
+        self._event: Event | None = None
+
+    def behind(self, event: Event) -> Pending:
+        """Let `wait` also wait for an event of the stream that this was issued on; returns itself."""
+        self._event = event if self._work is None else None  # a collective has begun behind that stream
+        return self
 
     def wait(self) -> torch.Tensor:
         """Wait, once; further calls return at once."""
@@ -47,6 +55,9 @@ class Pending:
             # A work keeps its tensors alive, and what has to be added up is added up once.
             self._work = None
             self._keep = ()
+        if self._event is not None:
+            self._event.wait()
+            self._event = None
         if self._finish is not None:
             self._finish()
             self._finish = None

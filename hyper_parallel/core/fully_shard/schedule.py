@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.bucket import Bucket
+from hyper_parallel.core.fully_shard.bucket import Bucket, CopyStreams
 from hyper_parallel.core.fully_shard.policy import UnitOptions
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
 from hyper_parallel.platform import Platform
@@ -94,6 +94,19 @@ class Schedule(Generic[U]):
         self._next_in_forward: dict[U, list[U]] = {}
         self._next_in_backward: dict[U, list[U]] = {}
         self._ending: weakref.ref[Callable[[], None]] | None = None  # what autograd calls when backward is through
+        self._copies = self._one_pair_of_copy_streams()
+
+    def _one_pair_of_copy_streams(self) -> CopyStreams | None:
+        storages = [bucket.storage for unit in self.units for bucket in unit.buckets if bucket.storage.apart]
+        if not storages:
+            return None
+        known = list(dict.fromkeys(storage.copies for storage in storages if storage.copies is not None))
+        copies, *others = known or [CopyStreams(storages[0].platform)]
+        for other in others:  # of units that ran by themselves before
+            other.finish()
+        for storage in storages:
+            storage.copies = copies
+        return copies
 
     def _all_reduce_bytes(self) -> int:
         return sum(r.all_reduce_bytes(u.options.mp_policy.reduce_dtype) for u in self.units for r in u.reducers)
@@ -246,9 +259,8 @@ class Schedule(Generic[U]):
         self.fused_all_reduces.close()
         for reduction in reductions:
             reduction.finish()
-        if any(bucket.storage.on_host for unit in self.units for bucket in unit.buckets):
-            # Gradients were copied without waiting. The host reads them next, and no stream makes it wait.
-            self.units[0].platform.current_stream().synchronize()
+        if self._copies is not None:
+            self._copies.finish()
 
 
 def followers(order: Sequence[U]) -> dict[U, list[U]]:

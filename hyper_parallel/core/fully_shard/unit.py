@@ -226,9 +226,10 @@ class Unit:
                 self._free()
             self._drop_post_forward_shards()  # they are as old as what was gathered
         if self.state is ShardedState.SHARDED or self.state is ShardedState.POST_FORWARD_SHARDED:
-            # All of them before the first is waited for. No stream of the engine's own: collectives start behind what
-            # the current stream holds, such as an optimizer's step, and run on the process group's stream.
-            works = [bucket.start_gather() for bucket in self.buckets]
+            # All of them before the first is waited for. No stream of the engine's own, but for shards that are copied
+            # from the host: collectives start behind what the current stream holds, such as an optimizer's step, and
+            # run on the process group's stream.
+            works = [bucket.storage.gather(bucket.start_gather) for bucket in self.buckets]
             self._gather = GatherRecord(works, version, number, self._holds_gradients())
             self.state = ShardedState.UNSHARDING
 

@@ -145,7 +145,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         (dims.pp, ends) if ends is not None and (part.is_first or part.is_last) else None,
         (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
         tuple(kinds[layer] for layer in kept),
-        len(part.layers) if recipe.checkpoint_layers is not None else None,
+        len(part.layers) if recipe.checkpoint_layers is not None or recipe.checkpoint_every > 1 else None,
         dataclasses.replace(recipe, **changed),
     )
 

@@ -186,7 +186,7 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
                 chain = found.chain
                 if chain[-1].end != found.end:  # it has been slowed down since
                     chain = (*chain[:-1], chain[-1]._replace(end=found.end))
-                waits[stream] = _recent(waits.get(stream, ()), busy) + chain
+                waits[stream] = _joined(_recent(waits.get(stream, ()), busy), chain)
         elif kind == MARK:
             _, stream, event = code
             marks[event] = (tails.get(stream, floor), waits.get(stream, ()))
@@ -196,7 +196,7 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
             if reached > tails.get(stream, floor):
                 tails[stream] = reached
                 if chain:
-                    waits[stream] = _recent(waits.get(stream, ()), busy) + chain
+                    waits[stream] = _joined(_recent(waits.get(stream, ()), busy), chain)
         elif kind == ISSUE:
             host += code[1]
         elif kind == HOST_WAIT:
@@ -226,6 +226,11 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
     gaps, compute, clock.busy = _gaps(ops, blames, clock.busy)
     comms = [Ran(flight.start, flight.end, flight.lane, at) for flight, at in flights]
     return PieceResult(clock, ops, comms, gaps, compute, sends)
+
+
+def _joined(known: Chain, more: Chain) -> Chain:
+    """Put two chains together; a stream that computes nothing, or waits for one that waits for it, knows most of it."""
+    return tuple(dict.fromkeys(known + more)) if known else more
 
 
 def _recent(chain: Chain, busy: float) -> Chain:

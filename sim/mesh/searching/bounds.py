@@ -132,12 +132,13 @@ def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     layers = shape.layers // dims.pp
     width = _BYTES[recipe.param_dtype]
     split = dims.tp if recipe.sequence_parallel else 1
-    checkpointed = layers if recipe.checkpoint_layers is None else min(recipe.checkpoint_layers, layers)
-    checkpointed = 0 if recipe.checkpointing == "none" else checkpointed
+    policy = recipe.activations
+    checkpointed = sum(map(policy.takes, range(layers)))
     small = shape.hidden * width / split
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * width / dims.tp
     inner = shape.intermediate * width / dims.tp
-    kept, per_layer = (least_kept(how, small, attention, inner) for how in ("none", recipe.checkpointing))
+    kept, per_layer = (least_kept(how, small, attention, inner) for how in ("none", policy.kind))
+    per_layer = 0.0 if policy.offload else per_layer
     under_way = _under_way(candidate)
     bytes_ = tokens * under_way * (checkpointed * per_layer + (layers - checkpointed) * kept)
     if dims.pp == 1 and not recipe.fused_loss:
@@ -182,8 +183,9 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     if recipe.sequence_parallel and not recipe.reshard_inputs:
         kept["none"] += gathered_inputs
     at_work = kept["none"] + 2 * hidden + gathered_inputs
-    per_layer = kept[recipe.checkpointing]
-    checkpointed = layers if recipe.checkpoint_layers is None else min(recipe.checkpoint_layers, layers)
+    policy = recipe.activations
+    checkpointed = sum(map(policy.takes, range(layers)))
+    per_layer = min(2 / max(checkpointed, 1), 1.0) * kept[policy.kind] if policy.offload else kept[policy.kind]
     in_layers = checkpointed * per_layer + (layers - checkpointed) * kept["none"]
     bytes_ = tokens * (in_layers * _blocks_under_way(candidate) + at_work)
     if not recipe.fused_loss:
@@ -264,8 +266,8 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     tokens = candidate.batch * seq_len / dims.cp
     flops = machine.flops * (1.6 if recipe.float8 else 1.0) * _MATMUL
     compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / flops
-    compute *= _RECOMPUTED[recipe.checkpointing] * (1.0 if recipe.compile else 1.1) * (1 + _FEW * parts / tokens)
-    again = 4 / 3 if recipe.checkpointing == "full" else 1.0
+    compute *= _RECOMPUTED[recipe.activations.kind] * (1.0 if recipe.compile else 1.1) * (1 + _FEW * parts / tokens)
+    again = 4 / 3 if recipe.activations.kind == "full" else 1.0
 
     layers, width = shape.layers / dims.pp, _BYTES[recipe.param_dtype]
     passed = tokens * shape.hidden * width * layers

@@ -252,6 +252,6 @@ def _unschedulable(shape: Shape, candidate: Candidate) -> str | None:
         split_layers(shape.layers, stages, sizes=None if sizes is None else list(sizes))
     except ValueError as error:
         return str(error).splitlines()[0].partition(": ")[2]
-    if kind.splits_backward and (recipe.compile or recipe.checkpointing in ("selective", "alternate")):
+    if kind.splits_backward and (recipe.compile or recipe.activations.kind in ("selective", "alternate")):
         return f"schedule {kind.name!r} goes backward twice through a block"
     return None

@@ -30,7 +30,7 @@ __all__ = ["Exploration", "NothingFits", "Progress"]
 
 _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell better
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
-_LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3}
+_LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3, "offload": 4, "full offload": 5}
 _ORDERED = ("checkpointing", "microbatches", "reduce_each", "reshard_inputs", "zero")  # what keeps more, or less
 _ALIKE = attrgetter(*(field.name for field in fields(Recipe) if field.name not in _ORDERED))
 

@@ -74,10 +74,10 @@ class Floor:
             candidate: with its checkpointing.
         """
         recipe = candidate.recipe
-        if recipe.checkpoint_layers is not None or recipe.checkpointing == "none":
+        if recipe.checkpoint_layers is not None or recipe.checkpoint_every > 1 or recipe.activations.kind == "none":
             return 0.0
         moves = 0.0 if recipe.compile else self.moves  # a compiler fuses them into what there is
-        products = {"full": self.products, "alternate": _ALTERNATE * self.matmuls}.get(recipe.checkpointing, 0.0)
+        products = {"full": self.products, "alternate": _ALTERNATE * self.matmuls}.get(recipe.activations.kind, 0.0)
         return _DONE_AGAIN * (moves + products)
 
 
@@ -120,7 +120,7 @@ class Floors:
             programs: of its ranks.
         """
         recipe = candidate.recipe
-        if candidate.dims.pp == 1 and recipe.checkpointing != "none" and recipe.checkpoint_layers is None:
+        if candidate.dims.pp == 1 and recipe.activations.kind != "none" and recipe.checkpoint_layers is None:
             seconds = min([_recomputed(program, self._pricing(recipe)) for program in programs])
             self._again[self._recomputes_as(candidate)] = seconds
         if self._shards(candidate) and recipe.zero == 3 and (recipe.reduce_each or candidate.parts == 1):
@@ -188,7 +188,7 @@ class Floors:
     def _recomputes_as(self, candidate: Candidate) -> Any:
         """What recomputation depends on."""
         recipe, size = candidate.recipe, candidate.batch // candidate.parts
-        return self._key(candidate, size), recipe.checkpointing, recipe.checkpoint_layers
+        return self._key(candidate, size), recipe.checkpointing, recipe.checkpoint_layers, recipe.checkpoint_every
 
     def _added_up(self, candidate: Candidate) -> float:
         """Return seconds that a micro-batch takes at least to add up the gradients of a block, which a stage keeps."""
@@ -297,6 +297,7 @@ def _recorded_as(recipe: Recipe) -> Recipe:
         recipe,
         checkpointing="none",
         checkpoint_layers=None,
+        checkpoint_every=1,
         zero=3,
         microbatches=1,
         schedule="1f1b",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from hyper_parallel.core.activations.api import checkpointed
+from hyper_parallel.core.activations.offload import ActivationOffload
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
@@ -22,7 +24,6 @@ from hyper_parallel.trainer.parallelize import (
     BuildHooks,
     Parallelized,
     ShareOfLoss,
-    checkpointed,
     in_dtype,
     shard_blocks,
     shard_units,
@@ -230,24 +231,19 @@ def _checkpoint(
     """Compile blocks, and wrap those that backward computes again; returns what stands in the model in their places."""
     recipe = job.recipe
     graphs: dict[Any, Any] = {}
-    if recipe.checkpointing == "none":
-        for _, block in blocks:
-            if recipe.compile:
-                compile_block(block, graphs=graphs)
-        return blocks
-    count = len(part.layers) if recipe.checkpoint_layers is None else recipe.checkpoint_layers
-    chosen = set(list(part.layers)[:count])
+    policy = recipe.activations
+    offload = ActivationOffload() if policy.offload else None
+    chosen = {layer for number, layer in enumerate(part.layers) if policy.takes(number)}
     names = {id(child): name for name, child in module.named_modules()}
     outer: list[tuple[int, nn.Module]] = []
     for number, block in blocks:
-        policy = recipe.checkpointing if number in chosen else "none"
-        if recipe.compile and compile_block(block, policy, graphs=graphs):
-            outer.append((number, block))
-        elif number in chosen:
-            wrapped = checkpointed(block, recipe.checkpointing)
+        kind = policy.kind if number in chosen else "none"
+        is_done = recipe.compile and compile_block(block, kind, graphs=graphs)
+        wrapped = block
+        if number in chosen:
+            wrapped = checkpointed(block, replace(policy, recompute="none") if is_done else policy, offload)
+        if wrapped is not block:
             parent, _, name = names[id(block)].rpartition(".")
             module.get_submodule(parent)._modules[name] = wrapped
-            outer.append((number, wrapped))
-        else:
-            outer.append((number, block))
+        outer.append((number, wrapped))
     return outer

@@ -39,7 +39,7 @@ from sim.mesh.recipe import Routing
 from sim.mesh.recordings.derive import Anchor, derive
 from sim.mesh.recordings.library import recordings
 from sim.mesh.tracing.build import Built, build_of_run, build_stage
-from sim.mesh.tracing.categories import find_categories, standing_blocks
+from sim.mesh.tracing.categories import ON_HOST, find_categories, standing_blocks
 from sim.mesh.tracing.fusion import fuse
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
@@ -75,10 +75,14 @@ def _programs(job: Job, *, every_layer: bool = False) -> list[Program]:
     for part in parts:
         kind, layers = _kind(job, part), list(part.layers)
         # What stages of one kind do is the same; who they do it with, and which layers these are, is not.
-        known = derive([by_kind[kind]], job, part, layers) if kind in by_kind else None
+        # What is offloaded, and copied, does not follow from other degrees.
+        derives = kind in by_kind and not job.recipe.activations.offload
+        known = derive([by_kind[kind]], job, part, layers) if derives else None
         ready[part.index] = known or record_stage(job, part, every_layer=every_layer)
         by_kind.setdefault(kind, Anchor(job, part, tuple(layers), ready[part.index]))
     programs = [fuse(program) for program in stitch(job, parts, ready)]
+    for program in programs:
+        program.on_host = frozenset(block for block, name in program.categories.items() if name == ON_HOST)
     conventions = job.recipe.conventions
     return programs if conventions is None else [conventions.rewrite(job, program) for program in programs]
 
@@ -104,15 +108,18 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
         and job.model.has_stages
         and job.recipe.optimizer not in ("adamw-foreach", "muon")
         and job.recipe.checkpoint_layers is None
+        and job.recipe.checkpoint_every == 1
     )
     kept = kept_layers(part.layers, kinds) if few else list(part.layers)
 
     def record() -> Recording:
         recorder = Recorder()
+        recorder.has_host = offloads
         with LoneWorld(job.dims.world_size, job.rank_of_stage_rank(part.rank), recorder) as world:
             return world.run_alone(_Run(job, part, kept, recorder).record)
 
-    recording = recordings.get(job, part, kept, record, fresh=every_layer)
+    offloads = job.recipe.activations.offload
+    recording = recordings.get(job, part, kept, record, fresh=every_layer or offloads)
     return expand(recording, list(part.layers), kept)
 
 
@@ -155,6 +162,7 @@ class _Run:
                     self._step_of_others(built, optimizer, groups)
             standing = standing_blocks(recorder, built, optimizer)
             categories = find_categories(recorder, job, standing, self.segments)
+            categories.update(dict.fromkeys(recorder.on_host, ON_HOST))
         return Recording(
             groups=list(recorder.groups),
             places=list(recorder.places),

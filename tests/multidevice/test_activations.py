@@ -1,0 +1,183 @@
+"""Activation memory of blocks: one device's numbers with every policy, and the bytes that an estimate says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from activations_kit import Blocks, trained
+
+import sim
+from hyper_parallel import checkpoint_blocks
+from hyper_parallel.core.activations import ActivationPolicy
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from sim import mesh
+from sim.late.switch import why_not
+
+late = pytest.mark.skipif(bool(why_not()), reason=why_not())
+DEPTH, WIDTH, ROWS = 8, 64, 512
+POLICIES = ("none", "full", "offload", "full offload", "offload every 2", "full offload first 3")
+
+
+@sim.ranks(2)
+@pytest.mark.parametrize("policy", ["full every 2", "selective", "offload"])
+def test_ranks_compute_what_one_device_does(ctx, policy):
+    losses, parameters, _ = trained(ctx.device_type, policy, "ours")
+    single = torch.tensor([0.0, *losses], dtype=torch.float64)  # each rank has its part of the rows
+    torch.distributed.all_reduce(single)
+    torch.testing.assert_close((single[1:] / 2).tolist(), ALONE[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parameters, ALONE[1], rtol=1e-4, atol=1e-5)
+
+
+ALONE = trained("cpu", "none", "none")
+
+
+def planned(policy: str) -> mesh.Estimate:
+    """What an estimate says of the training of the kit on one device."""
+    read = ActivationPolicy.of(policy)
+    recipe = mesh.Recipe(
+        param_dtype="fp32",
+        checkpointing=str(ActivationPolicy(read.recompute, read.offload)),
+        checkpoint_every=read.every,
+        checkpoint_layers=read.first,
+        optimizer="sgd",
+        clipping=False,
+    )
+    spec = mesh.Custom(
+        lambda: Blocks(DEPTH, WIDTH), lambda batch, _: torch.zeros(batch, WIDTH), lambda out, _: out.square().mean()
+    )
+    return mesh.estimate(spec, ParallelDims(), batch=ROWS, seq_len=1, hardware="h100-sxm", recipe=recipe)
+
+
+@late
+@pytest.mark.sim
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
+def test_the_peak_is_what_an_estimate_says_and_what_the_docs_say():
+    peaks = {}
+    for policy in POLICIES:
+        ((_, _, peaks[policy]),) = sim.run(trained, 1, ("npu", policy, "none", DEPTH, WIDTH, ROWS), device="npu")
+        memory = planned(policy).memory.fullest
+        assert memory.peak_allocated == pytest.approx(peaks[policy], rel=0.02), policy
+        assert not memory.unmatched
+    assert all(peaks[policy] != pytest.approx(peaks["none"], rel=0.02) for policy in POLICIES[1:])
+    one = planned("none").memory.fullest.by_category["activations"] / DEPTH
+    least = planned("offload").memory.fullest
+    assert least.host_bytes == pytest.approx((DEPTH - 1) * one, rel=0.02), "all but the last block's"
+    assert least.by_category["workspace"] + least.by_category["activations"] < 2.7 * one, "of two blocks, and gradients"
+
+
+def test_copies_are_on_a_stream_of_their_own_and_come_ahead():
+    """Where the link is as fast as in an h100, a wide enough block hides what goes to the host and back."""
+    shape = {"batch": 4096, "seq_len": 1, "hardware": "h100-sxm"}
+    seconds = {}
+    for kind in ("full", "full offload"):
+        spec = mesh.Custom(
+            lambda: Blocks(6, 2048), lambda batch, _: torch.zeros(batch, 2048), lambda out, _: out.square().mean()
+        )
+        estimate = mesh.estimate(spec, ParallelDims(), recipe=mesh.Recipe(checkpointing=kind), **shape)
+        seconds[kind] = estimate.time.step.value
+        exposed = sum(each.value for axis, each in estimate.time.exposed.items() if "host" in axis)
+    assert seconds["full offload"] == pytest.approx(seconds["full"], rel=0.02)
+    assert exposed < 0.02 * seconds["full"]
+
+
+def changed_in_place() -> None:
+    """A block's input is changed after it was saved."""
+    model = checkpoint_blocks(Blocks(2, 16).to("npu"), "offload")
+    x = torch.ones(16, 16).to("npu").requires_grad_() * 1.0
+    hidden = model.layers[0](x)
+    out = model.layers[1](hidden)
+    hidden.add_(1.0)
+    out.sum().backward()
+
+
+def backward_twice() -> list[bool]:
+    """The gradients of a second backward, of a deep copy, and after a forward without gradients, are the first's."""
+    torch.manual_seed(0)
+    model = checkpoint_blocks(Blocks(3, 16).to("npu"), "offload")
+    twin = copy.deepcopy(model)
+    assert twin.layers[0]._offload is twin.layers[1]._offload is not model.layers[0]._offload
+    x = torch.randn(16, 16).to("npu")
+
+    def gradients(net: Blocks, loss: torch.Tensor, retain: bool = False) -> list[torch.Tensor]:
+        return [each.cpu() for each in torch.autograd.grad(loss, list(net.parameters()), retain_graph=retain)]
+
+    loss = model(x).square().sum()
+    first, second = gradients(model, loss, retain=True), gradients(model, loss)
+    with torch.no_grad():
+        model(x)
+    third = gradients(model, model(x).square().sum())
+    other = gradients(twin, twin(x).square().sum())
+    return [torch.equal(a, b) for each in (second, third, other) for a, b in zip(first, each, strict=True)]
+
+
+@late
+@pytest.mark.sim
+def test_what_autograd_refuses_and_repeats_stays_so():
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation\n  seen: torch\.float32"):
+        sim.run(changed_in_place, 1, device="npu")
+    (found,) = sim.run(backward_twice, 1, device="npu", check_races=True)
+    assert found
+    assert all(found)
+
+
+# -- policies and arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["none", "full", "alternate every 3", "full offload first 2", "offload first 4"])
+def test_text_of_a_policy_is_read_as_it_is_shown(text):
+    assert str(ActivationPolicy.of(text)) == text
+    assert ActivationPolicy.of(ActivationPolicy.of(text)) == ActivationPolicy.of(text)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("ful", "there is no kind of checkpointing 'ful'\n  checkpointing: 'ful'\n  try: .*full"),
+        ("full every", "a number is expected where '' is"),
+        ("full every 2.5", "a number is expected where '2.5' is"),
+        ("full first 2 first 3", "'first' is not expected there"),
+        ("every 2", "'every' is not expected there"),
+        ("none first 2", "there is no kind of checkpointing 'none first 2'"),
+        ("selective offload", "what selective checkpointing keeps is no saved tensor"),
+        ("full every 0", "every must be a finite number of at least 1"),
+        (3, "recompute is a int"),
+        ((torch.ops.aten.mm,), "what is kept must be operators, each with its overload"),
+    ],
+)
+def test_a_wrong_policy_says_what_to_try(policy, message):
+    with pytest.raises((TypeError, ValueError), match=f"cannot .*{message}"):
+        checkpoint_blocks(Blocks(2, 4), policy)
+
+
+def test_blocks_are_those_of_the_model_and_wrapped_once():
+    with pytest.raises(ValueError, match=r"there are none: the model has no nn\.ModuleList"):
+        checkpoint_blocks(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="these are no modules in the model"):
+        checkpoint_blocks(Blocks(2, 4), blocks=[torch.nn.Linear(2, 2)])
+    model = Blocks(2, 4)
+    names = list(model.state_dict())
+    assert list(checkpoint_blocks(model, "full offload").state_dict()) == names
+    with pytest.raises(ValueError, match="they are checkpointed already"):
+        checkpoint_blocks(model)
+
+
+def test_operators_and_functions_say_what_is_kept():
+    def products(policy: object) -> int:
+        model, count = checkpoint_blocks(Blocks(2, 8), policy), [0]
+
+        class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                count[0] += func is torch.ops.aten.addmm.default
+                return func(*args, **(kwargs or {}))
+
+        with Counted():
+            model(torch.ones(2, 8)).sum().backward()
+        return count[0]
+
+    def keep(context, op, *args, **kwargs):
+        kept = op is torch.ops.aten.addmm.default
+        return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE if kept else torch.utils.checkpoint.CheckpointPolicy(2)
+
+    assert products("full") > products([torch.ops.aten.addmm.default]) == products(keep) == products("none")
