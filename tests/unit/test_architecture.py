@@ -154,6 +154,7 @@ _DTENSOR = ["core.dtensor"]
 _REDISTRIBUTE = ["core.redistribute", *_DTENSOR]
 _SHARDING = ["core.init", "core.shard", "core.fully_shard", *_REDISTRIBUTE]
 _PARALLELISMS = ["core.context_parallel", "core.expert_parallel", "core.pipeline", "core.checkpoint", "core.optim"]
+_PARALLELISMS += ["core.activations"]
 LEAVES = ("platform", "core.common", "core.mesh")
 MAY_IMPORT = {
     "core.common": [],
@@ -162,6 +163,7 @@ MAY_IMPORT = {
     "core.dtensor": [],
     "core.redistribute": _DTENSOR,
     "core.init": _DTENSOR,
+    "core.activations": [],
     "core.shard": ["core.init", *_REDISTRIBUTE],
     "core.fully_shard": _REDISTRIBUTE,
     "core.hsdp": ["core.fully_shard", *_REDISTRIBUTE],
