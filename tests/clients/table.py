@@ -204,6 +204,7 @@ def fsdp2(
     alone: tuple[str, ...] = ("torch", "hyper_parallel"),
     saved: tuple[str, ...] = (),
     notes: tuple[str, str] = ("", ""),
+    ranks: int = 2,
 ) -> tuple[Client, ...]:
     """Return a client of both engines: torch's `fully_shard`, and ours by another import.
 
@@ -213,12 +214,13 @@ def fsdp2(
         alone: the engines whose losses are those of one process without an engine.
         saved: as for a client.
         notes: of the two clients.
+        ranks: how many.
     """
     return tuple(
         Client(
             f"{library}-{engine}",
             of,
-            ((2, script(f"fsdp2_loop.py {engine} {library}")),),
+            ((ranks, script(f"fsdp2_loop.py {engine} {library}")),),
             changes="nothing" if engine == "torch" else "the import",
             alone=script(f"fsdp2_loop.py none {library}") if engine in alone else "",
             saved=saved,
@@ -250,7 +252,9 @@ CLIENTS = (
         notes=("from the second step on, its losses are not those of one process", ""),
     ),
     *fsdp2("float8", "torchao", alone=()),  # each rank scales by the largest of its own activations
-    *fsdp2("int8", "torchao"),
+    *fsdp2("float8-compile", "torchao", alone=()),
+    *fsdp2("float8-tp", "torchao", alone=(), ranks=4),
+    *fsdp2("int8", "torchao", alone=()),  # moments of tensors below 4,096 elements, as of shards, stay in float32
     *fsdp2("save_pretrained", "transformers", saved=("saved/*",)),
     *fsdp2("compile", "torch"),
     *(

@@ -48,20 +48,31 @@ elif library == "qlora":
     model = AutoModelForCausalLM.from_pretrained("base", quantization_config=four_bits, dtype=torch.float32)
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-elif library == "float8":
+elif library.startswith("float8"):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
 
 layers = [each for each in model.modules() if type(each).__name__ == "LlamaDecoderLayer"]
-if library == "compile":
+mesh = init_device_mesh("cpu", (world,))
+if library == "float8-tp":
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = both["dp"]
+    for layer in layers:
+        split = {"gate_proj": Float8ColwiseParallel(), "up_proj": Float8ColwiseParallel()}
+        parallelize_module(layer.mlp, both["tp"], {**split, "down_proj": Float8RowwiseParallel()})
+if library.endswith("compile"):
     for layer in layers:
         layer.compile()
-mesh = init_device_mesh("cpu", (world,))
 for layer in layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
+if library == "float8-tp" and engine == "hyper_parallel":
+    model.set_reduce_op_type("avg")  # as FSDP2 does; units with DTensors add up if nothing is said
 
 trained = [each for each in model.parameters() if each.requires_grad]
 if library == "int8":
@@ -71,7 +82,7 @@ if library == "int8":
 else:
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
 for step in range(tiny.STEPS):
-    ids = tiny.mine(step, rank, world)
+    ids = tiny.mine(step, mesh.get_local_rank(), mesh.size())
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     optimizer.step()

@@ -26,7 +26,8 @@ class Model(lightning.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         loss = F.mse_loss(self.model(batch[0]), batch[1])
-        print("loss", loss.item())
+        if self.global_rank == 0:
+            print("loss", loss.item())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
