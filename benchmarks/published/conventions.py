@@ -184,7 +184,7 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
         notes.append("its sliding window is not modelled")
     _checkpointing(row, said, notes)
     _schedule(row, said)
-    otherwise = {field.name: said.pop(field.name, False) for field in dataclasses.fields(MegatronConventions)}
+    otherwise = {field.name: said.pop(field.name, field.default) for field in dataclasses.fields(MegatronConventions)}
     return Recipe(**said, conventions=MegatronConventions(**otherwise) if any(otherwise.values()) else None)
 
 

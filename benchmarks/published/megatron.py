@@ -1,15 +1,20 @@
-"""Conventions of Megatron-LM and its kin: messages between stages, and tokens on their way to experts."""
+"""Conventions of other trainers: messages between stages, tokens on their way to experts, weights, and metrics."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sim.mesh.job import Job
-from sim.mesh.program import Comm, Event, HostWait, Program, Segment, Wait
+from sim.mesh.program import Comm, Event, HostWait, Op, Program, Segment, Touch, Wait
 from sim.mesh.recipe import Conventions
 
-__all__ = ["MegatronConventions", "expose_weights", "split_dispatch"]
+__all__ = ["MegatronConventions", "copy_to_nodes", "expose_weights", "measure_loss", "split_dispatch"]
+
+DEVICES_PER_NODE = 8
+"""Of the machines that the rows with such exchanges ran on."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,9 @@ class MegatronConventions(Conventions):
         split_dispatch: with etp > 1: each rank along tp sends a part of the tokens to experts, and these gather them,
             as in Megatron-LM; else each of these ranks sends all of them.
         exposed_weights: with zero >= 2: weights are gathered, and gradients reduced, while nothing is computed.
+        node_copies: one copy of a token goes to each node that has some of its experts, as with DeepEP; else one to
+            each of its experts.
+        loss_metrics: how many metrics compute the loss of a micro-batch again, without gradients, as Composer's do.
     """
 
     scatter_gather: bool = False
@@ -33,9 +41,12 @@ class MegatronConventions(Conventions):
     waits_for_sends: bool = False
     split_dispatch: bool = False
     exposed_weights: bool = False
+    node_copies: bool = False
+    loss_metrics: int = 0
 
     def __str__(self) -> str:
-        return "; ".join(field.name.replace("_", " ") for field in fields(self) if getattr(self, field.name))
+        said = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return "; ".join(name if value is True else f"{name} {value}" for name, value in said.items() if value)
 
     @property
     def posts_early(self) -> bool:
@@ -50,11 +61,16 @@ class MegatronConventions(Conventions):
             stage.group_of_parts = job.dims.get_mesh("tp").get_group()
 
     def rewrite(self, job: Job, program: Program) -> Program:
-        """Return the program with tokens split on their way to experts, and what is to be exposed."""
+        """Return the program with tokens on their way to experts as they go there, and with metrics."""
         if self.exposed_weights and job.recipe.zero >= 2:
             program = expose_weights(program)
         if self.split_dispatch and job.dims.ep_enabled and job.dims.etp > 1:
-            return split_dispatch(program)
+            program = split_dispatch(program)
+        if self.node_copies and job.dims.ep_enabled:
+            config = job.model.config
+            program = copy_to_nodes(program, config.num_experts, config.experts_per_token)
+        if self.loss_metrics:
+            program = measure_loss(program, job.model.config.vocab_size, self.loss_metrics)
         return program
 
 
@@ -139,3 +155,74 @@ def _changed(program: Program, segment: Segment, along_tp: int, handle: int) -> 
             events += [*pair, exchange]
         goes_out = not goes_out
     return events
+
+
+# Tokens on their way to experts, one copy for each node (DeepEP)
+
+
+def copy_to_nodes(program: Program, experts: int, per_token: int) -> Program:
+    """Return the program with exchanges of experts over nodes that carry one copy of a token for each node.
+
+    Every token goes to `per_token` different experts. Where all are equally likely, they are on
+    n * (1 - C(experts - experts / n, per_token) / C(experts, per_token)) of n nodes at the mean. What a node hands on
+    within itself goes over faster links at the same time, and is taken to cost nothing beside.
+
+    Args:
+        program: not changed; exchanges within a node stay as they are.
+        experts: of a layer.
+        per_token: that a token goes to.
+    """
+    parts = [_copies(group.ranks, experts, per_token) for group in program.groups]
+    is_of_experts = [group.axis.startswith("ep") for group in program.groups]
+
+    def changed(event: Event) -> Event:
+        if not isinstance(event, Comm) or event.op != "all_to_all" or event.dtype.startswith("int"):
+            return event
+        if not is_of_experts[event.group]:
+            return event
+        part = parts[event.group]
+        return event._replace(size=int(event.size * part), moved=int(event.moved * part))
+
+    segments = {
+        key: replace(segment, events=[changed(event) for event in segment.events])
+        for key, segment in program.segments.items()
+    }
+    return replace(program, segments=segments)
+
+
+def _copies(ranks: Sequence[int], experts: int, per_token: int) -> float:
+    """Return the copies that go over the network, as a part of one for each expert."""
+    nodes = len({rank // DEVICES_PER_NODE for rank in ranks})
+    if nodes == 1:
+        return 1.0
+    missed = math.comb(experts - experts // nodes, per_token) / math.comb(experts, per_token)
+    return min(1.0, nodes * (1 - missed) / per_token)
+
+
+# Metrics of the loss (Composer)
+
+
+def measure_loss(program: Program, vocabulary: int, metrics: int) -> Program:
+    """Return the program with the loss computed again by metrics, at the end of each forward.
+
+    Under autocast torch computes cross entropy in float32: each metric makes a float32 copy of the logits, and a
+    log-softmax of it. No memory is taken for them.
+
+    Args:
+        program: not changed.
+        vocabulary: columns of the logits.
+        metrics: that compute it.
+    """
+    segments = {}
+    for key, segment in program.segments.items():
+        products = [event for event in segment.events if isinstance(event, Op) and event.kind == "matmul"]
+        head = products[-1] if products and key[0] == "forward" else None
+        events: list[Event] = list(segment.events)
+        if head is not None and head.shape[2] == vocabulary:
+            block, size = head.writes[0]
+            copy, wide = Touch(block, 3 * size), Touch(block, 4 * size)  # 2 bytes to 4; 4 to 4
+            cast = head._replace(name="aten._to_copy", kind="memory", flops=0, reads=(copy,), writes=(), shape=())
+            softmax = cast._replace(name="aten._log_softmax", reads=(wide,), dtype="float32")
+            events += [cast, softmax] * metrics
+        segments[key] = replace(segment, events=events)
+    return replace(program, segments=segments)

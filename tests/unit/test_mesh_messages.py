@@ -1,11 +1,13 @@
 """Messages between stages: in shards that ranks along tp send and gather, and with a host that waits for them."""
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.published.gpt import gpt_tiny
-from benchmarks.published.megatron import MegatronConventions
+from benchmarks.published.megatron import MegatronConventions, copy_to_nodes
 from hyper_parallel import ParallelDims
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import pricing_of
@@ -13,7 +15,7 @@ from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.pricing.calibration import load_calibration
-from sim.mesh.program import Comm, HostWait, Wait
+from sim.mesh.program import Comm, HostWait, Op, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import trace
@@ -105,6 +107,41 @@ def test_ranks_along_tp_share_what_goes_to_experts():
     assert around == ["all_gather", "reduce_scatter"] * 6
     whole = [size for op, axis, size, _ in split if axis == "tp"]
     assert sum(whole) == sum(size for op, axis, size, _ in plain if axis == "tp") + sum(size for size, _ in before)
+
+
+@pytest.mark.parametrize(("ranks", "part"), [(range(16), None), (range(8), 1.0), (range(4, 12), None)])
+def test_a_token_goes_once_to_each_node_of_its_experts(ranks, part):
+    dims = ParallelDims(dp_shard=1, ep=2, world_size=2)
+    (program,) = trace(Job(find_model("moe-tiny"), dims, 2, 64, Recipe(zero=1)))
+    experts, each = 16, 3
+    groups = [group._replace(ranks=tuple(ranks)) if group.axis == "ep" else group for group in program.groups]
+    after = copy_to_nodes(replace(program, groups=groups), experts, each)
+    place = np.repeat([rank // 8 for rank in ranks], experts // len(ranks)) if part is None else np.zeros(experts)
+    nodes = [len({place[expert] for expert in chosen}) for chosen in itertools.combinations(range(experts), each)]
+    part = float(np.mean(nodes)) / each if part is None else part
+
+    def exchanges(some):
+        events = [event for segment, _ in some.segments_in_order() for event in segment.events]
+        said = [e for e in events if isinstance(e, Comm) and e.op == "all_to_all" and not e.dtype.startswith("int")]
+        return [(e.size, e.moved) for e in said], [e for e in events if e not in said]
+
+    before, others = exchanges(program)
+    assert before
+    assert exchanges(after) == ([(int(part * size), int(part * moved)) for size, moved in before], others)
+
+
+def test_metrics_compute_the_loss_again_after_each_forward():
+    def ops(**options):
+        job = Job(find_model(gpt_tiny()), ParallelDims(), 4, 64, Recipe(microbatches=2, loss="compiled", **options))
+        (program,) = trace(job)
+        said = [(key[0], e) for key, _ in program.order for e in program.segments[key].events if isinstance(e, Op)]
+        return said, job.model.config.vocab_size
+
+    (plain, vocabulary), (metered, _) = ops(), ops(conventions=MegatronConventions(loss_metrics=2))
+    more = [op for phase, op in metered if phase == "forward" and "_log_softmax" in op.name]
+    assert len(metered) - len(plain) == 2 * len(more) == 2 * 2 * 2, "a copy and a softmax, twice in two micro-batches"
+    logits = 2 * 64 * vocabulary
+    assert sum(op.bytes for _, op in metered) - sum(op.bytes for _, op in plain) == 4 * logits * (2 + 4 + 4 + 4)
 
 
 def test_receives_that_are_issued_early_hide_messages():
