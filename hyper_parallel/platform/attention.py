@@ -1,8 +1,9 @@
 """Fused attention kernels of devices, called below `scaled_dot_product_attention`, which keeps the log-sums to itself.
 
 Every kernel takes and returns the same: queries, keys and values (batch, heads, tokens, head_dim), and of each query
-the log of the sum of exponentials of its scores, (batch, heads, queries). The layouts of the operators were read in
-torch 2.11 to 2.13 (`torch/_meta_registrations.py`) and in torch_npu 2.11 (`npu_fusion_attention`).
+the log of the sum of exponentials of its scores, (batch, heads, queries). The layouts of torch's operators were read in
+torch 2.13 (`torch/_meta_registrations.py`), that of `npu_fusion_attention` in public code that calls it and in its
+documentation. None of them has run on a device here.
 """
 
 from __future__ import annotations
