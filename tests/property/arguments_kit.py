@@ -49,8 +49,9 @@ LEFT_OUT = {
         ),
         "draw what a plan holds, and are given nothing else",
     ),
-    **dict.fromkeys(("Event", "Stream", "Platform"), PLUGGED),
+    **dict.fromkeys(("Event", "Stream", "Platform", "AttentionKernel"), PLUGGED),
     **dict.fromkeys(("Llama.forward", "MoELlama.forward", "Router.forward", "GroupedExperts.forward"), FORWARD),
+    "GroupedExperts.send": FORWARD,
     **dict.fromkeys(("Layout.from_entries", "Layout.of_spec"), "for verbs, which have checked what they pass on"),
     **dict.fromkeys(("Llama.build_block", "MoELlama.build_block"), "for models to override; constructors call it"),
     "Trainer": "a rank's side of `train`, which checks the config",
@@ -356,6 +357,9 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     ),
     "attention_traffic": lambda g: {"split": SequenceSplit(2), "seq": 8, "heads": 2, "kv_heads": 2, "head_dim": 4},
     "context_parallel": lambda g: {"model": Llama.build(DENSE), "mesh": g.on("cp")},
+    # activations
+    "attention_operators": lambda g: {},
+    "checkpoint_blocks": lambda g: {"model": nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))},
     # experts
     "GroupedExperts": lambda g: {"num_experts": 2, "hidden_size": 4, "inner_size": 4},
     "Router": lambda g: {"num_experts": 2, "hidden_size": 4, "experts_per_token": 1},

@@ -69,7 +69,7 @@ GIVEN: dict[str, Callable[[], Any]] = {
 """What each parameter is given, in turn."""
 
 _SEQUENCES = ("Sequence", "Iterable", "Container", "LayoutLike")
-_CALLED = ("Callable", "PlacementFn", "LossFn", "OnStep", "PlatformFactory", "PlatformProvider")
+_CALLED = ("Callable", "PlacementFn", "LossFn", "OnStep", "PlatformFactory", "PlatformProvider", "Split")
 FITS: dict[type, tuple[str, ...]] = {
     type(None): ("None",),
     bool: ("bool", "int", "float"),  # to Python a bool is an int

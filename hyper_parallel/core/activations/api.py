@@ -64,6 +64,10 @@ def checkpoint_blocks(
     """
     check(_ASKED, nn.Module, "checkpoint_blocks(model, 'full')", model=model)
     check(_ASKED, bool, "preserve_rng_state=True", preserve_rng_state=preserve_rng_state)
+    if blocks is not None:
+        check(_ASKED, "list", "blocks=list(model.layers)", blocks=blocks)
+        for block in blocks:
+            check(_ASKED, nn.Module, "blocks=list(model.layers)", blocks=block)
     policy = ActivationPolicy.of(policy)
     if policy.is_none:
         return model
