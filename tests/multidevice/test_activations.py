@@ -24,7 +24,7 @@ POLICIES = ("none", "full", "offload", "full offload", "offload every 2", "full 
 @pytest.mark.parametrize("policy", ["full every 2", "selective", "offload"])
 def test_ranks_compute_what_one_device_does(ctx, policy):
     losses, parameters, _ = trained(ctx.device_type, policy, "ours")
-    single = torch.tensor([0.0, *losses], dtype=torch.float64)  # each rank has its part of the rows
+    single = torch.tensor([0.0, *losses], dtype=ctx.float_dtype, device=ctx.device)  # each rank has some of the rows
     torch.distributed.all_reduce(single)
     torch.testing.assert_close((single[1:] / 2).tolist(), ALONE[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(parameters, ALONE[1], rtol=1e-4, atol=1e-5)
