@@ -253,7 +253,13 @@ CLIENTS = (
     ),
     *fsdp2("float8", "torchao", alone=()),  # each rank scales by the largest of its own activations
     *fsdp2("float8-compile", "torchao", alone=()),
-    *fsdp2("float8-tp", "torchao", alone=(), ranks=4),
+    *fsdp2(
+        "float8-tp",
+        "torchao",
+        alone=(),
+        ranks=4,
+        notes=("", "one line more: `set_reduce_op_type('avg')`, as units with DTensors add gradients up"),
+    ),
     *fsdp2("int8", "torchao", alone=()),  # moments of tensors below 4,096 elements, as of shards, stay in float32
     *fsdp2("save_pretrained", "transformers", saved=("saved/*",)),
     *fsdp2("compile", "torch"),
