@@ -414,7 +414,7 @@ def test_the_host_issues_events(pricing):
     graphs = Pricing(find_hardware("h100-sxm"), graphs=True)
     assert graphs.host_seconds(matmul(1, 1, 1)) < 1e-6
     tensors = Pricing(find_hardware("h100-sxm"), host="dtensor")
-    assert 5 < tensors.host_seconds(matmul(1, 1, 1)) / pricing.host_seconds(matmul(1, 1, 1)) < 8
+    assert 8 < tensors.host_seconds(matmul(1, 1, 1)) / pricing.host_seconds(matmul(1, 1, 1)) < 13
     assert tensors.host_seconds(comm("all_reduce", 1)) == pricing.host_seconds(comm("all_reduce", 1))
     assert Pricing(find_hardware("h100-sxm"), graphs=True, host="dtensor").host_seconds(matmul(1, 1, 1)) < 1e-6
     known = load_calibration().replace({"host.op_us": 3.0})
