@@ -8,6 +8,7 @@ heads torch has nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,13 +21,17 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from benchmarks.dims import in_turns
 from benchmarks.engine import Protocol, _time, _with_interval, on_gloo, timed
-from hyper_parallel.core.context_parallel import ContextParallel
+from hyper_parallel.core.context_parallel import ContextParallel, SequenceSplit
+from hyper_parallel.core.context_parallel.attention import Ring
 
 RANKS, HEADS, HEAD_DIM = 4, 8, 64
 DEGREES = {"ring": 1, "both": 2, "ulysses": 4}
 ROTATIONS = {"gather": "allgather", "exchange": "alltoall"}
 SHAPES = {(2, 512): (4, 9), (2, 2048): (1, 7)}
 """By sequences and tokens of the whole sequence: calls of a block, and blocks."""
+
+PARTS = {(2, 2048): 5}
+"""By sequences and tokens: blocks."""
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -127,6 +132,54 @@ def _torch_attend(group: Any, rotation: str, q: torch.Tensor, k: torch.Tensor, v
     return _TorchRing.apply(group, q, k, v)
 
 
+# -- the ring, and what it is made of --------------------------------------------------------------------------------
+
+
+def parts(sequences: int, length: int, protocol: Protocol, *, blocks: int) -> dict[str, list[float]]:
+    """Measure CPU seconds of all ranks together, by contestant, on the calling rank.
+
+    "parts" is the kernel's time of one attention over the whole sequence, on one device, and the exchange by itself:
+    what the ring sends, without a computation.
+    """
+    del protocol
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    view = ContextParallel(mesh, 1)
+    whole = _whole(sequences, length)
+    local = [view.split(x, dim=2).requires_grad_() for x in whole[:3]]
+    alone = [x.clone().requires_grad_() for x in whole[:3]]
+    _check("ring", view, view.attend, local, view.split(whole[3], dim=2), whole)
+    calls: dict[str, Callable[[], object]] = {
+        "ring": partial(_once, view.attend, local, view.split(whole[3], dim=2)),
+        "exchange": partial(_exchange, local[1].detach()),
+        "whole": partial(_once, partial(F.scaled_dot_product_attention, is_causal=True), alone, whole[3]),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in (*calls, "parts")}
+    for block in range(1 + blocks):
+        for name, call in calls.items():
+            dist.barrier()
+            start = time.process_time()
+            call()
+            took = torch.tensor([time.process_time() - start], dtype=torch.float64)
+            dist.all_reduce(took)
+            if block:
+                seconds[name].append(took.item() / (RANKS if name == "whole" else 1))
+    seconds["parts"] = [sum(pair) for pair in zip(seconds["whole"], seconds["exchange"], strict=True)]
+    return seconds
+
+
+def _exchange(keys: torch.Tensor) -> None:
+    ranks = tuple(range(dist.get_world_size()))
+    group = dist.group.WORLD
+    assert group is not None
+    ring = Ring(group, ranks, dist.get_rank(), SequenceSplit(len(ranks)))
+    both = torch.stack((keys, keys))
+    for _ in ring.travel(both):
+        pass
+    share = torch.zeros_like(both)
+    for step, _ in enumerate(ring.travel(both)):
+        share = ring.send(share).wait() if step else share
+
+
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,4 +197,17 @@ def table() -> str:
         ratios = [_with_interval(*result.ratio(name, best)) for name in DEGREES]
         lines.append(f"| {sequences}x{length} | {' | '.join([_time(result, name) for name in names] + ratios)} |")
         print(lines[-1], flush=True)
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_parts_table()])
+
+
+def _parts_table() -> list[str]:
+    lines = [
+        "| tokens | ring, CPU ms | one attention, CPU ms | exchange, CPU ms | ring / both |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for sequences, length in PARTS:
+        result = on_gloo(RANKS, sequences, length, partial(parts, blocks=PARTS[sequences, length]))
+        times = " | ".join(_time(result, name) for name in ("ring", "whole", "exchange"))
+        lines.append(f"| {sequences}x{length} | {times} | {_with_interval(*result.ratio('ring', 'parts'))} |")
+        print(lines[-1], flush=True)
+    return lines
