@@ -192,7 +192,8 @@ def _issue(device: LateDevice, op: Any, traits: Traits, args: Any, kwargs: Any) 
         new = [each for each, name in zip(several, traits.results, strict=True) if not name]
         for target, result in zip(targets, new, strict=True):
             for out, value in zip(target, _tensors(result), strict=True):
-                out.copy_(value)
+                if value.numel() == out.numel():  # the CPU keeps no statistics of batches that nobody asks for
+                    out.copy_(value)
 
     task = device.put(device.current, _name(op), run)
     _touch(device, task, op, args, kwargs, call.twins)
@@ -321,6 +322,10 @@ def _set_storage(npu: LateDevice, x: torch.Tensor, storage: Any, offset: Any, si
     return kernel._op_dk(torch._C.DispatchKey.CPU, x, storage, offset, size, stride)
 
 
+def _set_whole_storage(npu: LateDevice, x: torch.Tensor, storage: Any) -> Any:
+    return _set_storage(npu, x, storage, 0, (storage.nbytes() // x.element_size(),), (1,))
+
+
 def _resize_(npu: LateDevice, x: torch.Tensor, size: Any, **options: Any) -> torch.Tensor:
     """Another shape; where that needs more memory, what was there is copied to a storage that nobody else has."""
     storage, first, numel = x.untyped_storage(), int(x.storage_offset()), math.prod(size)
@@ -415,17 +420,28 @@ def _convolution_backward(npu: LateDevice, grad: Any, x: Any, weight: Any, *args
     return _issue(npu, op, _traits(op), (grad, x, weight, [weight.shape[0]], *args), {})
 
 
+def _layer_norm_backward(npu: LateDevice, *args: Any) -> Any:
+    """With the means and deviations in the dtype of the weights, in which the CPU keeps them, and no device does."""
+    grad, x, shape, mean, rstd, weight, *rest = args
+    if weight is not None and weight.dtype is x.dtype is not mean.dtype:
+        mean, rstd = (torch.ops.aten._to_copy.default(each, dtype=x.dtype) for each in (mean, rstd))
+    op = _ATEN.native_layer_norm_backward.default
+    return _issue(npu, op, _traits(op), (grad, x, shape, mean, rstd, weight, *rest), {})
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN.empty.memory_format: _empty,
     _ATEN.empty_strided.default: _empty_strided,
     _ATEN.as_strided.default: _as_strided,
     _ATEN.set_.source_Storage_storage_offset: _set_storage,
+    _ATEN.set_.source_Storage: _set_whole_storage,
     _ATEN.resize_.default: _resize_,
     _ATEN._copy_from.default: _copy_from,
     _ATEN._to_copy.default: _to_copy,
     _ATEN._local_scalar_dense.default: _item,
     _ATEN._has_compatible_shallow_copy_type.default: _may_take_memory_of,
     _ATEN.record_stream.default: _record_stream,
+    _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
     _ATEN.convolution_overrideable.default: _convolution,
     _ATEN.convolution_backward_overrideable.default: _convolution_backward,
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import sim
@@ -48,6 +51,11 @@ def right(body, world_size=1):
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
+def halves(x: torch.Tensor) -> torch.Tensor:
+    norm = torch.nn.LayerNorm(6).to(x.device, torch.bfloat16)
+    return torch.autograd.grad(norm(x.bfloat16()).square().sum(), (x, norm.weight))[0]
+
+
 OPERATIONS = {
     "arithmetic and views": lambda x: (x.t() * 3 - x[0].unsqueeze(-1)).expand(2, 6, 4).transpose(0, 1)[..., 1:],
     "matrix products": lambda x: torch.addmm(x @ x.t(), x, x.t(), beta=0.5),
@@ -69,6 +77,8 @@ OPERATIONS = {
     "embedding and loss": lambda x: torch.nn.functional.cross_entropy(
         torch.nn.functional.embedding(torch.tensor([1, 0, 3], device=x.device), x), torch.tensor([5, 0, 1]).to(x.device)
     ),
+    "statistics that nobody reads": lambda x: torch.nn.BatchNorm1d(6).to(x.device).eval()(x),
+    "norms of halves": lambda x: halves(x.requires_grad_()),
     "convolution": lambda x: torch.nn.functional.conv1d(x[None], x[:, :4, None]),
 }
 
@@ -121,6 +131,35 @@ def test_a_tensor_says_where_it_is():
             x.detach().numpy()
 
     late(body)
+
+
+def test_copies_and_files_of_tensors_and_of_subclasses():
+    def body() -> list:
+        x = distribute_tensor(torch.arange(6.0, device="npu"), init_device_mesh("npu", (1,)), [Shard(0)])
+        whole = torch.ones(4, device="npu")
+        twin, first, other = copy.deepcopy([x, whole[:2], whole])
+        first += 1  # is a part of the other, as it was
+        file = io.BytesIO()
+        torch.save([x, whole[1:]], file)
+        kept = [torch.load(io.BytesIO(file.getvalue()), map_location=to, weights_only=False) for to in (None, "cpu")]
+        assert [each[1].device.type for each in kept] == ["npu", "cpu"]
+        x.to_local().zero_()
+        return [twin.full_tensor().tolist(), other.tolist(), whole.tolist(), *(each[1].tolist() for each in kept),
+                kept[0][0].full_tensor().tolist()]  # fmt: skip
+
+    numbers = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert right(body) == [[numbers, [2.0, 2.0, 1.0, 1.0], [1.0] * 4, [1.0] * 3, [1.0] * 3, numbers]]
+
+
+def test_backward_is_the_rank_s_own_after_inference():
+    def body() -> list[float]:
+        x = torch.ones(2, device="npu", requires_grad=True)
+        with torch.inference_mode(), torch.inference_mode(False), torch.enable_grad():  # torch lets threads do it again
+            assert torch._C._is_multithreading_enabled()
+            (x * 3).sum().backward()
+        return x.grad.tolist()
+
+    assert right(body) == [[3.0, 3.0]]
 
 
 def test_a_failure_on_the_device_names_the_line_that_has_issued_it():
