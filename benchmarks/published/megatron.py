@@ -1,4 +1,4 @@
-"""Conventions of other trainers: messages between stages, tokens on their way to experts, weights, and metrics."""
+"""Conventions of other trainers: messages between stages, tokens to experts, weights, heads, and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from sim.mesh.job import Job
 from sim.mesh.program import Comm, Event, HostWait, Op, Program, Segment, Touch, Wait
 from sim.mesh.recipe import Conventions
 
-__all__ = ["MegatronConventions", "copy_to_nodes", "expose_weights", "measure_loss", "split_dispatch"]
+__all__ = [
+    "MegatronConventions",
+    "copy_to_nodes",
+    "expose_weights",
+    "gather_heads",
+    "measure_loss",
+    "split_dispatch",
+]
 
 DEVICES_PER_NODE = 8
 """Of the machines that the rows with such exchanges ran on."""
@@ -33,6 +40,8 @@ class MegatronConventions(Conventions):
         exposed_weights: with zero >= 2: weights are gathered, and gradients reduced, while nothing is computed.
         node_copies: one copy of a token goes to each node that has some of its experts, as with DeepEP; else one to
             each of its experts.
+        gathers_heads: with tensor parallelism and norms of queries and keys: these are gathered after the norm, so that
+            every rank turns those of all heads, as torchtitan's Qwen3 did before 2025-10-14.
         loss_metrics: how many metrics compute the loss of a micro-batch again, without gradients, as Composer's do.
     """
 
@@ -42,6 +51,7 @@ class MegatronConventions(Conventions):
     split_dispatch: bool = False
     exposed_weights: bool = False
     node_copies: bool = False
+    gathers_heads: bool = False
     loss_metrics: int = 0
 
     def __str__(self) -> str:
@@ -69,6 +79,8 @@ class MegatronConventions(Conventions):
         if self.node_copies and job.dims.ep_enabled:
             config = job.model.config
             program = copy_to_nodes(program, config.num_experts, config.experts_per_token)
+        if self.gathers_heads and job.dims.tp_enabled:
+            program = gather_heads(program)
         if self.loss_metrics:
             program = measure_loss(program, job.model.config.vocab_size, self.loss_metrics)
         return program
@@ -197,6 +209,70 @@ def _copies(ranks: Sequence[int], experts: int, per_token: int) -> float:
         return 1.0
     missed = math.comb(experts - experts // nodes, per_token) / math.comb(experts, per_token)
     return min(1.0, nodes * (1 - missed) / per_token)
+
+
+# Queries and keys that are gathered behind their norms (torchtitan's Qwen3 until October 2025)
+
+
+def gather_heads(program: Program) -> Program:
+    """Return the program with queries and keys of all heads on every rank, from their norms to attention.
+
+    torchtitan gave these norms the style `NoParallel`, whose output is replicated: DTensor gathers it along tp and
+    copies the parts together, rotates what all ranks have, repeats all keys for each query head, and copies each rank's
+    heads out for attention, which stays split. Backward does not: the gradients of attention are split. No memory is
+    taken for it.
+
+    Args:
+        program: not changed; without a group along tp it is returned as it is.
+    """
+    along_tp = next((number for number, group in enumerate(program.groups) if group.axis == "tp"), None)
+    if along_tp is None:
+        return program
+    handle = 1 + max((e.handle for s in program.segments.values() for e in s.events if isinstance(e, Comm)), default=0)
+    segments = {}
+    for key, segment in program.segments.items():
+        events = _with_all_heads(segment.events, along_tp, len(program.groups[along_tp].ranks), handle)
+        handle += len(events) - len(segment.events)
+        segments[key] = replace(segment, events=events)
+    return replace(program, segments=segments)
+
+
+def _with_all_heads(events: Sequence[Event], along_tp: int, parts: int, handle: int) -> list[Event]:
+    changed: list[Event] = []
+    norms: list[int] = []  # where they are in `changed`
+    for event in events:
+        if isinstance(event, Op) and event.name.endswith("_fused_rms_norm"):
+            norms.append(len(changed))
+        if not isinstance(event, Op) or event.kind != "attention" or len(norms) < 2:
+            changed.append(event)
+            continue
+        (queries, keys), behind = [changed[at] for at in norms[-2:]], changed[norms[-1] + 1 :]
+        del changed[norms[-1] + 1 :]
+        assert isinstance(queries, Op)
+        assert isinstance(keys, Op)
+        for norm in (queries, keys):
+            block, part = norm.writes[0]
+            whole = parts * part
+            changed.append(
+                Comm("all_gather", along_tp, whole, whole - part, norm.dtype, norm.stream, handle, norm.place)
+            )
+            changed += [Wait(handle, norm.stream), _copy(norm, block, whole, whole)]
+            handle += 1
+        changed += [_wider(one, parts) if isinstance(one, Op) and one.kind == "memory" else one for one in behind]
+        (block, mine), (_, fewer) = queries.writes[0], keys.writes[0]
+        changed += [_copy(queries, block, parts * fewer, parts * mine), *[_copy(queries, block, mine, mine)] * 2, event]
+        norms.clear()
+    return changed
+
+
+def _copy(like: Op, block: int, read: int, written: int) -> Op:
+    touches = (Touch(block, read),), (Touch(block, written),)
+    return Op("aten.clone", "memory", 0, *touches, like.dtype, (), like.stream, like.place)
+
+
+def _wider(op: Op, parts: int) -> Op:
+    reads, writes = ([Touch(block, parts * size) for block, size in side] for side in (op.reads, op.writes))
+    return op._replace(reads=tuple(reads), writes=tuple(writes))
 
 
 # Metrics of the loss (Composer)

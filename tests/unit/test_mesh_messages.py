@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published.gpt import gpt_tiny
-from benchmarks.published.megatron import MegatronConventions, copy_to_nodes
+from benchmarks.published.megatron import MegatronConventions, copy_to_nodes, gather_heads
 from hyper_parallel import ParallelDims
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import pricing_of
@@ -142,6 +142,47 @@ def test_metrics_compute_the_loss_again_after_each_forward():
     assert len(metered) - len(plain) == 2 * len(more) == 2 * 2 * 2, "a copy and a softmax, twice in two micro-batches"
     logits = 2 * 64 * vocabulary
     assert sum(op.bytes for _, op in metered) - sum(op.bytes for _, op in plain) == 4 * logits * (2 + 4 + 4 + 4)
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [("none", 1), ("full", 2)])
+def test_queries_and_keys_of_all_heads_are_turned_on_every_rank(checkpointing, times):
+    """As DTensor does, counted with torch 2.13 over a fake group, against norms that keep queries and keys split."""
+    config = replace(find_model("llama-tiny").config, qk_norm=True, num_hidden_layers=2)
+    queries, keys, tp = config.num_attention_heads, config.num_key_value_heads, 2
+    recipe = Recipe(checkpointing=checkpointing)
+    job = Job(find_model(config), ParallelDims(tp=tp, world_size=tp), 2, 64, recipe)
+    (plain,) = trace(job)
+    changed = gather_heads(plain)
+
+    def events(program, kind):
+        return [e for key, _ in program.order for e in program.segments[key].events if isinstance(e, kind)]
+
+    def gathered(program):
+        return sorted(
+            e.size for e in events(program, Comm) if e.op == "all_gather" and program.groups[e.group].axis == "tp"
+        )
+
+    head = 2 * 64 * (config.hidden_size // queries) * 2  # bytes of a head of 2 sequences of 64 tokens, in bf16
+    layers = times * config.num_hidden_layers
+    assert gathered(changed) == sorted(gathered(plain) + [queries * head, keys * head] * layers)
+    waits = {e.handle for e in events(changed, Wait)}
+    assert all(e.handle in waits for e in events(changed, Comm))
+
+    both, split = (queries + keys) * head, (queries + keys) * head // tp
+    more = 2 * both  # parts are copied together: read and written
+    more += (both - split) * (2 + 2 + 3 + 2 * 0.5 + 2)  # twice mul, add, neg of a half, cat
+    more += (keys + queries) * head  # keys are repeated for each query head
+    more += 2 * 2 * queries * head // tp  # and each rank's heads are copied out of queries and keys
+    cosines = 2 * (tp - 1) * 2 * 64 * (config.hidden_size // queries) * 2  # read by mul, taken to grow with the rest
+    added = sum(op.bytes for op in events(changed, Op)) - sum(op.bytes for op in events(plain, Op))
+    assert added == layers * (more + cosines)
+    is_backward = [op for op in events(changed, Op) if op.kind == "attention_backward"]
+    assert is_backward == [op for op in events(plain, Op) if op.kind == "attention_backward"]
+
+
+def test_heads_are_gathered_along_tp_alone():
+    (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 2, 64, Recipe()))
+    assert gather_heads(alone) is alone
 
 
 def test_receives_that_are_issued_early_hide_messages():
