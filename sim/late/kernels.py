@@ -429,6 +429,24 @@ def _layer_norm_backward(npu: LateDevice, *args: Any) -> Any:
     return _issue(npu, op, _traits(op), (grad, x, shape, mean, rstd, weight, *rest), {})
 
 
+def _gru_cell(npu: LateDevice, x: torch.Tensor, h: torch.Tensor, before: torch.Tensor, *biases: Any) -> Any:
+    """The state after a step, and what backward needs: of other devices than the CPU, torch asks for it at once."""
+    x, h = (gates if bias is None else gates + bias for gates, bias in zip((x, h), biases or (None, None), strict=True))
+    (x_reset, x_keep, x_new), (h_reset, h_keep, h_new) = x.chunk(3, 1), h.chunk(3, 1)
+    reset, keep = torch.sigmoid(x_reset + h_reset), torch.sigmoid(x_keep + h_keep)
+    new = torch.tanh(x_new + reset * h_new)
+    return new + keep * (before - new), torch.cat([reset, keep, new, before, h_new], 1)
+
+
+def _gru_cell_backward(npu: LateDevice, grad: torch.Tensor, kept: torch.Tensor, has_bias: bool) -> Any:
+    reset, keep, new, before, h_new = kept.chunk(5, 1)
+    of_keep = grad * (before - new) * keep * (1 - keep)
+    of_new = grad * (1 - keep) * (1 - new * new)
+    of_reset = of_new * h_new * reset * (1 - reset)
+    of_x, of_h = torch.cat([of_reset, of_keep, of_new], 1), torch.cat([of_reset, of_keep, of_new * reset], 1)
+    return of_x, of_h, grad * keep, *((of_x.sum(0), of_h.sum(0)) if has_bias else (None, None))
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN.empty.memory_format: _empty,
     _ATEN.empty_strided.default: _empty_strided,
@@ -442,6 +460,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN._has_compatible_shallow_copy_type.default: _may_take_memory_of,
     _ATEN.record_stream.default: _record_stream,
     _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
+    _ATEN._thnn_fused_gru_cell.default: _gru_cell,
+    _ATEN._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
     _ATEN.convolution_overrideable.default: _convolution,
     _ATEN.convolution_backward_overrideable.default: _convolution_backward,
 }

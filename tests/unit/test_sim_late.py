@@ -56,6 +56,10 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(norm(x.bfloat16()).square().sum(), (x, norm.weight))[0]
 
 
+def recurrent(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(torch.nn.GRU(6, 3, 2).to(x.device)(x)[0].square().sum(), x)[0]
+
+
 OPERATIONS = {
     "arithmetic and views": lambda x: (x.t() * 3 - x[0].unsqueeze(-1)).expand(2, 6, 4).transpose(0, 1)[..., 1:],
     "matrix products": lambda x: torch.addmm(x @ x.t(), x, x.t(), beta=0.5),
@@ -79,6 +83,7 @@ OPERATIONS = {
     ),
     "statistics that nobody reads": lambda x: torch.nn.BatchNorm1d(6).to(x.device).eval()(x),
     "norms of halves": lambda x: halves(x.requires_grad_()),
+    "a recurrent cell": lambda x: recurrent(x.requires_grad_()),
     "convolution": lambda x: torch.nn.functional.conv1d(x[None], x[:, :4, None]),
 }
 
@@ -410,6 +415,27 @@ def test_a_wait_on_another_stream_does_not_help():
         return (x * 1).sum().item()
 
     assert "reads a buffer on the default stream that the stream of group 'world' writes" in found(body, 2)
+
+
+def test_what_was_received_is_given_back_once_nobody_has_it():
+    def body() -> list[int]:
+        x, out = torch.ones(64, device="npu"), torch.empty(128, device="npu")
+        dist.all_gather_into_tensor(out, x)
+        del out
+        return torch.npu.memory_allocated()
+
+    assert late(body, 2) == [256, 256]
+
+
+def test_copies_that_differ_are_found_on_devices():
+    def body(differs: bool) -> None:
+        x = torch.ones(4, device="npu")
+        x[dist.get_rank()] += differs
+        sim.check_replicas(x, group=dist.group.WORLD)
+
+    late(body, 2, args=(False,), check_races=True)
+    with pytest.raises(sim.ReplicaMismatch, match="differ"):
+        late(body, 2, args=(True,))
 
 
 def test_an_input_that_is_overwritten_too_early():
