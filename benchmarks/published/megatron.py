@@ -8,14 +8,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sim.mesh.job import Job
-from sim.mesh.program import Comm, Event, HostWait, Op, Program, Segment, Touch, Wait
+from sim.mesh.program import Alloc, Comm, Event, Free, HostWait, Op, Program, Segment, Touch, Wait
 from sim.mesh.recipe import Conventions
 
 __all__ = [
     "MegatronConventions",
+    "copy_gradients",
     "copy_to_nodes",
     "expose_weights",
     "gather_heads",
+    "keep_float8_weights",
     "measure_loss",
     "split_dispatch",
 ]
@@ -43,6 +45,10 @@ class MegatronConventions(Conventions):
         gathers_heads: with tensor parallelism and norms of queries and keys: these are gathered after the norm, so that
             every rank turns those of all heads, as torchtitan's Qwen3 did before 2025-10-14.
         loss_metrics: how many metrics compute the loss of a micro-batch again, without gradients, as Composer's do.
+        float8_weights: with float8: the weights that products read are kept in float8, and transposed beside, in place
+            of bfloat16, as TransformerEngine's primary weights are on Hopper; else each micro-batch makes its own.
+        gradient_copies: all gradients are copied to float32 before the first weight is updated, and live until the next
+            step, as in Megatron-LM's distributed optimizer where gradients are reduced in another dtype.
     """
 
     scatter_gather: bool = False
@@ -53,6 +59,8 @@ class MegatronConventions(Conventions):
     node_copies: bool = False
     gathers_heads: bool = False
     loss_metrics: int = 0
+    float8_weights: bool = False
+    gradient_copies: bool = False
 
     def __str__(self) -> str:
         said = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
@@ -83,7 +91,9 @@ class MegatronConventions(Conventions):
             program = gather_heads(program)
         if self.loss_metrics:
             program = measure_loss(program, job.model.config.vocab_size, self.loss_metrics)
-        return program
+        if self.float8_weights and job.recipe.float8:
+            program = keep_float8_weights(program)
+        return copy_gradients(program) if self.gradient_copies else program
 
 
 # Weights whose gathers are steps of the computation's own graph (MindSpore)
@@ -302,3 +312,72 @@ def measure_loss(program: Program, vocabulary: int, metrics: int) -> Program:
             events += [cast, softmax] * metrics
         segments[key] = replace(segment, events=events)
     return replace(program, segments=segments)
+
+
+# Weights in float8, and gradients in float32 (TransformerEngine, Megatron-LM's distributed optimizer)
+
+
+def keep_float8_weights(program: Program) -> Program:
+    """Return the program without memory for what products in float8 read of weights.
+
+    On Hopper such a product wants both of its matrices along what is summed over: TransformerEngine keeps primary
+    weights of one byte per element, and from the first backward on their transposes, of another one
+    (`Float8TensorStorage.update_usage`). That is what weights in bfloat16 take, which are not there then. What casts
+    them is left in the program: only memory changes.
+
+    Args:
+        program: not changed.
+    """
+    weights = {block for block, name in program.categories.items() if name == "parameters"}
+    large = {e.block for s in program.segments.values() for e in s.events if isinstance(e, Alloc) and e.bytes > _SCALE}
+    operations = [e for s in program.segments.values() for e in s.events if isinstance(e, Op)]
+    multiplied = {touch.block for op in operations if op.name == "aten._scaled_mm" for touch in op.reads}
+    gone: set[int] = set()
+    for op in operations:
+        read = {touch.block for touch in op.reads}
+        if op.kind in ("fused", "memory") and read & weights and not (read - weights) & large:
+            gone.update(touch.block for touch in op.writes if touch.block in multiplied and touch.block not in weights)
+    return _without(program, gone)
+
+
+_SCALE = 512
+"""Bytes of the smallest block: a scale, or a maximum."""
+
+
+def _without(program: Program, gone: set[int]) -> Program:
+    """Return the program with some blocks never taken."""
+    segments = {
+        key: replace(
+            segment, events=[e for e in segment.events if not (isinstance(e, Alloc | Free) and e.block in gone)]
+        )
+        for key, segment in program.segments.items()
+    }
+    return replace(program, segments=segments)
+
+
+def copy_gradients(program: Program) -> Program:
+    """Return the program with copies of gradients that live until all weights are updated.
+
+    Megatron-LM copies the gradients of all weights before it updates any (`_copy_model_grads_to_main_grads`), and lets
+    the copies go when the next step begins. Here each buffer's are made before its own update; that they all live to
+    the end comes to the same bytes.
+
+    Args:
+        program: not changed; one whose gradients need no copies is returned as it is.
+    """
+    gradients = {block for block, name in program.categories.items() if name == "gradients"}
+    keys = [key for key, _ in program.order if key[0] == "optimizer"]
+    copies: dict[int, None] = {}
+    for key in keys:
+        for event in program.segments[key].events:
+            if isinstance(event, Op) and event.kind == "memory" and {each.block for each in event.reads} & gradients:
+                copies.update(dict.fromkeys(touch.block for touch in event.writes if touch.block not in gradients))
+    if not copies:
+        return program
+    segments = dict(program.segments)
+    for key in keys:
+        events = [e for e in segments[key].events if not (isinstance(e, Free) and e.block in copies)]
+        segments[key] = replace(segments[key], events=events)
+    last = segments[keys[-1]]
+    segments[keys[-1]] = replace(last, events=[*last.events, *(Free(block) for block in copies)])
+    return replace(program, segments=segments, categories=program.categories | dict.fromkeys(copies, "gradients"))

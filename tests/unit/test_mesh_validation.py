@@ -19,10 +19,10 @@ from benchmarks.published.compare import (
 )
 from benchmarks.published.megatron import MegatronConventions, expose_weights
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
-from benchmarks.published.predict import figures_of, load_figures
+from benchmarks.published.predict import figures_of, load_figures, prediction_of
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.mesh.estimate import price
+from sim.mesh.estimate import estimate_job, price
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
@@ -133,6 +133,21 @@ def test_a_row_with_latent_attention_whose_recipe_is_public():
     assert (it.recipe.moments, it.recipe.tp_overlap, it.recipe.reshard_inputs) == ("bf16", False, True)
     assert (case("m0889").recipe.moments, case("m0889").recipe.tp_overlap) == ("fp32", True)
     assert case("m0828").model.query_rank == 1536
+
+
+def test_what_a_run_in_float8_keeps_and_when_its_memory_was_read():
+    """Megatron-Bridge prints the peak once, after its first iteration, whose update makes the moments."""
+    it = case("m0891")
+    assert (it.recipe.conventions.float8_weights, it.recipe.conventions.gradient_copies) == (True, True)
+    assert not case("m0897").recipe.conventions.gradient_copies, "a precision-aware optimizer reads them as they are"
+    assert it.measured.memory_kind == "first iteration"
+    job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 16, Recipe(zero=1))
+    figure = estimate_job(job, "h100-sxm")
+    kinds = {kind: value for kind, (value, _, _) in prediction_of(0.0, figure).memory.items()}
+    (memory,) = figure.memory.classes
+    moments = memory.by_category["optimizer"] * 2 // 3
+    assert memory.persistent > kinds["allocated"] - moments, "the update, not backward"
+    assert kinds["first iteration"] == memory.persistent
 
 
 def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed():
