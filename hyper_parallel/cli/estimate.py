@@ -311,7 +311,8 @@ def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) 
         stages_per_rank=run.parallel.stages_per_rank or (1 if said_1f1b else None),
         microbatches=run.train.accumulate if "accumulate" in stays else None,
     )
-    levels = [run.parallel.checkpointing] if "checkpointing" in stays else ["none", "selective", "alternate", "full"]
+    every = ["none", "selective", "alternate", "full", "offload", "full offload"]
+    levels = [run.parallel.checkpointing] if "checkpointing" in stays else every
     stages = [3 if run.parallel.reshard_after_forward else 2] if "reshard_after_forward" in stays else [3, 2]
     reductions = [run.parallel.reduce_each] if "reduce_each" in stays else [False, True]
     return job.model, [

@@ -440,7 +440,33 @@ def test_inputs_are_gathered_again_where_blocks_keep_them() -> None:
 
 def test_each_checkpointing_of_the_trainer_is_tried() -> None:
     found = [entry for entry in enumerate_candidates(space()) if isinstance(entry, Candidate)]
-    assert {one.recipe.checkpointing for one in found} == {"none", "selective", "alternate", "full"}
+    levels = {"none", "selective", "alternate", "full", "offload", "full offload"}
+    assert {one.recipe.checkpointing for one in found} == levels
+
+
+def test_offload_is_tried_where_nothing_else_fits() -> None:
+    levels = ("none", "full", "offload", "full offload")
+    recipes = [Recipe(checkpointing=level, microbatches=1) for level in levels]
+    dims = ParallelDims(dp_shard=8, world_size=8)
+    needs = [fake_estimate("llama3-8b", dims, 32, 8192, "h100-sxm", one).memory.reserved + 2**30 for one in recipes]
+    assert needs[2] == needs[3] < needs[1] < needs[0]
+    for limit, fitting in ((needs[1], {"full"}), (needs[1] - 1, {"offload", "full offload"})):
+        result = find("llama3-8b", "h100-sxm", 8, 256, limit, recipes=recipes, fixed={"dp_shard": 8})
+        assert {one.candidate.recipe.checkpointing for one in result.found} == fitting, "of offload, either may be faster"
+    with pytest.raises(NothingFits, match=r"closest: dp_shard=8; ZeRO-3, (full )?offload ckpt"):
+        find("llama3-8b", "h100-sxm", 8, 256, needs[3] - 1, recipes=recipes, fixed={"dp_shard": 8})
+
+
+def test_the_guess_knows_the_link_to_the_host() -> None:
+    def guess(level: str, link: float) -> float:
+        candidate = Candidate(ParallelDims(tp=8, world_size=8), Recipe(checkpointing=level), 1)
+        machine = dataclasses.replace(H100, link=link)
+        return guess_seconds(shape_of(find_model("llama3-8b"), 8192), candidate, 8192, machine)
+
+    for level, same in (("offload", "none"), ("full offload", "full")):
+        assert guess(level, 1e12) == guess(same, 1e12), "a fast link is hidden by what is computed"
+        assert guess(level, 1e8) > guess(same, 1e8)
+    assert guess("full offload", 1e8) < guess("offload", 1e8), "of what is computed again, inputs alone are moved"
 
 
 def test_an_interrupted_search_returns_the_best_so_far() -> None:

@@ -179,10 +179,13 @@ class Space:
 
 
 def default_recipes() -> tuple[Recipe, ...]:
-    """Return what is tried where nobody says: each checkpointing, ZeRO-3 and ZeRO-2, one reduction or several."""
+    """Return what is tried where nobody says: each checkpointing, ZeRO-3 and ZeRO-2, one reduction or several.
+
+    Offload to the host is among them; a search tries it if nothing else fits.
+    """
     return tuple(
         Recipe(checkpointing=checkpointing, zero=zero, reduce_each=each)
-        for checkpointing in ("none", "selective", "alternate", "full")
+        for checkpointing in ("none", "selective", "alternate", "full", "offload", "full offload")
         for zero in (3, 2)
         for each in (False, True)
     )
