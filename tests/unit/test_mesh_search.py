@@ -452,7 +452,9 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
     assert needs[2] == needs[3] < needs[1] < needs[0]
     for limit, fitting in ((needs[1], {"full"}), (needs[1] - 1, {"offload", "full offload"})):
         result = find("llama3-8b", "h100-sxm", 8, 256, limit, recipes=recipes, fixed={"dp_shard": 8})
-        assert {one.candidate.recipe.checkpointing for one in result.found} == fitting, "of offload, either may be faster"
+        assert {one.candidate.recipe.checkpointing for one in result.found} == fitting, (
+            "of offload, either may be faster"
+        )
     with pytest.raises(NothingFits, match=r"closest: dp_shard=8; ZeRO-3, (full )?offload ckpt"):
         find("llama3-8b", "h100-sxm", 8, 256, needs[3] - 1, recipes=recipes, fixed={"dp_shard": 8})
 
