@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from sim.mesh.job import Job
@@ -135,13 +136,23 @@ def split_dispatch(program: Program) -> Program:
     Args:
         program: not changed; without a group along tp it is returned as it is.
     """
+    return _with_more_along_tp(program, partial(_changed, program))
+
+
+def _with_more_along_tp(program: Program, change: Callable[[Segment, int, int], list[Event]]) -> Program:
+    """Return the program with collectives along tp put in.
+
+    Args:
+        program: without a group along tp it is returned as it is.
+        change: given a segment, the number of that group and the first handle that nobody has, its events.
+    """
     along_tp = next((number for number, group in enumerate(program.groups) if group.axis == "tp"), None)
     if along_tp is None:
         return program
     handle = 1 + max((e.handle for s in program.segments.values() for e in s.events if isinstance(e, Comm)), default=0)
     segments = {}
     for key, segment in program.segments.items():
-        events = _changed(program, segment, along_tp, handle)
+        events = change(segment, along_tp, handle)
         handle += len(events) - len(segment.events)
         segments[key] = replace(segment, events=events)
     return replace(program, segments=segments)
@@ -235,22 +246,14 @@ def gather_heads(program: Program) -> Program:
     Args:
         program: not changed; without a group along tp it is returned as it is.
     """
-    along_tp = next((number for number, group in enumerate(program.groups) if group.axis == "tp"), None)
-    if along_tp is None:
-        return program
-    handle = 1 + max((e.handle for s in program.segments.values() for e in s.events if isinstance(e, Comm)), default=0)
-    segments = {}
-    for key, segment in program.segments.items():
-        events = _with_all_heads(segment.events, along_tp, len(program.groups[along_tp].ranks), handle)
-        handle += len(events) - len(segment.events)
-        segments[key] = replace(segment, events=events)
-    return replace(program, segments=segments)
+    return _with_more_along_tp(program, partial(_with_all_heads, program))
 
 
-def _with_all_heads(events: Sequence[Event], along_tp: int, parts: int, handle: int) -> list[Event]:
+def _with_all_heads(program: Program, segment: Segment, along_tp: int, handle: int) -> list[Event]:
+    parts = len(program.groups[along_tp].ranks)
     changed: list[Event] = []
     norms: list[int] = []  # where they are in `changed`
-    for event in events:
+    for event in segment.events:
         if isinstance(event, Op) and event.name.endswith("_fused_rms_norm"):
             norms.append(len(changed))
         if not isinstance(event, Op) or event.kind != "attention" or len(norms) < 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ from sim.mesh.searching.bounds import (
     message_seconds,
 )
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
-from sim.mesh.searching.explore import NothingFits
+from sim.mesh.searching.explore import Exploration, NothingFits
 from sim.mesh.searching.floors import Floor, Floors
 from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.ranking import chance_faster, search_dict
@@ -452,11 +453,18 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
     assert needs[2] == needs[3] < needs[1] < needs[0]
     for limit, fitting in ((needs[1], {"full"}), (needs[1] - 1, {"offload", "full offload"})):
         result = find("llama3-8b", "h100-sxm", 8, 256, limit, recipes=recipes, fixed={"dp_shard": 8})
-        assert {one.candidate.recipe.checkpointing for one in result.found} == fitting, (
-            "of offload, either may be faster"
-        )
+        assert {one.candidate.recipe.checkpointing for one in result.found} == fitting, "either may be faster"
     with pytest.raises(NothingFits, match=r"closest: dp_shard=8; ZeRO-3, (full )?offload ckpt"):
         find("llama3-8b", "h100-sxm", 8, 256, needs[3] - 1, recipes=recipes, fixed={"dp_shard": 8})
+
+
+def test_degrees_that_are_none_are_rejected_once() -> None:
+    seen = Exploration(space(), H100, 1.0, None, "with offload in a second turn")
+    with pytest.raises(NothingFits):
+        seen.run(lambda candidate: None, lambda *_: None)
+    reasons = Counter(entry for entry in seen.rejected if entry.candidate is None)
+    assert reasons
+    assert set(reasons.values()) == {1}
 
 
 def test_the_guess_knows_the_link_to_the_host() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import sim
+from hyper_parallel import init_parameters
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.accelerator import NpuPlatform
 from sim.late import switch
@@ -154,6 +155,23 @@ def test_copies_and_files_of_tensors_and_of_subclasses():
 
     numbers = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert right(body) == [[numbers, [2.0, 2.0, 1.0, 1.0], [1.0] * 4, [1.0] * 3, [1.0] * 3, numbers]]
+
+
+def test_values_are_written_to_tensors_of_the_device():
+    class Diagonal(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(2, 2))
+
+        def reset_parameters(self) -> None:
+            torch.nn.init.eye_(self.weight)  # by torch.eye(out=...)
+
+    def body() -> list:
+        with torch.device("meta"):
+            model = Diagonal()
+        return init_parameters(model, 0, device="npu").weight.tolist()
+
+    assert late(body) == [[[1.0, 0.0], [0.0, 1.0]]]
 
 
 def test_backward_is_the_rank_s_own_after_inference():

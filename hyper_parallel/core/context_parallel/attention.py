@@ -438,47 +438,38 @@ class _RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
 
 
-class KeyGradients(NamedTuple):
-    """What a block adds to the gradients of some keys and of their values."""
-
-    columns: slice
-    grads: Sequence[Tensor]
-
-
 def _gradients(
     task: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
-) -> tuple[Tensor, Sequence[Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of queries, and of keys and values, in the dtype that sums are kept in."""
     grad_q: Tensor | None = None
-    own: Sequence[Tensor] | None = None
+    own: list[Tensor | None] = [None, None]
     flight: RingShift | None = None
     for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
-        share: KeyGradients | None = None
+        shares: list[tuple[slice, list[Tensor]]] = []  # of the keys of others
         for rows, columns, block in task.blocks(source, q, keys, values):
             of_q, *of_keys = block.backward(grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
             grad_q = _added(grad_q, of_q, rows, q)
-            new = KeyGradients(columns, of_keys)
-            share = new if share is None else KeyGradients(slice(None), _together(_together(None, share, k), new, k))
-        if own is None:
-            own = _together(None, share, k)
-        else:
-            # Those of other ranks have come while these were computed, and go on with these added.
+            if source == task.ring.rank:
+                own = [_added(so_far, part, columns, k) for so_far, part in zip(own, of_keys, strict=True)]
+            else:
+                shares.append((columns, of_keys))
+        if source != task.ring.rank:
+            # What other ranks have added has come while these were computed, and goes on with these.
             empty = (2, *k.shape)
             total = k.new_zeros(empty, dtype=accumulator(k.dtype)) if flight is None else flight.wait()
-            _together(total.unbind(), share, k)
+            for columns, of_keys in shares:
+                for so_far, part in zip(total, of_keys, strict=True):
+                    so_far[:, :, columns] += part
             flight = task.ring.send(total)
-    assert own is not None, "the first block is this rank's own"
     if flight is not None:
-        own = _together(own, KeyGradients(slice(None), flight.wait().unbind()), k)
-    return torch.zeros_like(q) if grad_q is None else grad_q, own
+        own = [_added(so_far, rest, slice(None), k) for so_far, rest in zip(own, flight.wait(), strict=True)]
+    return _begun(grad_q, q), [_begun(so_far, k) for so_far in own]
 
 
-def _together(totals: Sequence[Tensor] | None, share: KeyGradients | None, like: Tensor) -> Sequence[Tensor]:
-    """Add a share to sums over the keys of a part, or begin with it."""
-    if share is None:
-        return [torch.zeros_like(like, dtype=accumulator(like.dtype)) for _ in range(2)] if totals is None else totals
-    before = [None, None] if totals is None else totals
-    return [_added(total, part, share.columns, like) for total, part in zip(before, share.grads, strict=True)]
+def _begun(total: Tensor | None, like: Tensor) -> Tensor:
+    """Return a sum, zeros if nothing has been added yet."""
+    return torch.zeros_like(like, dtype=accumulator(like.dtype)) if total is None else total
 
 
 def _added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Tensor:
@@ -490,10 +481,9 @@ def _added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Te
         where: places of tokens.
         like: what they are gradients of.
     """
-    dtype = accumulator(like.dtype)
     if total is None and part.shape == like.shape:
-        return part.to(dtype)
-    total = torch.zeros_like(like, dtype=dtype) if total is None else total
+        return part.to(accumulator(like.dtype))
+    total = _begun(total, like)
     total[:, :, where] += part
     return total
 

@@ -112,10 +112,11 @@ class Exploration:
 
     def _bounded(self, space: Space) -> dict[Candidate, tuple[float, float]]:
         """Candidates that may fit, each with guesses of its time and of its memory."""
-        pending = {}
+        pending, known = {}, set(self.rejected)
         for entry in enumerate_candidates(space):
             if isinstance(entry, Rejected):
-                self.rejected.append(entry)
+                if entry not in known:  # degrees that are none at all are none with every recipe
+                    self.rejected.append(entry)
                 continue
             least = least_memory(self.space.shape, entry, self.space.seq_len)
             if least > self.limit_bytes:
