@@ -36,7 +36,7 @@ from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.explore import Exploration, NothingFits
 from sim.mesh.searching.floors import Floor, Floors
 from sim.mesh.searching.limits import limit_of
-from sim.mesh.searching.ranking import chance_faster, search_dict
+from sim.mesh.searching.ranking import Found, chance_faster, search_dict
 from sim.mesh.searching.search import search
 from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes, shape_of
 from sim.mesh.searching.stages import least_time
@@ -456,6 +456,22 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
         assert {one.candidate.recipe.checkpointing for one in result.found} == fitting, "either may be faster"
     with pytest.raises(NothingFits, match=r"closest: dp_shard=8; ZeRO-3, (full )?offload ckpt"):
         find("llama3-8b", "h100-sxm", 8, 256, needs[3] - 1, recipes=recipes, fixed={"dp_shard": 8})
+
+
+@pytest.mark.parametrize(
+    ("reserved", "on_host", "said"),
+    [
+        (9, 0, "9.0 GiB, 1.0 GiB too much"),
+        (9, 9, "9.0 GiB, 1.0 GiB too much"),
+        (8, 5, "5.0 GiB on the host, where a device's share is 4.0 GiB"),
+        (8, 4, "8.0 GiB beside what torch does not count"),
+    ],
+)
+def test_what_does_not_fit_says_where(reserved: int, on_host: int, said: str) -> None:
+    classes = [SimpleNamespace(host_bytes=on_host * 2**30), SimpleNamespace(host_bytes=0)]
+    memory = SimpleNamespace(reserved=reserved * 2**30, host_limit=4 * 2**30, classes=classes)
+    entry = Found(Candidate(ParallelDims(), Recipe(), 1), SimpleNamespace(memory=memory))
+    assert entry.excess(8 * 2**30) == said
 
 
 def test_degrees_that_are_none_are_rejected_once() -> None:

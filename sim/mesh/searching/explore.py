@@ -260,14 +260,15 @@ class Exploration:
             return ValueError(explain(asked, "no degrees can be placed", f"{reasons or detail}: {detail}", hint))
         if self.too_large:
             closest = min(self.too_large, key=lambda one: one.bytes)
-            needed, what, by = closest.bytes, str(closest.candidate), "is estimated to need"
+            needed = closest.bytes
+            seen = f"{closest.candidate} is estimated to need {closest.excess(self.limit_bytes)}"
         else:
             nearest_bound = min(bounded, key=lambda entry: entry.bytes_needed or math.inf)
-            needed, what, by = nearest_bound.bytes_needed or 0.0, nearest_bound.what, "needs at least"
-        over = needed - self.limit_bytes
+            needed = nearest_bound.bytes_needed or 0.0
+            over = gib(needed - self.limit_bytes)
+            seen = f"{nearest_bound.what} needs at least {gib(needed)}, {over} too much"
         blame = f"nothing fits into {gib(self.limit_bytes)}"
-        seen = f"closest: {what} {by} {gib(needed)}, {gib(over)} too much"
-        seen += f"\n  estimated: {len(self.too_large)}   not estimated: {reasons or 'none'}"
+        seen = f"closest: {seen}\n  estimated: {len(self.too_large)}   not estimated: {reasons or 'none'}"
         more = math.ceil(space.num_devices * needed / self.limit_bytes)
         hint = f"about {_next_multiple(more, space.num_devices):,} devices, or shorter sequences"
         if left:
