@@ -35,6 +35,7 @@ WAITS = {
     "activations on the host": (GATHER, "offload._copying", "offload._leave", "offload._unpack", REDUCE),
     "inputs of blocks on the host": ("offload._copying", "offload._leave", "offload._unpack"),
     "redistribute": ("api.distribute_tensor", "gradients.wait"),
+    "chunks": ("chunks.land", "groups.gather_numbers"),
     "ring attention": ("attention.wait", "attention._exchanged"),
     "pipelines": (
         "tied._gather",
@@ -116,6 +117,7 @@ RUNS = {
     "shards": (2, {}),
     "replicas": (2, {"dp_replicate": 2}),
     "tp": (2, {"tp": 2}),
+    "tp in chunks": (2, {"tp": 2, "tp_chunks": 2, "checkpointing": "selective"}),
     "cp": (2, {"cp": 2}),
     "pp": (2, {"pp": 2}),
     "ep": (2, {"ep": 2}),

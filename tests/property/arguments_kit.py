@@ -62,7 +62,7 @@ LEFT_OUT = {
 TAKEN_ANYWAY = {
     **{("ShardingPlan", each): "shard_module checks a plan, whose entries change until then" for each in (
         "plan", "input_plan", "output_plan", "return_local_tensor", "wrap_inputs", "local_plan",
-        "reshard_inputs")},
+        "reshard_inputs", "chunks")},
     **{(f"{kind}.{method}", each): NO_EFFECT for kind in ("HSDPCell", "HSDPModule") for method, each in (
         ("set_allocate_memory_from_process_group_for_comm", "enable"),
         ("set_force_sum_reduction_for_comms", "enable"),
