@@ -33,7 +33,8 @@ class Block(nn.Module):
         self.seen: list[StorageWeakRef] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(StorageWeakRef(x.untyped_storage()))
+        if not torch.compiler.is_compiling():
+            self.seen.append(StorageWeakRef(x.untyped_storage()))
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -237,6 +238,29 @@ def test_a_copied_model_runs_its_own_code() -> None:
         return bool(full_tensor(other(x)).any()) or not full_tensor(model(x)).any()
 
     assert sim.run(body, world_size=2) == [False] * 2
+
+
+def test_what_computes_a_chunk_is_compiled() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    def body() -> list[list[torch.Tensor]]:
+        found = []
+        for compiles in (False, True):
+            model, x = sharded(Case(1, 2, 1, 8, 3, 6, False, False, False), chunks=2)
+            if compiles:
+                model.compile(backend=backend)
+            loss = model(x).pow(2).sum()
+            found.append([full_tensor(grad).detach() for grad in torch.autograd.grad(loss, [x, *model.parameters()])])
+        return found
+
+    eager, compiled = sim.run(body, world_size=2)[0]
+    for ours, theirs in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert any(graph.count("linear") >= 3 and "silu" in graph for graph in graphs)
 
 
 class Two(Block):

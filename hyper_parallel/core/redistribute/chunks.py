@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hyper_parallel.core.common.torch_compat import calls_compiled, runs_eagerly
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.redistribute.cost import default_topology
@@ -68,6 +69,7 @@ class Chunks:
         return self.dim, 1
 
 
+@calls_compiled
 def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, shape: Sequence[int], chunks: Chunks) -> Tensor:
     """Return this rank's shard of what a function makes of a tensor, both of them split over the rows.
 
@@ -83,21 +85,35 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, shape: Sequence[i
     Returns:
         A shard of a tensor with the sizes of the argument, but for the last one.
     """
+    entry, exit_, count = _passages(shape, chunks)
+    try:
+        leaving = []
+        for number, chunk in enumerate(_apply(_Cut, x, entry, count)):
+            leaving.append(_apply(_Sent, function(_apply(_Landed, chunk, entry, number)), exit_, number))
+        return cast(Tensor, _apply(_Joined, exit_, *leaving))
+    finally:  # a checkpoint may end the second computation early: what is under way keeps its memory until it is there
+        _settle(entry, exit_)
+
+
+@runs_eagerly
+def _passages(shape: Sequence[int], chunks: Chunks) -> tuple[_Passage, _Passage, int]:
+    """Return both ends of a call, and the number of chunks."""
     rows, (dim, count) = [*shape], chunks.fitting(shape)
     rows[dim] //= count
     entry = _Passage(dim, (chunks.split, chunks.gathered), (chunks.gathered_grad, chunks.split), rows)
     back = chunks.split, chunks.pending.reset_partial()
-    exit_ = _Passage(dim, (chunks.pending, chunks.split), back, rows)
-    try:
-        leaving = []
-        for number, chunk in enumerate(_Cut.apply(x, entry, count)):
-            result = function(_Landed.apply(chunk, entry, number))
-            exit_.shape = torch.Size((*rows[:-1], result.shape[-1]))
-            leaving.append(_Sent.apply(result, exit_, number))
-        return cast(Tensor, _Joined.apply(exit_, *leaving))
-    finally:  # a checkpoint may end the second computation early: what is under way keeps its memory until it is there
-        entry.settle()
-        exit_.settle()
+    return entry, _Passage(dim, (chunks.pending, chunks.split), back, rows), count
+
+
+@runs_eagerly
+def _apply(operation: type[torch.autograd.Function], *args: Any) -> Any:
+    return operation.apply(*args)
+
+
+@runs_eagerly
+def _settle(*passages: _Passage) -> None:
+    for passage in passages:
+        passage.settle()
 
 
 class _Flight(NamedTuple):
@@ -186,6 +202,7 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, passage: _Passage, number: int) -> Tensor:
         ctx.passage, ctx.number = passage, number
+        passage.shape = torch.Size((*passage.shape[:-1], result.shape[-1]))  # the width may be another
         return passage.start(number, result, back=False)
 
     @staticmethod

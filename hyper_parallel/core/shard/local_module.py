@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.common.torch_compat import calls_compiled, runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.chunks import Chunks, in_chunks
@@ -106,6 +106,16 @@ def _chunks_of(asked: str, count: int, inputs: LayoutTree, produced: LayoutTree,
     grad = grad_layout_of(taken, frozenset(sums))
     assert grad is not None, "nothing is pending in it"
     return Chunks(count, dims.pop(), split, taken, grad, pending)
+
+
+@runs_eagerly
+def _shape_to_cut(asked: str, x: torch.Tensor, chunks: Chunks) -> tuple[int, ...]:
+    """Return the sizes of the full tensor that is cut."""
+    if x.dim() < chunks.dim + 2:
+        blame = f"rows are cut along dim {chunks.dim}, which is the last one, or is not there"
+        raise ValueError(explain(asked, blame, f"argument: {tuple(x.shape)}", "no entry in chunks for it"))
+    mark = mark_of(x)
+    return agreed_shape(asked, x, chunks.split) if mark is None else tuple(mark.shape)
 
 
 def _live(axes: frozenset[str], produced: LayoutTree) -> list[str]:
@@ -212,6 +222,7 @@ class LocalModule:
             result = end_lookup(module, call.lookup, result)
         return None if result is None else self._leave(call, self.what, result, self.produced, self.outputs, ())
 
+    @calls_compiled
     def in_chunks(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Call the module's own code with one chunk of the rows after another.
 
@@ -231,11 +242,6 @@ class LocalModule:
             seen = f"arguments: {', '.join(type(value).__name__ for value in given) or 'none'}"
             raise TypeError(explain(asked, blame, seen, "no entry in chunks for it"))
         (x,) = given
-        if x.dim() < self.chunks.dim + 2:
-            blame = f"rows are cut along dim {self.chunks.dim}, which is the last one, or is not there"
-            raise ValueError(explain(asked, blame, f"argument: {tuple(x.shape)}", "no entry in chunks for it"))
-        mark = mark_of(x)
-        shape = agreed_shape(asked, x, self.chunks.split) if mark is None else mark.shape
 
         def computed(chunk: torch.Tensor) -> torch.Tensor:
             result = forward(chunk) if args else forward(**dict.fromkeys(kwargs, chunk))
@@ -245,7 +251,7 @@ class LocalModule:
                 raise TypeError(explain(asked, blame, f"result: {seen}", "no entry in chunks for it"))
             return result
 
-        return in_chunks(computed, x, shape, self.chunks)
+        return in_chunks(computed, x, _shape_to_cut(asked, x, self.chunks), self.chunks)
 
     def _key(self, values: tuple[Any, ...]) -> Any:
         """Return what shapes follow from, the same on all ranks or another one on all; None: nothing of that kind.
