@@ -67,6 +67,24 @@ def test_the_peak_is_what_an_estimate_says_and_what_the_docs_say():
     assert least.by_category["workspace"] + least.by_category["activations"] < 2.7 * one, "of two blocks, and gradients"
 
 
+@late
+@pytest.mark.sim
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
+def test_a_policy_for_a_budget_needs_no_more_than_it():
+    spec = mesh.Custom(
+        lambda: Blocks(DEPTH, WIDTH), lambda batch, _: torch.zeros(batch, WIDTH), lambda out, _: out.square().mean()
+    )
+    recipe = mesh.Recipe(param_dtype="fp32", optimizer="sgd", clipping=False)
+    all_bytes, context = planned("none").memory.reserved, planned("none").memory.fullest.context_bytes
+    budget = 0.6 * all_bytes + context
+    found = mesh.fit_activations(spec, ParallelDims(), ROWS, 1, "h100-sxm", budget, recipe)
+    policy = found.recipe.activations
+    ((_, _, peak),) = sim.run(trained, 1, ("npu", policy, "none", DEPTH, WIDTH, ROWS), device="npu")
+    assert peak == pytest.approx(found.memory.peak, rel=0.02)
+    assert peak <= 0.6 * all_bytes < planned("none").memory.peak
+    assert policy.first is not None, "of some blocks"
+
+
 def test_copies_are_on_a_stream_of_their_own_and_come_ahead():
     """Where the link is as fast as in an h100, a wide enough block hides what goes to the host and back."""
     shape = {"batch": 4096, "seq_len": 1, "hardware": "h100-sxm"}
