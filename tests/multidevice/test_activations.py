@@ -140,6 +140,51 @@ def test_what_autograd_refuses_and_repeats_stays_so():
     assert all(found)
 
 
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs():
+    """Graphs that are compiled in a test: how many so far."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    torch._dynamo.reset()
+
+
+@late
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("policy", "compiled"),
+    [("offload", "insides"), ("offload", "blocks"), ("offload", "model"), ("full offload", "model")],
+)
+def test_compiled_blocks_are_offloaded(policy, compiled, graphs):
+    """They compute what one device does, keep as little, and each is a graph."""
+    alone = sim.run(trained, 1, ("npu", policy, "none", 4, 16, 12, 2), device="npu")
+    ((losses, parameters, peak),) = sim.run(trained, 1, ("npu", policy, "none", 4, 16, 12, 2, compiled), device="npu")
+    assert graphs() == 2, "blocks share one, but for the first, whose input needs no gradient"
+    assert losses == pytest.approx(ALONE[0], rel=1e-5)
+    torch.testing.assert_close(parameters, ALONE[1], rtol=1e-4, atol=1e-5)
+    assert peak == pytest.approx(alone[0][2], rel=0.02)
+
+
+@late
+@pytest.mark.sim
+@pytest.mark.parametrize(("engine", "compiled"), [("ours", "blocks"), ("fsdp2", "insides"), ("ours", "model")])
+@pytest.mark.usefixtures("graphs")
+def test_compiled_blocks_of_an_engine_are_offloaded(engine, compiled):
+    found = sim.run(trained, 2, ("npu", "offload", engine, 4, 16, 12, 2, compiled), device="npu", check_races=True)
+    assert [sum(each) / 2 for each in zip(*(one[0] for one in found), strict=True)] == pytest.approx(ALONE[0], rel=1e-5)
+    for _, parameters, _ in found:
+        torch.testing.assert_close(parameters, ALONE[1], rtol=1e-4, atol=1e-5)
+
+
+def test_one_graph_of_all_blocks_is_refused():
+    model = torch.compile(checkpoint_blocks(Blocks(2, 4), "offload"), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="go to the host between two blocks: compile without fullg"):
+        model(torch.ones(2, 4))
+
+
 # -- policies and arguments --------------------------------------------------------------------------------------------
 
 
