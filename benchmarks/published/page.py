@@ -132,11 +132,11 @@ groups changed sides after a few predictions had been seen, and two held-out row
 `held_out.toml` and `fit.toml` say which. What a framework does otherwise (`frameworks.toml`, with its evidence) was
 often looked up in its code after predictions of held-out rows had shown that something was missing: that pipelines of
 Megatron-LM send parts and wait for messages, what Megatron-Bridge keeps in float8 and when it reads its memory, how
-torchtitan's graphs and its Qwen3 communicate, which blocks fms-fsdp checkpoints. Speeds are compared as tokens/s of a
-device, never as MFU, whose definitions differ. Memory is compared with what the row states: reserved or allocated
-bytes of torch's allocator, or nvidia-smi's. "Inside" is the share of truths in the predicted 80 % interval. "Order" is
-the share of pairs of configurations (one source, device and model; speeds more than 5 % apart) whose order by speed is
-predicted right. """
+torchtitan's graphs and its Qwen3 communicate, which blocks fms-fsdp checkpoints, how InternEvo reduces gradients and
+broadcasts weights. Speeds are compared as tokens/s of a device, never as MFU, whose definitions differ. Memory is
+compared with what the row states: reserved or allocated bytes of torch's allocator, or nvidia-smi's. "Inside" is the
+share of truths in the predicted 80 % interval. "Order" is the share of pairs of configurations (one source, device and
+model; speeds more than 5 % apart) whose order by speed is predicted right. """
 
 
 def _coverage(outcomes: Sequence[Outcome]) -> str:

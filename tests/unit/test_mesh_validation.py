@@ -21,12 +21,13 @@ from benchmarks.published.megatron import MegatronConventions, expose_weights
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.predict import figures_of, load_figures, prediction_of
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
+from benchmarks.published.zero import broadcast_weights, reduce_whole_gradients
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.estimate import estimate_job, price
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
-from sim.mesh.program import Comm, CommGroup, Wait
+from sim.mesh.program import Comm, CommGroup, HostWait, Op, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.trace import trace
 from sim.mesh.zoo.mla import MLAConfig
@@ -168,6 +169,67 @@ def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed()
     hardware = find_hardware("h100-sxm")
     before, after = (price([program], job, hardware).time.step.value for program in (plain, changed))
     assert after > before
+
+
+def comms(program, *ops):
+    events = [event for segment, _ in program.segments_in_order() for event in segment.events]
+    return [event for event in events if isinstance(event, Comm) and event.op in ops]
+
+
+def test_gradients_are_all_reduced_by_all_a_bucket_at_a_time():
+    """InternEvo's buckets of whole gradients: none above its limit but for a gradient that is larger by itself."""
+    assert case("m1063").recipe.conventions == MegatronConventions(owned_weights=True)
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, world_size=4)
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 2, 16, Recipe(zero=1, microbatches=2, reduce_dtype="bf16")))
+    changed = reduce_whole_gradients(plain)
+    streams = {event.stream for s in plain.segments.values() for event in s.events if isinstance(event, Op)}
+    gradients, reductions = comms(plain, "reduce_scatter"), comms(changed, "all_reduce")
+    assert (len(reductions), comms(changed, "reduce_scatter")) == (1, [])  # all of a small model fit
+    assert reductions[0] not in [e for s, _ in changed.segments_in_order() if s.name == "backward" for e in s.events]
+
+    for bucket in (1, 20_000, 10**9):
+        changed = reduce_whole_gradients(plain, bucket)
+        reductions = comms(changed, "all_reduce")
+        assert sum(one.size for one in reductions) == sum(one.size for one in gradients)
+        assert {tuple(changed.groups[one.group].ranks) for one in reductions} == {(0, 1, 2, 3)}
+        assert all(one.moved == 2 * (one.size - one.size // 4) for one in reductions)
+        largest = max(one.size for one in gradients)
+        assert all(one.size <= max(2 * bucket, largest) for one in reductions)
+        if bucket == 1:
+            assert [one.size for one in reductions] == [one.size for one in gradients]
+        for segment, _ in changed.segments_in_order():
+            for at, event in enumerate(segment.events):
+                if event in reductions:  # the host waits, and what puts the bucket together is queued beside backward
+                    wait, copy = segment.events[at - 2 : at]
+                    assert wait == HostWait(None)
+                    assert isinstance(copy, Op)
+                    assert (copy.stream, copy.reads[0].bytes) == (event.stream, event.size)
+                    assert event.stream not in streams
+
+
+def test_owners_broadcast_the_weights_that_they_have_updated():
+    dims = ParallelDims(dp_shard=8, world_size=8)
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1, overlap_param_gather=False)))
+    changed = broadcast_weights(plain)
+    gathers, sent = comms(plain, "all_gather"), comms(changed, "broadcast")
+    assert comms(changed, "all_gather") == []
+    assert 1 < len(sent) <= 8
+    assert sum(one.size for one in sent) == sum(one.size for one in gathers)
+    assert max(one.size for one in sent) >= max(one.size for one in gathers)  # a weight has one owner
+    ((key, _),) = [one for one in changed.order if one[0][0] == "optimizer"]
+    events = changed.segments[key].events
+    assert not any(isinstance(event, Op) for event in events[events.index(sent[0]) :]), "after the whole update"
+    assert events[-len(sent) :] == [Wait(one.handle, 0) for one in sent]
+    waited = [event.handle for event in events if isinstance(event, Wait)]
+    assert not {one.handle for one in gathers} & set(waited)
+    (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 1, 16, Recipe(zero=1)))
+    assert reduce_whole_gradients(broadcast_weights(alone)) is alone
+
+
+def test_more_ranks_than_weights_leave_some_without():
+    dims = ParallelDims(dp_shard=512, world_size=512)
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1)))
+    assert len(comms(broadcast_weights(plain), "broadcast")) == len(comms(plain, "all_gather"))
 
 
 def test_a_row_is_told_from_others_by_the_commit_it_was_published_with():
