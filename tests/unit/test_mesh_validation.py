@@ -1,5 +1,6 @@
 """Published rows as jobs, and what outcomes of a validation say."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -17,12 +18,14 @@ from benchmarks.published.compare import (
     wanted,
     write_outcomes,
 )
+from benchmarks.published.gpt import GPTSpec, gpt_tiny
 from benchmarks.published.megatron import MegatronConventions, expose_weights
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.predict import figures_of, load_figures, prediction_of
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
-from benchmarks.published.zero import broadcast_weights, reduce_whole_gradients
+from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from sim.mesh.cost import Pricing
 from sim.mesh.estimate import estimate_job, price
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
@@ -230,6 +233,45 @@ def test_more_ranks_than_weights_leave_some_without():
     dims = ParallelDims(dp_shard=512, world_size=512)
     (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1)))
     assert len(comms(broadcast_weights(plain), "broadcast")) == len(comms(plain, "all_gather"))
+
+
+def test_modules_fetch_their_weights_and_the_host_waits_for_them():
+    """DeepSpeed 0.3.13: of four weights of a block, backward finds the last one as recomputation has left it."""
+    assert case("m0533").recipe.conventions == MegatronConventions(fetched_weights=True)
+    dims, ranks = ParallelDims(dp_shard=384, world_size=384), 384
+    model = GPTSpec("gpt", dataclasses.replace(gpt_tiny().config, dropout=0.1))
+    job = Job(model, dims, 3, 32, Recipe(zero=3, checkpointing="full", norm="fused", attention="math"))
+    (plain,) = trace(job)
+    weights = {64 * 192: 8 + 4, 64 * 64: 8 + 4, 64 * 256: 2 * 8 + 4, 64 * 512: 1 + 1}  # of 4 blocks; backward's last
+    for live in (10**9, 0):
+        changed = fetch_weights(plain, small=1, live=live)
+        events = [event for segment, _ in changed.segments_in_order() for event in segment.events]
+        gathers, reductions = comms(changed, "all_gather"), comms(changed, "all_reduce")
+        sizes = [one.size // 2 for one in gathers]
+        assert {size: sizes.count(size) for size in weights} == weights
+        assert len(gathers) == sum(weights.values())
+        assert sum(one.size for one in reductions) == 2 * (4 * (64 * (192 + 64 + 2 * 256)) + 64 * 512) + 4  # the loss
+        assert comms(changed, "reduce_scatter") == []
+        came = issued = products = 0
+        ahead = set()
+        for at, event in enumerate(events):
+            if event == HostWait(None):
+                came = issued
+            elif isinstance(event, Comm) and event.op == "all_gather":
+                issued += 1
+                wait, parts = events[at - 2 : at]
+                assert wait == HostWait(None)
+                assert (parts.kind, parts.shape, events[at + 1]) == ("host", (ranks,), parts)
+            elif isinstance(event, Op) and event.kind == "matmul" and event.shape[0] == 1:
+                products += 1
+                ahead.add(issued - came)
+        assert products == 4 * (4 + 4 + 8) + 1 + 2
+        assert ahead == ({0, 1} if live else {0}), "the next one at most, and only beside a small one"
+        before, after = (price([one], job, find_hardware("a100-80gb")).time.step.value for one in (plain, changed))
+        assert after > before
+    host = [event for event in events if isinstance(event, Op) and event.kind == "host" and event.shape]
+    pricing = Pricing(find_hardware("a100-80gb"))
+    assert pricing.host_seconds(host[0]) == ranks * pricing.host_seconds(host[0]._replace(shape=()))
 
 
 def test_a_row_is_told_from_others_by_the_commit_it_was_published_with():
