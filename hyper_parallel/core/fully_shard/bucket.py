@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each
+from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each, all_gather_uneven
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.platform import Platform
@@ -27,8 +27,10 @@ __all__ = [
     "CopyStreams",
     "ExtensionBucket",
     "NoDataError",
+    "OwnedBucket",
     "Storage",
     "computed_in",
+    "owned_sizes",
 ]
 
 
@@ -371,7 +373,7 @@ class Bucket:
             self.gathered = False
             self._remember()
             return
-        sizes = [self.ranks * p.chunk if p.contiguous_on_dim_0 else p.numel for p in self.params]
+        sizes = self._unsharded_sizes()
         self.places = [0, *accumulate(sizes)]
         # Without a copy: each parameter's padded shards, one after the other, are the unsharded one.
         self._can_gather_each = (
@@ -390,6 +392,10 @@ class Bucket:
             param.make_unsharded(self.unsharded_buffer[place : place + param.numel].view(param.shape).data)
         self._remember()
         self.free()
+
+    def _unsharded_sizes(self) -> list[int]:
+        """Elements that each parameter takes in the buffer: with its padding, where that is gathered in place."""
+        return [self.ranks * p.chunk if p.contiguous_on_dim_0 else p.numel for p in self.params]
 
     def owns_memory_of(self, pointer: int) -> bool:
         """Whether memory that starts at `pointer` is the buffer's, which will be freed."""
@@ -584,6 +590,53 @@ def computed_in(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dt
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own tensor of a DTensor, a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+# -- parameters that one rank holds whole -----------------------------------------------------------------------------
+
+
+class OwnedBucket(Bucket):
+    """The parameters of a unit that have owners, in the order of these.
+
+    What is gathered, owner after owner, is the unsharded parameters one after the other: nothing is padded, packed for
+    others or copied out. A rank's shards are the parameters that it owns, which may be none.
+    """
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Differs when a parameter has changed: on all ranks alike, as all of them gather or none.
+
+        So what the owner alone can see does not count: what is done to its local tensor, and where that is in memory.
+        """
+        return tuple(param.sharded._version for param in self.params)
+
+    def _unsharded_sizes(self) -> list[int]:
+        return [param.numel for param in self.params]
+
+    def start_gather(self) -> Pending:
+        """Start to gather the parameters of all owners into the buffer of unsharded ones."""
+        assert self.group is not None, "parameters with owners have a shard axis"
+        sizes = owned_sizes(self.params, self.ranks)
+        start = sum(sizes[: self.group.rank()])
+        self.allocate()
+        own = self.unsharded_buffer[start : start + self.starts[-1]]
+        self._copy_to(own.split(self.chunks))
+        exchanges = self.storage.platform.backend != "nccl"
+        return all_gather_uneven(self.unsharded_buffer, own, sizes, self.group, by_all_to_all=exchanges)
+
+    def finish_gather(self, received: torch.Tensor, *, keep_post_forward_shard: bool = False) -> None:
+        """All is in its place; what is kept between forward and backward on fewer ranks is gathered from all again."""
+        del received, keep_post_forward_shard
+        self.gathered = True
+
+
+def owned_sizes(params: Sequence[ManagedParam], ranks: int) -> list[int]:
+    """Return how many elements of some parameters each rank owns."""
+    sizes = [0] * ranks
+    for param in params:
+        assert param.placement.owner is not None, "grouped by whether they have one"
+        sizes[param.placement.owner] += param.numel
+    return sizes
 
 
 # -- parameters that gather other tensors than their values: FSDP2's tensor extension ----------------------------------

@@ -1,4 +1,4 @@
-"""The three collectives of the engine, each with the lowering that is fastest on its backend."""
+"""The collectives of the engine, each with the lowering that is fastest on its backend."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_gather_each",
+    "all_gather_uneven",
     "all_reduce",
     "reduce_scatter",
     "reduce_scatter_each",
+    "reduce_scatter_uneven",
 ]
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
@@ -34,7 +36,7 @@ class Pending:
         self,
         work: dist.Work | None,
         result: torch.Tensor,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         keep: Sequence[torch.Tensor] = (),
     ) -> None:
         self._work = work
@@ -150,6 +152,57 @@ def reduce_scatter_each(
     options = c10d.ReduceScatterOptions()
     options.asyncOp = True
     return Pending(group.reduce_scatter_tensor_coalesced(targets, sources, options), result, keep=sources)
+
+
+def all_gather_uneven(
+    target: torch.Tensor, source: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, by_all_to_all: bool
+) -> Pending:
+    """Gather `source` of every rank, of any sizes, into `target`, rank after rank: nothing is padded.
+
+    Args:
+        target: 1-D.
+        source: 1-D; may be its own place in the target.
+        sizes: Elements of each rank.
+        group: The ranks.
+        by_all_to_all: Send a copy to each rank. Otherwise nccl, which has no such all_gather, broadcasts from each rank
+            in one operation.
+    """
+    if group.size() == 1:
+        return Pending(None, target.copy_(source))
+    gathered, own = _real([target, source])
+    lengths = [size * (2 if target.is_complex() else 1) for size in sizes]
+    if by_all_to_all:
+        sent = own.repeat(group.size())
+        sends = [own.numel()] * group.size()
+        return Pending(dist.all_to_all_single(gathered, sent, lengths, sends, group=group, async_op=True), target)
+    work = dist.all_gather(list(gathered.split(lengths)), own, group=group, async_op=True)
+    return Pending(work, target, keep=(own,))
+
+
+def reduce_scatter_uneven(
+    result: torch.Tensor, source: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, by_all_to_all: bool
+) -> Pending:
+    """Sum `source` over the ranks, and keep the own part, of any size: nothing is padded.
+
+    Args:
+        result: 1-D, where the own part goes; not empty.
+        source: 1-D; the parts of all ranks, one after the other.
+        sizes: Elements of each rank's part.
+        group: The ranks.
+        by_all_to_all: See `reduce_scatter`. Otherwise nccl reduces to each rank in one operation.
+    """
+    if group.size() == 1:
+        return Pending(None, result.copy_(source))
+    (sent,) = _real([source])
+    lengths = [size * (2 if source.is_complex() else 1) for size in sizes]
+    if not by_all_to_all:
+        work = dist.reduce_scatter(_real([result])[0], list(sent.split(lengths)), group=group, async_op=True)
+        return Pending(work, result, keep=(sent,))
+    rows = source.new_empty(group.size(), result.numel())
+    (received,) = _real([rows.view(-1)])
+    receives = [received.numel() // group.size()] * group.size()
+    work = dist.all_to_all_single(received, sent, receives, lengths, group=group, async_op=True)
+    return Pending(work, result, lambda: torch.sum(rows, dim=0, out=result), keep=(sent,))
 
 
 def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,8 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.bucket import Bucket
-from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_scatter, reduce_scatter_each
+from hyper_parallel.core.fully_shard.bucket import Bucket, owned_sizes
+from hyper_parallel.core.fully_shard.comm import (
+    Pending,
+    all_reduce,
+    reduce_scatter,
+    reduce_scatter_each,
+    reduce_scatter_uneven,
+)
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import UnitOptions
 
@@ -295,6 +301,7 @@ class GradientReducer:
         self.bucket = bucket
         self.params = params
         self.scatter = scatter
+        self.owned = params[0].placement.owner is not None
         self.rows = 1 if scatter is None else scatter.size()
         self.replicas = tuple(group for group in replicas if group.size() > 1)
         self.ranks = ranks
@@ -396,6 +403,8 @@ class GradientReducer:
             fused, place = fused_all_reduces.place(self.replicas[0], width, like)
         if self.scatter is None:
             work = Pending(None, self._packed(pending, used, like if place is None else place))
+        elif self.owned:
+            work = self._reduce_to_owners(pending, used, like.new_empty(width) if place is None else place)
         elif options.reduce_scatter_with is not None and self.rows > 1:
             work = self._reduce_scatter_with(options.reduce_scatter_with, pending, used, like, place)
         elif self.sends_each and all(param.contiguous_on_dim_0 for param in params):
@@ -439,6 +448,25 @@ class GradientReducer:
         own = comm.allocate((width,), **kind) if place is None else place
         work = comm(output_tensor=own, input_tensor=sent, group=self.scatter, op=dist.ReduceOp.SUM, async_op=True)
         return Pending(work, own, keep=(sent,))
+
+    def _reduce_to_owners(self, pending: list[torch.Tensor | None], used: list[bool], place: torch.Tensor) -> Pending:
+        """The same for parameters with owners: what is sent has the parameters of each, and the flags behind them."""
+        assert self.scatter is not None, "parameters with owners have a shard axis"
+        flags, shards = self._flags(used, place).view(self.rows, -1), list[torch.Tensor]()
+        by_owner: list[list[int]] = [[] for _ in range(self.rows)]
+        for index, param in enumerate(self._plan_for):
+            assert param.placement.owner is not None, "grouped by whether they have one"
+            by_owner[param.placement.owner].append(index)
+        for owner, indices in enumerate(by_owner):
+            for index in indices:
+                gradient, pending[index] = pending[index], None
+                shards.append(place.new_zeros(self._plan_for[index].numel) if gradient is None else gradient)
+            shards.append(flags[owner])
+        sizes = [size + len(used) for size in owned_sizes(self._plan_for, self.rows)]
+        sent = place.new_empty(sum(sizes))
+        torch._foreach_copy_(list(sent.split([shard.numel() for shard in shards])), shards)
+        exchanges = self.bucket.storage.platform.backend != "nccl"
+        return reduce_scatter_uneven(place, sent, sizes, self.scatter, by_all_to_all=exchanges)
 
     def _padded(self, pending: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
         """What is sent of each parameter: its gradient where it is, padded if it has to be, or zeros."""
