@@ -34,7 +34,7 @@ from sim.kernel.context import current_rank, this_thread
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import RankThread
 from sim.late.communication import CommunicatingDevice, LateCommunication
-from sim.late.device import LateDevice, apart
+from sim.late.device import LateDevice, as_device
 from sim.late.memory import RaceReport
 from sim.late.queue import LateQueue
 from sim.late.shared import SharedDevice
@@ -230,7 +230,7 @@ class World:
 
     def _make_late(self, races: Races | None) -> LateQueue:
         """Give each rank a device whose work is late."""
-        queue, report = LateQueue(self.options.seed), None
+        queue, report = LateQueue(self.options.seed, as_device), None
         if races is not None:
             report = RaceReport(self.scheduler.fail, lambda: self.network.replay)
         devices = {}
@@ -390,8 +390,7 @@ class World:
         finally:
             self._life, self._captured = "alive", None
             if self._queue is not None and scheduler.fatal is None:
-                with apart(), torch.inference_mode(False):
-                    self._queue.drain()
+                self._queue.drain()
             if watch is not None:
                 forget(self.network, watch)
                 watch.end()

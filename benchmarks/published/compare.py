@@ -41,7 +41,7 @@ class Prediction:
 
     Attributes:
         tokens_per_second: of a device.
-        memory: bytes by kind: `allocated`, `reserved`, `device`, `first step`.
+        memory: bytes by kind: `allocated`, `reserved`, `device`, `first step`, `first iteration`.
         fits: whether every device has enough.
     """
 

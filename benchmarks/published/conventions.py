@@ -147,6 +147,7 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
         "folds_experts",
         "says_zero",
         "tp_host",
+        "checkpointed",
     )
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
@@ -182,13 +183,13 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
         said["attention"] = "flash"
     if "sliding-window" in attention:
         notes.append("its sliding window is not modelled")
-    _checkpointing(row, said, notes)
+    _checkpointing(row, family, said, notes)
     _schedule(row, said)
     otherwise = {field.name: said.pop(field.name, field.default) for field in dataclasses.fields(MegatronConventions)}
     return Recipe(**said, conventions=MegatronConventions(**otherwise) if any(otherwise.values()) else None)
 
 
-def _checkpointing(row: Row, said: dict[str, Any], notes: list[str]) -> None:
+def _checkpointing(row: Row, family: Mapping[str, Any], said: dict[str, Any], notes: list[str]) -> None:
     """Read the many spellings of what backward computes again."""
     policy = row.get("ac_policy")
     text = str(policy or "none").lower()
@@ -200,8 +201,9 @@ def _checkpointing(row: Row, said: dict[str, Any], notes: list[str]) -> None:
         if "select" in text and "[" in text:
             notes.append("what it recomputes beside is left out")
     elif "every 2nd layer" in text or "some blocks" in text:
-        said.update(checkpointing="full", checkpoint_layers=max(1, layers // stages // 2))
-        if "some" in text:
+        share = float(family.get("checkpointed", 0.5)) if "some" in text else 0.5
+        said.update(checkpointing="full", checkpoint_layers=max(1, int(share * (layers // stages))))
+        if "some" in text and "checkpointed" not in family:
             notes.append("how many blocks are checkpointed is not stated; taken as half")
     elif "on selected layers" in text:
         counts = [int(x) for x in text[text.index("[") + 1 : text.index("]")].split(",")]

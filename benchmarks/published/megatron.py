@@ -1,17 +1,27 @@
-"""Conventions of other trainers: messages between stages, tokens on their way to experts, weights, and metrics."""
+"""Conventions of other trainers: messages between stages, tokens to experts, weights, heads, and metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from sim.mesh.job import Job
-from sim.mesh.program import Comm, Event, HostWait, Op, Program, Segment, Touch, Wait
+from sim.mesh.program import Alloc, Comm, Event, Free, HostWait, Op, Program, Segment, Touch, Wait
 from sim.mesh.recipe import Conventions
 
-__all__ = ["MegatronConventions", "copy_to_nodes", "expose_weights", "measure_loss", "split_dispatch"]
+__all__ = [
+    "MegatronConventions",
+    "copy_gradients",
+    "copy_to_nodes",
+    "expose_weights",
+    "gather_heads",
+    "keep_float8_weights",
+    "measure_loss",
+    "split_dispatch",
+]
 
 DEVICES_PER_NODE = 8
 """Of the machines that the rows with such exchanges ran on."""
@@ -33,7 +43,13 @@ class MegatronConventions(Conventions):
         exposed_weights: with zero >= 2: weights are gathered, and gradients reduced, while nothing is computed.
         node_copies: one copy of a token goes to each node that has some of its experts, as with DeepEP; else one to
             each of its experts.
+        gathers_heads: with tensor parallelism and norms of queries and keys: these are gathered after the norm, so that
+            every rank turns those of all heads, as torchtitan's Qwen3 did before 2025-10-14.
         loss_metrics: how many metrics compute the loss of a micro-batch again, without gradients, as Composer's do.
+        float8_weights: with float8: the weights that products read are kept in float8, and transposed beside, in place
+            of bfloat16, as TransformerEngine's primary weights are on Hopper; else each micro-batch makes its own.
+        gradient_copies: all gradients are copied to float32 before the first weight is updated, and live until the next
+            step, as in Megatron-LM's distributed optimizer where gradients are reduced in another dtype.
     """
 
     scatter_gather: bool = False
@@ -42,7 +58,10 @@ class MegatronConventions(Conventions):
     split_dispatch: bool = False
     exposed_weights: bool = False
     node_copies: bool = False
+    gathers_heads: bool = False
     loss_metrics: int = 0
+    float8_weights: bool = False
+    gradient_copies: bool = False
 
     def __str__(self) -> str:
         said = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
@@ -69,9 +88,13 @@ class MegatronConventions(Conventions):
         if self.node_copies and job.dims.ep_enabled:
             config = job.model.config
             program = copy_to_nodes(program, config.num_experts, config.experts_per_token)
+        if self.gathers_heads and job.dims.tp_enabled:
+            program = gather_heads(program)
         if self.loss_metrics:
             program = measure_loss(program, job.model.config.vocab_size, self.loss_metrics)
-        return program
+        if self.float8_weights and job.recipe.float8:
+            program = keep_float8_weights(program)
+        return copy_gradients(program) if self.gradient_copies else program
 
 
 # Weights whose gathers are steps of the computation's own graph (MindSpore)
@@ -113,13 +136,23 @@ def split_dispatch(program: Program) -> Program:
     Args:
         program: not changed; without a group along tp it is returned as it is.
     """
+    return _with_more_along_tp(program, partial(_changed, program))
+
+
+def _with_more_along_tp(program: Program, change: Callable[[Segment, int, int], list[Event]]) -> Program:
+    """Return the program with collectives along tp put in.
+
+    Args:
+        program: without a group along tp it is returned as it is.
+        change: given a segment, the number of that group and the first handle that nobody has, its events.
+    """
     along_tp = next((number for number, group in enumerate(program.groups) if group.axis == "tp"), None)
     if along_tp is None:
         return program
     handle = 1 + max((e.handle for s in program.segments.values() for e in s.events if isinstance(e, Comm)), default=0)
     segments = {}
     for key, segment in program.segments.items():
-        events = _changed(program, segment, along_tp, handle)
+        events = change(segment, along_tp, handle)
         handle += len(events) - len(segment.events)
         segments[key] = replace(segment, events=events)
     return replace(program, segments=segments)
@@ -199,6 +232,62 @@ def _copies(ranks: Sequence[int], experts: int, per_token: int) -> float:
     return min(1.0, nodes * (1 - missed) / per_token)
 
 
+# Queries and keys that are gathered behind their norms (torchtitan's Qwen3 until October 2025)
+
+
+def gather_heads(program: Program) -> Program:
+    """Return the program with queries and keys of all heads on every rank, from their norms to attention.
+
+    torchtitan gave these norms the style `NoParallel`, whose output is replicated: DTensor gathers it along tp and
+    copies the parts together, rotates what all ranks have, repeats all keys for each query head, and copies each rank's
+    heads out for attention, which stays split. Backward does not: the gradients of attention are split. No memory is
+    taken for it.
+
+    Args:
+        program: not changed; without a group along tp it is returned as it is.
+    """
+    return _with_more_along_tp(program, partial(_with_all_heads, program))
+
+
+def _with_all_heads(program: Program, segment: Segment, along_tp: int, handle: int) -> list[Event]:
+    parts = len(program.groups[along_tp].ranks)
+    changed: list[Event] = []
+    norms: list[int] = []  # where they are in `changed`
+    for event in segment.events:
+        if isinstance(event, Op) and event.name.endswith("_fused_rms_norm"):
+            norms.append(len(changed))
+        if not isinstance(event, Op) or event.kind != "attention" or len(norms) < 2:
+            changed.append(event)
+            continue
+        (queries, keys), behind = [changed[at] for at in norms[-2:]], changed[norms[-1] + 1 :]
+        del changed[norms[-1] + 1 :]
+        assert isinstance(queries, Op)
+        assert isinstance(keys, Op)
+        for norm in (queries, keys):
+            block, part = norm.writes[0]
+            whole = parts * part
+            changed.append(
+                Comm("all_gather", along_tp, whole, whole - part, norm.dtype, norm.stream, handle, norm.place)
+            )
+            changed += [Wait(handle, norm.stream), _copy(norm, block, whole, whole)]
+            handle += 1
+        changed += [_wider(one, parts) if isinstance(one, Op) and one.kind == "memory" else one for one in behind]
+        (block, mine), (_, fewer) = queries.writes[0], keys.writes[0]
+        changed += [_copy(queries, block, parts * fewer, parts * mine), *[_copy(queries, block, mine, mine)] * 2, event]
+        norms.clear()
+    return changed
+
+
+def _copy(like: Op, block: int, read: int, written: int) -> Op:
+    touches = (Touch(block, read),), (Touch(block, written),)
+    return Op("aten.clone", "memory", 0, *touches, like.dtype, (), like.stream, like.place)
+
+
+def _wider(op: Op, parts: int) -> Op:
+    reads, writes = ([Touch(block, parts * size) for block, size in side] for side in (op.reads, op.writes))
+    return op._replace(reads=tuple(reads), writes=tuple(writes))
+
+
 # Metrics of the loss (Composer)
 
 
@@ -226,3 +315,72 @@ def measure_loss(program: Program, vocabulary: int, metrics: int) -> Program:
             events += [cast, softmax] * metrics
         segments[key] = replace(segment, events=events)
     return replace(program, segments=segments)
+
+
+# Weights in float8, and gradients in float32 (TransformerEngine, Megatron-LM's distributed optimizer)
+
+
+def keep_float8_weights(program: Program) -> Program:
+    """Return the program without memory for what products in float8 read of weights.
+
+    On Hopper such a product wants both of its matrices along what is summed over: TransformerEngine keeps primary
+    weights of one byte per element, and from the first backward on their transposes, of another one
+    (`Float8TensorStorage.update_usage`). That is what weights in bfloat16 take, which are not there then. What casts
+    them is left in the program: only memory changes.
+
+    Args:
+        program: not changed.
+    """
+    weights = {block for block, name in program.categories.items() if name == "parameters"}
+    large = {e.block for s in program.segments.values() for e in s.events if isinstance(e, Alloc) and e.bytes > _SCALE}
+    operations = [e for s in program.segments.values() for e in s.events if isinstance(e, Op)]
+    multiplied = {touch.block for op in operations if op.name == "aten._scaled_mm" for touch in op.reads}
+    gone: set[int] = set()
+    for op in operations:
+        read = {touch.block for touch in op.reads}
+        if op.kind in ("fused", "memory") and read & weights and not (read - weights) & large:
+            gone.update(touch.block for touch in op.writes if touch.block in multiplied and touch.block not in weights)
+    return _without(program, gone)
+
+
+_SCALE = 512
+"""Bytes of the smallest block: a scale, or a maximum."""
+
+
+def _without(program: Program, gone: set[int]) -> Program:
+    """Return the program with some blocks never taken."""
+    segments = {
+        key: replace(
+            segment, events=[e for e in segment.events if not (isinstance(e, Alloc | Free) and e.block in gone)]
+        )
+        for key, segment in program.segments.items()
+    }
+    return replace(program, segments=segments)
+
+
+def copy_gradients(program: Program) -> Program:
+    """Return the program with copies of gradients that live until all weights are updated.
+
+    Megatron-LM copies the gradients of all weights before it updates any (`_copy_model_grads_to_main_grads`), and lets
+    the copies go when the next step begins. Here each buffer's are made before its own update; that they all live to
+    the end comes to the same bytes.
+
+    Args:
+        program: not changed; one whose gradients need no copies is returned as it is.
+    """
+    gradients = {block for block, name in program.categories.items() if name == "gradients"}
+    keys = [key for key, _ in program.order if key[0] == "optimizer"]
+    copies: dict[int, None] = {}
+    for key in keys:
+        for event in program.segments[key].events:
+            if isinstance(event, Op) and event.kind == "memory" and {each.block for each in event.reads} & gradients:
+                copies.update(dict.fromkeys(touch.block for touch in event.writes if touch.block not in gradients))
+    if not copies:
+        return program
+    segments = dict(program.segments)
+    for key in keys:
+        events = [e for e in segments[key].events if not (isinstance(e, Free) and e.block in copies)]
+        segments[key] = replace(segments[key], events=events)
+    last = segments[keys[-1]]
+    segments[keys[-1]] = replace(last, events=[*last.events, *(Free(block) for block in copies)])
+    return replace(program, segments=segments, categories=program.categories | dict.fromkeys(copies, "gradients"))

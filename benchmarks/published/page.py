@@ -129,9 +129,11 @@ _HEAD = """# Predicted against published
 from the rows in `benchmarks/published/data/` (collected from public documents, each with its source). Nothing in them
 was measured by this project. Held-out rows were chosen by whole sources and groups before anything was fitted; some
 groups changed sides after a few predictions had been seen, and two held-out rows bear on one fitted figure:
-`held_out.toml` and `fit.toml` say which. That pipelines of Megatron-LM send parts and wait for messages was added, from
-its code, after predictions of some held-out rows had shown that something was missing. Speeds are compared as tokens/s
-of a device, never as MFU, whose definitions differ. Memory is compared with what the row states: reserved or allocated
+`held_out.toml` and `fit.toml` say which. What a framework does otherwise (`frameworks.toml`, with its evidence) was
+often looked up in its code after predictions of held-out rows had shown that something was missing: that pipelines of
+Megatron-LM send parts and wait for messages, what Megatron-Bridge keeps in float8 and when it reads its memory, how
+torchtitan's graphs and its Qwen3 communicate, which blocks fms-fsdp checkpoints. Speeds are compared as tokens/s of a
+device, never as MFU, whose definitions differ. Memory is compared with what the row states: reserved or allocated
 bytes of torch's allocator, or nvidia-smi's. "Inside" is the share of truths in the predicted 80 % interval. "Order" is
 the share of pairs of configurations (one source, device and model; speeds more than 5 % apart) whose order by speed is
 predicted right. """

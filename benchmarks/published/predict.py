@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from benchmarks.published.rows import Case
 from sim.mesh.estimate import Estimate, price, pricing_of
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
+from sim.mesh.memory import ClassMemory
 from sim.mesh.models import find_model
 from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.program import Program
+from sim.mesh.recipe import Recipe
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import trace
 
@@ -166,7 +169,21 @@ def prediction_of(beside: float, estimate: Estimate) -> Prediction:
         "reserved": memory.reserved,
         "device": max(one.peak_reserved + one.context_bytes for one in memory.classes) + beside,
         "first step": max(one.peak_reserved - one.by_category.get("optimizer", 0) for one in memory.classes),
+        "first iteration": max(
+            map(_peak_without_moments, memory.classes, estimate.programs, repeat(estimate.job.recipe))
+        ),
     }
     factors = (1.0, memory.interval.low / memory.interval.value, memory.interval.high / memory.interval.value)
     kinds = {kind: (value * factors[0], value * factors[1], value * factors[2]) for kind, value in bytes_.items()}
     return Prediction((rate.value, rate.low, rate.high), kinds, memory.fits())
+
+
+def _peak_without_moments(memory: ClassMemory, program: Program, recipe: Recipe) -> int:
+    """Return the bytes allocated at most in a step whose update makes the optimizer's two moments."""
+    moment, master = 2 if recipe.moments == "bf16" else 4, 4 * (recipe.zero <= 1 and recipe.master == "fp32")
+    moments = memory.by_category.get("optimizer", 0) * 2 * moment // (2 * moment + master)
+    peak = memory.persistent  # with the moments, once they are made
+    for point in memory.curve:
+        begins = point.position < 0 or program.order[point.position][0][0] != "optimizer"
+        peak = max(peak, sum(point.totals) - moments * begins)
+    return peak

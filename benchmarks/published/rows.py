@@ -46,7 +46,8 @@ class Measured:
         tokens_per_second: of a device; None: not stated, or the row lacks an input of first order.
         memory: peak bytes of a device; None likewise.
         memory_kind: `reserved` or `allocated` (torch's statistics), `device` (nvidia-smi), `first step`
-            (reserved, before the optimizer has its state).
+            (reserved, before the optimizer has its state), `first iteration` (allocated, to the end of an iteration
+            whose update makes the optimizer's moments).
         is_oom: whether it ran out of memory.
     """
 
@@ -134,7 +135,12 @@ def measured(row: Row) -> Measured:
     if rate is None and row.get("step_time_s"):
         rate = row["global_batch"] * row["seq_len"] / row["n_devices"] / row["step_time_s"]
     kind = str(row.get("mem_kind", ""))
-    names = (("STEP 1", "first step"), ("reserved", "reserved"), ("nvidia-smi", "device"))
+    names = (
+        ("STEP 1", "first step"),
+        ("first iteration", "first iteration"),
+        ("reserved", "reserved"),
+        ("nvidia-smi", "device"),
+    )
     memory = row.get("mem_gib") if row.get("predict_mem", True) and row.get("kind") != "analytic" else None
     return Measured(
         float(rate) if rate and row.get("predict_time", True) else None,

@@ -297,6 +297,7 @@ def _said(file: Path | None, given: Given) -> set[str]:
 def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Return the model of a run, and the recipes to try: what nothing says of checkpointing, ZeRO and reductions."""
     from sim.mesh.job import Job
+    from sim.mesh.searching.space import CHECKPOINTINGS
 
     alone: dict[str, Any] = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep"), 1) | dict.fromkeys(
         ("dp_shard", "ulysses_degree", "etp", "stages_per_rank", "layers_per_stage")
@@ -311,7 +312,7 @@ def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) 
         stages_per_rank=run.parallel.stages_per_rank or (1 if said_1f1b else None),
         microbatches=run.train.accumulate if "accumulate" in stays else None,
     )
-    levels = [run.parallel.checkpointing] if "checkpointing" in stays else ["none", "selective", "alternate", "full"]
+    levels = [run.parallel.checkpointing] if "checkpointing" in stays else CHECKPOINTINGS
     stages = [3 if run.parallel.reshard_after_forward else 2] if "reshard_after_forward" in stays else [3, 2]
     reductions = [run.parallel.reduce_each] if "reduce_each" in stays else [False, True]
     return job.model, [

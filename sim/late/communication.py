@@ -181,10 +181,10 @@ class LateCommunication(Observer):
             return Problem(lambda ranks: "device (on the host on some ranks)", "let all ranks use one device", lack)
         problem = execute([_on_meta(call) for call in calls])
         if problem is None:
+            for call, side in zip(calls, known, strict=True):  # what is late keeps no tensor of a device alive
+                call.inputs, call.outputs = side.inputs, side.outputs
 
             def move() -> None:
-                for call, side in zip(calls, known, strict=True):
-                    call.inputs, call.outputs = side.inputs, side.outputs
                 late = run(calls)
                 if late is not None:
                     raise RuntimeError(late.what(range(len(calls))))

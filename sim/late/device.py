@@ -17,7 +17,7 @@ from sim.late.memory import DeviceMemory, RaceReport
 from sim.late.queue import Lane, LateQueue, LateTask
 from sim.observers.races import Flights
 
-__all__ = ["LateDevice", "apart", "late_device"]
+__all__ = ["LateDevice", "apart", "as_device", "late_device"]
 
 _CPU = torch._C.DispatchKey.CPU
 _ATEN = torch.ops.aten
@@ -31,6 +31,13 @@ def apart() -> Iterator[None]:
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
     ):
+        yield
+
+
+@contextmanager
+def as_device() -> Iterator[None]:
+    """Let work of devices run as such, whatever modes and whichever grad mode the thread has that lets it run."""
+    with apart(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -100,8 +107,6 @@ class LateDevice:
         held: bool = False,
     ) -> LateTask:
         """Issue work to a stream, behind what the host has waited for."""
-        if self.queue.is_full:  # what runs is not the host's, so that its modes must not see it
-            self.advance()
         return self.queue.put(lane, what, user_line(), run, after, self._seen, held=held)
 
     def wait_for(self, lane: Lane, task: LateTask | None) -> None:
@@ -113,8 +118,7 @@ class LateDevice:
         """Let the host wait for a task."""
         if task is None:
             return
-        with apart(), torch.inference_mode(False), torch.no_grad():
-            self.queue.finish(task)
+        self.queue.finish(task)
         for lane, number in task.clock.items():
             self._seen[lane] = max(number, self._seen.get(lane, 0))
         over = [each for each in self._shared if self._seen.get(each.lane.index, 0) >= each.number]
@@ -125,8 +129,7 @@ class LateDevice:
 
     def advance(self) -> None:
         """Let the device run one task: somebody asks whether something is done."""
-        with apart(), torch.inference_mode(False), torch.no_grad():
-            self.queue.advance()
+        self.queue.advance()
 
     def finish_all(self) -> None:
         """Let the host wait for all that was issued."""

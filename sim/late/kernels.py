@@ -192,7 +192,8 @@ def _issue(device: LateDevice, op: Any, traits: Traits, args: Any, kwargs: Any) 
         new = [each for each, name in zip(several, traits.results, strict=True) if not name]
         for target, result in zip(targets, new, strict=True):
             for out, value in zip(target, _tensors(result), strict=True):
-                out.copy_(value)
+                if value.numel() == out.numel():  # the CPU keeps no statistics of batches that nobody asks for
+                    out.copy_(value)
 
     task = device.put(device.current, _name(op), run)
     _touch(device, task, op, args, kwargs, call.twins)
@@ -321,6 +322,10 @@ def _set_storage(npu: LateDevice, x: torch.Tensor, storage: Any, offset: Any, si
     return kernel._op_dk(torch._C.DispatchKey.CPU, x, storage, offset, size, stride)
 
 
+def _set_whole_storage(npu: LateDevice, x: torch.Tensor, storage: Any) -> Any:
+    return _set_storage(npu, x, storage, 0, (storage.nbytes() // x.element_size(),), (1,))
+
+
 def _resize_(npu: LateDevice, x: torch.Tensor, size: Any, **options: Any) -> torch.Tensor:
     """Another shape; where that needs more memory, what was there is copied to a storage that nobody else has."""
     storage, first, numel = x.untyped_storage(), int(x.storage_offset()), math.prod(size)
@@ -415,17 +420,48 @@ def _convolution_backward(npu: LateDevice, grad: Any, x: Any, weight: Any, *args
     return _issue(npu, op, _traits(op), (grad, x, weight, [weight.shape[0]], *args), {})
 
 
+def _layer_norm_backward(npu: LateDevice, *args: Any) -> Any:
+    """With the means and deviations in the dtype of the weights, in which the CPU keeps them, and no device does."""
+    grad, x, shape, mean, rstd, weight, *rest = args
+    if weight is not None and weight.dtype is x.dtype is not mean.dtype:
+        mean, rstd = (torch.ops.aten._to_copy.default(each, dtype=x.dtype) for each in (mean, rstd))
+    op = _ATEN.native_layer_norm_backward.default
+    return _issue(npu, op, _traits(op), (grad, x, shape, mean, rstd, weight, *rest), {})
+
+
+def _gru_cell(npu: LateDevice, x: torch.Tensor, h: torch.Tensor, before: torch.Tensor, *biases: Any) -> Any:
+    """The state after a step, and what backward needs: of other devices than the CPU, torch asks for it at once."""
+    x, h = (gates if bias is None else gates + bias for gates, bias in zip((x, h), biases or (None, None), strict=True))
+    (x_reset, x_keep, x_new), (h_reset, h_keep, h_new) = x.chunk(3, 1), h.chunk(3, 1)
+    reset, keep = torch.sigmoid(x_reset + h_reset), torch.sigmoid(x_keep + h_keep)
+    new = torch.tanh(x_new + reset * h_new)
+    return new + keep * (before - new), torch.cat([reset, keep, new, before, h_new], 1)
+
+
+def _gru_cell_backward(npu: LateDevice, grad: torch.Tensor, kept: torch.Tensor, has_bias: bool) -> Any:
+    reset, keep, new, before, h_new = kept.chunk(5, 1)
+    of_keep = grad * (before - new) * keep * (1 - keep)
+    of_new = grad * (1 - keep) * (1 - new * new)
+    of_reset = of_new * h_new * reset * (1 - reset)
+    of_x, of_h = torch.cat([of_reset, of_keep, of_new], 1), torch.cat([of_reset, of_keep, of_new * reset], 1)
+    return of_x, of_h, grad * keep, *((of_x.sum(0), of_h.sum(0)) if has_bias else (None, None))
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN.empty.memory_format: _empty,
     _ATEN.empty_strided.default: _empty_strided,
     _ATEN.as_strided.default: _as_strided,
     _ATEN.set_.source_Storage_storage_offset: _set_storage,
+    _ATEN.set_.source_Storage: _set_whole_storage,
     _ATEN.resize_.default: _resize_,
     _ATEN._copy_from.default: _copy_from,
     _ATEN._to_copy.default: _to_copy,
     _ATEN._local_scalar_dense.default: _item,
     _ATEN._has_compatible_shallow_copy_type.default: _may_take_memory_of,
     _ATEN.record_stream.default: _record_stream,
+    _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
+    _ATEN._thnn_fused_gru_cell.default: _gru_cell,
+    _ATEN._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
     _ATEN.convolution_overrideable.default: _convolution,
     _ATEN.convolution_backward_overrideable.default: _convolution_backward,
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from sim.explain.errors import SimError
 
@@ -83,10 +85,12 @@ class LateQueue:
 
     Args:
         seed: Fixes the order.
+        within: The context in which tasks run, whoever happens to issue or to wait then.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, within: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._random = random.Random(seed)
+        self._within = within
         self._lanes: list[Lane] = []
         self._ready: dict[LateTask, None] = {}
         self._order: dict[int, float] = {}
@@ -141,15 +145,12 @@ class LateQueue:
         self.relieve()
         return task
 
-    @property
-    def is_full(self) -> bool:
-        """Whether one more task is too many, so that some have to run."""
-        return self.waiting >= _LIMIT
-
     def relieve(self) -> None:
         """Run some tasks if there are too many."""
-        while self.waiting > _LIMIT and self._ready:
-            self._run_one()
+        if self.waiting > _LIMIT:
+            with self._within():
+                while self.waiting > _LIMIT and self._ready:
+                    self._run_one()
 
     def put_apart(self, what: str, line: str, run: Callable[[], object], after: Iterable[LateTask]) -> LateTask:
         """Issue a task that is on no stream, and comes after those that are given only."""
@@ -173,16 +174,19 @@ class LateQueue:
     def finish(self, task: LateTask) -> None:
         """Run what has to run before a task is done, and whatever the drawn order puts before that."""
         self._order.clear()
-        while not task.done:
-            if not self._ready:
-                raise SimError(f"{task.what} cannot run: it waits for what nobody has issued\n  issued: {task.line}")
-            self._run_one()
+        with self._within():
+            while not task.done:
+                if not self._ready:
+                    blame = "it waits for what nobody has issued"
+                    raise SimError(f"{task.what} cannot run: {blame}\n  issued: {task.line}")
+                self._run_one()
 
     def drain(self) -> None:
         """Run all that may run."""
         self._order.clear()
-        while self._ready:
-            self._run_one()
+        with self._within():
+            while self._ready:
+                self._run_one()
 
     def restart(self, seed: int) -> None:
         """Draw orders anew, from another seed."""
@@ -192,7 +196,8 @@ class LateQueue:
     def advance(self) -> None:
         """Run one task, if one may run: somebody asks whether something is done."""
         if self._ready:
-            self._run_one()
+            with self._within():
+                self._run_one()
 
     def _run_one(self) -> None:
         order = self._order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import sys
 from collections.abc import Callable, Mapping
@@ -43,28 +42,9 @@ class LateMode(TorchFunctionMode):
             return args[0] if self._device.is_pinned(args[0]) else self._device.pin(args[0].clone())
         if func is torch.Tensor.is_pinned:
             return args[0].device.type == "cpu" and self._device.is_pinned(args[0])
-        if func is torch.Tensor.__deepcopy__ and _is_late(args[0]):
-            return _deep_copy(*args)
         if options.pop("pin_memory", False):
             return self._device.pin(func(*args, **options))
         return func(*args, **(kwargs or {}))
-
-
-def _is_late(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "npu"
-
-
-def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-    if id(tensor) in memo:
-        return memo[id(tensor)]
-    if not tensor.is_leaf:
-        raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol at the moment")
-    new: torch.Tensor = tensor.detach().clone()
-    new = torch.nn.Parameter(new) if isinstance(tensor, torch.nn.Parameter) else new
-    new.requires_grad_(tensor.requires_grad)
-    new.grad = copy.deepcopy(tensor.grad, memo)
-    memo[id(tensor)] = new
-    return new
 
 
 # -- once for the process ----------------------------------------------------------------------------------------------
@@ -175,7 +155,8 @@ def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **options)
         device.raised = None
         try:
-            return original(*args, **options)
+            with torch.autograd.set_multithreading_enabled(False):  # `torch.inference_mode(False)` has enabled it
+                return original(*args, **options)
         except SystemError:
             raised, device.raised = device.raised, None
             if raised is None:
@@ -232,6 +213,8 @@ def _late_device(host: Host) -> Undo:
     replace(module, "Stream", LateStream)
     replace(module, "Event", LateEvent)
     replace(torch.UntypedStorage, "resize_", _resizes(torch.UntypedStorage.resize_))
+    replace(torch.UntypedStorage, "clone", _clones(torch.UntypedStorage.clone))
+    replace(torch.UntypedStorage, "to", _moves(torch.UntypedStorage.to))
     replace(torch.UntypedStorage, "nbytes", _sized(torch.UntypedStorage.nbytes))
     replace(torch.UntypedStorage, "size", _sized(torch.UntypedStorage.size))
     replace(torch.UntypedStorage, "data_ptr", _points(torch.UntypedStorage.data_ptr))
@@ -264,6 +247,31 @@ def _resizes(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, size) if device is None else device.resize(self, size)
 
     return resize_
+
+
+def _clones(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clone(self: torch.UntypedStorage) -> Any:
+        return original(self) if _device_of(self) is None else _whole(self, "npu").clone().untyped_storage()
+
+    return clone
+
+
+def _moves(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`UntypedStorage.to`, as `torch.load` calls it: torch's own makes storages, which it cannot on this device."""
+
+    def to(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
+        if _has_device() and (self.device.type, torch.device(device).type) == ("cpu", "npu"):
+            return _whole(self, "cpu").to(device, non_blocking=non_blocking).untyped_storage()
+        return original(self, device=device, non_blocking=non_blocking)
+
+    return to
+
+
+def _whole(storage: torch.UntypedStorage, device: str) -> torch.Tensor:
+    """The bytes of a storage."""
+    whole: Any = torch.empty(0, dtype=torch.uint8, device=device)
+    found: torch.Tensor = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    return found
 
 
 def _sized(original: Callable[..., int]) -> Callable[..., int]:

@@ -183,7 +183,9 @@ def _compare(
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     wait = getattr(local, "wait", None)  # the result of a functional collective that nobody has waited for
-    return wait() if wait is not None else local
+    local = wait() if wait is not None else local
+    # Of a device, as it is in the order of the rank's stream: who compares is on another rank's.
+    return local if local.device.type in ("cpu", "meta") else local.detach().cpu()
 
 
 def _hold(network: Network, meeting: Meeting) -> None:

@@ -121,6 +121,10 @@ RUNS = {
     "ep": (2, {"ep": 2}),
     "hsdp": (2, {"engine": "hsdp"}),
     "recomputed": (2, {"checkpointing": "full"}),
+    "tp, offloaded": (2, {"tp": 2, "checkpointing": "offload"}),
+    "cp, offloaded": (2, {"cp": 2, "checkpointing": "full offload"}),
+    "pp, offloaded": (2, {"pp": 2, "checkpointing": "offload"}),
+    "ep, offloaded": (2, {"ep": 2, "checkpointing": "full offload"}),
 }
 
 

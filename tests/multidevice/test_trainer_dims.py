@@ -111,7 +111,13 @@ def in_float32() -> dict[str, torch.Tensor]:
     return {name: torch.tensor(numbers[name]) for name in ("losses", "norms", "valid")}
 
 
-def check(ctx, config: Config, degrees: Numbers, alone: Numbers) -> None:
+@pytest.fixture
+def rounding(request) -> float:
+    """Measured before there are ranks: on them, training on the CPU would be on all of them."""
+    return 0.0 if "gloo" in request.node.name else measured(in_float32)  # gloo reduces float64
+
+
+def check(ctx, config: Config, degrees: Numbers, alone: Numbers, rounding: float = 0.0) -> None:
     """Train on the ranks of `ctx`; all see the same numbers, and those are what one device sees."""
     exact = ctx.float_dtype is torch.float64
     parallel = replace(config.parallel, param_dtype="fp64" if exact else "fp32", **degrees)
@@ -120,7 +126,7 @@ def check(ctx, config: Config, degrees: Numbers, alone: Numbers) -> None:
     everyone: list[Any] = [None] * ctx.world_size
     dist.all_gather_object(everyone, found)
     assert everyone == [found] * ctx.world_size, f"{named(degrees)}: every rank must see the same numbers"
-    rel = 1e-9 if exact else measured(in_float32)
+    rel = 1e-9 if exact else rounding
     for what in ("tokens", "losses", "norms", "valid"):
         assert found[what] == pytest.approx(alone[what], rel=rel), f"{named(degrees)}: {what}"
 
@@ -159,19 +165,19 @@ def test_experts_on_eight_simulated_ranks(ctx, experts: Numbers, degrees: Number
 
 
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_two_ranks(ctx, dense: Numbers, experts: Numbers):
+def test_two_ranks(ctx, dense: Numbers, experts: Numbers, rounding: float):
     for degrees in DENSE_2:
-        check(ctx, DENSE, degrees, dense)
+        check(ctx, DENSE, degrees, dense, rounding)
     for degrees in EXPERTS_2:
-        check(ctx, EXPERTS, degrees, experts)
+        check(ctx, EXPERTS, degrees, experts, rounding)
 
 
 @sim.ranks(4, backends=("gloo", "gpu", "npu"))
-def test_four_ranks(ctx, dense: Numbers, experts: Numbers):
+def test_four_ranks(ctx, dense: Numbers, experts: Numbers, rounding: float):
     for degrees in DENSE_4:
-        check(ctx, DENSE, degrees, dense)
+        check(ctx, DENSE, degrees, dense, rounding)
     for degrees in EXPERTS_4:
-        check(ctx, EXPERTS, degrees, experts)
+        check(ctx, EXPERTS, degrees, experts, rounding)
 
 
 @sim.ranks(2, backends=("sim",))

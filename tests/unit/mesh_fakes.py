@@ -67,6 +67,7 @@ def fake_estimate(
         classes=classes,
         peak=allocated,
         reserved=reserved,
+        host_limit=None,
         interval=(int(0.95 * reserved), int(1.05 * reserved)),
     )
     rate = batch * dims.batch_ranks * seq_len / seconds / dims.world_size

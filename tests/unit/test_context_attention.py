@@ -19,8 +19,9 @@ from hyper_parallel.core.context_parallel import (
     context_parallel,
     kernels,
 )
-from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined, Ring
+from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined, Ring, triangle
 from hyper_parallel.models import Llama, LlamaConfig
+from hyper_parallel.platform.attention import HostAttention
 
 pytestmark = pytest.mark.sim
 
@@ -86,6 +87,46 @@ def test_keys_in_two_blocks_are_one_softmax() -> None:
     out, lse = AttentionBlock(q, k, v, False, 0.5).forward()
     torch.testing.assert_close(joined.out, out)
     torch.testing.assert_close(joined.lse, lse)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_nan_stays(later: bool) -> None:
+    q, k, v = (x[:, :2] for x in qkv())
+    k[..., SEQ // 2 * later, 0] = torch.nan
+    found = Joined.none(q)
+    for keys, values in zip(k.chunk(2, dim=2), v.chunk(2, dim=2), strict=True):
+        found.add(*AttentionBlock(q, keys, values, False, 1.0).forward(), slice(None))
+    assert found.out.isnan().all()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 12, 33])
+def test_a_triangle_in_blocks_is_what_tokens_see(tokens: int, limit: int) -> None:
+    seen = torch.zeros(tokens, tokens, dtype=torch.int)
+    for rows, columns, causal in triangle(0, tokens, limit):
+        assert not causal or (rows == columns and rows.stop - rows.start <= limit)
+        block = torch.ones_like(seen[rows, columns])
+        seen[rows, columns] += block.tril() if causal else block
+    assert seen.equal(torch.ones_like(seen).tril())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_ring_of_small_causal_blocks_is_one_attention(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    monkeypatch.setattr(HostAttention, "most_causal", 3)
+    q, k, v = (x.requires_grad_() for x in qkv())
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    grads = torch.autograd.grad(expected, (q, k, v), normal(*expected.shape, seed=7))
+
+    def body() -> None:
+        cp = cp_of(1)
+        own = [cp.split(x.detach(), dim=2).requires_grad_() for x in (q, k, v)]
+        out = cp.attend(*own)
+        torch.testing.assert_close(out, cp.split(expected.detach(), dim=2), rtol=1e-12, atol=1e-12)
+        out.backward(cp.split(normal(*expected.shape, seed=7), dim=2))
+        for x, grad in zip(own, grads, strict=True):
+            torch.testing.assert_close(x.grad, cp.split(grad, dim=2), rtol=1e-12, atol=1e-12)
+
+    sim.run(body, ranks)
 
 
 @pytest.mark.parametrize(

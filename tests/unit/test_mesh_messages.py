@@ -7,15 +7,22 @@ import numpy as np
 import pytest
 
 from benchmarks.published.gpt import gpt_tiny
-from benchmarks.published.megatron import MegatronConventions, copy_to_nodes
+from benchmarks.published.megatron import (
+    MegatronConventions,
+    copy_gradients,
+    copy_to_nodes,
+    gather_heads,
+    keep_float8_weights,
+)
 from hyper_parallel import ParallelDims
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import pricing_of
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
+from sim.mesh.memory import replay_memory
 from sim.mesh.models import find_model
 from sim.mesh.pricing.calibration import load_calibration
-from sim.mesh.program import Comm, HostWait, Op, Wait
+from sim.mesh.program import Alloc, Comm, Free, HostWait, Op, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import trace
@@ -142,6 +149,95 @@ def test_metrics_compute_the_loss_again_after_each_forward():
     assert len(metered) - len(plain) == 2 * len(more) == 2 * 2 * 2, "a copy and a softmax, twice in two micro-batches"
     logits = 2 * 64 * vocabulary
     assert sum(op.bytes for _, op in metered) - sum(op.bytes for _, op in plain) == 4 * logits * (2 + 4 + 4 + 4)
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [("none", 1), ("full", 2)])
+def test_queries_and_keys_of_all_heads_are_turned_on_every_rank(checkpointing, times):
+    """As DTensor does, counted with torch 2.13 over a fake group, against norms that keep queries and keys split."""
+    config = replace(find_model("llama-tiny").config, qk_norm=True, num_hidden_layers=2)
+    queries, keys, tp = config.num_attention_heads, config.num_key_value_heads, 2
+    recipe = Recipe(checkpointing=checkpointing)
+    job = Job(find_model(config), ParallelDims(tp=tp, world_size=tp), 2, 64, recipe)
+    (plain,) = trace(job)
+    changed = gather_heads(plain)
+
+    def events(program, kind):
+        return [e for key, _ in program.order for e in program.segments[key].events if isinstance(e, kind)]
+
+    def gathered(program):
+        return sorted(
+            e.size for e in events(program, Comm) if e.op == "all_gather" and program.groups[e.group].axis == "tp"
+        )
+
+    head = 2 * 64 * (config.hidden_size // queries) * 2  # bytes of a head of 2 sequences of 64 tokens, in bf16
+    layers = times * config.num_hidden_layers
+    assert gathered(changed) == sorted(gathered(plain) + [queries * head, keys * head] * layers)
+    waits = {e.handle for e in events(changed, Wait)}
+    assert all(e.handle in waits for e in events(changed, Comm))
+
+    both, split = (queries + keys) * head, (queries + keys) * head // tp
+    more = 2 * both  # parts are copied together: read and written
+    more += (both - split) * (2 + 2 + 3 + 2 * 0.5 + 2)  # twice mul, add, neg of a half, cat
+    more += (keys + queries) * head  # keys are repeated for each query head
+    more += 2 * 2 * queries * head // tp  # and each rank's heads are copied out of queries and keys
+    cosines = 2 * (tp - 1) * 2 * 64 * (config.hidden_size // queries) * 2  # read by mul, taken to grow with the rest
+    added = sum(op.bytes for op in events(changed, Op)) - sum(op.bytes for op in events(plain, Op))
+    assert added == layers * (more + cosines)
+    is_backward = [op for op in events(changed, Op) if op.kind == "attention_backward"]
+    assert is_backward == [op for op in events(plain, Op) if op.kind == "attention_backward"]
+
+
+def test_heads_are_gathered_along_tp_alone():
+    (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 2, 64, Recipe()))
+    assert gather_heads(alone) is alone
+
+
+def taken(program, name):
+    """Blocks that segments of a name take, by number, with their sizes."""
+    said = [e for key, segment in program.segments.items() if key[0] == name for e in segment.events]
+    return {e.block: e.bytes for e in said if isinstance(e, Alloc)}
+
+
+def first_of_pipeline():
+    dims, recipe = ParallelDims(dp_shard=2, pp=2, world_size=4), Recipe(zero=1, microbatches=4, reduce_dtype="bf16")
+    job = Job(find_model("llama-tiny"), dims, 4, 64, replace(recipe, float8=True, compile=True))
+    return trace(job)[0], job.model.config
+
+
+def test_weights_kept_in_float8_are_not_made_for_each_micro_batch():
+    """The first of two stages has two micro-batches under way: two copies of its linear layers, now none."""
+    plain, config = first_of_pipeline()
+    changed = keep_float8_weights(plain)
+    before, after = (replay_memory(program, None) for program in (plain, changed))
+    gone = taken(plain, "forward").keys() - taken(changed, "forward").keys()
+    forwards = [segment.events for key, segment in plain.segments.items() if key[0] == "forward"]
+    narrow, wide = config.hidden_size * config.hidden_size, config.hidden_size * config.intermediate_size
+    for events in forwards:
+        freed = {e.block for e in events if isinstance(e, Free)}
+        sizes = [e.bytes for e in events if isinstance(e, Alloc) and e.block in gone - freed and e.bytes > 4]
+        assert sorted(sizes) == sorted([narrow // 2] * 4 + [narrow] * 4 + [wide] * 6), "one of each is for backward"
+    saved = before.by_category["activations"] - after.by_category["activations"]
+    assert saved == pytest.approx(2 * sum(sizes), rel=0.02)
+    assert (after.persistent, after.unmatched) == (before.persistent, 0)
+    for key, segment in plain.segments.items():
+        timed = [event for event in segment.events if not isinstance(event, Alloc | Free)]
+        assert [e for e in changed.segments[key].events if not isinstance(e, Alloc | Free)] == timed
+
+
+def test_gradients_are_copied_before_the_first_weight_is_updated():
+    plain, _ = first_of_pipeline()
+    changed = copy_gradients(plain)
+    copies = taken(plain, "optimizer")
+    replayed = replay_memory(changed, None)
+    (key,) = [key for key in plain.segments if key[0] == "optimizer"]
+    frees = [event.block for event in changed.segments[key].events[-len(copies) :]]
+    assert sorted(frees) == sorted(copies), "they live to the end"
+    whole = replayed.persistent + sum(-(-size // 512) * 512 for size in copies.values())
+    assert max(sum(p.totals) for p in replayed.curve if p.position == len(changed.order) - 1) == whole
+    assert replayed.unmatched == 0
+    wide = replace(Recipe(zero=1), reduce_dtype="fp32")
+    (other,) = trace(Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 64, wide))
+    assert copy_gradients(other) is other, "gradients that add up in float32 are used as they are"
 
 
 def test_receives_that_are_issued_early_hide_messages():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,10 +33,10 @@ from sim.mesh.searching.bounds import (
     message_seconds,
 )
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
-from sim.mesh.searching.explore import NothingFits
+from sim.mesh.searching.explore import Exploration, NothingFits
 from sim.mesh.searching.floors import Floor, Floors
 from sim.mesh.searching.limits import limit_of
-from sim.mesh.searching.ranking import chance_faster, search_dict
+from sim.mesh.searching.ranking import Found, chance_faster, search_dict
 from sim.mesh.searching.search import search
 from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes, shape_of
 from sim.mesh.searching.stages import least_time
@@ -440,7 +441,58 @@ def test_inputs_are_gathered_again_where_blocks_keep_them() -> None:
 
 def test_each_checkpointing_of_the_trainer_is_tried() -> None:
     found = [entry for entry in enumerate_candidates(space()) if isinstance(entry, Candidate)]
-    assert {one.recipe.checkpointing for one in found} == {"none", "selective", "alternate", "full"}
+    levels = {"none", "selective", "alternate", "full", "offload", "full offload"}
+    assert {one.recipe.checkpointing for one in found} == levels
+
+
+def test_offload_is_tried_where_nothing_else_fits() -> None:
+    levels = ("none", "full", "offload", "full offload")
+    recipes = [Recipe(checkpointing=level, microbatches=1) for level in levels]
+    dims = ParallelDims(dp_shard=8, world_size=8)
+    needs = [fake_estimate("llama3-8b", dims, 32, 8192, "h100-sxm", one).memory.reserved + 2**30 for one in recipes]
+    assert needs[2] == needs[3] < needs[1] < needs[0]
+    for limit, fitting in ((needs[1], {"full"}), (needs[1] - 1, {"offload", "full offload"})):
+        result = find("llama3-8b", "h100-sxm", 8, 256, limit, recipes=recipes, fixed={"dp_shard": 8})
+        assert {one.candidate.recipe.checkpointing for one in result.found} == fitting, "either may be faster"
+    with pytest.raises(NothingFits, match=r"closest: dp_shard=8; ZeRO-3, (full )?offload ckpt"):
+        find("llama3-8b", "h100-sxm", 8, 256, needs[3] - 1, recipes=recipes, fixed={"dp_shard": 8})
+
+
+@pytest.mark.parametrize(
+    ("reserved", "on_host", "said"),
+    [
+        (9, 0, "9.0 GiB, 1.0 GiB too much"),
+        (9, 9, "9.0 GiB, 1.0 GiB too much"),
+        (8, 5, "5.0 GiB on the host, where a device's share is 4.0 GiB"),
+        (8, 4, "8.0 GiB beside what torch does not count"),
+    ],
+)
+def test_what_does_not_fit_says_where(reserved: int, on_host: int, said: str) -> None:
+    classes = [SimpleNamespace(host_bytes=on_host * 2**30), SimpleNamespace(host_bytes=0)]
+    memory = SimpleNamespace(reserved=reserved * 2**30, host_limit=4 * 2**30, classes=classes)
+    entry = Found(Candidate(ParallelDims(), Recipe(), 1), SimpleNamespace(memory=memory))
+    assert entry.excess(8 * 2**30) == said
+
+
+def test_degrees_that_are_none_are_rejected_once() -> None:
+    seen = Exploration(space(), H100, 1.0, None, "with offload in a second turn")
+    with pytest.raises(NothingFits):
+        seen.run(lambda candidate: None, lambda *_: None)
+    reasons = Counter(entry for entry in seen.rejected if entry.candidate is None)
+    assert reasons
+    assert set(reasons.values()) == {1}
+
+
+def test_the_guess_knows_the_link_to_the_host() -> None:
+    def guess(level: str, link: float) -> float:
+        candidate = Candidate(ParallelDims(tp=8, world_size=8), Recipe(checkpointing=level), 1)
+        machine = dataclasses.replace(H100, link=link)
+        return guess_seconds(shape_of(find_model("llama3-8b"), 8192), candidate, 8192, machine)
+
+    for level, same in (("offload", "none"), ("full offload", "full")):
+        assert guess(level, 1e12) == guess(same, 1e12), "a fast link is hidden by what is computed"
+        assert guess(level, 1e8) > guess(same, 1e8)
+    assert guess("full offload", 1e8) < guess("offload", 1e8), "of what is computed again, inputs alone are moved"
 
 
 def test_an_interrupted_search_returns_the_best_so_far() -> None:

@@ -19,10 +19,10 @@ from benchmarks.published.compare import (
 )
 from benchmarks.published.megatron import MegatronConventions, expose_weights
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
-from benchmarks.published.predict import figures_of, load_figures
+from benchmarks.published.predict import figures_of, load_figures, prediction_of
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.mesh.estimate import price
+from sim.mesh.estimate import estimate_job, price
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
@@ -135,6 +135,21 @@ def test_a_row_with_latent_attention_whose_recipe_is_public():
     assert case("m0828").model.query_rank == 1536
 
 
+def test_what_a_run_in_float8_keeps_and_when_its_memory_was_read():
+    """Megatron-Bridge prints the peak once, after its first iteration, whose update makes the moments."""
+    it = case("m0891")
+    assert (it.recipe.conventions.float8_weights, it.recipe.conventions.gradient_copies) == (True, True)
+    assert not case("m0897").recipe.conventions.gradient_copies, "a precision-aware optimizer reads them as they are"
+    assert it.measured.memory_kind == "first iteration"
+    job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 16, Recipe(zero=1))
+    figure = estimate_job(job, "h100-sxm")
+    kinds = {kind: value for kind, (value, _, _) in prediction_of(0.0, figure).memory.items()}
+    (memory,) = figure.memory.classes
+    moments = memory.by_category["optimizer"] * 2 // 3
+    assert memory.persistent > kinds["allocated"] - moments, "the update, not backward"
+    assert kinds["first iteration"] == memory.persistent
+
+
 def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed():
     """Its parallel optimizer saves slices of the weights; their gathers are steps of the step's graph."""
     it = case("m1215")
@@ -155,6 +170,24 @@ def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed()
     assert after > before
 
 
+def test_a_row_is_told_from_others_by_the_commit_it_was_published_with():
+    assert case("m0105").recipe.conventions == MegatronConventions(gathers_heads=True)  # before the gather was removed
+    assert case("m0140").recipe.conventions == MegatronConventions(exposed_weights=True)
+    assert case("m0096").recipe.conventions == MegatronConventions(exposed_weights=True)
+    assert case("m0090").recipe.conventions is None
+
+
+def test_which_part_of_the_blocks_is_checkpointed_comes_from_published_utilizations():
+    layers = {
+        name: (case(name).recipe.checkpoint_layers, ROWS[name]["n_layers"]) for name in ("m1083", "m1085", "m1088")
+    }
+    assert layers == {"m1083": (12, 40), "m1085": (45, 48), "m1088": (69, 80)}
+    for name, hfu, mfu in (("m1083", (0.69, 0.46), (0.61, 0.43)), ("m1085", (0.74, 0.49), (0.55, 0.38))):
+        share = 3 * sum(a / b - 1 for a, b in zip(hfu, mfu, strict=True)) / 2
+        kept, of = layers[name]
+        assert kept / of == pytest.approx(share, abs=0.03)
+
+
 def test_micro_batches_of_a_pipeline_that_runs_several_times():
     assert case("m1221").recipe.microbatches == 8 * 32  # of two sequences each
     assert case("m0891").recipe.microbatches == 16
@@ -171,7 +204,8 @@ def test_a_framework_that_nothing_is_known_of_is_a_plain_one():
 
 
 def test_what_dispatches_operations():
-    assert case("m0096").recipe.host == "dtensor"  # torchtitan, tp without compile
+    assert case("m0111").recipe.host == "dtensor"  # torchtitan, tp without compile
+    assert case("m0096").recipe.host == "eager"  # a graph of plain tensors
     assert case("m0093").recipe.host == "eager"  # the same, compiled
     assert case("m0063").recipe.host == "eager"  # torchtitan without tp: FSDP2 computes on plain tensors
 

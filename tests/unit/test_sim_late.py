@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import sim
+from hyper_parallel import init_parameters
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.accelerator import NpuPlatform
 from sim.late import switch
@@ -48,6 +52,15 @@ def right(body, world_size=1):
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
+def halves(x: torch.Tensor) -> torch.Tensor:
+    norm = torch.nn.LayerNorm(6).to(x.device, torch.bfloat16)
+    return torch.autograd.grad(norm(x.bfloat16()).square().sum(), (x, norm.weight))[0]
+
+
+def recurrent(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(torch.nn.GRU(6, 3, 2).to(x.device)(x)[0].square().sum(), x)[0]
+
+
 OPERATIONS = {
     "arithmetic and views": lambda x: (x.t() * 3 - x[0].unsqueeze(-1)).expand(2, 6, 4).transpose(0, 1)[..., 1:],
     "matrix products": lambda x: torch.addmm(x @ x.t(), x, x.t(), beta=0.5),
@@ -69,6 +82,9 @@ OPERATIONS = {
     "embedding and loss": lambda x: torch.nn.functional.cross_entropy(
         torch.nn.functional.embedding(torch.tensor([1, 0, 3], device=x.device), x), torch.tensor([5, 0, 1]).to(x.device)
     ),
+    "statistics that nobody reads": lambda x: torch.nn.BatchNorm1d(6).to(x.device).eval()(x),
+    "norms of halves": lambda x: halves(x.requires_grad_()),
+    "a recurrent cell": lambda x: recurrent(x.requires_grad_()),
     "convolution": lambda x: torch.nn.functional.conv1d(x[None], x[:, :4, None]),
 }
 
@@ -121,6 +137,52 @@ def test_a_tensor_says_where_it_is():
             x.detach().numpy()
 
     late(body)
+
+
+def test_copies_and_files_of_tensors_and_of_subclasses():
+    def body() -> list:
+        x = distribute_tensor(torch.arange(6.0, device="npu"), init_device_mesh("npu", (1,)), [Shard(0)])
+        whole = torch.ones(4, device="npu")
+        twin, first, other = copy.deepcopy([x, whole[:2], whole])
+        first += 1  # is a part of the other, as it was
+        file = io.BytesIO()
+        torch.save([x, whole[1:]], file)
+        kept = [torch.load(io.BytesIO(file.getvalue()), map_location=to, weights_only=False) for to in (None, "cpu")]
+        assert [each[1].device.type for each in kept] == ["npu", "cpu"]
+        x.to_local().zero_()
+        return [twin.full_tensor().tolist(), other.tolist(), whole.tolist(), *(each[1].tolist() for each in kept),
+                kept[0][0].full_tensor().tolist()]  # fmt: skip
+
+    numbers = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert right(body) == [[numbers, [2.0, 2.0, 1.0, 1.0], [1.0] * 4, [1.0] * 3, [1.0] * 3, numbers]]
+
+
+def test_values_are_written_to_tensors_of_the_device():
+    class Diagonal(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(2, 2))
+
+        def reset_parameters(self) -> None:
+            torch.nn.init.eye_(self.weight)  # by torch.eye(out=...)
+
+    def body() -> list:
+        with torch.device("meta"):
+            model = Diagonal()
+        return init_parameters(model, 0, device="npu").weight.tolist()
+
+    assert late(body) == [[[1.0, 0.0], [0.0, 1.0]]]
+
+
+def test_backward_is_the_rank_s_own_after_inference():
+    def body() -> list[float]:
+        x = torch.ones(2, device="npu", requires_grad=True)
+        with torch.inference_mode(), torch.inference_mode(False), torch.enable_grad():  # torch lets threads do it again
+            assert torch._C._is_multithreading_enabled()
+            (x * 3).sum().backward()
+        return x.grad.tolist()
+
+    assert right(body) == [[3.0, 3.0]]
 
 
 def test_a_failure_on_the_device_names_the_line_that_has_issued_it():
@@ -371,6 +433,27 @@ def test_a_wait_on_another_stream_does_not_help():
         return (x * 1).sum().item()
 
     assert "reads a buffer on the default stream that the stream of group 'world' writes" in found(body, 2)
+
+
+def test_what_was_received_is_given_back_once_nobody_has_it():
+    def body() -> list[int]:
+        x, out = torch.ones(64, device="npu"), torch.empty(128, device="npu")
+        dist.all_gather_into_tensor(out, x)
+        del out
+        return torch.npu.memory_allocated()
+
+    assert late(body, 2) == [256, 256]
+
+
+def test_copies_that_differ_are_found_on_devices():
+    def body(differs: bool) -> None:
+        x = torch.ones(4, device="npu")
+        x[dist.get_rank()] += differs
+        sim.check_replicas(x, group=dist.group.WORLD)
+
+    late(body, 2, args=(False,), check_races=True)
+    with pytest.raises(sim.ReplicaMismatch, match="differ"):
+        late(body, 2, args=(True,))
 
 
 def test_an_input_that_is_overwritten_too_early():

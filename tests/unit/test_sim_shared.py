@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 import sim
 from hyper_parallel import fully_shard
 from hyper_parallel.platform import get_platform
-from sim.late.device import LateDevice
+from sim.late.device import LateDevice, as_device
 from sim.late.memory import RaceReport
 from sim.late.module import MODULE
 from sim.late.queue import LateQueue
@@ -41,7 +41,7 @@ class OnOneLateDevice(World):
     """Ranks that share one late device as if it was a real one."""
 
     def _make_devices(self, races):
-        queue = LateQueue(self.options.seed)
+        queue = LateQueue(self.options.seed, as_device)
         looks = RaceReport(self.scheduler.fail, lambda: self.replay) if self.looks else None
         one = LateDevice(0, queue, looks)
         for context in self.contexts:

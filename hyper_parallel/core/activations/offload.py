@@ -142,6 +142,8 @@ class ActivationOffload:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Any, own: BlockActivations, platform: Platform) -> Any:
+        if not isinstance(tensor, torch.Tensor):  # the mesh of a DTensor
+            return tensor
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
         if is_traceable_wrapper_subclass(tensor):
@@ -307,4 +309,6 @@ def _plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain_parts(getattr(tensor, name))
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):  # and not the mesh of a DTensor
+            yield from _plain_parts(part)

@@ -177,11 +177,11 @@ class Joined:
     def add(self, out: Tensor, lse: Tensor, rows: slice) -> None:
         """Add a block of further keys that some of the queries see."""
         so_far = self.lse[:, :, rows]
-        total = torch.logaddexp(so_far, lse)
-        finite = total.masked_fill(total == -torch.inf, 0.0)  # of what has seen nothing yet: no weight, not 0 / 0
-        before, new = ((part - finite).exp().unsqueeze(-1) for part in (so_far, lse))
-        self.out[:, :, rows].mul_(before).add_(new * out)
-        so_far.copy_(total)
+        # exp(lse) / (exp(so_far) + exp(lse)). Who sees none of these keys gives them no weight: not that of inf - inf,
+        # where nothing was seen before either. NaN of a score stays.
+        share = torch.sigmoid(lse - so_far).masked_fill_(lse == -torch.inf, 0.0).unsqueeze(-1)
+        self.out[:, :, rows].lerp_(out.to(self.out.dtype), share)  # both in one pass over the outputs
+        so_far.copy_(torch.logaddexp(so_far, lse))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -343,6 +343,13 @@ class AttentionCall:
         first, stop = seen.first_query, seen.num_keys
         ids = self.documents
         documents = None if ids is None else (ids[self.ring.rank, :, first:], ids[source, :, :stop])
+        if seen.causal and documents is None:
+            kernel = kernels.fused(q, k, v, True, self.scale)
+            limit = None if kernel is None else kernel.most_causal
+            for rows, columns, causal in triangle(0, stop, limit or stop):
+                parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+                yield VisibleBlock(rows, columns, AttentionBlock(*parts, causal, self.scale))
+            return
         block = AttentionBlock(q[:, :, first:], k[:, :, :stop], v[:, :, :stop], seen.causal, self.scale, documents)
         yield VisibleBlock(slice(first, q.shape[2]), slice(0, stop), block)
 
@@ -368,6 +375,29 @@ class VisibleBlock(NamedTuple):
     queries: slice
     keys: slice
     block: AttentionBlock
+
+
+def triangle(start: int, stop: int, limit: int) -> Iterator[tuple[slice, slice, bool]]:
+    """Yield what tokens see of each other as queries, keys, and whether only of those up to them.
+
+    >>> for rows, columns, causal in triangle(0, 4, limit=2):
+    ...     print(rows.start, rows.stop, columns.start, columns.stop, causal)
+    0 2 0 2 True
+    2 4 0 2 False
+    2 4 2 4 True
+
+    Args:
+        start: the first token.
+        stop: after the last one.
+        limit: how many tokens a block may have of which only those up to them are seen.
+    """
+    if stop - start <= limit:
+        yield slice(start, stop), slice(start, stop), True
+        return
+    middle = (start + stop) // 2
+    yield from triangle(start, middle, limit)
+    yield slice(middle, stop), slice(start, middle), False
+    yield from triangle(middle, stop, limit)
 
 
 def _with_offsets(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int]]:
@@ -410,25 +440,52 @@ class _RingAttention(torch.autograd.Function):
 
 def _gradients(
     task: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of queries, and of keys and values stacked, in the dtype that sums are kept in."""
-    dtype = accumulator(q.dtype)
-    grad_q = torch.zeros_like(q, dtype=dtype)
-    own: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradients of queries, and of keys and values, in the dtype that sums are kept in."""
+    grad_q: Tensor | None = None
+    own: list[Tensor | None] = [None, None]
     flight: RingShift | None = None
     for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
-        share = torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
+        shares: list[tuple[slice, list[Tensor]]] = []  # of the keys of others
         for rows, columns, block in task.blocks(source, q, keys, values):
             of_q, *of_keys = block.backward(grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
-            grad_q[:, :, rows] += of_q
-            for total, part in zip(share, of_keys, strict=True):
-                total[:, :, columns] += part
-        if own is None:
-            own = share
-        else:
-            flight = task.ring.send(share if flight is None else share.add_(flight.wait()))
-    assert own is not None, "the first block is this rank's own"
-    return grad_q, own if flight is None else own.add_(flight.wait())
+            grad_q = _added(grad_q, of_q, rows, q)
+            if source == task.ring.rank:
+                own = [_added(so_far, part, columns, k) for so_far, part in zip(own, of_keys, strict=True)]
+            else:
+                shares.append((columns, of_keys))
+        if source != task.ring.rank:
+            # What other ranks have added has come while these were computed, and goes on with these.
+            empty = (2, *k.shape)
+            total = k.new_zeros(empty, dtype=accumulator(k.dtype)) if flight is None else flight.wait()
+            for columns, of_keys in shares:
+                for so_far, part in zip(total, of_keys, strict=True):
+                    so_far[:, :, columns] += part
+            flight = task.ring.send(total)
+    if flight is not None:
+        own = [_added(so_far, rest, slice(None), k) for so_far, rest in zip(own, flight.wait(), strict=True)]
+    return _begun(grad_q, q), [_begun(so_far, k) for so_far in own]
+
+
+def _begun(total: Tensor | None, like: Tensor) -> Tensor:
+    """Return a sum, zeros if nothing has been added yet."""
+    return torch.zeros_like(like, dtype=accumulator(like.dtype)) if total is None else total
+
+
+def _added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Tensor:
+    """Add gradients of some tokens to a sum, in place.
+
+    Args:
+        total: shaped as `like`, in the dtype that sums are kept in; None: nothing has been added yet.
+        part: of the tokens at `where`; nobody else has it, and so it may become the sum.
+        where: places of tokens.
+        like: what they are gradients of.
+    """
+    if total is None and part.shape == like.shape:
+        return part.to(accumulator(like.dtype))
+    total = _begun(total, like)
+    total[:, :, where] += part
+    return total
 
 
 def _as_they_are(device: torch.device) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.init.filling import Filling
+from hyper_parallel.core.init.filling import DefaultsToCpu, Filling
 from hyper_parallel.core.init.tiles import FillTarget, Region
 from hyper_parallel.platform import get_platform
 
@@ -72,7 +72,7 @@ def init_parameters(
         return model  # tensors have no values here
     where = _device(model, device)
     targets = _targets(model, int(seed))
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.no_grad(), DefaultsToCpu(), torch.random.fork_rng(devices=[]):
         for target in targets:
             if target.fresh:
                 _materialise(model, target, where)

@@ -10,18 +10,32 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.init.tiles import FillTarget, digest, normal, truncated, uniform
 
-__all__ = ["Filling"]
+__all__ = ["DefaultsToCpu", "Filling"]
 
 _DRAWS: Mapping[str, Callable[..., None]] = MappingProxyType({"normal_": normal, "uniform_": uniform})
 _CONSTANTS = frozenset({"fill_", "zero_"})
 _SAME = frozenset({"alias", "detach", "lift_fresh"})  # `parameter.data` and `parameter.detach()`
 _RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class DefaultsToCpu(DeviceContext):
+    """As `with torch.device("cpu")`, but not of what is written to a given tensor (`out=`), which may be elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make it on the CPU, if it is made."""
+        if (kwargs or {}).get("out") is not None:
+            return func(*args, **kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Filling(TorchDispatchMode):

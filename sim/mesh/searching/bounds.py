@@ -44,12 +44,14 @@ class Machine:
         devices_per_node: that fast links join.
         inside: bytes per second and device between devices of a node.
         between: likewise between nodes.
+        link: likewise between a device and its host.
     """
 
     flops: float
     devices_per_node: int
     inside: float
     between: float
+    link: float = 32e9
 
 
 def least_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
@@ -131,19 +133,24 @@ def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
     layers = shape.layers // dims.pp
     width = _BYTES[recipe.param_dtype]
-    split = dims.tp if recipe.sequence_parallel else 1
     policy = recipe.activations
     checkpointed = sum(map(policy.takes, range(layers)))
-    small = shape.hidden * width / split
-    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * width / dims.tp
-    inner = shape.intermediate * width / dims.tp
-    kept, per_layer = (least_kept(how, small, attention, inner) for how in ("none", policy.kind))
+    kept, per_layer = (_kept_of_block(shape, candidate, how) for how in ("none", policy.kind))
     per_layer = 0.0 if policy.offload else per_layer
     under_way = _under_way(candidate)
     bytes_ = tokens * under_way * (checkpointed * per_layer + (layers - checkpointed) * kept)
     if dims.pp == 1 and not recipe.fused_loss:
         bytes_ += tokens * shape.vocab / dims.tp * width
     return bytes_
+
+
+def _kept_of_block(shape: Shape, candidate: Candidate, checkpointing: str) -> float:
+    """Bytes that a block keeps of a token at least."""
+    tp, recipe = candidate.dims.tp, candidate.recipe
+    width = _BYTES[recipe.param_dtype]
+    small = shape.hidden * width / (tp if recipe.sequence_parallel else 1)
+    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * width / tp
+    return least_kept(checkpointing, small, attention, shape.intermediate * width / tp)
 
 
 def _under_way(candidate: Candidate) -> int:
@@ -285,6 +292,9 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
         heads = tokens * 2 * (shape.heads + shape.kv_heads) * shape.head_dim / dims.tp * width * layers
         exposed += 2 * again * heads * (ulysses - 1) / ulysses / speed
     exposed += _of_weights(shape, candidate, machine, compute)
+    if recipe.activations.offload:
+        moved = tokens * _kept_of_block(shape, candidate, recipe.activations.kind) * layers
+        exposed += max(2 * moved / machine.link - compute, 0.0)  # to the host and back, while a device computes
     bubble = 0.0
     if dims.pp > 1:
         each = len(owners_of(candidate)) // dims.pp
@@ -354,4 +364,5 @@ def machine_of(hardware: Hardware) -> Machine:
         devices_per_node=hardware.devices_per_node,
         inside=hardware.value("intra.bandwidth"),
         between=hardware.value("inter.bandwidth"),
+        link=hardware.value("host.link", Machine.link),
     )

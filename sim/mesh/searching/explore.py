@@ -8,6 +8,7 @@ estimates, returns the best so far, and says how much faster the best of what it
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -65,48 +66,57 @@ class Exploration:
     guesses: dict[Candidate, tuple[float, float]] = field(default_factory=dict)
     slower: list[Candidate] = field(default_factory=list)
     first: frozenset[Candidate] = frozenset()
+    left: list[Candidate] = field(default_factory=list)
+    _done: int = 0
 
     def run(self, estimate: Callable[[Candidate], Any], progress: Progress) -> SearchResult:
-        """Estimate the most promising candidates, one after the other."""
-        bounded = self._bounded()
-        self.first = self._plain(bounded)
-        pending = self._in_order(bounded)
-        done, complete = 0, True
+        """Estimate the most promising candidates, one after the other; those with offload if no other one fits."""
+        complete = True
         try:
-            while pending and (self.limit is None or done < self.limit):
-                candidate = pending[0]
-                if not self._is_hopeless(candidate) and not self._is_slower(candidate):
-                    most = done + len(pending)
-                    progress(done, most if self.limit is None else min(self.limit, most), str(candidate))
-                    self._add(candidate, estimate)
-                    done += 1
-                    pending = self._in_order(dict.fromkeys(pending[1:]))
-                else:
-                    del pending[0]
-            progress(done, done, "")
+            for recipes in _offload_last(self.space.recipes):
+                self._look_at(dataclasses.replace(self.space, recipes=recipes), estimate, progress)
+                if self.found or self.left:
+                    break
         except KeyboardInterrupt:
             complete = False
-        left = pending
         if not self.found:
-            raise self._nothing(complete, left)
+            raise self._nothing(complete, self.left)
         return SearchResult(
             self._ranked(),
             tuple(sorted(self.too_large, key=lambda one: one.bytes)),
             tuple(self.rejected),
-            tuple(left),
+            tuple(self.left),
             self.limit_bytes,
             complete,
             self.title,
             tuple(self.slower),
-            self._gain(left),
+            self._gain(self.left),
         )
 
-    def _bounded(self) -> dict[Candidate, tuple[float, float]]:
+    def _look_at(self, space: Space, estimate: Callable[[Candidate], Any], progress: Progress) -> None:
+        """Look at the candidates of a space, until none is left or as many are estimated as may be."""
+        bounded = self._bounded(space)
+        self.first = self._plain(bounded)
+        self.left = self._in_order(bounded)
+        while self.left and (self.limit is None or self._done < self.limit):
+            candidate = self.left[0]
+            if not self._is_hopeless(candidate) and not self._is_slower(candidate):
+                most = self._done + len(self.left)
+                progress(self._done, most if self.limit is None else min(self.limit, most), str(candidate))
+                self._add(candidate, estimate)
+                self._done += 1
+                self.left = self._in_order(dict.fromkeys(self.left[1:]))
+            else:
+                del self.left[0]
+        progress(self._done, self._done, "")
+
+    def _bounded(self, space: Space) -> dict[Candidate, tuple[float, float]]:
         """Candidates that may fit, each with guesses of its time and of its memory."""
-        pending = {}
-        for entry in enumerate_candidates(self.space):
+        pending, known = {}, set(self.rejected)
+        for entry in enumerate_candidates(space):
             if isinstance(entry, Rejected):
-                self.rejected.append(entry)
+                if entry not in known:  # degrees that are none at all are none with every recipe
+                    self.rejected.append(entry)
                 continue
             least = least_memory(self.space.shape, entry, self.space.seq_len)
             if least > self.limit_bytes:
@@ -200,9 +210,14 @@ class Exploration:
         return max(0.0, 1 - least / best)
 
     def _is_in_vain(self, candidate: Candidate) -> bool:
-        """Whether the same with less recomputation, or less gathering, fits: this one can only be slower."""
+        """Whether the same with less recomputation, or less gathering, fits: this one can only be slower.
+
+        Not so with offload: what is computed again need not be copied.
+        """
+        kept = candidate.recipe.checkpointing if candidate.recipe.activations.offload else None
         return any(
-            entry.candidate.parts == candidate.parts
+            kept in (None, entry.candidate.recipe.checkpointing)
+            and entry.candidate.parts == candidate.parts
             and entry.candidate.dims == candidate.dims
             and _is_like(entry.candidate, candidate)
             and _is_larger(entry.candidate, candidate)
@@ -245,14 +260,15 @@ class Exploration:
             return ValueError(explain(asked, "no degrees can be placed", f"{reasons or detail}: {detail}", hint))
         if self.too_large:
             closest = min(self.too_large, key=lambda one: one.bytes)
-            needed, what, by = closest.bytes, str(closest.candidate), "is estimated to need"
+            needed = closest.bytes
+            seen = f"{closest.candidate} is estimated to need {closest.excess(self.limit_bytes)}"
         else:
             nearest_bound = min(bounded, key=lambda entry: entry.bytes_needed or math.inf)
-            needed, what, by = nearest_bound.bytes_needed or 0.0, nearest_bound.what, "needs at least"
-        over = needed - self.limit_bytes
+            needed = nearest_bound.bytes_needed or 0.0
+            over = gib(needed - self.limit_bytes)
+            seen = f"{nearest_bound.what} needs at least {gib(needed)}, {over} too much"
         blame = f"nothing fits into {gib(self.limit_bytes)}"
-        seen = f"closest: {what} {by} {gib(needed)}, {gib(over)} too much"
-        seen += f"\n  estimated: {len(self.too_large)}   not estimated: {reasons or 'none'}"
+        seen = f"closest: {seen}\n  estimated: {len(self.too_large)}   not estimated: {reasons or 'none'}"
         more = math.ceil(space.num_devices * needed / self.limit_bytes)
         hint = f"about {_next_multiple(more, space.num_devices):,} devices, or shorter sequences"
         if left:
@@ -262,6 +278,13 @@ class Exploration:
 
 class NothingFits(ValueError):
     """A search in which every candidate needs more memory than there is."""
+
+
+def _offload_last(recipes: Sequence[Recipe]) -> list[tuple[Recipe, ...]]:
+    """Return recipes in the order of their turns: first those that keep activations on the device."""
+    here = tuple(one for one in recipes if not one.activations.offload)
+    away = tuple(one for one in recipes if one.activations.offload)
+    return [group for group in (here, away) if group]
 
 
 def _next_multiple(least: int, of: int) -> int:

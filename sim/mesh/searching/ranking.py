@@ -97,10 +97,7 @@ def _reasons(result: Any) -> Table:
     examples = {entry.reason: f"{entry.what}: {entry.detail}" for entry in reversed(result.rejected)}
     if result.too_large:
         closest = result.too_large[0]
-        over = gib(closest.bytes - result.limit_bytes)
-        examples["does not fit"] = f"{closest.candidate}: {gib(closest.bytes)}, {over} too much"
-        if closest.bytes <= result.limit_bytes:
-            examples["does not fit"] = f"{closest.candidate}: {gib(closest.bytes)} beside what torch does not count"
+        examples["does not fit"] = f"{closest.candidate}: {closest.excess(result.limit_bytes)}"
     for reason, count in result.reasons.items():
         table.add_row(f"{count:,}", reason, examples[reason])
     if result.slower:
@@ -216,6 +213,20 @@ class Found:
     def bytes(self) -> float:
         """Of memory, on the fullest rank."""
         return float(self.estimate.memory.reserved)
+
+    def excess(self, limit_bytes: float) -> str:
+        """Return what it needs and why that does not fit, in words.
+
+        Args:
+            limit_bytes: of memory on a device.
+        """
+        memory = self.estimate.memory
+        on_host = max(one.host_bytes for one in memory.classes)
+        if self.bytes > limit_bytes:
+            return f"{gib(self.bytes)}, {gib(self.bytes - limit_bytes)} too much"
+        if memory.host_limit is not None and on_host > memory.host_limit:
+            return f"{gib(on_host)} on the host, where a device's share is {gib(memory.host_limit)}"
+        return f"{gib(self.bytes)} beside what torch does not count"
 
     @property
     def tokens_per_second(self) -> float:

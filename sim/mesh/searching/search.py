@@ -54,7 +54,8 @@ def search(
         global_batch: sequences of a step, over all ranks.
         memory_limit: bytes on a device; None: what the hardware has.
         seq_len: tokens of a sequence.
-        recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays.
+        recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays. Those
+            that offload activations are tried if no other one fits.
         fixed: degrees that are given, such as `{"tp": 8}`; also `etp`, `ulysses_degree` and `fold_experts`.
         layers_per_stage: of every pipeline that is tried; None: even in layers, time or memory.
         limit: most estimates; None: as many as it takes to look at every candidate.

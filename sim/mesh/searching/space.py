@@ -9,7 +9,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import ModelSpec
 
-__all__ = ["Candidate", "Rejected", "Shape", "Space", "default_recipes", "shape_of"]
+__all__ = ["CHECKPOINTINGS", "Candidate", "Rejected", "Shape", "Space", "default_recipes", "shape_of"]
 
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "ep", "cp")
 
@@ -178,11 +178,18 @@ class Space:
     layers_per_stage: tuple[int, ...] | None = None
 
 
+CHECKPOINTINGS = ("none", "selective", "alternate", "full", "offload", "full offload")
+"""What is tried of `Recipe.checkpointing`."""
+
+
 def default_recipes() -> tuple[Recipe, ...]:
-    """Return what is tried where nobody says: each checkpointing, ZeRO-3 and ZeRO-2, one reduction or several."""
+    """Return what is tried where nobody says: each checkpointing, ZeRO-3 and ZeRO-2, one reduction or several.
+
+    Offload to the host is among them; a search tries it if nothing else fits.
+    """
     return tuple(
         Recipe(checkpointing=checkpointing, zero=zero, reduce_each=each)
-        for checkpointing in ("none", "selective", "alternate", "full")
+        for checkpointing in CHECKPOINTINGS
         for zero in (3, 2)
         for each in (False, True)
     )
