@@ -35,7 +35,7 @@ LARGE = {  # rows and columns of the matrices of a block, and blocks
 
 
 class Taken(NamedTuple):
-    """What a step takes, of the rank with the most: FLOPs, seconds of CPU time, bytes received and the least of them."""
+    """What a step takes, of the rank with the most: FLOPs, seconds of CPU time, bytes received, and the least bytes."""
 
     flops: int
     seconds: float
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 def table() -> str:
     """Work, CPU time and bytes as a Markdown table."""
     lines = [
-        "| matrices | ranks | work, of one device's / n | CPU time, likewise | received by a rank, bytes | least, bytes |",
+        "| matrices | ranks | work, of one device's / n | CPU time, likewise | received, bytes | least, bytes |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     threads = torch.get_num_threads()

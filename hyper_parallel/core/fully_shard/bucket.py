@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each, all_gather_uneven
+from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each, broadcast_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.platform import Platform
@@ -30,7 +30,6 @@ __all__ = [
     "OwnedBucket",
     "Storage",
     "computed_in",
-    "owned_sizes",
 ]
 
 
@@ -614,29 +613,21 @@ class OwnedBucket(Bucket):
         return [param.numel for param in self.params]
 
     def start_gather(self) -> Pending:
-        """Start to gather the parameters of all owners into the buffer of unsharded ones."""
+        """Start to give each owner's parameters to all ranks, in the buffer of unsharded ones."""
         assert self.group is not None, "parameters with owners have a shard axis"
-        sizes = owned_sizes(self.params, self.ranks)
-        start = sum(sizes[: self.group.rank()])
+        sizes = [0] * self.ranks
+        for param in self.params:
+            assert param.placement.owner is not None, "grouped by whether they have one"
+            sizes[param.placement.owner] += param.numel
         self.allocate()
-        own = self.unsharded_buffer[start : start + self.starts[-1]]
-        self._copy_to(own.split(self.chunks))
-        exchanges = self.storage.platform.backend != "nccl"
-        return all_gather_uneven(self.unsharded_buffer, own, sizes, self.group, by_all_to_all=exchanges)
+        parts = self.unsharded_buffer.split(sizes)
+        self._copy_to(parts[self.params[0].placement.shard_rank].split(self.chunks))
+        return broadcast_each(parts, self.group, self.unsharded_buffer)
 
     def finish_gather(self, received: torch.Tensor, *, keep_post_forward_shard: bool = False) -> None:
         """All is in its place; what is kept between forward and backward on fewer ranks is gathered from all again."""
         del received, keep_post_forward_shard
         self.gathered = True
-
-
-def owned_sizes(params: Sequence[ManagedParam], ranks: int) -> list[int]:
-    """Return how many elements of some parameters each rank owns."""
-    sizes = [0] * ranks
-    for param in params:
-        assert param.placement.owner is not None, "grouped by whether they have one"
-        sizes[param.placement.owner] += param.numel
-    return sizes
 
 
 # -- parameters that gather other tensors than their values: FSDP2's tensor extension ----------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_gather_each",
-    "all_gather_uneven",
     "all_reduce",
+    "broadcast_each",
+    "reduce_each",
     "reduce_scatter",
     "reduce_scatter_each",
-    "reduce_scatter_uneven",
 ]
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
@@ -34,12 +35,12 @@ class Pending:
 
     def __init__(
         self,
-        work: dist.Work | None,
+        work: dist.Work | list[dist.Work] | None,
         result: torch.Tensor,
-        finish: Callable[[], object] | None = None,
+        finish: Callable[[], None] | None = None,
         keep: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._work = work
+        self._works = work if isinstance(work, list) else [] if work is None else [work]
         self._keep = keep  # read until it is through: the allocator must not hand their memory to others
         self._result = result
         self._finish = finish
@@ -47,16 +48,16 @@ class Pending:
 
     def behind(self, event: Event) -> Pending:
         """Let `wait` also wait for an event of the stream that this was issued on; returns itself."""
-        self._event = event if self._work is None else None  # a collective has begun behind that stream
+        self._event = None if self._works else event  # a collective has begun behind that stream
         return self
 
     def wait(self) -> torch.Tensor:
         """Wait, once; further calls return at once."""
-        if self._work is not None:
-            self._work.wait()  # on a device: the current stream waits, the host goes on
-            # A work keeps its tensors alive, and what has to be added up is added up once.
-            self._work = None
-            self._keep = ()
+        for work in self._works:
+            work.wait()  # on a device: the current stream waits, the host goes on
+        # A work keeps its tensors alive, and what has to be added up is added up once.
+        self._works = []
+        self._keep = ()
         if self._event is not None:
             self._event.wait()
             self._event = None
@@ -154,55 +155,35 @@ def reduce_scatter_each(
     return Pending(group.reduce_scatter_tensor_coalesced(targets, sources, options), result, keep=sources)
 
 
-def all_gather_uneven(
-    target: torch.Tensor, source: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, by_all_to_all: bool
-) -> Pending:
-    """Gather `source` of every rank, of any sizes, into `target`, rank after rank: nothing is padded.
+def broadcast_each(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor) -> Pending:
+    """Give each rank's part to all ranks, in place: parts have any sizes, and nothing is padded, packed or copied out.
 
     Args:
-        target: 1-D.
-        source: 1-D; may be its own place in the target.
-        sizes: Elements of each rank.
+        parts: 1-D, contiguous, one for each rank in turn, of the same sizes on all ranks. An empty one is not sent.
         group: The ranks.
-        by_all_to_all: Send a copy to each rank. Otherwise nccl, which has no such all_gather, broadcasts from each rank
-            in one operation.
+        result: What `wait` returns: the buffer of which the parts are views.
     """
-    if group.size() == 1:
-        return Pending(None, target.copy_(source))
-    gathered, own = _real([target, source])
-    lengths = [size * (2 if target.is_complex() else 1) for size in sizes]
-    if by_all_to_all:
-        sent = own.repeat(group.size())
-        sends = [own.numel()] * group.size()
-        return Pending(dist.all_to_all_single(gathered, sent, lengths, sends, group=group, async_op=True), target)
-    work = dist.all_gather(list(gathered.split(lengths)), own, group=group, async_op=True)
-    return Pending(work, target, keep=(own,))
+    return _from_or_to_each(partial(dist.broadcast, group=group, async_op=True), "group_src", parts, group, result)
 
 
-def reduce_scatter_uneven(
-    result: torch.Tensor, source: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, by_all_to_all: bool
-) -> Pending:
-    """Sum `source` over the ranks, and keep the own part, of any size: nothing is padded.
+def reduce_each(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor) -> Pending:
+    """Sum each rank's part to that rank, in place; what the other ranks have of it is lost.
 
     Args:
-        result: 1-D, where the own part goes; not empty.
-        source: 1-D; the parts of all ranks, one after the other.
-        sizes: Elements of each rank's part.
+        parts: As in `broadcast_each`.
         group: The ranks.
-        by_all_to_all: See `reduce_scatter`. Otherwise nccl reduces to each rank in one operation.
+        result: What `wait` returns: the own part.
     """
+    return _from_or_to_each(partial(dist.reduce, group=group, async_op=True), "group_dst", parts, group, result)
+
+
+def _from_or_to_each(
+    send: Callable[..., Any], root: str, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor
+) -> Pending:
     if group.size() == 1:
-        return Pending(None, result.copy_(source))
-    (sent,) = _real([source])
-    lengths = [size * (2 if source.is_complex() else 1) for size in sizes]
-    if not by_all_to_all:
-        work = dist.reduce_scatter(_real([result])[0], list(sent.split(lengths)), group=group, async_op=True)
-        return Pending(work, result, keep=(sent,))
-    rows = source.new_empty(group.size(), result.numel())
-    (received,) = _real([rows.view(-1)])
-    receives = [received.numel() // group.size()] * group.size()
-    work = dist.all_to_all_single(received, sent, receives, lengths, group=group, async_op=True)
-    return Pending(work, result, lambda: torch.sum(rows, dim=0, out=result), keep=(sent,))
+        return Pending(None, result)
+    works = [send(part, **{root: rank}) for rank, part in enumerate(_real(parts)) if part.numel()]
+    return Pending(works, result, keep=parts)
 
 
 def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -215,6 +196,6 @@ def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum `tensor` over the ranks, in place."""
-    if group.size() == 1:
+    if group.size() == 1 or not tensor.numel():
         return Pending(None, tensor)
     return Pending(dist.all_reduce(tensor, group=group, async_op=True), tensor)

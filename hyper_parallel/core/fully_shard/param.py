@@ -342,8 +342,6 @@ class ManagedParam:
 
     def receive_first(self, flat: torch.Tensor, start: int) -> bool:
         """Take the gradient at `start` of a flat buffer if it is the first and nobody wants to hear of it."""
-        if not self.placement.is_held:
-            return True  # no gradient, not even an empty one: optimizers leave the parameter alone
         sharded: Any = self.sharded
         if self.target != "grad" or sharded.grad is not None or sharded._backward_hooks or self._has_hooks:
             return False
@@ -353,8 +351,6 @@ class ManagedParam:
 
     def receive(self, shard: torch.Tensor) -> None:
         """Add `shard`, this rank's shard of the reduced gradient, flat, to the sharded parameter's gradient."""
-        if not self.placement.is_held:
-            return
         existing = getattr(self.sharded, self.target, None)
         local = shard.view(self.local_shape)
         if self.sharded._backward_hooks:  # what autograd would do, were the gradient its own

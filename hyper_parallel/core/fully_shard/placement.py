@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.core.common.checks import check, check_modules, read_int
 from hyper_parallel.core.common.errors import explain
@@ -90,14 +91,13 @@ def whole_parameters(module: nn.Module | Iterable[nn.Module], ranks: int) -> Pla
     asked = "cannot place parameters whole"
     modules = check_modules(asked, "module", module)
     ranks = read_int(asked, "ranks", ranks, 1, "ranks=mesh.size(-1)")
-    found = list(dict.fromkeys(param for part in modules for param in part.parameters() if param.dim() < 3))
-    held, owners = [0] * ranks, dict[int, Owner]()
+    found = dict.fromkeys(param for part in modules for param in part.parameters() if param.dim() < 3)
+    held, owners = [0] * ranks, WeakTensorKeyDictionary()  # weak: what is unsharded goes once it has been split
     for param in sorted(found, key=torch.Tensor.numel, reverse=True):  # equal ones in their order, rank after rank
         least = held.index(min(held))
         held[least] += param.numel()
-        owners[id(param)] = Owner(least)
-    # The parameters are kept, as others could get their identities otherwise.
-    return lambda param, kept=found: owners.get(id(param))  # type: ignore[misc]
+        owners[param] = Owner(least)
+    return owners.get
 
 
 @dataclass(frozen=True)
