@@ -145,6 +145,10 @@ def replicated(device: str) -> list[float]:
     return trained(device, init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
+def owned(device: str) -> list[float]:
+    return trained(device, init_device_mesh(device, (2,)), shard_placement_fn=lambda param: hp.Owner(param.dim() - 1))
+
+
 def mixed(device: str) -> list[float]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return trained(device, init_device_mesh(device, (2,)), mp_policy=policy)
@@ -335,6 +339,7 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "clip_grad_norm_": (clipped, 2),
     "reshard_after_forward=False": (kept, 2),
     "replicas": (replicated, 4),
+    "parameters with owners": (owned, 2),
     "mixed precision": (mixed, 2),
     "CPU offload": (offloaded, 2),
     "CPU offload on one rank": (offloaded_alone, 1),

@@ -27,6 +27,7 @@ WAITS = {
     "clip_grad_norm_": (GATHER, REDUCE, "clip._reduce"),
     "reshard_after_forward=False": (GATHER, REDUCE),
     "replicas": (GATHER, "reduce.receive < comm.wait", "reduce.finish < comm.wait"),
+    "parameters with owners": (GATHER, REDUCE),
     "mixed precision": (GATHER, REDUCE),
     "CPU offload": ("bucket._wait", GATHER, REDUCE, "bucket.to_host", "bucket.finish"),
     "CPU offload on one rank": ("bucket._wait", GATHER, "bucket.to_host", "bucket.finish"),

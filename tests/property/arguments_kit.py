@@ -327,7 +327,9 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "hsdp": lambda g: {"cell": nn.Linear(4, 4)},
     "register_forward_method": lambda g: {"module": g.unit(), "name": "extra_repr"},
     "register_fsdp_forward_method": lambda g: {"module": g.unit(), "method_name": "extra_repr"},
+    "Owner": lambda g: {"rank": 1},
     "share_comm_ctx": lambda g: {"modules": [g.unit(), g.unit()]},
+    "whole_parameters": lambda g: {"module": nn.Linear(4, 4), "ranks": 2},
     "get_platform": lambda g: {"device_type": "cpu"},
     # checkpoints
     "Checkpointer": lambda g: {"root": g.free_folder()},
