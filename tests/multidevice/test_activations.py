@@ -33,8 +33,8 @@ def test_ranks_compute_what_one_device_does(ctx, policy):
 ALONE = trained("cpu", "none", "none")
 
 
-def planned(policy: str) -> mesh.Estimate:
-    """What an estimate says of the training of the kit on one device."""
+def planned(policy: str, ranks: int = 1, engine: str = "fully_shard") -> mesh.Estimate:
+    """What an estimate says of the training of the kit, on one device or split over ranks."""
     read = ActivationPolicy.of(policy)
     recipe = mesh.Recipe(
         param_dtype="fp32",
@@ -43,11 +43,13 @@ def planned(policy: str) -> mesh.Estimate:
         checkpoint_layers=read.first,
         optimizer="sgd",
         clipping=False,
+        engine=engine,
     )
     spec = mesh.Custom(
         lambda: Blocks(DEPTH, WIDTH), lambda batch, _: torch.zeros(batch, WIDTH), lambda out, _: out.square().mean()
     )
-    return mesh.estimate(spec, ParallelDims(), batch=ROWS, seq_len=1, hardware="h100-sxm", recipe=recipe)
+    dims = ParallelDims(dp_shard=ranks, world_size=ranks)
+    return mesh.estimate(spec, dims, batch=ROWS // ranks, seq_len=1, hardware="h100-sxm", recipe=recipe)
 
 
 @late
@@ -65,6 +67,18 @@ def test_the_peak_is_what_an_estimate_says_and_what_the_docs_say():
     least = planned("offload").memory.fullest
     assert least.host_bytes == pytest.approx((DEPTH - 1) * one, rel=0.02), "all but the last block's"
     assert least.by_category["workspace"] + least.by_category["activations"] < 2.7 * one, "of two blocks, and gradients"
+
+
+@late
+@pytest.mark.sim
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
+@pytest.mark.parametrize(("engine", "named"), [("ours", "fully_shard"), ("hsdp", "hsdp")])
+@pytest.mark.parametrize("policy", ["none", "offload", "full offload"])
+def test_the_peak_of_ranks_that_share_weights_is_the_estimates(policy, engine, named):
+    found = sim.run(trained, 2, ("npu", policy, engine, DEPTH, WIDTH, ROWS), device="npu")
+    memory = planned(policy, 2, named).memory.fullest
+    assert [memory.peak_allocated] * 2 == pytest.approx([peak for _, _, peak in found], rel=0.02)
+    assert memory.peak_allocated < 0.7 * planned(policy).memory.peak
 
 
 @late
