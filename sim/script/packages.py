@@ -141,16 +141,18 @@ class SharedReferences:
             originals: Whether these are the process's own, as they were before the ranks began.
         """
         new = [name for name in list(sys.modules) if name not in self._seen] if own else []
-        sources: dict[int, tuple[str, str]] = {}
+        sources = self._by_identity(own) if new else {}
         for name in new:
             module = sys.modules.get(name)
             if getattr(getattr(module, "__spec__", None), "_initializing", False):
                 continue  # it is not through yet
             self._seen.add(name)
             if isinstance(module, ModuleType) and name.partition(".")[0] not in _WITHOUT_REFERENCES:
+                # Every world looks at all that modules hold, tens of thousands of values: first without a Python loop.
+                if sources.keys().isdisjoint(map(id, list(vars(module).values()))):
+                    continue
                 for key, value in list(vars(module).items()):
-                    if self._is_of_a_package(value):
-                        sources = sources or _by_identity(own)
+                    if id(value) in sources:
                         self._exchange(vars(module).__setitem__, key, value, sources, originals)
 
     def forward_closure(self, fn: Callable[..., Any]) -> None:
@@ -162,7 +164,7 @@ class SharedReferences:
                 continue
             if self.taken_out and self._is_of_a_package(value):
                 set_cell = partial(setattr, cell)
-                self._exchange(set_cell, "cell_contents", value, _by_identity(self.taken_out), True)
+                self._exchange(set_cell, "cell_contents", value, self._by_identity(self.taken_out), True)
 
     def _exchange(
         self, put: Callable[[str, Any], None], key: str, value: Any, sources: dict[int, tuple[str, str]], original: bool
@@ -180,15 +182,16 @@ class SharedReferences:
             return False
         return isinstance(home, str) and self.covers(home)
 
-
-def _by_identity(modules: Mapping[str, ModuleType]) -> dict[int, tuple[str, str]]:
-    """Where everything that modules hold is found, by its `id`: in which module, and under which name."""
-    found: dict[int, tuple[str, str]] = {}
-    for name, module in modules.items():
-        for key, value in vars(module).items():
-            if getattr(value, "__module__", None) == name:
-                found[id(value)] = (name, key)  # where it is defined, rather than where it is imported
-            else:
-                found.setdefault(id(value), (name, key))
-    found.update({id(module): (name, "") for name, module in modules.items()})
-    return found
+    def _by_identity(self, modules: Mapping[str, ModuleType]) -> dict[int, tuple[str, str]]:
+        """Where everything of the packages is found, by its `id`: in which module, and under which name."""
+        found: dict[int, tuple[str, str]] = {}
+        for name, module in modules.items():
+            for key, value in vars(module).items():
+                if not self._is_of_a_package(value):
+                    continue
+                if getattr(value, "__module__", None) == name:
+                    found[id(value)] = (name, key)  # where it is defined, rather than where it is imported
+                else:
+                    found.setdefault(id(value), (name, key))
+        found.update({id(module): (name, "") for name, module in modules.items() if self._is_of_a_package(module)})
+        return found
