@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_OPTIONS)
 PYTEST_OPTIONS ?=
 
-# Bodies that say most of a device for their time; `pytest -m npu --sim-backend hccl --sim-device npu` runs all.
-ON_LATE_DEVICES := $(patsubst %,tests/multidevice/test_%.py,redistribute clip_norm \
+# Bodies that say most of a device for their time; `make deep` runs all.
+ON_LATE_DEVICES := $(patsubst %,tests/multidevice/test_%.py,redistribute clip_norm activations \
+	checkpoint_ranks layout_dtensor value_and_grad \
 	$(patsubst %,conformance_%,async functional groups movement objects point_to_point reductions))
 
 # Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.
@@ -44,6 +45,7 @@ full: venv lint ## everything that needs no accelerator, with all examples: what
 
 deep: venv lint types ## nightly: thousands of drawn inputs for each property, and what takes minutes
 	$(PYTEST) --tier deep -o faulthandler_timeout=0
+	$(PYTEST) --tier deep -o faulthandler_timeout=0 -m npu --sim-backend hccl --sim-device npu tests/multidevice
 	$(MAKE) --no-print-directory clients
 
 clients: venv $(CLIENTS)/.installed ## other projects' programs on simulated ranks, against torchrun; writes docs/clients.md

@@ -74,14 +74,18 @@ def _name(op: Any) -> str:
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Issue an operation, or do it at once if it has to know values."""
     device = late_device(_name(op))
-    with apart():
-        special = _SPECIAL.get(op)
-        if special is not None:
-            return special(device, *args, **kwargs)
-        traits = _traits(op)
-        if traits.is_view:
-            return _view_of(device, op, args, kwargs)
-        return _issue(device, op, traits, _with_numbers(op, args), kwargs)
+    try:
+        with apart():
+            special = _SPECIAL.get(op)
+            if special is not None:
+                return special(device, *args, **kwargs)
+            traits = _traits(op)
+            if traits.is_view:
+                return _view_of(device, op, args, kwargs)
+            return _issue(device, op, traits, _with_numbers(op, args), kwargs)
+    except Exception as error:
+        device.raised = error  # in backward it would be lost on its way through C++
+        raise
 
 
 def _is_here(value: Any) -> bool:
@@ -447,6 +451,29 @@ def _gru_cell_backward(npu: LateDevice, grad: torch.Tensor, kept: torch.Tensor, 
     return of_x, of_h, grad * keep, *((of_x.sum(0), of_h.sum(0)) if has_bias else (None, None))
 
 
+def _lstm_cell(npu: LateDevice, x: torch.Tensor, h: torch.Tensor, before: torch.Tensor, *biases: Any) -> Any:
+    """The output and the state after a step, and what backward needs, likewise."""
+    gates = x + h
+    for bias in biases:
+        gates = gates if bias is None else gates + bias
+    take, keep, new, show = gates.chunk(4, 1)
+    take, keep, new, show = torch.sigmoid(take), torch.sigmoid(keep), torch.tanh(new), torch.sigmoid(show)
+    state = keep * before + take * new
+    return show * torch.tanh(state), state, torch.cat([take, keep, new, show], 1)
+
+
+def _lstm_cell_backward(
+    npu: LateDevice, grad: Any, grad_state: Any, before: torch.Tensor, state: torch.Tensor, kept: Any, has_bias: bool
+) -> Any:
+    (take, keep, new, show), shown = kept.chunk(4, 1), torch.tanh(state)
+    grad = torch.zeros_like(state) if grad is None else grad
+    of_state = grad * show * (1 - shown * shown) + (0 if grad_state is None else grad_state)
+    of_take, of_keep = of_state * new * take * (1 - take), of_state * before * keep * (1 - keep)
+    of_new, of_show = of_state * take * (1 - new * new), grad * shown * show * (1 - show)
+    of_gates = torch.cat([of_take, of_keep, of_new, of_show], 1)
+    return of_gates, of_state * keep, of_gates.sum(0) if has_bias else None
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN.empty.memory_format: _empty,
     _ATEN.empty_strided.default: _empty_strided,
@@ -462,6 +489,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
     _ATEN._thnn_fused_gru_cell.default: _gru_cell,
     _ATEN._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+    _ATEN._thnn_fused_lstm_cell.default: _lstm_cell,
+    _ATEN._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
     _ATEN.convolution_overrideable.default: _convolution,
     _ATEN.convolution_backward_overrideable.default: _convolution_backward,
 }

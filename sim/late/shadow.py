@@ -25,6 +25,7 @@ __all__ = ["EVENT", "STREAM", "Shadow"]
 
 _KNOWS_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _COPIES = ("copy_", "_to_copy")
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # whoever carries them out enters them
 _ABOUT_STORAGES = ("set_", "resize_", "_has_compatible_shallow_copy_type")
 
 
@@ -166,7 +167,7 @@ class Shadow(LateDevice):
             kwargs: Those by name.
             found: What has come out.
         """
-        if op._opname in _ABOUT_STORAGES:
+        if op._opname in _ABOUT_STORAGES or op.namespace in _COLLECTIVES:
             return
         reads, writes = accesses(op, args, kwargs)
         made = [each for each in _tensors(found) if not any(each is other for other in (*reads, *writes))]

@@ -225,6 +225,7 @@ class SharedDevice:
         with contextlib.ExitStack() as stack:
             for side in sides:
                 stack.enter_context(side.device._unseen())
+            for side in sides:
                 lane.wait_event(side.begins)
             with self.module.stream(lane):
                 run()

@@ -148,6 +148,17 @@ def _may_raise_in_unpack(init: Callable[..., None]) -> Callable[..., None]:
     return begins
 
 
+def _may_raise_in_function(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` of the backward of `torch.autograd.Function`, the same."""
+
+    def applies(self: Any, *args: Any) -> Any:
+        context = current_context()
+        device: LateDevice | None = None if context is None else context.late
+        return apply(self, *args) if device is None else _KeptHook(device, apply)(self, *args)
+
+    return applies
+
+
 def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Backward that raises what a hook has raised."""
 
@@ -210,6 +221,10 @@ def _late_device(host: Host) -> Undo:
         replace(torch.Tensor, name, _may_raise(getattr(torch.Tensor, name)))
     hooks = torch.autograd.graph.saved_tensors_hooks
     replace(hooks, "__init__", _may_raise_in_unpack(hooks.__init__))
+    backward = torch.autograd.function.BackwardCFunction
+    for name in ("apply", "apply_boxed"):
+        if hasattr(backward, name):
+            replace(backward, name, _may_raise_in_function(getattr(backward, name)))
     replace(torch.autograd, "_engine_run_backward", _runs_backward(torch.autograd._engine_run_backward))
     functions = {name: _of_rank(name, lambda *args, **options: None, MEMORY) for name in MEMORY}
     replace(module, "memory", SimpleNamespace(**functions))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from hyper_parallel.trainer.loop import train as run_training
 from sim.late.communication import LateCommunication
+from sim.late.device import LateDevice
 from sim.late.module import LateEvent, LateStream
+from sim.late.shadow import Shadow
 
 LIBRARY = str(Path(hp.__file__).parent)
 
@@ -69,20 +71,28 @@ def site_of(frame: Any) -> str | None:
 PASS_ON = ("comm.wait", "reduce.wait", "schedules._wait_batch_p2p")
 
 
+# What waits: on a late device; and in the books of one that ranks share, which does wait, and does not say so.
+LATE = (
+    (LateCommunication, "waited"),
+    (LateEvent, "wait"),
+    (LateEvent, "synchronize"),
+    (LateStream, "synchronize"),
+    (LateStream, "wait_stream"),
+)
+IN_BOOKS = (
+    (LateDevice, "wait"),
+    (Shadow, "wait_for_event"),
+    (Shadow, "wait_for_stream"),
+    (Shadow, "finish_event"),
+    (Shadow, "finish_stream"),
+)
+
+
 @contextmanager
-def without(missing: str | None = None) -> Iterator[Taken]:
+def without(missing: str | None = None, waits: Sequence[tuple[type, str]] = LATE) -> Iterator[Taken]:
     """While it lasts, one of the waits of the library does nothing on the device; the host waits as ever."""
     taken = Taken(missing)
-    originals = [
-        (owner, name, vars(owner)[name])
-        for owner, name in (
-            (LateCommunication, "waited"),
-            (LateEvent, "wait"),
-            (LateEvent, "synchronize"),
-            (LateStream, "synchronize"),
-            (LateStream, "wait_stream"),
-        )
-    ]
+    originals = [(owner, name, vars(owner)[name]) for owner, name in waits]
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **options: None if taken.is_missing() else original(*args, **options)

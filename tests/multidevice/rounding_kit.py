@@ -82,6 +82,11 @@ def is_stand_in(ctx: sim.RankTest) -> bool:
     return ctx.backend in ("gpu", "npu") and sim.current_rank() is not None
 
 
+def is_late(ctx: sim.RankTest) -> bool:
+    """Whether ranks have late devices, of which torch takes no graph, and which have no sparse tensors."""
+    return ctx.device_type == "npu" and sim.current_rank() is not None
+
+
 def shorter(dtype: torch.dtype) -> torch.dtype:
     """The next shorter float dtype, for bodies in which two of them meet."""
     return torch.float32 if dtype is torch.float64 else torch.float16

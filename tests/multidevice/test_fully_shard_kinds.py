@@ -289,7 +289,8 @@ def test_parameters_of_every_kind(ctx):
         check_kinds(ctx, mesh_of(ctx, *shape))
     check_kinds(ctx, mesh_of(ctx), shard_placement_fn=lambda p: Shard(-1))
     check_kinds(ctx, mesh_of(ctx), comm_fusion=True)
-    check_kinds(ctx, mesh_of(ctx), offload_policy=CPUOffloadPolicy())
+    if ctx.device_type == "cpu":  # what is offloaded would be gathered to be compared, which hccl and nccl do not
+        check_kinds(ctx, mesh_of(ctx), offload_policy=CPUOffloadPolicy())
 
 
 @sim.ranks(4, backends=NO_GLOO)

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from late_kit import PROGRAMS, RUN, run, with_fsdp2, without
+from late_kit import IN_BOOKS, PROGRAMS, RUN, run, with_fsdp2, without
+from one_device import shared
 from torch.distributed import fsdp as torch_fsdp
 
 import sim
@@ -91,6 +92,20 @@ def test_without_one_of_its_waits_it_is_wrong_and_both_lines_are_named(name, sit
                 break
         else:
             raise AssertionError("no seed gives a wrong number")
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_on_a_device_that_ranks_share_each_of_its_waits_is_followed(name):
+    """There, `check_races` has books of what the streams do, and a wait that is missing in them is found, too."""
+    program, ranks = PROGRAMS[name]
+    options = {"check_races": True, "backend": world_of(name).get("backend")}
+    with without(waits=IN_BOOKS) as taken:
+        found = shared(program, ranks, args=("npu",), **options)
+    assert tuple(taken.seen) == WAITS[name]
+    torch.testing.assert_close(found, sim.run(program, ranks, ("cpu",)), rtol=1e-5, atol=1e-5)
+    for site in WAITS[name]:
+        with without(site, IN_BOOKS), pytest.raises(sim.InFlightBufferRace):
+            shared(program, ranks, args=("npu",), **options)
 
 
 # -- whole runs, and torch's own engine --------------------------------------------------------------------------------

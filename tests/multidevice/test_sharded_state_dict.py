@@ -654,7 +654,8 @@ def test_a_meta_model_gets_its_memory_from_assign(ctx):
         assert model.head.weight is model.embed.weight
         assert model.embed.weight.note == "kept"
         assert any(p is model.embed.weight for p in optimizer.param_groups[0]["params"])
-        assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {ctx.device_type}
+        held = [each for each in (*model.parameters(), *model.buffers()) if load == "ours" or each.dim()]
+        assert {each.device.type for each in held} == {ctx.device_type}  # torch leaves what has no dims on the host
         assert torch.allclose(model.eval()(x[ctx.rank]), plain.eval()(x[ctx.rank]), atol=1e-4)
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import warm
 
 import sim
+from sim.late.switch import why_not
 from sim.testing.processes import Watch, _would_run
 
 ROOT = Path(__file__).parents[2]
@@ -264,6 +265,29 @@ def test_the_npu_arm_on_simulated_ranks(tmp_path):
     assert "test_does_not_ask[npu] FAILED" in out
     assert "TypeError: cannot all_reduce float64 by ReduceOp.SUM: hccl does not reduce this dtype" in out
     assert "replay: pytest 'test_bodies.py::test_does_not_ask[npu]' --sim-seed=0 --sim-backend=hccl" in out
+
+
+LATE = """
+import torch
+
+import sim
+
+
+@sim.ranks(2)
+def test_forgets_to_wait(ctx):
+    x = torch.ones(8, device=ctx.device)
+    if ctx.device_type == "npu":
+        with torch.npu.stream(torch.npu.Stream()):
+            x * 2
+"""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_races_are_looked_for_on_late_devices(tmp_path):
+    result = run_pytest(tmp_path, LATE, "-v", "-m", "sim or npu", "--sim-device=npu", "--sim-backend=hccl")
+    assert counts(result) == {"failed": 2, "deselected": 1}
+    assert "InFlightBufferRace: rank 0 reads a buffer on stream 1 that the default stream writes" in result.stdout
+    assert "--sim-seed=0 --sim-backend=hccl --sim-device=npu" in result.stdout
 
 
 def test_other_device_arms_stay_on_devices(tmp_path):

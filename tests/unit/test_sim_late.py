@@ -58,7 +58,13 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def recurrent(x: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(torch.nn.GRU(6, 3, 2).to(x.device)(x)[0].square().sum(), x)[0]
+    found = []
+    for layer in (torch.nn.GRU(6, 3, 2), torch.nn.LSTM(6, 3, 2), torch.nn.LSTM(6, 3, bias=False, bidirectional=True)):
+        layer = layer.to(x.device)
+        y, last = layer(x)
+        loss = y.square().sum() + sum(each.sum() for each in (last if isinstance(last, tuple) else (last,)))
+        found += torch.autograd.grad(loss, (x, *layer.parameters()))
+    return torch.cat([each.flatten() for each in found])
 
 
 OPERATIONS = {
@@ -212,6 +218,39 @@ def test_an_exception_of_a_hook_is_that_of_backward():
             late(lambda: body(lambda x, hook: getattr(x, registers.__name__)(hook), lambda: 1 / 0))  # noqa: B023
         with pytest.raises(KeyError, match="rank 1 only"):
             late(lambda: body(lambda x, hook: getattr(x, registers.__name__)(hook), by_rank), 2)  # noqa: B023
+
+
+class Fails(torch.autograd.Function):
+    """Its backward fails by itself, or in an operation of the device."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        ctx.how = how
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.how(grad), None
+
+
+def test_an_exception_of_what_backward_computes_is_that_of_backward():
+    def body(how) -> None:
+        Fails.apply(torch.ones(4, device="npu", requires_grad=True), how).sum().backward()
+
+    with pytest.raises(ZeroDivisionError):
+        late(lambda: body(lambda grad: 1 / 0))
+    with pytest.raises(RuntimeError, match="xpected all tensors to be on the same device"):
+        late(lambda: body(lambda grad: grad + torch.ones(4)))
+
+    def freed() -> None:
+        x = torch.ones(4, device="npu", requires_grad=True)
+        weight = torch.ones(4, device="npu")
+        y = x * weight  # C++ computes the gradient
+        weight.untyped_storage().resize_(0)
+        y.sum().backward()
+
+    with pytest.raises(sim.SimError, match="uses memory that was given back"):
+        late(freed)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

@@ -1,17 +1,17 @@
 """`device="cuda"`: ranks that share a device, here one that is late, so that what nothing orders goes wrong.
 
-What runs on a GPU runs here through the same calls of `torch.npu`, on streams and events that are as late as they may
-be. The calls that are different by vendor, and torch's allocator, are played by a module that notes what is called.
+What runs on a GPU runs here through the same calls of `torch.npu` (`one_device.py`). The calls that are different by
+vendor, and torch's allocator, are played by a module that notes what is called.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from one_device import nested, shared
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -20,15 +20,10 @@ import sim
 from hyper_parallel import fully_shard
 from hyper_parallel.platform import get_platform
 from sim.kernel.context import current_context
-from sim.late.device import LateDevice, as_device
-from sim.late.memory import RaceReport
-from sim.late.module import MODULE
-from sim.late.queue import LateQueue
 from sim.late.shared import SharedDevice
 from sim.late.switch import why_not
 from sim.script.launch import run_script
 from sim.script.options import parse
-from sim.world import World, WorldOptions
 
 pytestmark = [
     pytest.mark.sim,
@@ -36,47 +31,6 @@ pytestmark = [
 ]
 needs_late = pytest.mark.skipif(bool(why_not()), reason=why_not())
 SEEDS = range(6)
-
-
-class OnOneLateDevice(World):
-    """Ranks that share one late device as if it was a real one."""
-
-    def _make_devices(self, races):
-        queue = LateQueue(self.options.seed, as_device)
-        looks = RaceReport(self.scheduler.fail, lambda: self.replay) if self.looks else None
-        one = LateDevice(0, queue, looks)
-        for context in self.contexts:
-            context.late = one
-        self._share("npu", races)
-        for context in self.contexts:
-            context.shared.attach = partial(_attach, context.shared, one)
-        return queue
-
-
-def _attach(device, one, module):
-    """A real module's functions answer on any thread, these on a rank's only."""
-    answers = {name: partial(MODULE[name], one) for name in MODULE}
-    answers["memory_stats_as_nested_dict"] = lambda: nested(answers["memory_stats"]())
-    SharedDevice.attach(device, SimpleNamespace(**answers))
-    device.module = module
-    if device.shadow is not None:
-        device.shadow.is_pinned = one.is_pinned
-
-
-def nested(stats):
-    """The counts of an allocator as torch has them before they get long names."""
-    found = {}
-    for name, value in stats.items():
-        what, pool, of = name.split(".")
-        found.setdefault(what, {}).setdefault(pool, {})[of] = value
-    return found
-
-
-def shared(body, ranks=2, *, args=(), looks=False, **options):
-    """Run it; with `looks`, the device itself raises where nothing orders two accesses."""
-    kind = type("OnOneLateDevice", (OnOneLateDevice,), {"looks": looks})
-    with kind(ranks, WorldOptions(device="npu", **options)) as world:
-        return world.run(body, args)
 
 
 def all_that_ranks_communicate(device: str) -> list:
