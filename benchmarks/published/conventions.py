@@ -124,7 +124,7 @@ def dims_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> ParallelDi
         ep=ep,
         etp=etp,
         fold_experts=fold,
-        ulysses_degree=1 if cp > 1 else None,
+        ulysses_degree=int(row.get("ulysses") or 1) if cp > 1 else None,
         world_size=row["n_devices"],
     )
 
@@ -181,8 +181,10 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
         said["attention"] = "math"
     elif "lash" in attention or "SDPA" in attention:
         said["attention"] = "flash"
-    if "sliding-window" in attention:
+    if "alternating sliding-window" in attention:
         notes.append("its sliding window is not modelled")
+    elif "sliding-window" in attention:
+        said["window"] = int(attention.partition("sliding-window")[2].split()[0])
     _checkpointing(row, family, said, notes)
     _schedule(row, said)
     otherwise = {field.name: said.pop(field.name, field.default) for field in dataclasses.fields(MegatronConventions)}

@@ -21,6 +21,7 @@ __all__ = [
     "gather_heads",
     "keep_float8_weights",
     "measure_loss",
+    "slide_window",
     "split_dispatch",
 ]
 
@@ -55,6 +56,7 @@ class MegatronConventions(Conventions):
             large buckets, and owners broadcast what they have updated, as in InternEvo of July 2023.
         fetched_weights: with zero == 3 and data parallelism alone: the host waits for everything before each module's
             weight is gathered and when it has come, as in DeepSpeed 0.3.13.
+        window: tokens that one attends to, itself among them, in causal attention; 0: all before it.
     """
 
     scatter_gather: bool = False
@@ -69,6 +71,7 @@ class MegatronConventions(Conventions):
     gradient_copies: bool = False
     owned_weights: bool = False
     fetched_weights: bool = False
+    window: int = 0
 
     def __str__(self) -> str:
         said = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
@@ -103,6 +106,8 @@ class MegatronConventions(Conventions):
             program = gather_heads(program)
         if self.loss_metrics:
             program = measure_loss(program, job.model.config.vocab_size, self.loss_metrics)
+        if self.window:
+            program = slide_window(program, self.window)
         if self.float8_weights and job.recipe.float8:
             program = keep_float8_weights(program)
         return copy_gradients(program) if self.gradient_copies else program
@@ -325,6 +330,37 @@ def measure_loss(program: Program, vocabulary: int, metrics: int) -> Program:
             softmax = cast._replace(name="aten._log_softmax", reads=(wide,), dtype="float32")
             events += [cast, softmax] * metrics
         segments[key] = replace(segment, events=events)
+    return replace(program, segments=segments)
+
+
+# Attention to the nearest tokens (Mistral)
+
+
+def slide_window(program: Program, window: int) -> Program:
+    """Return the program with causal attention of which each token sees the last ones alone.
+
+    A fused kernel computes the blocks that are seen: as much as attention that is not causal, over as many keys as a
+    token sees at the mean.
+
+    Args:
+        program: not changed; attention over as many tokens as a window has, or fewer, stays as it is.
+        window: tokens, itself among them.
+    """
+
+    def changed(event: Event) -> Event:
+        if not isinstance(event, Op) or event.kind not in ("attention", "attention_backward") or not event.shape:
+            return event
+        *heads, queries, keys, size, causal = event.shape
+        if not causal or queries != keys or keys <= window:
+            return event
+        seen, all_of_them = queries * window - window * (window - 1) // 2, queries * (queries + 1) // 2
+        shape = (*heads, queries, round(seen / queries), size, 0)
+        return event._replace(shape=shape, flops=event.flops * seen // all_of_them)
+
+    segments = {
+        key: replace(segment, events=[changed(event) for event in segment.events])
+        for key, segment in program.segments.items()
+    }
     return replace(program, segments=segments)
 
 

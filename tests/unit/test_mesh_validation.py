@@ -19,7 +19,7 @@ from benchmarks.published.compare import (
     write_outcomes,
 )
 from benchmarks.published.gpt import GPTSpec, gpt_tiny
-from benchmarks.published.megatron import MegatronConventions, expose_weights
+from benchmarks.published.megatron import MegatronConventions, expose_weights, slide_window
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.predict import figures_of, load_figures, prediction_of
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
@@ -274,6 +274,29 @@ def test_modules_fetch_their_weights_and_the_host_waits_for_them():
     assert pricing.host_seconds(host[0]) == ranks * pricing.host_seconds(host[0]._replace(shape=()))
 
 
+def test_a_sliding_window_is_as_much_work_as_the_pairs_that_are_seen():
+    assert case("m1166").recipe.conventions.window == 4096
+    assert case("m1167").recipe.conventions is None
+    assert "its sliding window is not modelled" in case("m0856").notes  # in every second layer
+    job = Job(find_model("llama-tiny"), ParallelDims(), 1, 64, Recipe())
+    (plain,) = trace(job)
+
+    def attention(program):
+        events = [event for segment in program.segments.values() for event in segment.events]
+        return [event for event in events if isinstance(event, Op) and event.kind.startswith("attention")]
+
+    found = attention(slide_window(plain, 16))
+    pairs = sum(min(token + 1, 16) for token in range(64))
+    for before, after in zip(attention(plain), found, strict=True):
+        *heads, queries, keys, size, causal = after.shape
+        assert (*heads, size) == (*before.shape[:3], before.shape[5])
+        assert (queries, causal) == (64, 0)
+        assert queries * keys == pytest.approx(pairs, abs=queries / 2)
+        assert after.flops == pytest.approx(before.flops * pairs / (64 * 65 / 2), rel=1e-3)
+    assert found
+    assert slide_window(plain, 64) == plain
+
+
 def test_a_row_is_told_from_others_by_the_commit_it_was_published_with():
     assert case("m0105").recipe.conventions == MegatronConventions(gathers_heads=True)  # before the gather was removed
     assert case("m0140").recipe.conventions == MegatronConventions(exposed_weights=True)
@@ -290,6 +313,16 @@ def test_which_part_of_the_blocks_is_checkpointed_comes_from_published_utilizati
         share = 3 * sum(a / b - 1 for a, b in zip(hfu, mfu, strict=True)) / 2
         kept, of = layers[name]
         assert kept / of == pytest.approx(share, abs=0.03)
+
+
+def test_what_the_scripts_of_rows_say_of_attention_and_experts():
+    """MindSpeed-LLM at 773a9c6b: heads split over ranks of cp, latent attention, experts that all tokens go to."""
+    assert [case(name).dims.ulysses_degree for name in ("m1122", "m1124", "m1161")] == [8, 1, 4]
+    lite = case("m1175").model
+    assert isinstance(lite, MLAConfig)
+    assert (lite.num_shared_experts, lite.num_dense_layers, lite.query_rank) == (2, 1, 0)
+    assert lite.num_parameters() == pytest.approx(15.7e9, rel=0.01)  # DeepSeek-V2-Lite's model card
+    assert case("m1161").model.num_parameters() == pytest.approx(57.4e9, rel=0.01)  # Qwen2-57B-A14B's
 
 
 def test_micro_batches_of_a_pipeline_that_runs_several_times():
