@@ -132,7 +132,10 @@ groups changed sides after a few predictions had been seen, and two held-out row
 `held_out.toml` and `fit.toml` say which. What a framework does otherwise (`frameworks.toml`, with its evidence) was
 often looked up in its code after predictions of held-out rows had shown that something was missing: that pipelines of
 Megatron-LM send parts and wait for messages, what Megatron-Bridge keeps in float8 and when it reads its memory, how
-torchtitan's graphs and its Qwen3 communicate, which blocks fms-fsdp checkpoints. Speeds are compared as tokens/s of a
+torchtitan's graphs and its Qwen3 communicate, which blocks fms-fsdp checkpoints; of torchtitan's memory, that its
+scripts let the allocator's segments grow, on which streams and for how long FSDP2 has its buffers, what its graphs let
+go of, and that one commit's runs (m0084 to m0086) cannot be checkpointed as their rows said. Nothing of these was
+fitted, and they hold for calibration rows alike. Speeds are compared as tokens/s of a
 device, never as MFU, whose definitions differ. Memory is compared with what the row states: reserved or allocated
 bytes of torch's allocator, or nvidia-smi's. "Inside" is the share of truths in the predicted 80 % interval. "Order" is
 the share of pairs of configurations (one source, device and model; speeds more than 5 % apart) whose order by speed is
