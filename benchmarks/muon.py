@@ -1,11 +1,14 @@
 """Work and bytes of Muon's step on sharded parameters, beside `torch.optim.Muon` on one device.
 
-Both are counted and not timed: FLOPs of the busiest rank by torch's counter, bytes by the simulator's trace.
+FLOPs of the busiest rank are counted by torch, bytes by the simulator's trace; CPU time is that of the busiest rank's
+thread, beside one device's in the same run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import sim
 from benchmarks.engine_counts import Traffic
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.optim.matrices import Sharing, share
+from hyper_parallel.core.fully_shard.api import fully_shard, whole_parameters
+from hyper_parallel.core.optim.matrices import Matrix, Sharing, share
 from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.redistribute.bounds import lower_bound
 from hyper_parallel.models.llama import Llama, LlamaConfig
@@ -31,54 +34,86 @@ LARGE = {  # rows and columns of the matrices of a block, and blocks
 }
 
 
+class Taken(NamedTuple):
+    """What a step takes, of the rank with the most: FLOPs, seconds of CPU time, bytes received, and the least bytes."""
+
+    flops: int
+    seconds: float
+    received: int
+    least: int
+
+
 def table() -> str:
-    """Work and bytes as a Markdown table."""
+    """Work, CPU time and bytes as a Markdown table."""
     lines = [
-        "| matrices | ranks | work, of one device's / n | received by a rank, bytes | least, bytes | ratio |",
+        "| matrices | ranks | work, of one device's / n | CPU time, likewise | received, bytes | least, bytes |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    alone = _flops_alone()
-    for ranks in (2, 4, 8):
-        flops, received, least = small_step(ranks)
-        share_of = flops * ranks / alone
-        lines.append(
-            f"| 8 blocks of 256 | {ranks} | {share_of:.3f} | {received:,} | {least:,} | {received / least:.3f} |"
-        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for whole, layout in ((False, "split"), (True, "on one rank each")):
+            for ranks in (2, 4, 8):
+                flops, seconds = _alone()
+                taken = small_step(ranks, whole=whole)
+                lines.append(
+                    f"| 8 blocks of 256, {layout} | {ranks} | {taken.flops * ranks / flops:.3f} | "
+                    f"{taken.seconds * ranks / seconds:.2f} | {taken.received:,} | {taken.least:,} |"
+                )
+    finally:
+        torch.set_num_threads(threads)
     for name, (shapes, blocks) in LARGE.items():
         for ranks in (8, 32, 64, 256):
-            lines.append(f"| {name}, who computes what only | {ranks} | {balance(shapes * blocks, ranks):.3f} | | | |")
+            shares = f"{balance(shapes * blocks, ranks):.3f}, {owned_balance(shapes, blocks, ranks):.3f}"
+            lines.append(f"| {name}, who computes what only: split, on one rank each | {ranks} | {shares} | | | |")
     return "\n".join(lines)
 
 
-def small_step(ranks: int) -> tuple[int, int, int]:
-    """Take two steps of a small Llama on simulated ranks; return what the second takes: FLOPs, bytes received, least.
+def small_step(ranks: int, *, whole: bool = False) -> Taken:
+    """Take steps of a small Llama on simulated ranks, and return what one takes after the first.
 
-    All are those of the rank with the most.
+    Args:
+        ranks: how many.
+        whole: each parameter of the blocks has an owner; otherwise all are split.
     """
     made: dict[int, tuple[list[nn.Parameter], Muon]] = {}
 
     def build() -> None:
         model = Llama.build(SMALL)
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+        placement = whole_parameters(model.layers, ranks) if whole else None
         for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, shard_placement_fn=placement)
         params = _matrices(fully_shard(model, mesh=mesh))
         made[dist.get_rank()] = params, Muon(params)
         for number, param in enumerate(params):
-            param.grad = torch.full_like(param, number + 1.0)
+            if param.device_mesh.get_coordinate() is not None:  # type: ignore[attr-defined]
+                param.grad = torch.full_like(param, number + 1.0)
         made[dist.get_rank()][1].step()
 
     def step() -> tuple[int, int]:
         params, optimizer = made[dist.get_rank()]
         with FlopCounterMode(display=False) as counter:
             optimizer.step()
-        return counter.get_total_flops(), sum(_least(params, sharing) for sharing in share(params))
+        return counter.get_total_flops(), sum(_least(params, sharing) for sharing in share(params) if sharing.ranks)
 
     with sim.world(ranks) as world:
         world.run(build)
         world.trace.clear()
         found = world.run(step)
-    return max(flops for flops, _ in found), Traffic.of(world.trace).received, max(least for _, least in found)
+        received = Traffic.of(world.trace).received
+        seconds = max(world.run(lambda: _seconds(made[dist.get_rank()][1].step)))
+    return Taken(max(flops for flops, _ in found), seconds, received, max(least for _, least in found))
+
+
+def _seconds(step: Callable[[], object], times: int = 5) -> float:
+    """The least CPU time of a step, of the calling thread."""
+    found = []
+    for _ in range(times):
+        start = time.thread_time()
+        step()
+        found.append(time.thread_time() - start)
+    return min(found)
 
 
 def balance(shapes: Sequence[tuple[int, int]], ranks: int) -> float:
@@ -103,18 +138,30 @@ def balance(shapes: Sequence[tuple[int, int]], ranks: int) -> float:
     return max(work) * ranks / sum(work)
 
 
+def owned_balance(shapes: Sequence[tuple[int, int]], blocks: int, ranks: int) -> float:
+    """Return the work of the busiest of n ranks that own matrices whole, over a n-th of all work."""
+    layers = nn.ModuleList(
+        nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes) for _ in range(blocks)
+    )
+    placement, work = whole_parameters(layers, ranks), [0] * ranks
+    for param in layers.parameters():
+        work[placement(param).rank] += Matrix(0, 0, (param.shape[0], param.shape[1]), ()).flops()
+    return max(work) * ranks / sum(work)
+
+
 def _matrices(model: nn.Module) -> list[nn.Parameter]:
     return [param for name, param in model.named_parameters() if param.ndim == 2 and name.startswith("layers.")]
 
 
-def _flops_alone() -> int:
+def _alone() -> tuple[int, float]:
+    """FLOPs and seconds of CPU time of a step on one device, by torch's optimizer."""
     params = _matrices(Llama.build(SMALL))
     optimizer = torch.optim.Muon(params)
     for number, param in enumerate(params):
         param.grad = torch.full_like(param, number + 1.0)
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
-    return counter.get_total_flops()
+    return counter.get_total_flops(), _seconds(optimizer.step)
 
 
 def _least(params: Sequence[torch.Tensor], sharing: Sharing) -> int:

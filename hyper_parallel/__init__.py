@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         HSDPModule,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        Owner,
         UnshardHandle,
         clip_grad_norm_,
         fully_shard,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         register_forward_method,
         register_fsdp_forward_method,
         share_comm_ctx,
+        whole_parameters,
     )
     from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -93,6 +95,7 @@ __all__ = [
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Owner",
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
@@ -102,6 +105,7 @@ __all__ = [
     "register_forward_method",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "whole_parameters",
     # An optimizer of whole matrices
     "Muon",
     # What blocks keep for backward
@@ -161,6 +165,7 @@ _NAMES_OF = MappingProxyType(
             "HSDPModule",
             "MixedPrecisionPolicy",
             "OffloadPolicy",
+            "Owner",
             "UnshardHandle",
             "clip_grad_norm_",
             "fully_shard",
@@ -168,6 +173,7 @@ _NAMES_OF = MappingProxyType(
             "register_forward_method",
             "register_fsdp_forward_method",
             "share_comm_ctx",
+            "whole_parameters",
         ),
         "hyper_parallel.core.hsdp": (
             "HSDPCell",

@@ -11,6 +11,7 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +38,7 @@ from sim.late.communication import CommunicatingDevice, LateCommunication
 from sim.late.device import LateDevice, as_device
 from sim.late.memory import RaceReport
 from sim.late.queue import LateQueue
+from sim.late.shadow import Shadow
 from sim.late.shared import SharedDevice
 from sim.observers.captured import CapturedObjects, watch_captured
 from sim.observers.faults.hooks import Faults
@@ -220,19 +222,27 @@ class World:
                 asked, blame = "cannot make a world", str(missing).partition(": ")[2].partition(";")[0]
                 hint = f"map_device={kind!r} (--map-device), which puts on the CPU what names that device"
                 raise ValueError(explain(asked, blame, f"device: {kind!r}", hint)) from missing
-            self._share(kind)
+            self._share(kind, races)
         return None
 
-    def _share(self, kind: str) -> None:
+    def _share(self, kind: str, races: Races | None) -> None:
+        """Give each rank its part of a device, and where somebody looks for races, its shadow."""
+        queue, devices = LateQueue(self.options.seed), {}
         for context in self.contexts:
-            context.shared = SharedDevice(context.rank, kind, _seed_of(self.options.seed, context.rank))
-        self._carry_out_on({context.rank: context.shared for context in self.contexts if context.shared is not None})
+            seed = _seed_of(self.options.seed, context.rank)
+            context.shared = devices[context.rank] = shared = SharedDevice(context.rank, kind, seed)
+            if races is not None:
+                shared.shadow = shadow = Shadow(context.rank, kind, shared.current_stream, queue, self._report())
+                shadow.flights = flights = races.of_rank(context.rank)
+                flights.apart, flights.follow = kind, shadow.follow
+        self._carry_out_on(devices)
+
+    def _report(self) -> RaceReport:
+        return RaceReport(self.scheduler.fail, lambda: self.network.replay)
 
     def _make_late(self, races: Races | None) -> LateQueue:
         """Give each rank a device whose work is late."""
-        queue, report = LateQueue(self.options.seed, as_device), None
-        if races is not None:
-            report = RaceReport(self.scheduler.fail, lambda: self.network.replay)
+        queue, report = LateQueue(self.options.seed, as_device), None if races is None else self._report()
         devices = {}
         for context in self.contexts:
             context.late = devices[context.rank] = LateDevice(context.rank, queue, report)
@@ -245,6 +255,8 @@ class World:
     def _carry_out_on(self, devices: Mapping[int, CommunicatingDevice]) -> None:
         """Let devices carry out what ranks communicate."""
         self.network.devices = communication = LateCommunication(devices)
+        for context in self.contexts:
+            devices[context.rank].join = partial(communication.join, context)
         observe(self.network, communication)
 
     # What a world of which not every rank is run does in another way.

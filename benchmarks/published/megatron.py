@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.published.lifetimes import allocate_as_fsdp2, free_after_last_use
+from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from sim.mesh.job import Job
 from sim.mesh.program import Alloc, Comm, Event, Free, HostWait, Op, Program, Segment, Touch, Wait
 from sim.mesh.recipe import Conventions
@@ -56,6 +57,10 @@ class MegatronConventions(Conventions):
             of bfloat16, as TransformerEngine's primary weights are on Hopper; else each micro-batch makes its own.
         gradient_copies: all gradients are copied to float32 before the first weight is updated, and live until the next
             step, as in Megatron-LM's distributed optimizer where gradients are reduced in another dtype.
+        owned_weights: with zero == 1: a weight's state is owned by one rank as a whole: gradients are all-reduced in
+            large buckets, and owners broadcast what they have updated, as in InternEvo of July 2023.
+        fetched_weights: with zero == 3 and data parallelism alone: the host waits for everything before each module's
+            weight is gathered and when it has come, as in DeepSpeed 0.3.13.
     """
 
     scatter_gather: bool = False
@@ -70,6 +75,8 @@ class MegatronConventions(Conventions):
     loss_metrics: int = 0
     float8_weights: bool = False
     gradient_copies: bool = False
+    owned_weights: bool = False
+    fetched_weights: bool = False
 
     def __str__(self) -> str:
         said = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
@@ -99,6 +106,10 @@ class MegatronConventions(Conventions):
             program = allocate_as_fsdp2(program, keeps_last=job.recipe.reshards_after_forward)
         if self.exposed_weights and job.recipe.zero >= 2:
             program = expose_weights(program)
+        if self.owned_weights and job.recipe.zero == 1:
+            program = broadcast_weights(reduce_whole_gradients(program))
+        if self.fetched_weights and job.recipe.zero == 3 and job.dims.dp_shard == job.dims.world_size:
+            program = fetch_weights(program)
         if self.split_dispatch and job.dims.ep_enabled and job.dims.etp > 1:
             program = split_dispatch(program)
         if self.node_copies and job.dims.ep_enabled:

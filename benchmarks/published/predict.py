@@ -42,7 +42,7 @@ __all__ = [
 
 _TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
-_HOOKS = ("gpt.py", "lifetimes.py", "megatron.py")
+_HOOKS = ("gpt.py", "lifetimes.py", "megatron.py", "zero.py")
 
 
 def job_of(case: Case) -> Job:

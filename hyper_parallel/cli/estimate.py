@@ -66,6 +66,12 @@ def estimate(
     ] = None,
     start_from: StartFrom = None,
     settings: Settings = None,
+    budget: Annotated[
+        float | None,
+        _option(
+            "GiB of a device: estimate the fastest checkpointing that needs no more, and say which it is.", _RECIPE
+        ),
+    ] = None,
     in_words: Annotated[bool, _option("Say it in words, too, and what to change.", _OUT, "--explain")] = False,
     tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
     plot: Annotated[Path | None, _option("PNG file: the timeline and the memory of a step.", _OUT)] = None,
@@ -87,13 +93,23 @@ def estimate(
         if config is None:  # before anything is imported
             _hardware(given["train"].get("hardware"))
         from sim.mesh.estimate import estimate_job
+        from sim.mesh.searching.budget import NoPolicyFits, fit_job
 
         for path in (plot, trace, None if json_file in (None, "-") else Path(str(json_file))):
             check_can_write(path)
+        if budget is not None and "checkpointing" in given["parallel"]:
+            blame, seen = "a budget chooses the checkpointing", f"--checkpointing {given['parallel']['checkpointing']}"
+            raise ValueError(explain(f"cannot use --budget {budget:g}", blame, seen, "one of both options"))
         hardware, job = _job(config, given, devices, model, start_from, settings)
         with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
-            found = estimate_job(job, hardware)
+            try:
+                found = estimate_job(job, hardware) if budget is None else fit_job(job, hardware, budget * GIB)
+            except NoPolicyFits as error:
+                say_error(str(error))
+                raise typer.Exit(DOES_NOT_FIT) from None
         _show_estimate(found, in_words or tries > 0, tries, plot, trace, compare, json_file)
+        if budget is not None and json_file != "-":
+            print_wide(f'\nthe fastest within {budget:g} GiB: --checkpointing "{found.recipe.activations}"')
     if not found.memory.fits():
         raise typer.Exit(DOES_NOT_FIT)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.expert_parallel.api import expert_parallel, read_axes
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
@@ -20,7 +20,7 @@ from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.models.lora import add_adapters
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.models.plans import MeshLike, Streams, add_entries, llama_plan, reshard_gathered
+from hyper_parallel.models.plans import MeshLike, Streams, add_entries, cut, llama_plan, reshard_gathered
 
 __all__ = ["moe_plan", "parallelize_moe"]
 
@@ -38,6 +38,7 @@ def moe_plan(
     vocab_parallel: bool = True,
     logits: str = "split",
     reshard_inputs: bool = False,
+    chunks: int = 1,
 ) -> ShardingPlan:
     """Return the plan of a Llama with experts for `shard_module`, after `expert_parallel` has split the experts.
 
@@ -58,6 +59,7 @@ def moe_plan(
         vocab_parallel: as there.
         logits: as there.
         reshard_inputs: as there.
+        chunks: as there, for feed-forwards without experts.
 
     Raises:
         TypeError: no such model or config, no mesh.
@@ -70,6 +72,8 @@ def moe_plan(
         raise TypeError(explain(asked, blame, f"model: {type(model)!r}", "llama_plan(model, mesh) for one without"))
     check(asked, "int | None", etp=etp)
     check(asked, "bool", reshard_inputs=reshard_inputs)
+    check(asked, "int", chunks=chunks)
+    check_least(asked, 1, chunks=chunks)
     streams = Streams.on(asked, mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     degree = streams.degree if etp is None else etp
     _check_etp(asked, streams, degree)
@@ -102,6 +106,9 @@ def moe_plan(
         add_adapters(plan, model)
     if reshard_inputs:
         reshard_gathered(asked, plan, streams)
+    if chunks > 1:
+        paths = [f"layers.{index}.mlp" for index in _layers(model, config) if config.is_dense(index)]
+        cut(asked, plan, streams, dict.fromkeys(paths, chunks))
     return plan
 
 
@@ -116,6 +123,7 @@ def parallelize_moe(
     vocab_parallel: bool = True,
     logits: str = "split",
     reshard_inputs: bool = False,
+    chunks: int = 1,
 ) -> MoELlama:
     """Split a Llama with experts over the axes ep and tp of a mesh, in place; `fully_shard` over others may follow.
 
@@ -135,6 +143,7 @@ def parallelize_moe(
         vocab_parallel: see `llama_plan`.
         logits: as there.
         reshard_inputs: as there.
+        chunks: see `moe_plan`.
 
     Raises:
         TypeError: no such model, no mesh.
@@ -156,6 +165,7 @@ def parallelize_moe(
             vocab_parallel=vocab_parallel,
             logits=logits,
             reshard_inputs=reshard_inputs,
+            chunks=chunks,
         )
     if any(isinstance(module, GroupedExperts) for module in model.modules()):  # a stage may have dense layers only
         expert_parallel(model, mesh, ep=ep, tp=tp, cp=cp, etp=etp)

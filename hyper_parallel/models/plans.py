@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hyper_parallel.core.common.checks import check, check_choice
+from hyper_parallel.core.common.checks import check, check_choice, check_least
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -52,6 +52,7 @@ def llama_plan(
     logits: str = "split",
     local: bool = True,
     reshard_inputs: bool = False,
+    chunks: int = 1,
 ) -> ShardingPlan:
     """Return the plan of a Llama for `shard_module`.
 
@@ -96,11 +97,14 @@ def llama_plan(
             (Korthikanti et al. 2022, section 4.2.2). One all_gather more for each of them, and of each gathered input
             only its share of the memory. Nothing changes inside of activation checkpointing, which gathers again
             anyway.
+        chunks: with sequence_parallel, how many chunks of the sequence the feed-forward computes one after another, so
+            that one is gathered or reduced while another is computed; 1: the whole sequence at once. What the
+            feed-forward has gathered is kept for backward, with reshard_inputs, too.
 
     Raises:
         TypeError: no Llama or config, no mesh.
         ValueError: axes that do not exist, heads that the ranks along tp cannot share evenly, no such kind of logits,
-            reshard_inputs without sequence_parallel or local.
+            reshard_inputs or chunks without sequence_parallel or local.
     """
     asked = "cannot plan the Llama"
     config: object = model.config if isinstance(model, Llama) else model
@@ -111,6 +115,8 @@ def llama_plan(
     flags = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel, "local": local}
     flags["reshard_inputs"] = reshard_inputs
     check(asked, "bool", **flags)
+    check(asked, "int", chunks=chunks)
+    check_least(asked, 1, chunks=chunks)
     check_choice(asked, "logits", logits, LOGITS)
     check_choice(asked, "embedding", embedding, EMBEDDINGS)
     if embedding == "width" and config.tie_embeddings:
@@ -139,6 +145,8 @@ def llama_plan(
         streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
     if reshard_inputs:
         reshard_gathered(asked, plan, streams, local=local)
+    if chunks > 1:
+        cut(asked, plan, streams, {"layers.*.mlp": chunks}, local=local)
     if isinstance(model, Llama):
         add_adapters(plan, model)
     if not local:
@@ -339,6 +347,30 @@ def reshard_gathered(asked: str, plan: ShardingPlan, streams: Streams, *, local:
     inputs = plan.input_plan or {}
     gathered = [path for path in plan.local_plan or {} if inputs.get(f"{path}.input") == streams.whole]
     plan.reshard_inputs = gathered if streams.degree > 1 else None
+
+
+def cut(asked: str, plan: ShardingPlan, streams: Streams, chunks: Mapping[str, int], *, local: bool = True) -> None:
+    """Let modules of a plan that gather their input over tp compute one chunk of the sequence after another.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        plan: complete but for this.
+        streams: the mesh.
+        chunks: how many, by path.
+        local: whether modules compute on local tensors.
+
+    Raises:
+        ValueError: no input is gathered, or modules compute on DTensors.
+    """
+    if not streams.sequence_parallel or not local:
+        seen = f"chunks={max(chunks.values())}, sequence_parallel={streams.sequence_parallel}, local={local}"
+        blame = "with local=False, modules compute on DTensors, which are not cut"
+        if not streams.sequence_parallel:
+            blame = "without sequence parallelism no input is gathered, so that there is nothing to overlap"
+        raise ValueError(explain(asked, blame, seen, "sequence_parallel=True and local=True, or chunks=1"))
+    if streams.degree > 1 and plan.local_plan:
+        plan.chunks = {path: count for path, count in chunks.items() if path in plan.local_plan} or None
+        plan.reshard_inputs = [path for path in plan.reshard_inputs or [] if path not in chunks] or None
 
 
 def check_heads(asked: str, counts: Mapping[str, int], streams: Streams) -> None:

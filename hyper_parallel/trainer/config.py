@@ -206,6 +206,8 @@ class ParallelConfig:
             only; else they add up unsharded on every rank, and are reduced once. A pipeline reduces once.
         reshard_inputs: with tp, keep this rank's part of the sequence of what each split module gathers, and gather it
             again in backward: one all_gather more for each, for the memory of the rest.
+        tp_chunks: with tp, chunks of the sequence that a feed-forward computes one after another, so that one is
+            gathered or reduced while another is computed.
         param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
             "selective": all but matrix products and attention; "alternate": every other matrix product as well. With
@@ -230,6 +232,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     reduce_each: bool = False
     reshard_inputs: bool = False
+    tp_chunks: int = 1
     param_dtype: str = "fp32"
     checkpointing: str = "none"
     compile: bool = False
@@ -240,7 +243,7 @@ class ParallelConfig:
         check_choice(asked, "param_dtype", self.param_dtype, ("fp32", "bf16", "fp64"))
         ActivationPolicy.of(self.checkpointing, asked=asked)
         check_choice(asked, "engine", self.engine, ("fully_shard", "hsdp"))
-        check_least(asked, 1, stages_per_rank=self.stages_per_rank)
+        check_least(asked, 1, stages_per_rank=self.stages_per_rank, tp_chunks=self.tp_chunks)
         self.stage_sizes()
 
     def stage_sizes(self) -> list[int] | None:

@@ -10,9 +10,11 @@ used.
 from __future__ import annotations
 
 import base64
+import fnmatch
 import io
 import itertools
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -180,15 +182,34 @@ _Encode = Callable[[_Text], Tokens]
 def _documents(root: Path, data: DataConfig) -> Iterator[_Text]:
     """Read the files of a folder, or the records of a file."""
     is_left_out = _LEFT_OUT if data.path is None else frozenset[str]()
-    files = root.rglob(data.pattern) if root.is_dir() else iter([root])
-    for file in sorted(files, key=lambda f: f.relative_to(root).parts):
-        if not file.is_file() or is_left_out.intersection(file.relative_to(root).parts):
-            continue
+    for file in _files(root, data.pattern, is_left_out) if root.is_dir() else iter([root]):
         if file.suffix in _RECORDS:
             for number, record in _records(file):
                 yield _text(f"cannot read record {number} of {file}", record, data)
         else:
             yield _Text([_Span(file.read_bytes(), True)])
+
+
+def _files(folder: Path, pattern: str, left_out: frozenset[str]) -> Iterator[Path]:
+    """Find files as `folder.rglob(pattern)`, by the parts of their paths in order, and look no further than is asked.
+
+    A reader that stops at its first bytes would wait for a large folder, otherwise.
+    """
+    if pattern != Path(pattern).name or "**" in pattern:  # of several parts
+        for file in sorted(folder.rglob(pattern), key=lambda f: f.relative_to(folder).parts):
+            if file.is_file() and not left_out.intersection(file.relative_to(folder).parts):
+                yield file
+        return
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted((entry for entry in found if entry.name not in left_out), key=lambda entry: entry.name)
+    except PermissionError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(folder / entry.name, pattern, left_out)
+        elif fnmatch.fnmatch(entry.name, pattern) and entry.is_file():
+            yield folder / entry.name
 
 
 def _records(file: Path) -> Iterator[tuple[int, Any]]:

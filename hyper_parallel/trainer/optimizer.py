@@ -15,11 +15,30 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
+from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.data import state_from, state_text
 from hyper_parallel.trainer.parallelize import Parallelized
 
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's AdamW, which hands the ranks' shards of DTensors to its kernels.
+
+    Each element is updated by itself, so that nothing needs to know of layouts. torch would look for the layouts of all
+    parameters together: in the first step that takes longer than all else, and in each step it compares all of them.
+    """
+
+    def _init_group(self, group: dict[str, Any], params: list[Any], grads: list[Any], *state: list[Any]) -> bool:
+        """Fill the lists of what is updated, as torch has it, with shards in place of DTensors."""
+        has_complex = super()._init_group(group, params, grads, *state)
+        for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+                grads[number] = redistribute(grad, param.device_mesh, param.placements)
+        for tensors in (params, grads, *state):
+            tensors[:] = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+        return has_complex
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -52,7 +71,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
         return Muon(settings, lr=config.lr, adjust_lr_fn="match_rms_adamw", betas=betas)
     for group in settings:
         del group["use_muon"]
-    return torch.optim.AdamW(settings, lr=config.lr, betas=betas, fused=True)
+    return ShardedAdamW(settings, lr=config.lr, betas=betas, fused=True)
 
 
 _DECAY = 0.2  # of the steps after the warmup, after Hägele et al. 2024 (arXiv:2405.18392)

@@ -66,7 +66,8 @@ def parallelize_llama(
     if dims.tp_enabled:
         mesh = dims.get_mesh("tp")
         for model in models:
-            shard_module(model, mesh, llama_plan(model, mesh, reshard_inputs=parallel.reshard_inputs))
+            plan = llama_plan(model, mesh, reshard_inputs=parallel.reshard_inputs, chunks=parallel.tp_chunks)
+            shard_module(model, mesh, plan)
 
     # 3. Context parallelism: each rank has a part of every sequence.
     context = split_context(models, dims)
@@ -124,6 +125,7 @@ def parallelize_moe(
         #    other layers, and the stream between them.
         if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
             options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": parallel.reshard_inputs}
+            options["chunks"] = parallel.tp_chunks
             split_layers_and_experts(model, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
 
     # 3. Context parallelism: each rank has a part of every sequence.

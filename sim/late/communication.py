@@ -35,9 +35,11 @@ class CommunicatingDevice(Protocol):
 
     Attributes:
         kind: The type of its tensors.
+        join: Waits until all ranks have joined what this one communicates; called where the host waits for all.
     """
 
     kind: str
+    join: Callable[[], None]
 
     def lane_of_group(self, title: str) -> Any:
         """A stream for what a group communicates."""
@@ -155,6 +157,11 @@ class LateCommunication(Observer):
         device.wait(ends)
         if isinstance(what, Slot) and what.first is not None and what.first.contract.op == "barrier":
             device.finish(ends)
+
+    def join(self, endpoint: Endpoint) -> None:
+        """Let a rank wait until all that it has issued is under way: nothing is, before all ranks have called."""
+        for what in [what for what, ends in self._ends.items() if endpoint.rank in ends]:
+            endpoint.scheduler.block(what)
 
     def ended(self, endpoint: Endpoint) -> None:
         """Drop what is kept for operations that nobody has waited for: the rank's function has ended."""

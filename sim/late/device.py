@@ -57,6 +57,7 @@ class LateDevice:
         queue: Of the world's work.
         memory: Its allocator.
         default: The stream on which work is issued if no other is current.
+        join: Waits until all ranks have joined what this one communicates.
     """
 
     def __init__(self, rank: int, queue: LateQueue, races: RaceReport | None) -> None:
@@ -71,6 +72,7 @@ class LateDevice:
         self.flights: Flights | None = None  # where copies are entered that the host must not interfere with
         self._shared: list[LateTask] = []
         self.raised: BaseException | None = None  # by a hook of the backward that runs
+        self.join: Callable[[], None] = lambda: None
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -132,7 +134,8 @@ class LateDevice:
         self.queue.advance()
 
     def finish_all(self) -> None:
-        """Let the host wait for all that was issued."""
+        """Let the host wait for all that was issued, and so for the ranks that have not joined an operation yet."""
+        self.join()
         for lane in self.queue.lanes_of(self.rank):
             self.finish(lane.tail)
 

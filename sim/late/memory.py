@@ -13,7 +13,7 @@ import torch
 from sim.explain.errors import InFlightBufferRace, SimError
 from sim.explain.lines import user_line
 from sim.late.queue import Lane, LateQueue, LateTask
-from sim.observers.races import Part, overlap, part_of
+from sim.observers.races import Part, extent_of, overlap
 
 __all__ = ["Allocation", "DeviceMemory", "RaceReport"]
 
@@ -244,9 +244,9 @@ class DeviceMemory:
         Raises:
             InFlightBufferRace: Nothing orders the two; names both lines.
         """
-        part = part_of(twin) if self._races is not None else None
-        if part is None:
+        if self._races is None or not twin.numel():
             return
+        part = extent_of(twin)
         kept = []
         for touch in reversed(allocation.touches):  # the last one says most
             ordered = task.comes_after(touch.task.lane.index, touch.task.number)
@@ -314,7 +314,9 @@ def _event(action: str, allocation: Allocation) -> dict[str, Any]:
 
 
 def _bytes_of(memory: torch.UntypedStorage, size: int) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(memory, 0, (size,))  # type: ignore[call-overload]
+    whole: Any = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    found: torch.Tensor = whole.set_(memory, 0, (size,))
+    return found
 
 
 def _fill(memory: torch.UntypedStorage, size: int) -> None:

@@ -12,15 +12,25 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from sim.late.queue import Lane, LateTask
+from sim.late.shadow import Shadow
 
 __all__ = ["SHARED", "SharedDevice"]
 
 _COUNTED = ("allocated", "reserved")
 _MEMORY = ("memory_stats", "memory_stats_as_nested_dict", "reset_peak_memory_stats")
 _RANDOM = ("manual_seed", "get_rng_state", "set_rng_state")
+
+
+class Entered(NamedTuple):
+    """An operation in the shadow of a device: its beginning and its end."""
+
+    begins: LateTask
+    ends: LateTask
 
 
 class SharedEnd:
@@ -31,13 +41,15 @@ class SharedEnd:
         event: Recorded once it has been issued.
         issued: Whether it has: an event that was never recorded counts as done.
         tensors: Those that it uses, which live until the rank has waited, as with nccl.
+        entered: The same in the rank's shadow; None: it has none.
     """
 
-    __slots__ = ("event", "issued", "lane", "tensors")
+    __slots__ = ("entered", "event", "issued", "lane", "tensors")
 
-    def __init__(self, lane: Any, event: Any) -> None:
+    def __init__(self, lane: Any, event: Any, entered: Entered | None) -> None:
         self.lane = lane
         self.event = event
+        self.entered = entered
         self.issued = False
         self.tensors: list[torch.Tensor] = []
 
@@ -55,6 +67,8 @@ class SharedDevice:
     Attributes:
         module: `torch.cuda` or `torch.npu`, once the world is alive.
         default: The stream that is current where no other is; None before the rank has run.
+        shadow: What the rank has issued, where somebody looks for races.
+        join: Waits until all ranks have joined what this one communicates.
     """
 
     def __init__(self, rank: int, kind: str, seed: int) -> None:
@@ -62,6 +76,9 @@ class SharedDevice:
         self.kind = kind
         self.module: Any = None
         self.default: Any = None
+        self.shadow: Shadow | None = None
+        self.join: Callable[[], None] = lambda: None
+        self._lanes: dict[int, Lane] = {}  # of the shadow, by id of a group's stream
         self._seed = seed
         self._threads = 0  # of the rank, that are within `on_thread`
         self._random: torch.Tensor | None = None
@@ -74,7 +91,17 @@ class SharedDevice:
     def attach(self, module: Any) -> None:
         """Take the device's module, whose functions do not answer for ranks yet."""
         self.module = module
-        self._original = {name: getattr(module, name) for name in (*_MEMORY, *_RANDOM)}
+        self._original = {name: getattr(module, name) for name in (*_MEMORY, *_RANDOM, "synchronize")}
+
+    def current_stream(self) -> Any:
+        """The calling thread's stream."""
+        return self.module.current_stream()
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Let streams and events be told what the shadow enters by itself."""
+        with contextlib.nullcontext() if self.shadow is None else self.shadow.blind():
+            yield
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -84,6 +111,8 @@ class SharedDevice:
         before = self.module.current_stream()
         if self.default is None:
             self.default = self.module.Stream()
+            if self.shadow is not None:
+                self.shadow.begin_on(self.default)
         self.default.wait_stream(before)  # what the caller has made for the rank
         self._threads += 1
         if self._threads == 1:
@@ -153,23 +182,34 @@ class SharedDevice:
 
     # -- communication -------------------------------------------------------------------------------------------------
 
+    def finish_all(self) -> None:
+        """Let the host wait for all that the rank has issued, and so for the ranks that have not joined it yet."""
+        self.join()
+        self._original["synchronize"]()
+        if self.shadow is not None:
+            self.shadow.finish_all()
+
     def lane_of_group(self, title: str) -> Any:
         """A stream for what a group communicates."""
-        del title
-        return self.module.Stream()
+        lane = self.module.Stream()
+        if self.shadow is not None:
+            self._lanes[id(lane)] = self.shadow.lane_of_group(title)
+        return lane
 
     def begin(self, lane: Any, what: str) -> tuple[Any, SharedEnd]:
         """Mark what the rank has issued so far: an operation comes after it."""
-        del what
         begins = self.module.Event()
-        begins.record(self.module.current_stream())
-        return begins, SharedEnd(lane, self.module.Event())
+        with self._unseen():
+            begins.record(self.module.current_stream())
+        entered = None if self.shadow is None else Entered(*self.shadow.begin(self._lanes[id(lane)], what))
+        return begins, SharedEnd(lane, self.module.Event(), entered)
 
     def use(self, end: SharedEnd, lane: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Keep the memory of what an operation uses until the rank has waited for it."""
-        del lane
         end.tensors = [*reads, *writes]
         self._kept.append(end)
+        if self.shadow is not None and end.entered is not None:
+            self.shadow.use(end.entered.ends, self._lanes[id(lane)], reads, writes)
 
     def reach(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself: the device is everybody's."""
@@ -182,27 +222,37 @@ class SharedDevice:
         keep their order.
         """
         lane = sides[0].lane
-        for side in sides:
-            lane.wait_event(side.begins)
-        with self.module.stream(lane):
-            run()
-        for side in sides:
-            side.ends.event.record(lane)
-            side.ends.issued = True
+        with contextlib.ExitStack() as stack:
+            for side in sides:
+                stack.enter_context(side.device._unseen())
+                lane.wait_event(side.begins)
+            with self.module.stream(lane):
+                run()
+            for side in sides:
+                side.ends.event.record(lane)
+                side.ends.issued = True
+        if self.shadow is not None:
+            self.shadow.move([side.ends.entered for side in sides], lambda: None)
 
     def wait(self, end: SharedEnd) -> None:
         """Let the current stream wait for the end of an operation.
 
         What it and those before it have used may be given back now: it is used again behind this wait.
         """
-        end.event.wait(self.module.current_stream())
+        with self._unseen():
+            end.event.wait(self.module.current_stream())
+        if self.shadow is not None and end.entered is not None:
+            self.shadow.wait(end.entered.ends)
         if end in self._kept:
             before, after = self._kept[: self._kept.index(end)], self._kept[self._kept.index(end) + 1 :]
             self._kept = [each for each in before if each.lane is not end.lane] + after
 
     def finish(self, end: SharedEnd) -> None:
         """Let the host wait for the end of an operation."""
-        end.event.synchronize()
+        with self._unseen():
+            end.event.synchronize()
+        if self.shadow is not None and end.entered is not None:
+            self.shadow.finish(end.entered.ends)
 
     def forget(self) -> None:
         """Drop what is kept for operations that nobody has waited for, once they are over."""
@@ -229,6 +279,7 @@ SHARED: dict[str, Callable[..., Any]] = {
     "set_device": _set_device,
     "set_device_index": _set_device,
     "default_stream": lambda device, _=None: device.default,
+    "synchronize": lambda device, _=None: device.finish_all(),
     "memory_allocated": lambda device, _=None: device.memory("allocated"),
     "memory_reserved": lambda device, _=None: device.memory("reserved"),
     "max_memory_allocated": lambda device, _=None: device.memory("allocated", peak=True),

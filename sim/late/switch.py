@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from sim.late import kernels
 from sim.late.attention import FUSED
 from sim.late.device import LateDevice
 from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
+from sim.late.shadow import EVENT, STREAM, Shadow
 from sim.late.shared import SHARED, SharedDevice
 from sim.patches.devices import device_module, importable
 from sim.patches.rank import Host, Undo
@@ -317,17 +320,88 @@ def _shared_device(host: Host) -> Undo:
     for device in devices:
         device.attach(module)
     replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, by: Callable[[str, Any], Any]) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, by(name, getattr(owner, name)))
+
     for name in SHARED:
         for owner in (module, torch.accelerator):
             if hasattr(owner, name):
-                replaced.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, _of_shared(name, getattr(owner, name)))
+                replace(owner, name, _of_shared)
+    if devices[0].shadow is not None:
+        for owner, told in ((module.Event, EVENT), (module.Stream, STREAM)):
+            for name, enter in told.items():
+                replace(owner, name, partial(_entered, enter))
+        replace(module, "set_stream", partial(_entered, lambda shadow, found, *args: shadow.moved()))
+        replace(module, "stream", _goes_to)
+        replace(torch.UntypedStorage, "resize_", _gives_back)
+        replace(torch.autograd, "_engine_run_backward", _returns)
 
     def undo() -> None:
         for owner, name, original in reversed(replaced):
             setattr(owner, name, original)
 
     return undo
+
+
+def _shadow() -> Shadow | None:
+    """That of the calling rank's part of a device; None where it has none, or where that enters things itself."""
+    context = current_context()
+    device: SharedDevice | None = None if context is None else context.shared
+    shadow = None if device is None else device.shadow
+    return None if shadow is None or shadow.is_blind else shadow
+
+
+def _entered(enter: Callable[..., None], name: str, original: Any) -> Callable[..., Any]:
+    """A function of a device, which the rank's shadow is told of with what it returns and what it was given."""
+
+    def function(*args: Any, **options: Any) -> Any:
+        found = original(*args, **options)
+        if (shadow := _shadow()) is not None:
+            enter(shadow, found, *args, *options.values())
+        return found
+
+    function.__name__ = name
+    return function
+
+
+def _goes_to(name: str, original: Any) -> Callable[..., Any]:
+    """`torch.cuda.stream`: Python makes another stream current, and the one before again."""
+
+    @contextlib.contextmanager
+    def goes(stream: Any) -> Iterator[Any]:
+        with original(stream) as found:
+            if (shadow := _shadow()) is not None:
+                shadow.moved()
+            yield found
+        if shadow is not None:
+            shadow.moved()
+
+    return goes
+
+
+def _gives_back(name: str, original: Any) -> Callable[..., Any]:
+    """`UntypedStorage.resize_`, which gives memory back, or asks for other one."""
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if (shadow := _shadow()) is not None and self.device.type == shadow.kind and size != self.nbytes():
+            shadow.memory.release(self._cdata)
+        return original(self, size)
+
+    return resize_
+
+
+def _returns(name: str, original: Any) -> Callable[..., Any]:
+    """Backward, behind whose streams the current one is when it returns."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        found = original(*args, **options)
+        if (shadow := _shadow()) is not None:
+            shadow.backward_returned()
+        return found
+
+    return run
 
 
 LATE_PATCHES = (_late_device, _shared_device)

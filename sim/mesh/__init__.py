@@ -20,6 +20,7 @@ from sim.mesh.job import Job
 from sim.mesh.models import find_model, model_names
 from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.recipe import Recipe, Routing
+from sim.mesh.searching.budget import fit_activations
 from sim.mesh.searching.ranking import SearchResult
 from sim.mesh.searching.search import search
 from sim.mesh.spec import Custom
@@ -31,6 +32,7 @@ __all__ = [
     "estimate_run",
     "Estimate",
     "Quantity",
+    "fit_activations",
     "search",
     "SearchResult",
     # What is estimated

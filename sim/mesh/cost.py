@@ -302,7 +302,7 @@ class Pricing:
     def host_seconds(self, event: Event) -> float:
         """Return the host's time to issue an event; waits and memory cost it next to nothing."""
         if isinstance(event, Op):
-            return self._op_seconds
+            return self._op_seconds * (event.shape[0] if event.kind == "host" and event.shape else 1)
         if isinstance(event, Comm):
             return self._op_seconds if event.op in HOST_COPIES else self._comm_seconds
         return 0.0

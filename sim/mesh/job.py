@@ -238,6 +238,7 @@ def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Reci
         zero=3 if parallel.reshard_after_forward else 2,
         reduce_each=parallel.reduce_each,
         reshard_inputs=parallel.reshard_inputs,
+        tp_chunks=parallel.tp_chunks,
         engine=parallel.engine,
         optimizer="muon" if run.optimizer.muon else "adamw",
         clipping=run.optimizer.max_grad_norm > 0,

@@ -216,7 +216,8 @@ def _of_plan(recipe: Recipe | None) -> dict[str, Any]:
     """Return what a recipe says of a plan, as its options."""
     if recipe is None:
         return {}
-    return {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": recipe.reshard_inputs}
+    again, chunks = recipe.reshard_inputs, recipe.tp_chunks
+    return {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": again, "chunks": chunks}
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Op(NamedTuple):
         writes: what it writes.
         dtype: that it computes in, such as `bfloat16`.
         shape: of a matmul `(batch, m, n, k)`; of an attention `(batch, heads, kv_heads, queries, keys, head_dim,
-            is_causal)`; else ().
+            is_causal)`; of a `host` one perhaps `(how many of them,)`; else ().
         stream: where it is queued.
         place: number of its `Place`.
     """

@@ -342,6 +342,8 @@ class Recipe:
             is DDP.
         sequence_parallel: with tensor parallelism, what lies between split modules is split over the sequence.
         reshard_inputs: what split modules gather over the sequence is gathered again in backward, not kept.
+        tp_chunks: with tensor and sequence parallelism, chunks of the sequence in which a feed-forward is computed, one
+            gathered or reduced while another is computed.
         attention: "flash", "math" or "math-recomputed". "math": scores and their softmax are made and kept; the last:
             made, and made again in backward (selective recomputation of Korthikanti et al. 2022, section 5).
         norm: "fused": one kernel; "eager": one for each operation, with float32 copies.
@@ -385,6 +387,7 @@ class Recipe:
     clipping: bool = True
     sequence_parallel: bool = True
     reshard_inputs: bool = False
+    tp_chunks: int = 1
     attention: str = "flash"
     norm: str = "fused"
     loss: str = "library"
@@ -405,7 +408,7 @@ class Recipe:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
-        for name in ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank"):
+        for name in ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks"):
             _count(name, getattr(self, name), 0 if name == "checkpoint_layers" else 1)
         routing: object = self.routing
         if isinstance(self.zero, bool) or self.zero not in _ZERO:
@@ -440,6 +443,10 @@ class Recipe:
             blame = "without sequence parallelism no input is gathered, and each rank has all of it anyway"
             seen = "reshard_inputs=True, sequence_parallel=False"
             raise ValueError(explain(_ASKED, blame, seen, "sequence_parallel=True, or reshard_inputs=False"))
+        if self.tp_chunks > 1 and not self.sequence_parallel:
+            blame = "without sequence parallelism no input is gathered, so that there is nothing to overlap"
+            seen = f"tp_chunks={self.tp_chunks}, sequence_parallel=False"
+            raise ValueError(explain(_ASKED, blame, seen, "sequence_parallel=True, or tp_chunks=1"))
         kind = find_schedule(self.schedule)
         if self.stages_per_rank is not None and not kind.is_multi and self.stages_per_rank != kind.stages_per_rank:
             seen = f"stages_per_rank={self.stages_per_rank}, schedule={self.schedule!r}"

@@ -25,7 +25,7 @@ from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
 
-__all__ = ["Flights", "Part", "Races", "accesses", "overlap", "part_of"]
+__all__ = ["Flights", "Part", "Races", "accesses", "extent_of", "is_harmless", "overlap", "part_of"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -59,6 +59,7 @@ class Flights:
         self._network = network
         self._rank = rank
         self.apart: str | None = None  # a type of device that keeps its own books
+        self.follow: Callable[[Any, Any, Any, Any], None] | None = None  # enters an operation there, if it has to be
         self._flights: dict[Hashable, _Flight] = {}
 
     def issue(
@@ -142,6 +143,11 @@ def part_of(tensor: torch.Tensor) -> Part | None:
     """The memory of a tensor; None if it has none."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
+    return extent_of(tensor)
+
+
+def extent_of(tensor: torch.Tensor) -> Part:
+    """The memory of a tensor that has elements; its data may be nowhere."""
     size = tensor.element_size()
     reach = int(sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
     first = int(tensor.storage_offset()) * size
@@ -197,17 +203,24 @@ class _Accesses(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
-        if self._flights and func._opname not in _HARMLESS and not _is_copy_of_device(func, args):
+        flights = self._flights
+        if flights and not is_harmless(func) and not _is_copy_of_device(func, args, flights.apart):
             reads, writes = accesses(func, args, kwargs)
-            self._flights.check(
-                f"{func.namespace}.{func._opname}", self._flights.parts(reads), self._flights.parts(writes)
-            )
-        return func(*args, **kwargs)
+            flights.check(f"{func.namespace}.{func._opname}", flights.parts(reads), flights.parts(writes))
+        found = func(*args, **kwargs)
+        if flights.follow is not None:
+            flights.follow(func, args, kwargs, found)
+        return found
 
 
-def _is_copy_of_device(func: Any, args: Any) -> bool:
-    """Whether it is the copy of a late device, which may be late itself, and sees to it."""
-    return func._opname == "copy_" and any(tensor.device.type == "npu" for tensor in args[:2])
+def is_harmless(func: Any) -> bool:
+    """Whether an operation looks at no values, and changes none."""
+    return func._opname in _HARMLESS
+
+
+def _is_copy_of_device(func: Any, args: Any, kind: str | None) -> bool:
+    """Whether it is the copy of a device that keeps its own books: it may be late itself, and is entered there."""
+    return func._opname == "copy_" and any(tensor.device.type == kind for tensor in args[:2])
 
 
 def accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

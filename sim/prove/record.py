@@ -43,6 +43,7 @@ _INNER = {  # what a wrapper calls the module that it wraps, by the wrapper's cl
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
+    "OffloadedBlock": "_checkpoint_wrapped_module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
 

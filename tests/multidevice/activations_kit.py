@@ -61,15 +61,32 @@ def wrapped(model: Blocks, engine: str, device: str) -> nn.Module:
 
 
 def trained(
-    device: str, policy: Any, engine: str, depth: int = 4, width: int = 16, rows: int = 12, steps: int = 2
+    device: str,
+    policy: Any,
+    engine: str,
+    depth: int = 4,
+    width: int = 16,
+    rows: int = 12,
+    steps: int = 2,
+    compiled: str = "nothing",
 ) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses of all ranks' rows, the whole parameters, and the most bytes that a step after the first has allocated.
 
-    On one rank with "none" it is what training is; ranks have a part of the rows each.
+    On one rank with "none" it is what training is; ranks have a part of the rows each. What is compiled is "nothing",
+    the "insides" of the blocks, the "blocks" as they are wrapped by the policy, or the "model".
     """
     torch.manual_seed(0)
     model = Blocks(depth, width).to(device)
-    net = wrapped(checkpoint_blocks(model, policy), engine, device)
+    if compiled == "insides":
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+    checkpoint_blocks(model, policy)
+    if compiled == "blocks":
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+    net = wrapped(model, engine, device)
+    if compiled == "model":
+        net.compile(backend="aot_eager")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     platform, losses, peak = get_platform(device), [], 0

@@ -145,6 +145,10 @@ def replicated(device: str) -> list[float]:
     return trained(device, init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
+def owned(device: str) -> list[float]:
+    return trained(device, init_device_mesh(device, (2,)), shard_placement_fn=lambda param: hp.Owner(param.dim() - 1))
+
+
 def mixed(device: str) -> list[float]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return trained(device, init_device_mesh(device, (2,)), mp_policy=policy)
@@ -217,6 +221,28 @@ def redistributed(device: str) -> list[float]:
         local.square().sum().backward()
     pending = hp.redistribute(x.detach() * 3, ("None", "dp"), async_op=True)
     found += [hp.to_local(pending.wait()).sum(), hp.to_local(x.grad).sum()]
+    return [float(each) for each in found]
+
+
+def in_chunks(device: str) -> list[float]:
+    layout = hp.Layout.from_device_mesh(init_device_mesh(device, (2,), mesh_dim_names=("tp",)))
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False), torch.nn.GELU(), torch.nn.Linear(6, 8, bias=False))
+    plan = hp.ShardingPlan(
+        plan={"0.weight": ("tp",), "2.weight": ("None", "tp")},
+        input_plan={"input": ("None",)},
+        local_plan={"": layout(partial={"tp": "sum"})},
+        output_plan={"output": ("None", "tp")},
+        chunks={"": 2},
+    )
+    model, found = hp.shard_module(net.to(device), layout.mesh, plan, src_data_rank=None), []
+    for number in range(2):
+        x = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(number)).to(device)
+        x = hp.distribute_tensor(x, layout("None", "tp"), src_data_rank=None).requires_grad_()
+        local = hp.to_local(model(x).square())
+        local.sum().backward()
+        found += [local.detach().sum(), hp.to_local(x.grad).square().sum()]
+    found += [hp.to_local(each.grad).square().sum() for each in model.parameters()]
     return [float(each) for each in found]
 
 
@@ -313,6 +339,7 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "clip_grad_norm_": (clipped, 2),
     "reshard_after_forward=False": (kept, 2),
     "replicas": (replicated, 4),
+    "parameters with owners": (owned, 2),
     "mixed precision": (mixed, 2),
     "CPU offload": (offloaded, 2),
     "CPU offload on one rank": (offloaded_alone, 1),
@@ -321,6 +348,7 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "activations on the host": (activations_on_the_host, 2),
     "inputs of blocks on the host": (block_inputs_on_the_host, 1),
     "redistribute": (redistributed, 4),
+    "chunks": (in_chunks, 2),
     "ring attention": (attended, 4),
     "pipelines": (pipelined, 2),
     "experts": (with_experts, 2),

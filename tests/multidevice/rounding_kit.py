@@ -79,7 +79,7 @@ def bound_of(
 
 def is_stand_in(ctx: sim.RankTest) -> bool:
     """Whether simulated ranks stand in for devices, which is to try dtypes; what costs seconds may be left out."""
-    return ctx.backend in ("gpu", "npu") and ctx.device_type == "cpu"
+    return ctx.backend in ("gpu", "npu") and sim.current_rank() is not None
 
 
 def shorter(dtype: torch.dtype) -> torch.dtype:

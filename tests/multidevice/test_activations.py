@@ -67,6 +67,24 @@ def test_the_peak_is_what_an_estimate_says_and_what_the_docs_say():
     assert least.by_category["workspace"] + least.by_category["activations"] < 2.7 * one, "of two blocks, and gradients"
 
 
+@late
+@pytest.mark.sim
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
+def test_a_policy_for_a_budget_needs_no_more_than_it():
+    spec = mesh.Custom(
+        lambda: Blocks(DEPTH, WIDTH), lambda batch, _: torch.zeros(batch, WIDTH), lambda out, _: out.square().mean()
+    )
+    recipe = mesh.Recipe(param_dtype="fp32", optimizer="sgd", clipping=False)
+    all_bytes, context = planned("none").memory.reserved, planned("none").memory.fullest.context_bytes
+    budget = 0.6 * all_bytes + context
+    found = mesh.fit_activations(spec, ParallelDims(), ROWS, 1, "h100-sxm", budget, recipe)
+    policy = found.recipe.activations
+    ((_, _, peak),) = sim.run(trained, 1, ("npu", policy, "none", DEPTH, WIDTH, ROWS), device="npu")
+    assert peak == pytest.approx(found.memory.peak, rel=0.02)
+    assert peak <= 0.6 * all_bytes < planned("none").memory.peak
+    assert policy.first is not None, "of some blocks"
+
+
 def test_copies_are_on_a_stream_of_their_own_and_come_ahead():
     """Where the link is as fast as in an h100, a wide enough block hides what goes to the host and back."""
     shape = {"batch": 4096, "seq_len": 1, "hardware": "h100-sxm"}
@@ -120,6 +138,51 @@ def test_what_autograd_refuses_and_repeats_stays_so():
     (found,) = sim.run(backward_twice, 1, device="npu", check_races=True)
     assert found
     assert all(found)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs():
+    """Graphs that are compiled in a test: how many so far."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    torch._dynamo.reset()
+
+
+@late
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("policy", "compiled"),
+    [("offload", "insides"), ("offload", "blocks"), ("offload", "model"), ("full offload", "model")],
+)
+def test_compiled_blocks_are_offloaded(policy, compiled, graphs):
+    """They compute what one device does, keep as little, and each is a graph."""
+    alone = sim.run(trained, 1, ("npu", policy, "none", 4, 16, 12, 2), device="npu")
+    ((losses, parameters, peak),) = sim.run(trained, 1, ("npu", policy, "none", 4, 16, 12, 2, compiled), device="npu")
+    assert graphs() == 2, "blocks share one, but for the first, whose input needs no gradient"
+    assert losses == pytest.approx(ALONE[0], rel=1e-5)
+    torch.testing.assert_close(parameters, ALONE[1], rtol=1e-4, atol=1e-5)
+    assert peak == pytest.approx(alone[0][2], rel=0.02)
+
+
+@late
+@pytest.mark.sim
+@pytest.mark.parametrize(("engine", "compiled"), [("ours", "blocks"), ("fsdp2", "insides"), ("ours", "model")])
+@pytest.mark.usefixtures("graphs")
+def test_compiled_blocks_of_an_engine_are_offloaded(engine, compiled):
+    found = sim.run(trained, 2, ("npu", "offload", engine, 4, 16, 12, 2, compiled), device="npu", check_races=True)
+    assert [sum(each) / 2 for each in zip(*(one[0] for one in found), strict=True)] == pytest.approx(ALONE[0], rel=1e-5)
+    for _, parameters, _ in found:
+        torch.testing.assert_close(parameters, ALONE[1], rtol=1e-4, atol=1e-5)
+
+
+def test_one_graph_of_all_blocks_is_refused():
+    model = torch.compile(checkpoint_blocks(Blocks(2, 4), "offload"), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="go to the host between two blocks: compile without fullg"):
+        model(torch.ones(2, 4))
 
 
 # -- policies and arguments --------------------------------------------------------------------------------------------

@@ -159,6 +159,10 @@ CASES = [
     Case({"dp": 2, "tp": 2}, seq=7, options={"reshard_inputs": True, "logits": "local"}),
     Case({"dp": 2, "tp": 2}, "fully_shard", config=TIED, options={"reshard_inputs": True}),
     Case({"dp": 2, "tp": 2}, "hsdp", options={"reshard_inputs": True}),
+    Case({"tp": 4}, seq=7, options={"chunks": 3}),
+    Case({"dp": 2, "tp": 2}, options={"chunks": 4, "logits": "local"}),
+    Case({"dp": 2, "tp": 2}, "fully_shard", config=TIED, options={"chunks": 2, "reshard_inputs": True}),
+    Case({"dp": 2, "tp": 2}, "hsdp", options={"chunks": 2}),
 ]
 
 
@@ -184,6 +188,7 @@ def test_real_ranks_train_as_one_device_does(ctx):
         Case({"dp": 2, "tp": 2}, seq=7),
         Case({"dp": 2, "tp": 2}, "fully_shard", config=TIED),
         Case({"dp": 2, "tp": 2}, seq=7, options={"reshard_inputs": True}),
+        Case({"dp": 2, "tp": 2}, options={"chunks": 4}),
     )
     for case in cases:
         case = replace(case, dtype=dtype)
@@ -290,6 +295,29 @@ def test_what_a_step_communicates(sequence_parallel: bool, reshard_inputs: bool,
             "cannot plan the Llama: there is no kind of logits 'gathered'\n"
             "  logits: 'gathered'\n"
             "  try: logits=one of 'split', 'whole', 'local'",
+        ),
+        (
+            ValueError,
+            {"tp": 2},
+            {"chunks": 2, "sequence_parallel": False},
+            "cannot plan the Llama: without sequence parallelism no input is gathered, "
+            "so that there is nothing to overlap\n"
+            "  chunks=2, sequence_parallel=False, local=True\n"
+            "  try: sequence_parallel=True and local=True, or chunks=1",
+        ),
+        (
+            ValueError,
+            {"tp": 2},
+            {"chunks": 2, "local": False},
+            "cannot plan the Llama: with local=False, modules compute on DTensors, which are not cut\n"
+            "  chunks=2, sequence_parallel=True, local=False\n"
+            "  try: sequence_parallel=True and local=True, or chunks=1",
+        ),
+        (
+            ValueError,
+            {"tp": 2},
+            {"chunks": 0},
+            "cannot plan the Llama: chunks must be a finite number of at least 1\n  chunks: 0\n  try: chunks=1",
         ),
         (
             TypeError,

@@ -17,15 +17,16 @@ from typing import Any
 import pytest
 import torch
 import warm
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
-from hyper_parallel.trainer.config import Config, DataConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.loop import Trainer, train
-from hyper_parallel.trainer.optimizer import clip_gradients
+from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients
 from hyper_parallel.trainer.parallelize import Parallelized
 from hyper_parallel.trainer.report import StepRecord, TrainResult, read_log
 
@@ -107,6 +108,43 @@ def test_clipping_is_torchs(max_norm: float) -> None:
             torch.testing.assert_close(ours_param.grad.full_tensor(), torchs_param.grad.full_tensor())
 
     sim.run(body, 6)
+
+
+@sim.ranks(4, backends=("sim", "gloo"))
+def test_the_update_of_shards_is_that_of_whole_tensors(ctx) -> None:
+    """Against torch's AdamW on one device: uneven shards, copies, a plain tensor, and a sum that is pending."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)
+    whole = {"w": torch.randn(5, 6), "norm": torch.randn(6), "late": torch.randn(4, 3), "plain": torch.randn(2, 2)}
+    grads = [{name: torch.randn(value.shape) for name, value in whole.items()} for _ in range(3)]
+    where = {"w": [Shard(0), Shard(1)], "norm": [Replicate(), Replicate()], "late": [Replicate(), Shard(0)]}
+    ours = {
+        name: torch.nn.Parameter(distribute_tensor(value, mesh, where[name]) if name in where else value.clone())
+        for name, value in whole.items()
+    }
+    one = {name: torch.nn.Parameter(value.clone()) for name, value in whole.items()}
+    config = OptimizerConfig(lr=0.1, weight_decay=0.2)
+    optimizer = build_optimizer(ours.items(), config)
+    groups = [
+        {"params": [one[name] for name in ("w", "late", "plain")]},
+        {"params": [one["norm"]], "weight_decay": 0.0},
+    ]
+    expected = torch.optim.AdamW(groups, lr=0.1, betas=(config.beta1, config.beta2), weight_decay=0.2, fused=True)
+    for step in grads:
+        for name, grad in step.items():
+            one[name].grad = grad
+            ours[name].grad = distribute_tensor(grad, mesh, where[name]) if name in where else grad.clone()
+        half = distribute_tensor(step["late"] / 2, mesh, [Replicate(), Shard(0)])
+        ours["late"].grad = DTensor.from_local(half.to_local(), mesh, [Partial(), Shard(0)])
+        optimizer.step()
+        expected.step()
+    for name, param in ours.items():
+        state = optimizer.state[param]
+        for mine, theirs in ((param, one[name]), *((state[key], expected.state[one[name]][key]) for key in state)):
+            if name in where and mine.ndim:
+                assert mine.placements == tuple(where[name])
+                mine = mine.full_tensor()
+            torch.testing.assert_close(mine, theirs)  # the last bits depend on where a shard ends
 
 
 @pytest.mark.sim

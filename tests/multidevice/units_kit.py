@@ -57,6 +57,9 @@ def assert_near(
 ) -> None:
     """Equal within rounding: in float64, batch, widths, layers and steps multiply to less than `summands`."""
     assert list(ours) == list(theirs)
+    ours, theirs = (
+        {name: each if each is None else each.cpu() for name, each in some.items()} for some in (ours, theirs)
+    )
     for name, wanted in theirs.items():
         got = ours[name]
         assert (got is None) == (wanted is None), (name, got, wanted)
@@ -66,7 +69,7 @@ def assert_near(
         if wanted.numel():
             bound = bound_of(wanted, theirs, alone, eps=eps, summands=summands)
             kind = torch.complex128 if wanted.is_complex() else torch.float64
-            distance = (got.cpu().to(kind) - wanted.cpu().to(kind)).abs().max().item()
+            distance = (got.to(kind) - wanted.to(kind)).abs().max().item()
             assert distance <= bound, (name, distance, got, wanted)
 
 

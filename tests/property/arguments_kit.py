@@ -62,7 +62,7 @@ LEFT_OUT = {
 TAKEN_ANYWAY = {
     **{("ShardingPlan", each): "shard_module checks a plan, whose entries change until then" for each in (
         "plan", "input_plan", "output_plan", "return_local_tensor", "wrap_inputs", "local_plan",
-        "reshard_inputs")},
+        "reshard_inputs", "chunks")},
     **{(f"{kind}.{method}", each): NO_EFFECT for kind in ("HSDPCell", "HSDPModule") for method, each in (
         ("set_allocate_memory_from_process_group_for_comm", "enable"),
         ("set_force_sum_reduction_for_comms", "enable"),
@@ -327,7 +327,9 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "hsdp": lambda g: {"cell": nn.Linear(4, 4)},
     "register_forward_method": lambda g: {"module": g.unit(), "name": "extra_repr"},
     "register_fsdp_forward_method": lambda g: {"module": g.unit(), "method_name": "extra_repr"},
+    "Owner": lambda g: {"rank": 1},
     "share_comm_ctx": lambda g: {"modules": [g.unit(), g.unit()]},
+    "whole_parameters": lambda g: {"module": nn.Linear(4, 4), "ranks": 2},
     "get_platform": lambda g: {"device_type": "cpu"},
     # checkpoints
     "Checkpointer": lambda g: {"root": g.free_folder()},

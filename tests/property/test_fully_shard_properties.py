@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from hyper_parallel.core.fully_shard.api import CPUOffloadPolicy, fully_shard
+from hyper_parallel.core.fully_shard.api import CPUOffloadPolicy, fully_shard, whole_parameters
 from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.redistribute.api import full_tensor
 
 pytestmark = pytest.mark.sim
 
@@ -99,7 +100,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     reshard_forward: bool | int
     reshard_backward: bool
-    last_dim: bool  # matrices are split along their last dim
+    split: str  # along dim 0 or, where there are several, the last dim; or not at all: each parameter has an owner
     fusion: str
     whole: tuple[int, ...]  # which parameters, of the model's, are kept whole
     offload: bool
@@ -138,8 +139,8 @@ def cases(draw):
         shape=shape,
         reshard_forward=draw(st.sampled_from([True, False, *([2] if shape[-1] == 4 else [])])),
         reshard_backward=draw(st.booleans()),
-        last_dim=draw(st.booleans()),
-        fusion=draw(st.sampled_from(["no", "in one buffer", "packed"])),
+        split=(split := draw(st.sampled_from(["dim 0", "last dim", "owners", "some owners"]))),
+        fusion=draw(st.sampled_from(["no", "in one buffer", "packed"])) if "dim" in split else "no",
         whole=tuple(sorted(draw(st.sets(st.integers(0, len(list(model.parameters())) - 1), max_size=3)))),
         offload=draw(st.booleans()),
         stands_for=draw(st.sampled_from([None, "cuda"])),
@@ -153,8 +154,12 @@ def cases(draw):
 
 def wrap(model, case, mesh):
     options = {"mesh": mesh, "reshard_after_forward": case.reshard_forward}
-    if case.last_dim:
+    if case.split == "last dim":
         options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1) if p.dim() > 1 else None
+    elif "owners" in case.split:
+        placement = whole_parameters(model, case.shape[-1])
+        some = case.split == "some owners"
+        options["shard_placement_fn"] = lambda p: None if some and p.shape[-1] % 2 else placement(p)
     if case.fusion != "no":
         options |= {"comm_fusion": True, "comm_fusion_zero_copy": case.fusion == "in one buffer"}
     if case.offload:
@@ -217,9 +222,18 @@ def train(model, case, ranks, rank=None):
         if case.evaluate:
             with torch.inference_mode():
                 model(batch(step, 0, ranks, rank or 0))
-    whole = lambda t: t.full_tensor() if isinstance(t, DTensor) else t  # noqa: E731
-    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    whole = lambda t: full_tensor(t) if isinstance(t, DTensor) else t  # noqa: E731
+    gradients = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+        if is_here(p) or p.grad is not None
+    }
     return losses, gradients, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def is_here(parameter):
+    """Whether this rank is among those that hold a parameter."""
+    return not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None
 
 
 def assert_close(name, got, wanted):
@@ -243,9 +257,10 @@ def on_rank(case, start, reference):
     for got, wanted in zip(losses, reference[0], strict=True):
         dist.all_reduce(got)
         assert_close("loss", got, wanted)
+    assert list(values) == list(reference[2])
+    assert list(gradients) == [name for name, p in model.named_parameters() if is_here(p)]
     for got, wanted in ((gradients, reference[1]), (values, reference[2])):
-        assert list(got) == list(wanted)
-        for name in wanted:
+        for name in got:
             assert_close(name, got[name], wanted[name])
     model.reshard()
     assert all(isinstance(p, DTensor) for p in model.parameters())

@@ -216,6 +216,7 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "pipeline and tp": ("dense", 4, {"pp": 2, "tp": 2}, 4),
     "pipeline and dp": ("dense", 4, {"pp": 2, "param_dtype": "bf16"}, 4),
     "hsdp": ("dense", 4, {"engine": "hsdp", "dp_replicate": 2, "checkpointing": "selective"}, 2),
+    "in chunks": ("dense", 4, {"tp": 2, "tp_chunks": 2, "param_dtype": "bf16"}, 2),
     "in double": ("dense", 2, {"param_dtype": "fp64"}, 1),
     "pipeline, zero bubble": ("dense", 2, {"pp": 2, "schedule": "zero-bubble", "layers_per_stage": "0,1,1,0"}, 4),
     "pipeline, zero bubble, tp, computed again": (

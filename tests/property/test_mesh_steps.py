@@ -85,6 +85,7 @@ EACH = {
     "half replicated": ("dense", 4, {"dp_replicate": 2}),
     "tensor parallel": ("dense", 2, {"tp": 2}),
     "gathered again": ("dense", 2, {"tp": 2, "reshard_inputs": True}),
+    "in chunks": ("dense", 2, {"tp": 2, "tp_chunks": 2}),
     "ring": ("dense", 2, {"cp": 2, "ulysses_degree": 1}),
     "ulysses": ("dense", 2, {"cp": 2, "ulysses_degree": 2}),
     "bf16, computed again": ("dense", 4, {"tp": 2, "param_dtype": "bf16", "checkpointing": "full"}),

@@ -1,16 +1,20 @@
-"""Gathered inputs that backward gathers again: gradients as on one device, and the memory is free after forward."""
+"""Inputs that backward gathers again, and inputs in chunks: gradients are those of one device, at the price said."""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +33,8 @@ class Block(nn.Module):
         self.seen: list[StorageWeakRef] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(StorageWeakRef(x.untyped_storage()))
+        if not torch.compiler.is_compiling():
+            self.seen.append(StorageWeakRef(x.untyped_storage()))
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -70,7 +75,7 @@ def cases(draw: Any) -> Case:
     return Case(dp, tp, *sizes, *(draw(st.booleans()) for _ in range(3)))
 
 
-def sharded(case: Case, reshards: bool) -> tuple[Block, torch.Tensor]:
+def sharded(case: Case, reshards: bool = False, chunks: int | None = None) -> tuple[Block, torch.Tensor]:
     mesh = init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     layout = Layout.from_device_mesh(mesh)
     model, x = case.made()
@@ -82,18 +87,19 @@ def sharded(case: Case, reshards: bool) -> tuple[Block, torch.Tensor]:
         local_plan={"": layout("dp", "None", "None", partial={"tp": "sum"})},
         output_plan={"output": ("dp", "tp", "None")},
         reshard_inputs=[""] if reshards else None,
+        chunks=None if chunks is None else {"": chunks},
     )
     return shard_module(model, mesh, plan), distribute_tensor(x, layout("dp", "tp", "None")).requires_grad_()
 
 
-@settings(max_examples=12, deadline=None)
-@given(cases())
-def test_gradients_are_those_of_one_device(case: Case) -> None:
+@settings(max_examples=20, deadline=None)
+@given(cases(), st.none() | st.integers(1, 4))
+def test_gradients_are_those_of_one_device(case: Case, chunks: int | None) -> None:
     model, x = case.made()
     wanted = case.gradients(model, x.requires_grad_())
 
     def body() -> list[torch.Tensor]:
-        model, x = sharded(case, reshards=True)
+        model, x = sharded(case, chunks is None, chunks)
         return [full_tensor(grad).detach() for grad in case.gradients(model, x)]
 
     for found in sim.run(body, world_size=case.dp * case.tp):
@@ -168,3 +174,169 @@ def test_modules_on_dtensors_are_refused() -> None:
 
     for text in sim.run(body, world_size=2):
         assert "module 'up' does not compute on local tensors" in text
+
+
+# -- in chunks ---------------------------------------------------------------------------------------------------------
+
+
+KINDS = ("all_gather", "reduce_scatter")
+
+
+def events_of(case: Case, chunks: int) -> list[tuple[str, int]]:
+    """Return what rank 0 sends in forward and backward, with the bytes."""
+
+    def body() -> None:
+        model, x = sharded(case, chunks=chunks)
+        model(x).to_local().sum().backward()
+
+    with sim.world(case.tp) as world:
+        world.run(body)
+    return [(event.op, event.send_bytes) for event in world.trace.events if event.rank == 0 and event.op in KINDS]
+
+
+@pytest.mark.parametrize(("batch", "seq", "chunks"), [(4, 6, 2), (3, 8, 2), (1, 8, 4), (1, 24, 4)])
+def test_the_same_bytes_travel_a_chunk_at_a_time(batch: int, seq: int, chunks: int) -> None:
+    case = Case(1, 2, batch, seq, 3, 5, False, False, False)
+    told, whole, cut = Counter(), Counter(events_of(case, 1)), Counter(events_of(case, chunks))
+    for op, size in whole:
+        if op == "all_gather" and cut[op, size]:  # of the shape of the result
+            told[op, size] = 1
+    moved = whole - told
+    assert sum(moved.values()) == 4  # one of each in forward, and in backward
+    assert cut - told == Counter({(op, size // chunks): count * chunks for (op, size), count in moved.items()})
+
+
+def test_chunks_are_gathered_ahead() -> None:
+    """All gathers are under way before the first chunk is computed; a reduction starts as soon as there is a sum."""
+    seen: list[Counter[str]] = []
+
+    def body() -> None:
+        model, x = sharded(Case(1, 2, 1, 8, 3, 5, False, False, False), chunks=4)
+        if dist.get_rank() == 0:
+            model.down.register_full_backward_hook(lambda *_: seen.append(under_way()))
+            model.down.register_forward_hook(lambda *_: seen.append(under_way()))
+        model(x).to_local().sum().backward()
+
+    def under_way() -> Counter[str]:
+        return Counter(event.op for event in world.trace.events if event.rank == 0 and event.op in KINDS)
+
+    with sim.world(2) as world:
+        world.run(body)
+    forward, backward = seen[:4], seen[4:]
+    for half in (forward, backward):
+        assert [each["all_gather"] - half[0]["all_gather"] for each in half] == [0] * 4
+        assert [each["reduce_scatter"] - half[0]["reduce_scatter"] for each in half] == [0, 1, 2, 3]
+
+
+def test_a_copied_model_runs_its_own_code() -> None:
+    def body() -> bool:
+        model, x = sharded(PLAIN, chunks=2)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        return bool(full_tensor(other(x)).any()) or not full_tensor(model(x)).any()
+
+    assert sim.run(body, world_size=2) == [False] * 2
+
+
+def test_what_computes_a_chunk_is_compiled() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    def body() -> list[list[torch.Tensor]]:
+        found = []
+        for compiles in (False, True):
+            model, x = sharded(Case(1, 2, 1, 8, 3, 6, False, False, False), chunks=2)
+            if compiles:
+                model.compile(backend=backend)
+            loss = model(x).pow(2).sum()
+            found.append([full_tensor(grad).detach() for grad in torch.autograd.grad(loss, [x, *model.parameters()])])
+        return found
+
+    eager, compiled = sim.run(body, world_size=2)[0]
+    for ours, theirs in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert any(graph.count("linear") >= 3 and "silu" in graph for graph in graphs)
+
+
+class Two(Block):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:  # type: ignore[override]
+        return super().forward(x) if y is None else (super().forward(x), y)
+
+
+CUT = {
+    "input_plan": {"input": ("dp", "None", "None")},
+    "local_plan": {"": (Replicate(), Partial())},
+    "output_plan": {"output": ("dp", "tp", "None")},
+    "chunks": {"": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunks": {"": 0}}, "chunks[''] must be a finite number of at least 1"),
+        ({"chunks": {"": 2.5}}, "chunks['']"),
+        ({"chunks": {"upp": 2}}, "'up'"),
+        ({"chunks": {"up": 2}}, "module 'up' does not compute on local tensors, whose input alone can be cut"),
+        ({"output_plan": None}, "input_plan, local_plan and output_plan need one layout each"),
+        ({"local_plan": {"": ("dp", "None", "None")}}, "its result is to be a pending sum"),
+        ({"input_plan": {"input": ("dp", "None", "tp")}}, "over axis 'tp' its input is not gathered"),
+        ({"input_plan": {"input": ("None", "None", "None")}}, "over axis 'dp' its input is not gathered"),
+        ({"output_plan": {"output": (Shard(0), Shard(-2))}}, "counted from the last"),
+        ({"reshard_inputs": [""]}, "its input would be gathered again whole"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], message: str) -> None:
+    def body() -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        local = {"": (Shard(0), Partial())}
+        with pytest.raises((ValueError, TypeError)) as caught:
+            shard_module(PLAIN.made()[0], mesh, ShardingPlan(**{**CUT, "local_plan": local, **changes}))
+        return str(caught.value)
+
+    for text in sim.run(body, world_size=4):
+        assert message in text
+        assert "try: " in text
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (lambda model, x: model(x, x), "its rows are those of one tensor"),
+        (lambda model, x: model(x.flatten(0, 1)), "dim 1, which is the last one"),
+    ],
+)
+def test_what_is_called_otherwise_is_refused(give: Any, message: str) -> None:
+    def body() -> str:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        layout = Layout.from_device_mesh(mesh)
+        plan = ShardingPlan(
+            plan=dict.fromkeys(("*.weight", "*.bias"), layout()),
+            input_plan={"input": ("dp",)},
+            local_plan={"": layout("dp", partial={"tp": "sum"})},
+            output_plan={"output": ("dp", "tp")},
+            chunks={"": 2},
+        )
+        model = shard_module(Two(3, 5, True).double(), mesh, plan)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            give(model, distribute_tensor(PLAIN.made()[1], layout()))
+        return str(caught.value)
+
+    for text in sim.run(body, world_size=2):
+        assert message in text
+        assert "try: no entry in chunks for it" in text
+
+
+def test_second_derivatives_of_chunks_are_refused_by_torch() -> None:
+    def body() -> None:
+        model, x = sharded(PLAIN, chunks=2)
+        (first,) = torch.autograd.grad(model(x).pow(2).sum(), [x], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.pow(2).sum().backward()
+
+    sim.run(body, world_size=2)

@@ -257,6 +257,7 @@ def any_arrangements(draw: st.DrawFn) -> Arrangement:
         engine=draw(st.sampled_from(("fully_shard", "hsdp"))),
         reshard_after_forward=draw(st.booleans()),
         reshard_inputs=draw(st.booleans()),
+        tp_chunks=draw(st.sampled_from((1, 2))),
         reduce_each=degrees["pp"] == 1 and draw(st.booleans()),
         checkpointing=draw(st.sampled_from(("none", "full", "selective", "alternate"))),
     )

@@ -211,7 +211,12 @@ def arrangements(draw: st.DrawFn, problem: Problem) -> Arrangement:
     if not fits(problem, Arrangement(world_size, accumulate, parallel)):  # a rank would have nothing
         parallel = replace(parallel, layers_per_stage=_sizes(stages))
     found = Arrangement(world_size, accumulate, replace(parallel, reshard_after_forward=draw(st.booleans())))
-    changes = {"checkpointing": ("full", "selective"), "engine": ("hsdp",), "reshard_inputs": (True,)}
+    changes = {
+        "checkpointing": ("full", "selective"),
+        "engine": ("hsdp",),
+        "reshard_inputs": (True,),
+        "tp_chunks": (2,),
+    }
     for key, others in changes.items():
         made = [found._replace(parallel=replace(found.parallel, **{key: other})) for other in others]
         found = draw(st.sampled_from([found, *(each for each in made if fits(problem, each))]))

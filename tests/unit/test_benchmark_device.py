@@ -26,6 +26,8 @@ TABLES = {
     "overhead": {"overhead"},
     "attention": {"attention"},
     "experts": {"experts"},
+    "hardware": {"hardware"},
+    "bodies": {"tests"},
 }
 
 
@@ -41,6 +43,12 @@ def test_a_part_runs_where_there_is_no_device(part):
         assert [row["engine"] for row in tables["engine"]] == ["plain", "ours", "fused", "fsdp2"] * 2
         if not why_not():
             assert all(row["peak, MB"] > 0 for row in tables["engine"][:4])
+    if part == "hardware":
+        figures = {row["figure"]: row["value"] for row in tables["hardware"]}
+        assert all(figures[name] > 0 for name in ("peak.fp32", "device.bandwidth", "device.memory", "host.collective"))
+    if part == "bodies":
+        (row,) = tables["tests"]
+        assert (row["failed"], row["passed"] > 0) == (0, True)
 
 
 def test_conformance_on_ranks_that_share_a_device_and_on_one_rank():

@@ -62,6 +62,23 @@ def test_a_pattern_chooses_files(folder: Path) -> None:
         load_corpus(DataConfig(str(folder), pattern="*.txt"))
 
 
+@pytest.mark.parametrize("pattern", ["*.py", "b/*.py"])
+def test_files_are_those_that_the_pattern_finds_below_the_folder(folder: Path, pattern: str) -> None:
+    (folder / "a" / "c.py").mkdir()  # comes before c.pyi, and is no file
+    for name in ("a/c.py/b.py", "a/c.pyi", "a-0.py", "a.py", ".hidden.py"):
+        (folder / name).write_text(name)
+    (folder / "link.py").symlink_to(folder / "a.py")
+    (folder / "linked").symlink_to(folder / "b", target_is_directory=True)
+    (folder / "a" / "c.py" / "b").mkdir()
+    (folder / "a" / "c.py" / "b" / "deep.py").write_text("deep")
+    (folder / "lost.py").symlink_to(folder / "nowhere")
+    found = [file for file in folder.rglob(pattern) if file.is_file()]
+    texts = [file.read_text() for file in sorted(found, key=lambda file: file.relative_to(folder).parts)]
+    corpus = load_corpus(DataConfig(str(folder), pattern=pattern))
+    assert bytes(corpus.valid).decode() == "".join(texts[9::10])
+    assert bytes(corpus.train).decode() == "".join(text for i, text in enumerate(texts) if i % 10 != 9)
+
+
 def test_one_file_is_split_by_position(tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_bytes(bytes(TEXT[:100]))

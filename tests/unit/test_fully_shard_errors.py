@@ -5,11 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import sim
-from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
+from hyper_parallel.core.fully_shard.api import HSDPModule, Owner, fully_shard
 from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
@@ -204,6 +205,26 @@ CALLS = {
     "placement of one": (lambda: one(shard_placement_fn=lambda p: Shard(1)), r"shard_placement_fn returned Shard\(dim"),
     "placement dim": (lambda: one(shard_placement_fn=lambda p: Shard(2)), r"shard_placement_fn returned Shard\(dim=2"),
     "placement below": (lambda: one(shard_placement_fn=lambda p: Shard(-3)), r"shard_placement_fn returned Shard\(dim"),
+    "placement owner": (
+        lambda: one(shard_placement_fn=lambda p: Owner(2)),
+        r"shard_placement_fn returned Owner\(rank=2\), and the shard axis has no such rank\n  seen: .* of 2 ranks\n",
+    ),
+    "owner and extension": (
+        lambda: with_weight(lambda: extended(Both), wrap_mesh=mesh(), shard_placement_fn=lambda p: Owner(0)),
+        r"shard_placement_fn returned Owner\(rank=0\)\n  seen: fsdp_pre_all_gather, of which every rank gives a sh",
+    ),
+    "owner and fusion": (
+        lambda: one(shard_placement_fn=lambda p: Owner(1), comm_fusion=True),
+        r"comm_fusion cannot take parameter 'weight': one rank holds all of it, and what is fused has shards of one s",
+    ),
+    "owner and all_gather": (
+        lambda: one(shard_placement_fn=lambda p: Owner(1)).set_custom_all_gather(DefaultAllGather()),
+        r"cannot gather parameters: one rank holds all of parameter 'weight', .*\n  seen: a DefaultAllGather\n",
+    ),
+    "owner and reduce_scatter": (
+        lambda: one(shard_placement_fn=lambda p: Owner(1)).set_custom_reduce_scatter(DefaultReduceScatter()),
+        r"cannot reduce gradients: one rank holds all of parameter 'weight', .*\n  seen: a DefaultReduceScatter\n",
+    ),
     "offload": (lambda: one(offload_policy="cpu"), r"offload_policy is a str, not an OffloadPolicy\n  offload_policy:"),
     "offload flag": (lambda: one(offload_policy=True), r"offload_policy is a bool, not an OffloadPolicy"),
     "offload class": (lambda: one(offload_policy=CPUOffloadPolicy), r"offload_policy is a type, not an OffloadPolicy"),

@@ -146,6 +146,26 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(asked: list[dict[str, Any
     assert json.loads(Path("out.json").read_text())["model"] == "llama3-405b"
 
 
+def test_a_budget_says_which_checkpointing_to_take(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a_job = sys.modules["sim.mesh.estimate"].estimate_job
+    fit = importlib.import_module("sim.mesh.searching.budget").fit_job
+    monkeypatch.setattr("sim.mesh.searching.budget.fit_job", lambda *given: fit(*given, of_a_job))
+    rest = (*LLAMA, "--devices", "8", "--precision", "bf16", "--batch-size", "8", "--seq-len", "8192")
+    code, output = invoke("estimate", *rest, "--budget", "45")
+    chosen = re.search(r'the fastest within 45 GiB: --checkpointing "(.+)"', output)
+    assert code == 0, output
+    assert chosen is not None, output
+    assert chosen[1] in {str(given["recipe"].activations) for given in asked} - {"none"}
+    assert invoke("estimate", *rest, "--checkpointing", chosen[1])[0] == 0, "and it is read by the same command"
+    code, output = invoke("estimate", *rest, "--budget", "1")
+    assert (code, "no activation policy needs less" in output) == (cli.DOES_NOT_FIT, True)
+    code, output = invoke("estimate", *rest, "--budget", "45", "--checkpointing", "full")
+    assert code == cli.USER_ERROR
+    assert "a budget chooses the checkpointing" in output
+
+
 def test_the_file_that_train_reads(asked: list[dict[str, Any]]) -> None:
     run = Config().with_shape(find_model("llama-tiny").config).with_changes("parallel", {"tp": 2})
     Path("run.toml").write_text(config_text(run))

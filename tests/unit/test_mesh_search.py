@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from mesh_fakes import fake_estimate, quantity
 from torch import nn
 
@@ -21,6 +23,7 @@ from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.estimate import estimate
 from sim.mesh.hardware import find_hardware
+from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import (
@@ -32,6 +35,7 @@ from sim.mesh.searching.bounds import (
     least_memory,
     message_seconds,
 )
+from sim.mesh.searching.budget import NoPolicyFits, fit_job
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.explore import Exploration, NothingFits
 from sim.mesh.searching.floors import Floor, Floors
@@ -746,3 +750,86 @@ def test_wrong_arguments(options: dict[str, Any], expected: str) -> None:
 def test_a_count_must_be_whole() -> None:
     shown = message("llama3-8b", "h100-sxm", 64.0, 128, error=TypeError)
     assert shown == "cannot search: num_devices must be an int\n  num_devices: 64.0\n  try: num_devices=64"
+
+
+# Activation policies by a budget of memory
+
+KINDS = ("none", "selective", "alternate", "full", "full offload", "offload")
+BYTES = {"none": 100.0, "selective": 70.0, "alternate": 55.0, "full": 30.0, "full offload": 25.0, "offload": 20.0}
+SECONDS = {"none": 10.0, "selective": 11.0, "alternate": 12.0, "full": 13.5, "full offload": 13.5, "offload": 30.0}
+
+
+def straight(bend: float = 0.0, seconds: dict[str, float] | None = None) -> Any:
+    """An estimator whose memory and time are straight in the number of blocks, or memory bends."""
+    slow = seconds or SECONDS
+
+    def estimator(job: Job, hardware: Any) -> Any:
+        recipe, most = job.recipe, job.model.num_layers
+        part = (most if recipe.checkpoint_layers is None else recipe.checkpoint_layers) / most
+        part = 0.0 if recipe.checkpointing == "none" else part
+        saved = (BYTES["none"] - BYTES[recipe.checkpointing]) * (part + bend * part * (1 - part))
+        one = SimpleNamespace(peak_reserved=int(100 * (BYTES["none"] - saved)), context_bytes=10, host_bytes=0)
+        memory = SimpleNamespace(
+            classes=[one], fullest=one, fits=lambda limit: one.peak_reserved + one.context_bytes <= limit
+        )
+        time = SimpleNamespace(
+            step=quantity(slow["none"] + part * (slow[recipe.checkpointing] - slow["none"]), grade="assumed")
+        )
+        return SimpleNamespace(recipe=recipe, memory=memory, time=time)
+
+    return estimator
+
+
+def of_all(job: Job, estimator: Any, limit: int) -> Any:
+    """The fastest of all kinds with all numbers of blocks; those with offload if no other one fits."""
+    for kinds in (KINDS[:4], KINDS[4:]):
+        counts = [None, *range(1, job.model.num_layers)]
+        recipes = [
+            dataclasses.replace(job.recipe, checkpointing=kind, checkpoint_layers=None if kind == "none" else count)
+            for kind in kinds
+            for count in counts
+        ]
+        found = [estimator(dataclasses.replace(job, recipe=recipe), None) for recipe in recipes]
+        if fitting := [one for one in found if one.memory.fits(limit)]:
+            return min(fitting, key=lambda one: one.time.step.value)
+    return None
+
+
+@given(
+    limit=st.integers(1500, 11_000),
+    bend=st.sampled_from([0.0, 0.3, -0.3]),
+    slow=st.permutations([10.5, 11.0, 12.0, 13.5]),
+)
+def test_a_budget_is_met_by_the_fastest_policy(limit: int, bend: float, slow: list[float]) -> None:
+    seconds = {**SECONDS, **dict(zip(("selective", "alternate", "full"), slow, strict=False))}
+    estimator, job = (
+        straight(bend, seconds),
+        Job(find_model(LlamaConfig(num_hidden_layers=8)), ParallelDims(), 1, 64, Recipe()),
+    )
+    best = of_all(job, estimator, limit)
+    if best is None:
+        with pytest.raises(NoPolicyFits, match=r"no activation policy needs less\n  offload needs .*\n  try: "):
+            fit_job(job, "h100-sxm", limit, estimator)
+        return
+    found = fit_job(job, "h100-sxm", limit, estimator)
+    assert found.memory.fits(limit)
+    if not bend or best.recipe.checkpointing == "none":
+        assert found.time.step.value == pytest.approx(best.time.step.value)
+        assert str(found.recipe.activations) == str(best.recipe.activations)
+    else:  # a straight line orders the kinds; within one, no fewer blocks fit
+        fewer = (found.recipe.checkpoint_layers or job.model.num_layers) - 1
+        recipe = dataclasses.replace(found.recipe, checkpoint_layers=fewer)
+        assert not fewer or not estimator(dataclasses.replace(job, recipe=recipe), None).memory.fits(limit)
+
+
+def test_a_budget_is_above_zero_and_a_kind_that_is_refused_is_left_out() -> None:
+    job = Job(find_model(LlamaConfig(num_hidden_layers=8)), ParallelDims(), 1, 64, Recipe())
+    with pytest.raises(ValueError, match=r"cannot fit activations: a memory limit must be above 0\n"):
+        fit_job(job, "h100-sxm", 0, straight())
+
+    def refusing(job: Job, hardware: Any) -> Any:
+        if job.recipe.checkpointing in ("selective", "alternate"):
+            raise ValueError("the schedule goes backward twice")
+        return straight()(job, hardware)
+
+    assert str(fit_job(job, "h100-sxm", 9_500, refusing).recipe.activations) == "full first 1"

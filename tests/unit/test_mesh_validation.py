@@ -19,18 +19,21 @@ from benchmarks.published.compare import (
     wanted,
     write_outcomes,
 )
+from benchmarks.published.gpt import GPTSpec, gpt_tiny
 from benchmarks.published.lifetimes import allocate_as_fsdp2, free_after_last_use
 from benchmarks.published.megatron import MegatronConventions, expose_weights
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.predict import figures_of, load_figures, prediction_of
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
+from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from sim.mesh.cost import Pricing
 from sim.mesh.estimate import estimate_job, memory_of, price
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.models import find_model
-from sim.mesh.program import Alloc, Comm, CommGroup, Free, Op, Program, Segment, Wait
+from sim.mesh.program import Alloc, Comm, CommGroup, Free, HostWait, Op, Program, Segment, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.trace import trace
 from sim.mesh.zoo.mla import MLAConfig
@@ -172,6 +175,106 @@ def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed()
     hardware = find_hardware("h100-sxm")
     before, after = (price([program], job, hardware).time.step.value for program in (plain, changed))
     assert after > before
+
+
+def comms(program, *ops):
+    events = [event for segment, _ in program.segments_in_order() for event in segment.events]
+    return [event for event in events if isinstance(event, Comm) and event.op in ops]
+
+
+def test_gradients_are_all_reduced_by_all_a_bucket_at_a_time():
+    """InternEvo's buckets of whole gradients: none above its limit but for a gradient that is larger by itself."""
+    assert case("m1063").recipe.conventions == MegatronConventions(owned_weights=True)
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, world_size=4)
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 2, 16, Recipe(zero=1, microbatches=2, reduce_dtype="bf16")))
+    changed = reduce_whole_gradients(plain)
+    streams = {event.stream for s in plain.segments.values() for event in s.events if isinstance(event, Op)}
+    gradients, reductions = comms(plain, "reduce_scatter"), comms(changed, "all_reduce")
+    assert (len(reductions), comms(changed, "reduce_scatter")) == (1, [])  # all of a small model fit
+    assert reductions[0] not in [e for s, _ in changed.segments_in_order() if s.name == "backward" for e in s.events]
+
+    for bucket in (1, 20_000, 10**9):
+        changed = reduce_whole_gradients(plain, bucket)
+        reductions = comms(changed, "all_reduce")
+        assert sum(one.size for one in reductions) == sum(one.size for one in gradients)
+        assert {tuple(changed.groups[one.group].ranks) for one in reductions} == {(0, 1, 2, 3)}
+        assert all(one.moved == 2 * (one.size - one.size // 4) for one in reductions)
+        largest = max(one.size for one in gradients)
+        assert all(one.size <= max(2 * bucket, largest) for one in reductions)
+        if bucket == 1:
+            assert [one.size for one in reductions] == [one.size for one in gradients]
+        for segment, _ in changed.segments_in_order():
+            for at, event in enumerate(segment.events):
+                if event in reductions:  # the host waits, and what puts the bucket together is queued beside backward
+                    wait, copy = segment.events[at - 2 : at]
+                    assert wait == HostWait(None)
+                    assert isinstance(copy, Op)
+                    assert (copy.stream, copy.reads[0].bytes) == (event.stream, event.size)
+                    assert event.stream not in streams
+
+
+def test_owners_broadcast_the_weights_that_they_have_updated():
+    dims = ParallelDims(dp_shard=8, world_size=8)
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1, overlap_param_gather=False)))
+    changed = broadcast_weights(plain)
+    gathers, sent = comms(plain, "all_gather"), comms(changed, "broadcast")
+    assert comms(changed, "all_gather") == []
+    assert 1 < len(sent) <= 8
+    assert sum(one.size for one in sent) == sum(one.size for one in gathers)
+    assert max(one.size for one in sent) >= max(one.size for one in gathers)  # a weight has one owner
+    ((key, _),) = [one for one in changed.order if one[0][0] == "optimizer"]
+    events = changed.segments[key].events
+    assert not any(isinstance(event, Op) for event in events[events.index(sent[0]) :]), "after the whole update"
+    assert events[-len(sent) :] == [Wait(one.handle, 0) for one in sent]
+    waited = [event.handle for event in events if isinstance(event, Wait)]
+    assert not {one.handle for one in gathers} & set(waited)
+    (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 1, 16, Recipe(zero=1)))
+    assert reduce_whole_gradients(broadcast_weights(alone)) is alone
+
+
+def test_more_ranks_than_weights_leave_some_without():
+    dims = ParallelDims(dp_shard=512, world_size=512)
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1)))
+    assert len(comms(broadcast_weights(plain), "broadcast")) == len(comms(plain, "all_gather"))
+
+
+def test_modules_fetch_their_weights_and_the_host_waits_for_them():
+    """DeepSpeed 0.3.13: of four weights of a block, backward finds the last one as recomputation has left it."""
+    assert case("m0533").recipe.conventions == MegatronConventions(fetched_weights=True)
+    dims, ranks = ParallelDims(dp_shard=384, world_size=384), 384
+    model = GPTSpec("gpt", replace(gpt_tiny().config, dropout=0.1))
+    job = Job(model, dims, 3, 32, Recipe(zero=3, checkpointing="full", norm="fused", attention="math"))
+    (plain,) = trace(job)
+    weights = {64 * 192: 8 + 4, 64 * 64: 8 + 4, 64 * 256: 2 * 8 + 4, 64 * 512: 1 + 1}  # of 4 blocks; backward's last
+    for live in (10**9, 0):
+        changed = fetch_weights(plain, small=1, live=live)
+        events = [event for segment, _ in changed.segments_in_order() for event in segment.events]
+        gathers, reductions = comms(changed, "all_gather"), comms(changed, "all_reduce")
+        sizes = [one.size // 2 for one in gathers]
+        assert {size: sizes.count(size) for size in weights} == weights
+        assert len(gathers) == sum(weights.values())
+        assert sum(one.size for one in reductions) == 2 * (4 * (64 * (192 + 64 + 2 * 256)) + 64 * 512) + 4  # the loss
+        assert comms(changed, "reduce_scatter") == []
+        came = issued = products = 0
+        ahead = set()
+        for at, event in enumerate(events):
+            if event == HostWait(None):
+                came = issued
+            elif isinstance(event, Comm) and event.op == "all_gather":
+                issued += 1
+                wait, parts = events[at - 2 : at]
+                assert wait == HostWait(None)
+                assert (parts.kind, parts.shape, events[at + 1]) == ("host", (ranks,), parts)
+            elif isinstance(event, Op) and event.kind == "matmul" and event.shape[0] == 1:
+                products += 1
+                ahead.add(issued - came)
+        assert products == 4 * (4 + 4 + 8) + 1 + 2
+        assert ahead == ({0, 1} if live else {0}), "the next one at most, and only beside a small one"
+        before, after = (price([one], job, find_hardware("a100-80gb")).time.step.value for one in (plain, changed))
+        assert after > before
+    host = [event for event in events if isinstance(event, Op) and event.kind == "host" and event.shape]
+    pricing = Pricing(find_hardware("a100-80gb"))
+    assert pricing.host_seconds(host[0]) == ranks * pricing.host_seconds(host[0]._replace(shape=()))
 
 
 def test_a_row_is_told_from_others_by_the_commit_it_was_published_with():

@@ -28,7 +28,9 @@ def error_of(tmp_path, text):
 # What is written is read back
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}, {"local": False}, {"logits": "local"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_parallel": False}, {"local": False}, {"logits": "local"}, {"chunks": 2}]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_shipped_plan_survives(tmp_path, options, tied):
     config = LlamaConfig(num_key_value_heads=4, tie_embeddings=tied)
@@ -41,6 +43,11 @@ def test_the_shipped_plan_survives(tmp_path, options, tied):
     assert readings[0].parameters == readings[1].parameters
     assert list(readings[0].returned) == list(readings[1].returned)
     assert readings[0].wrap_inputs == readings[1].wrap_inputs
+    assert (
+        dict(readings[0].chunks)
+        == dict(readings[1].chunks)
+        == {f"layers.{number}.mlp": 2 for number in range(config.num_hidden_layers if "chunks" in options else 0)}
+    )
     for kind in ("inputs", "outputs", "local"):
         first, second = (getattr(reading, kind) for reading in readings)
         assert list(first) == list(second)
@@ -117,6 +124,7 @@ def test_a_dash_alone_is_a_dim_that_is_not_split(tmp_path):
         ("wrap_input = true\n", ["line 1: there is no setting 'wrap_input'\n", "try: 'wrap_inputs'"]),
         ("wrap_inputs = 1\n", ["line 1: wrap_inputs is true or false, and not 1\n", "try: wrap_inputs = true"]),
         ('return_local_tensor = "head"\n', ["is a list of module paths, and not 'head'", 'r = ["head"]']),
+        ("chunks = 2\n", ["line 1: chunks is how many for each module path, and not 2", 'try: chunks = {"lay']),
         ('[local_plan]\nhead = "dp"\nwrap_inputs = true\n', ["line 3: 'wrap_inputs' is no path in ", "above"]),
         ('"a.w" = "dp"\n', ["line 1: 'a.w' stands above all tables", "try: below [plan], [input_plan]"]),
         ("plan = 3\n", ["line 1: plan is a table, and not 3", "try: a line [plan]"]),

@@ -26,6 +26,7 @@ API = [
     "MixedPrecisionPolicy",
     "Muon",
     "OffloadPolicy",
+    "Owner",
     "ParallelDims",
     "Partial",
     "Pipeline",
@@ -70,6 +71,7 @@ API = [
     "to_local",
     "update_expert_bias",
     "vocab_parallel_cross_entropy",
+    "whole_parameters",
 ]
 SIM_API = [
     "CollectiveMismatch",

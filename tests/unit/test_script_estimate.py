@@ -98,6 +98,20 @@ def test_collectives_of_our_own_fully_shard_are_those_on_simulated_ranks(tmp_pat
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= {event[0] for event in found}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parameters_with_owners_are_recorded_as_each_rank_has_them(rank: int, tmp_path: Path) -> None:
+    path = sharded(tmp_path / "train.py", PACKAGES[0], "'shard_placement_fn': whole_parameters(model, 2)")
+    path.write_text("from hyper_parallel import whole_parameters\n" + path.read_text())
+    recorded = record(path, rank=rank)
+    found = told(recorded.events[rank])
+    assert found == simulated(path, 4, rank)
+    assert {event[0] for event in found} == {"broadcast", "reduce", "all_reduce"}
+    memory = replay_memory(recorded.programs[0], AllocatorRules(caching=False, round_to=1))
+    assert memory.by_category["parameters"] == 2 * 512  # a matrix and a bias, and nothing of those of the other rank
+    assert memory.by_category["optimizer"] == 2 * 3 * 512  # two moments and a counter for each
+    assert not memory.unmatched
+
+
 PINNED, PAGEABLE = "'offload_policy': CPUOffloadPolicy()", "'offload_policy': CPUOffloadPolicy(pin_memory=False)"
 BF16 = "'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
 SHARDS = (8 * 16 + 16 + 16 * 8 + 8) * 4 // 2  # bytes of all parameters on one of two ranks

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 import sim
 from hyper_parallel import fully_shard
 from hyper_parallel.platform import get_platform
+from sim.kernel.context import current_context
 from sim.late.device import LateDevice, as_device
 from sim.late.memory import RaceReport
 from sim.late.module import MODULE
@@ -46,7 +47,7 @@ class OnOneLateDevice(World):
         one = LateDevice(0, queue, looks)
         for context in self.contexts:
             context.late = one
-        self._share("npu")
+        self._share("npu", races)
         for context in self.contexts:
             context.shared.attach = partial(_attach, context.shared, one)
         return queue
@@ -58,6 +59,8 @@ def _attach(device, one, module):
     answers["memory_stats_as_nested_dict"] = lambda: nested(answers["memory_stats"]())
     SharedDevice.attach(device, SimpleNamespace(**answers))
     device.module = module
+    if device.shadow is not None:
+        device.shadow.is_pinned = one.is_pinned
 
 
 def nested(stats):
@@ -180,9 +183,171 @@ def test_a_rank_that_forgets_to_wait_reads_old_data_and_is_named():
     right = [[1.0, 1.0, 2.0, 2.0]] * 2
     assert [shared(gathered(waits=True), seed=seed) for seed in SEEDS] == [right] * len(SEEDS)
     assert any(shared(gathered(waits=False), seed=seed) != right for seed in range(20))
-    with pytest.raises(sim.InFlightBufferRace, match=r"reads a buffer that all_gather #0 of group 'world' writes"):
+    with pytest.raises(sim.InFlightBufferRace, match=r"that the stream of group 'world' writes, and nothing"):
         shared(gathered(waits=False), check_races=True)
     assert shared(gathered(waits=True), check_races=True) == right
+
+
+# -- streams, as check_races follows them ------------------------------------------------------------------------------
+
+
+def beside(waits: bool) -> float:
+    """A stream computes what another one has made."""
+    x, side = torch.full((64,), 2.0, device="npu"), torch.npu.Stream()
+    if waits:
+        side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        y = x * 2
+    torch.npu.current_stream().wait_stream(side)
+    return y.sum().item()
+
+
+def behind_an_event(waits: bool) -> float:
+    x, side, event = torch.zeros(64, device="npu"), torch.npu.Stream(), torch.npu.Event()
+    x.add_(1)
+    event.record()
+    x[:32] *= 3  # the other half of what the event marks
+    with side:
+        if waits:
+            event.wait()
+        y = x[32:] + 1
+        event = side.record_event()
+    torch.npu.current_stream().wait_event(event)
+    return y.sum().item()
+
+
+def copied(waits: bool) -> list[float]:
+    """The host reads what a copy is still writing."""
+    x, host = torch.arange(4.0, device="npu"), torch.empty(4, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    if waits:
+        torch.npu.current_stream().synchronize()
+    return host.tolist()
+
+
+def given_back(waits: bool) -> float:
+    """Memory is used again while another stream reads it."""
+    x, side = torch.full((64,), 2.0, device="npu"), torch.npu.Stream()
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        y = x * 2
+    if waits:
+        x.record_stream(side)
+    del x
+    torch.zeros(64, device="npu")
+    side.synchronize()
+    return y.sum().item()
+
+
+def resized(waits: bool) -> float:
+    """A storage that has given its memory back gets other one, on another stream."""
+    x, side = torch.full((64,), 2.0, device="npu"), torch.npu.Stream()
+    storage = x.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    x.fill_(3)
+    with torch.npu.stream(side):
+        if waits:
+            side.wait_stream(torch.npu.default_stream())
+        y = x * 2
+    torch.npu.synchronize()
+    return y.sum().item()
+
+
+def optimized(waits: bool) -> float:
+    """Hooks of backward compute on a stream of their own."""
+    x, side = torch.ones(8, device="npu", requires_grad=True), torch.npu.Stream()
+
+    def halved(grad: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            half = grad / 2
+        if waits:
+            torch.npu.current_stream().wait_stream(side)
+        return half
+
+    y = x * 3
+    y.register_hook(halved)
+    y.sum().backward()
+    torch.npu.synchronize()
+    return x.grad.sum().item()
+
+
+def polled(waits: bool) -> float:
+    """The host asks an event until what it marks has run."""
+    x, side = torch.ones(8, device="npu"), torch.npu.Stream()
+    event = torch.npu.current_stream().record_event()
+    while waits and not event.query():
+        pass
+    with torch.npu.stream(side):
+        y = x + 1
+    side.synchronize()
+    return y.sum().item()
+
+
+@needs_late
+@pytest.mark.parametrize("body", [beside, behind_an_event, copied, given_back, resized, optimized, polled])
+def test_the_streams_of_a_rank_are_followed(body):
+    wanted = shared(body, 1, args=(True,), looks=True)
+    assert shared(body, 1, args=(True,), check_races=True) == wanted
+    with pytest.raises(
+        sim.InFlightBufferRace, match=r"\n  (first|issued): *\w+\.py:\d+ .*\n  (then|touched): *\w+\.py"
+    ):
+        shared(body, 1, args=(False,), check_races=True)
+
+
+class Elsewhere(torch.autograd.Function):
+    """Its backward runs on another stream than its forward, as C++ chooses, and not Python."""
+
+    @staticmethod
+    def forward(ctx, x, lane):
+        ctx.lane = lane
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        device = current_context().late
+        before, device.current = device.current, ctx.lane
+        device.wait_for(ctx.lane, before.tail)
+        found = grad * 2
+        device.wait_for(before, ctx.lane.tail)
+        device.current = before
+        return found, None
+
+
+@needs_late
+def test_backward_runs_on_the_streams_of_forward_without_python(monkeypatch):
+    def body() -> float:
+        device = current_context().late
+        x = torch.ones(4, device="npu", requires_grad=True)
+        Elsewhere.apply(x * 1, device.stream(device.new_stream())).sum().backward()
+        return x.grad.sum().item()
+
+    assert shared(body, 1, check_races=True) == [8.0]
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: -1)
+    with pytest.raises(sim.InFlightBufferRace, match="nothing orders them"):
+        shared(body, 1, check_races=True)
+
+
+@needs_late
+@pytest.mark.parametrize("run", [shared, lambda body: sim.run(body, 2, device="npu")])
+def test_who_waits_for_the_device_waits_for_ranks_that_have_not_joined(run):
+    def body() -> list[float]:
+        out = torch.empty(2, device="npu")
+        dist.all_gather_into_tensor(out, torch.ones(1, device="npu") * dist.get_rank(), async_op=True)
+        torch.npu.synchronize()
+        return out.tolist()
+
+    assert run(body) == [[0.0, 1.0]] * 2
+
+    def alone() -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1, device="npu"), async_op=True)
+            torch.npu.synchronize()
+
+    with pytest.raises(sim.Deadlock, match="rank 0  waits in all_reduce #0"):
+        run(alone)
 
 
 def test_groups_have_the_devices_of_their_backend():
@@ -275,6 +440,9 @@ class Played:
     def reset_peak_memory_stats(self) -> None:
         self.peak = self.now
 
+    def synchronize(self) -> None:
+        """Nothing is late."""
+
     def manual_seed(self, seed: int) -> None:
         self.seeded.append(seed)
         self.random = torch.tensor([float(seed)])
@@ -321,7 +489,7 @@ def test_what_happens_in_a_rank_s_turns_is_its_own():
 
 def test_a_world_on_a_device_that_is_not_here():
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"this torch .*\n.*device: 'cuda'\n.*try: map_device='cuda'"):
+        with pytest.raises(ValueError, match=r"torch .*\n.*device: 'cuda'\n.*try: map_device='cuda'"):
             sim.world(2, device="cuda")
     with pytest.raises(ValueError, match="devices of its own"):
         sim.world(2, device="cuda", map_device="cuda")

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sim
-from hyper_parallel import fully_shard
+from hyper_parallel import checkpoint_blocks, fully_shard
 from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.platform.cpu import CpuPlatform
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -647,3 +648,68 @@ def test_an_axis_that_nothing_uses_is_named():
     assert second == "a second step (rows in another order) is compared"
     assert unused == "nothing uses the axis spare: the ranks along it all compute the same"
     assert verify(mesh="tp=2").notes == (second,)
+
+
+# -- activations that are computed again, or wait on the host ----------------------------------------------------------
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """Let the CPU be a device with memory of its own, so that activations are moved; which copies come back."""
+    copies, copy = [], CpuPlatform.copy_to_device
+
+    def counted(self, tensor, source, **options):
+        copies.append(tensor.numel())
+        copy(self, tensor, source, **options)
+
+    monkeypatch.setattr(CpuPlatform, "has_own_memory", True)
+    monkeypatch.setattr(CpuPlatform, "copy_to_device", counted)
+    return copies
+
+
+def kept_by(policy, model, mesh):
+    checkpoint_blocks(model, policy)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def mean_step(model, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("policy", ["selective", "offload", "full offload"])
+def test_what_blocks_keep_for_backward_changes_nothing(policy, moved):
+    report = sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=partial(kept_by, policy))
+    assert report.ok, report
+    options = {
+        "parallelize": partial(kept_by, policy),
+        "shard_batch": lambda x, mesh: x.chunk(2)[mesh.get_local_rank()],
+    }
+    report = sim.verify_step(mean_step, lambda: Net(2), X, "dp=2", **options)
+    assert report.ok, report
+    assert bool(moved) == ("offload" in policy)
+
+
+@pytest.mark.parametrize("policy", ["offload", "full offload"])
+def test_a_wrong_block_is_named_without_its_wrappers(policy):
+    def wrong(model, mesh):
+        model.blocks[1].register_forward_hook(lambda module, args, output: output * 1.01)
+        kept_by(policy, model, mesh)
+
+    report = sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=wrong)
+    assert (report.first.module, report.first.kind) == ("blocks.1", "forward"), report
+
+
+@pytest.mark.usefixtures("moved")
+def test_what_is_overwritten_on_the_host_is_found(monkeypatch):
+    monkeypatch.setattr(CpuPlatform, "copy_to_device", lambda self, tensor, source, **options: tensor.zero_())
+    report = sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=partial(kept_by, "offload"))
+    assert "gradient" in report.first.kind, report
+    options = {
+        "parallelize": partial(kept_by, "offload"),
+        "shard_batch": lambda x, mesh: x.chunk(2)[mesh.get_local_rank()],
+    }
+    assert not sim.verify_step(mean_step, lambda: Net(2), X, "dp=2", **options).ok

@@ -31,6 +31,9 @@ from hyper_parallel.platform.base import Event, Stream
 __all__ = ["ActivationOffload", "OffloadedBlock"]
 
 _SMALLEST = 512  # bytes: an allocator rounds up to it, so that less is not worth a copy
+_BREAKS = (
+    "activations go to the host between two blocks: compile without fullgraph=True, or each block before it is wrapped"
+)
 
 
 class SavedMemory:
@@ -121,23 +124,36 @@ class ActivationOffload:
     def __reduce__(self) -> Any:
         return type(self), ()
 
+    @torch.compiler.disable(recursive=False)  # and so each that calls another: what is left to compile is the block
     def run(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run the forward of a block, and move what the block before it has saved to the host meanwhile."""
-        platform = get_platform()
-        if not (torch.is_grad_enabled() and platform.has_own_memory):
+        begun = self._begin()
+        if begun is None:
             return block(*args, **kwargs)
-        before, own = self._last, BlockActivations(self._last)
-        self._last = own
-        if before is not None:
-            self._send(before, platform)
-        hooks = saved_tensors_hooks(lambda tensor: self._pack(tensor, own, platform), self._unpack)
+        own, hooks = begun
         try:
             with hooks:
                 return block(*args, **kwargs)
         finally:
-            _find_weights(block, own)
-            if before is not None:
-                self._leave(before, own, platform)
+            self._end(block, own)
+
+    @torch.compiler.disable
+    def _begin(self) -> tuple[BlockActivations, saved_tensors_hooks] | None:
+        platform = get_platform()
+        if not (torch.is_grad_enabled() and platform.has_own_memory):
+            return None
+        own = BlockActivations(self._last)
+        if self._last is not None:
+            self._send(self._last, platform)
+        self._last = own
+        return own, saved_tensors_hooks(lambda tensor: self._pack(tensor, own, platform), self._unpack)
+
+    @torch.compiler.disable
+    def _end(self, block: nn.Module, own: BlockActivations) -> None:
+        _find_weights(block, own)
+        before = None if own.before is None else own.before()
+        if before is not None:
+            self._leave(before, own, get_platform())
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -275,6 +291,7 @@ class OffloadedBlock(ActivationWrapper):
         super().__init__(block)
         self._offload = offload
 
+    @torch.compiler.disable(recursive=False, reason=_BREAKS)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns."""
         return self._offload.run(self._checkpoint_wrapped_module, args, kwargs)

@@ -14,7 +14,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["ADDS_UP", "has_saved_tensors_hooks", "is_set_to", "note_replaced", "plain_name", "runs_eagerly"]
+__all__ = [
+    "ADDS_UP",
+    "calls_compiled",
+    "has_saved_tensors_hooks",
+    "is_set_to",
+    "note_replaced",
+    "plain_name",
+    "runs_eagerly",
+]
 
 ADDS_UP = "_hyper_parallel_adds_up"
 """What an attribute of a parameter is called that says: whoever takes its gradients adds up sums that are pending."""
@@ -25,7 +33,16 @@ R = TypeVar("R")
 
 def runs_eagerly(verb: Callable[P, R]) -> Callable[P, R]:
     """Return the verb as it is for those who call it, and as a break between two graphs for those who compile."""
-    between = cast(Callable[P, R], torch._disable_dynamo(verb))
+    return _called_between_graphs(verb, recursive=True)
+
+
+def calls_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function as `runs_eagerly` does, but that what it calls is compiled."""
+    return _called_between_graphs(function, recursive=False)
+
+
+def _called_between_graphs(verb: Callable[P, R], *, recursive: bool) -> Callable[P, R]:
+    between = cast(Callable[P, R], torch._disable_dynamo(verb, recursive))
 
     @wraps(verb)
     def called(*args: P.args, **options: P.kwargs) -> R:

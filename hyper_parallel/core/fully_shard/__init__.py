@@ -8,11 +8,13 @@ param, build -> placement (which mesh, which dim) -> policy; clip stands beside 
 from hyper_parallel.core.fully_shard.api import (
     DataParallelMeshDims,
     FSDPModule,
+    Owner,
     UnshardHandle,
     fully_shard,
     register_forward_method,
     register_fsdp_forward_method,
     share_comm_ctx,
+    whole_parameters,
 )
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
 from hyper_parallel.core.fully_shard.module import HSDPModule
@@ -29,8 +31,10 @@ __all__ = [
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Owner",
     "clip_grad_norm_",
     "fully_shard",
     "get_model_state_dict",
     "register_forward_method",
+    "whole_parameters",
 ]

@@ -42,6 +42,7 @@ from hyper_parallel.core.fully_shard.module import (
 )
 from hyper_parallel.core.fully_shard.placement import (
     DataParallelMesh,
+    Owner,
     ParameterPlacement,
     PlacementFn,
     common_spmd_mesh,
@@ -53,6 +54,7 @@ from hyper_parallel.core.fully_shard.placement import (
     resolve_mesh,
     unified_placement,
     unpackable,
+    whole_parameters,
 )
 from hyper_parallel.core.fully_shard.policy import (
     CPUOffloadPolicy,
@@ -72,6 +74,7 @@ __all__ = [
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Owner",
     "UnshardHandle",
     "fully_shard",
     "get_model_state_dict",
@@ -80,6 +83,7 @@ __all__ = [
     "register_forward_method",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "whole_parameters",
 ]
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
@@ -135,7 +139,9 @@ def fully_shard(
         reshard_after_forward: Free the unsharded parameters after forward. False: keep them until backward is done. An
             int: keep them split over so many ranks, which must divide the shard axis: a cheaper second gather. None:
             True. The root, with which backward starts, keeps them with any of these.
-        shard_placement_fn: Given a parameter, `Shard(dim)` or None (dim 0). Sizes need not divide evenly.
+        shard_placement_fn: Given a parameter, `Shard(dim)`, None (dim 0) or `Owner(rank)`: that rank of the shard axis
+            has all of it and its gradient, the others nothing; `whole_parameters` shares them out. Sizes need not
+            divide evenly.
         mp_policy: Dtypes of gather, computation and reduction. torch's own will do.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and the optimizer's state on the host. torch's
             own will do.
@@ -184,6 +190,9 @@ def fully_shard(
                 refuse_fusion(item.name, reason)
     data, platform = _data_mesh(mesh, found)
     placed = _placed(roots, found, mesh, data, shard_placement_fn, replicated, fused=comm_fusion)
+    for item, placement in placed:
+        if comm_fusion and placement.owner is not None:
+            refuse_fusion(item.name, "one rank holds all of it, and what is fused has shards of one size")
     smaller = _post_forward_mesh(reshard_after_forward, data)
     options = UnitOptions(
         mp_policy,

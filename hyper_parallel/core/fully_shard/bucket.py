@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each
+from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each, broadcast_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.platform import Platform
@@ -27,6 +27,7 @@ __all__ = [
     "CopyStreams",
     "ExtensionBucket",
     "NoDataError",
+    "OwnedBucket",
     "Storage",
     "computed_in",
 ]
@@ -371,7 +372,7 @@ class Bucket:
             self.gathered = False
             self._remember()
             return
-        sizes = [self.ranks * p.chunk if p.contiguous_on_dim_0 else p.numel for p in self.params]
+        sizes = self._unsharded_sizes()
         self.places = [0, *accumulate(sizes)]
         # Without a copy: each parameter's padded shards, one after the other, are the unsharded one.
         self._can_gather_each = (
@@ -390,6 +391,10 @@ class Bucket:
             param.make_unsharded(self.unsharded_buffer[place : place + param.numel].view(param.shape).data)
         self._remember()
         self.free()
+
+    def _unsharded_sizes(self) -> list[int]:
+        """Elements that each parameter takes in the buffer: with its padding, where that is gathered in place."""
+        return [self.ranks * p.chunk if p.contiguous_on_dim_0 else p.numel for p in self.params]
 
     def owns_memory_of(self, pointer: int) -> bool:
         """Whether memory that starts at `pointer` is the buffer's, which will be freed."""
@@ -584,6 +589,45 @@ def computed_in(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dt
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own tensor of a DTensor, a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+# -- parameters that one rank holds whole -----------------------------------------------------------------------------
+
+
+class OwnedBucket(Bucket):
+    """The parameters of a unit that have owners, in the order of these.
+
+    What is gathered, owner after owner, is the unsharded parameters one after the other: nothing is padded, packed for
+    others or copied out. A rank's shards are the parameters that it owns, which may be none.
+    """
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Differs when a parameter has changed: on all ranks alike, as all of them gather or none.
+
+        So what the owner alone can see does not count: what is done to its local tensor, and where that is in memory.
+        """
+        return tuple(param.sharded._version for param in self.params)
+
+    def _unsharded_sizes(self) -> list[int]:
+        return [param.numel for param in self.params]
+
+    def start_gather(self) -> Pending:
+        """Start to give each owner's parameters to all ranks, in the buffer of unsharded ones."""
+        assert self.group is not None, "parameters with owners have a shard axis"
+        sizes = [0] * self.ranks
+        for param in self.params:
+            assert param.placement.owner is not None, "grouped by whether they have one"
+            sizes[param.placement.owner] += param.numel
+        self.allocate()
+        parts = self.unsharded_buffer.split(sizes)
+        self._copy_to(parts[self.params[0].placement.shard_rank].split(self.chunks))
+        return broadcast_each(parts, self.group, self.unsharded_buffer)
+
+    def finish_gather(self, received: torch.Tensor, *, keep_post_forward_shard: bool = False) -> None:
+        """All is in its place; what is kept between forward and backward on fewer ranks is gathered from all again."""
+        del received, keep_post_forward_shard
+        self.gathered = True
 
 
 # -- parameters that gather other tensors than their values: FSDP2's tensor extension ----------------------------------

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, Storage, computed_in
+from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, OwnedBucket, Storage, computed_in
 from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
 from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
 from hyper_parallel.core.fully_shard.placement import DataParallelMesh, ParameterPlacement, has_extension, unpackable
@@ -310,11 +310,14 @@ def make_buckets(
             dtype = computed_in(dtype, mp_policy.param_dtype)
         # What may share a message: the same ranks, one dtype, and one way to give what is gathered. By first use in
         # registration order, which is the same on all ranks.
-        key = (split, placement.data if split else placement.reduce_groups, dtype, has_extension(found.parameter))
+        ranks = placement.data if split else placement.reduce_groups
+        key = (split, ranks, dtype, has_extension(found.parameter), placement.owner is not None)
         groups.setdefault(key, []).append((found, placement))
     buckets: list[Bucket] = []
     reducers: list[GradientReducer] = []
-    for (split, *_, extended), members in groups.items():
+    for (split, *_, extended, owned), members in groups.items():
+        if owned:
+            members = sorted(members, key=lambda member: member[1].owner or 0)
         params = []
         for found, placement in members:
             # Before `ManagedParam` copies the attributes: the sharded parameter carries the name on, by which optimizer
@@ -326,6 +329,8 @@ def make_buckets(
         group = placement.data.shard_group if split and placement.data is not None else None
         if extended:
             bucket: Bucket = ExtensionBucket(params, values, group, storage, mp_policy)
+        elif owned:
+            bucket = OwnedBucket(params, values, group, storage, mp_policy.param_dtype)
         else:
             bucket = Bucket(params, values, group, storage if split else not_flat, mp_policy.param_dtype)
         bucket.show_shards()  # now: an optimizer that is made before the first forward takes what modules show

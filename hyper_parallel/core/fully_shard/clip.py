@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
+from hyper_parallel.core.mesh.device_mesh import mesh_among
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform
 
@@ -321,9 +322,11 @@ def _axes(
         groups: all groups so far.
         known: by mesh and axis, as it takes torch long to find a group.
     """
-    if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
+    if not isinstance(param, DTensor):
         return ()
-    mesh, keys = param.device_mesh, set[_Key]()
+    mesh, keys = mesh_among(param.device_mesh), set[_Key]()  # ranks that own none of it count 0
+    if mesh.get_coordinate() is None:
+        return ()
     for axis, placement in enumerate(param.placements):
         if placement.is_replicate() or placement.is_partial():
             continue

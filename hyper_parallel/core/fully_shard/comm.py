@@ -1,8 +1,9 @@
-"""The three collectives of the engine, each with the lowering that is fastest on its backend."""
+"""The collectives of the engine, each with the lowering that is fastest on its backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ __all__ = [
     "all_gather",
     "all_gather_each",
     "all_reduce",
+    "broadcast_each",
+    "reduce_each",
     "reduce_scatter",
     "reduce_scatter_each",
 ]
@@ -32,12 +35,12 @@ class Pending:
 
     def __init__(
         self,
-        work: dist.Work | None,
+        work: dist.Work | list[dist.Work] | None,
         result: torch.Tensor,
         finish: Callable[[], None] | None = None,
         keep: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._work = work
+        self._works = work if isinstance(work, list) else [] if work is None else [work]
         self._keep = keep  # read until it is through: the allocator must not hand their memory to others
         self._result = result
         self._finish = finish
@@ -45,16 +48,16 @@ class Pending:
 
     def behind(self, event: Event) -> Pending:
         """Let `wait` also wait for an event of the stream that this was issued on; returns itself."""
-        self._event = event if self._work is None else None  # a collective has begun behind that stream
+        self._event = None if self._works else event  # a collective has begun behind that stream
         return self
 
     def wait(self) -> torch.Tensor:
         """Wait, once; further calls return at once."""
-        if self._work is not None:
-            self._work.wait()  # on a device: the current stream waits, the host goes on
-            # A work keeps its tensors alive, and what has to be added up is added up once.
-            self._work = None
-            self._keep = ()
+        for work in self._works:
+            work.wait()  # on a device: the current stream waits, the host goes on
+        # A work keeps its tensors alive, and what has to be added up is added up once.
+        self._works = []
+        self._keep = ()
         if self._event is not None:
             self._event.wait()
             self._event = None
@@ -152,6 +155,37 @@ def reduce_scatter_each(
     return Pending(group.reduce_scatter_tensor_coalesced(targets, sources, options), result, keep=sources)
 
 
+def broadcast_each(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor) -> Pending:
+    """Give each rank's part to all ranks, in place: parts have any sizes, and nothing is padded, packed or copied out.
+
+    Args:
+        parts: 1-D, contiguous, one for each rank in turn, of the same sizes on all ranks. An empty one is not sent.
+        group: The ranks.
+        result: What `wait` returns: the buffer of which the parts are views.
+    """
+    return _from_or_to_each(partial(dist.broadcast, group=group, async_op=True), "group_src", parts, group, result)
+
+
+def reduce_each(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor) -> Pending:
+    """Sum each rank's part to that rank, in place; what the other ranks have of it is lost.
+
+    Args:
+        parts: As in `broadcast_each`.
+        group: The ranks.
+        result: What `wait` returns: the own part.
+    """
+    return _from_or_to_each(partial(dist.reduce, group=group, async_op=True), "group_dst", parts, group, result)
+
+
+def _from_or_to_each(
+    send: Callable[..., Any], root: str, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor
+) -> Pending:
+    if group.size() == 1:
+        return Pending(None, result)
+    works = [send(part, **{root: rank}) for rank, part in enumerate(_real(parts)) if part.numel()]
+    return Pending(works, result, keep=parts)
+
+
 def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Complex tensors as pairs of real numbers, which is all that nccl and hccl know.
 
@@ -162,6 +196,6 @@ def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum `tensor` over the ranks, in place."""
-    if group.size() == 1:
+    if group.size() == 1 or not tensor.numel():
         return Pending(None, tensor)
     return Pending(dist.all_reduce(tensor, group=group, async_op=True), tensor)

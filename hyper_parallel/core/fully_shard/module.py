@@ -112,6 +112,14 @@ def check_flags(method: str, **flags: Any) -> None:
     check(f"{method} cannot use its flags", "bool", "", ValueError, **flags)
 
 
+def _refuse_owners(asked: str, unit: Unit, comm: Any) -> None:
+    owned = [param.name for param in unit.params if param.placement.owner is not None]
+    if comm is not None and owned:
+        blame = f"one rank holds all of parameter {owned[0]!r}, and what torch's protocol moves has shards of one size"
+        hint = "Shard(0) or None for it in shard_placement_fn"
+        raise ValueError(explain(asked, blame, f"seen: a {type(comm).__name__}", hint))
+
+
 def _check_comm(asked: str, kind: str, comm: Any) -> None:
     parts = {"comm": comm, "comm.allocate": getattr(comm, "allocate", None)}
     check(asked, "callable", f"an object of a subclass of torch's {kind}", ValueError, **parts)
@@ -452,13 +460,17 @@ class ManagedModule(FSDPModule):
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit's parameters with `comm`, an `AllGather` of torch: it allocates and communicates."""
-        _check_comm("cannot gather parameters", "AllGather", comm)
+        asked = "cannot gather parameters"
+        _check_comm(asked, "AllGather", comm)
+        _refuse_owners(asked, needed_unit(self), comm)
         for bucket in needed_unit(self).buckets:
             bucket.all_gather_with = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce this unit's gradients with `comm`, a `ReduceScatter` of torch; its `op` is always `SUM`."""
-        _check_comm("cannot reduce gradients", "ReduceScatter", comm)
+        asked = "cannot reduce gradients"
+        _check_comm(asked, "ReduceScatter", comm)
+        _refuse_owners(asked, needed_unit(self), comm)
         needed_unit(self).options.reduce_scatter_with = comm
 
     # -- when parameters are unsharded ----------------------------------------------------------------------------

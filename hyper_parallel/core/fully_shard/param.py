@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import ADDS_UP, note_replaced
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
+from hyper_parallel.core.mesh.device_mesh import OwnerMesh
 from hyper_parallel.core.redistribute.api import redistribute
 
 __all__ = [
@@ -66,21 +67,26 @@ def _dtensor_where(
     return made if on_mesh else dtensor_like(local, made)
 
 
+def _mesh_of(placement: ParameterPlacement) -> DeviceMesh:
+    return placement.mesh if placement.owner is None else OwnerMesh(placement.mesh, placement.owner)
+
+
 class ManagedParam:
     """A parameter as the engine keeps it.
 
     *Unsharded* means: not split over the shard axis. For a parameter that is split over other axes too, such as those
     of tensor parallelism, it is what those leave of it. Along `shard_dim` shards follow `torch.chunk`: of size
     `ceil(size / ranks)`, the last ones smaller or empty. Communication uses equal shards of `chunk` elements: what
-    is beyond the end is padding.
+    is beyond the end is padding. A parameter with an owner is not split: its only shard is the owner's.
 
     Attributes:
         name: Full name in the module that was wrapped.
         slots: Where it is registered.
         attributes: What users have attached to the parameter, for the sharded and the unsharded one to keep.
         placement: Where it lives.
+        mesh: Of the sharded one: the placement's or, of a parameter with an owner, its owner's part of that.
         shape: Shape of the unsharded one.
-        chunk: Elements of one padded shard.
+        chunk: Elements of one padded shard; of a parameter with an owner, those of the calling rank's.
         local_shape: Shape of this rank's shard, without padding.
         contiguous_on_dim_0: Whether the padded shards, one after the other, are the unsharded value: nothing lies
             before the split dim.
@@ -96,6 +102,7 @@ class ManagedParam:
         own = (*unsharded.detach().__dict__, "_is_param")
         self.attributes = {name: value for name, value in unsharded.__dict__.items() if name not in own}
         self.placement = placement
+        self.mesh = _mesh_of(placement)
         self.shape = unsharded._local_tensor.shape if isinstance(unsharded, DTensor) else unsharded.shape
         self.numel = self.shape.numel()
         self.ranks = placement.shard_size
@@ -107,12 +114,16 @@ class ManagedParam:
             self.after = prod(self.shape[self.dim + 1 :])
         self.rows = -(-self.size // self.ranks)
         self.chunk = self.before * self.rows * self.after
+        if placement.owner is not None:  # one shard, which is not padded, and nothing elsewhere
+            self.rows, self.chunk = self.size, self.numel if placement.is_held else 0
         self.contiguous_on_dim_0 = self.before == 1
         first, last = self.range_of(placement.shard_rank)
         self.first, self.length = first, last - first
         self.local_shape = self.shape
         if placement.shard_dim is not None:
             self.local_shape = torch.Size((*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]))
+        if not placement.is_held:
+            self.local_shape = torch.Size((0,))  # what torch gives a rank that is not on a DTensor's mesh
         self.local_numel = self.local_shape.numel()
         self.local_stride = tuple(prod(self.local_shape[i + 1 :]) for i in range(len(self.local_shape)))
         self.target = "grad"  # the attribute of `sharded` that reduced gradients are added to
@@ -131,11 +142,15 @@ class ManagedParam:
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """First and last (exclusive) index along the split dim of one rank's shard."""
+        if self.placement.owner is not None:
+            return (0, self.size) if rank == self.placement.owner else (self.size, self.size)
         first = min(self.rows * rank, self.size)
         return first, min(first + self.rows, self.size)
 
     def shard_of(self, unsharded: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a unsharded value, as a view."""
+        if not self.placement.is_held:
+            return unsharded.new_empty(0)
         return unsharded if self.placement.shard_dim is None else unsharded.narrow(self.dim, self.first, self.length)
 
     def rows_of(self, unsharded: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -170,7 +185,7 @@ class ManagedParam:
         """Make the sharded parameter over `local`, this rank's shard of `unsharded`."""
         shape = unsharded.shape  # the global one: of a DTensor too
         stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-        dtensor = _dtensor_where(local, self.placement.mesh, self.placement.placements, shape, stride)
+        dtensor = _dtensor_where(local, self.mesh, self.placement.placements, shape, stride)
         self.sharded = nn.Parameter(dtensor, requires_grad=unsharded.requires_grad)
         self.sharded.__dict__.update(self.attributes)
         note_replaced(unsharded, self.name, "fully_shard or hsdp")
@@ -352,7 +367,7 @@ class ManagedParam:
             setattr(self.sharded, self.target, self.laid_out(local))
         else:
             if existing.placements != self.placement.placements:  # of DTensor operations on the sharded one itself
-                existing = redistribute(existing.detach(), self.placement.mesh, self.placement.placements)
+                existing = redistribute(existing.detach(), self.mesh, self.placement.placements)
                 setattr(self.sharded, self.target, existing)
             existing._local_tensor.add_(local)
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None)
@@ -378,7 +393,7 @@ class ManagedParam:
         model: Any = self.sharded
         local = flat.view(self.shape if unsharded else self.local_shape)
         self.sharded.acc_grad = _dtensor_where(  # type: ignore[attr-defined]
-            local, self.placement.mesh, placements, model.shape, model.stride()
+            local, self.mesh, placements, model.shape, model.stride()
         )
 
     def laid_out(self, local: torch.Tensor) -> DTensor:
@@ -401,6 +416,7 @@ class ManagedParam:
     def move_to(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         """Say the same of the sharded parameter on another mesh; the object and its values stay."""
         self.placement = replace(self.placement, mesh=mesh, placements=placements)
+        self.mesh = _mesh_of(self.placement)
         model: Any = self.sharded
         for existing in (model, model.grad):
             if existing is not None:
@@ -408,7 +424,7 @@ class ManagedParam:
 
     def _laid_out(self, local: torch.Tensor) -> DTensor:
         model: Any = self.sharded
-        return _dtensor_where(local, self.placement.mesh, self.placement.placements, model.shape, model.stride())
+        return _dtensor_where(local, self.mesh, self.placement.placements, model.shape, model.stride())
 
     def clear_gradient(self, *, set_to_none: bool) -> None:
         """Drop the gradients of the sharded and the unsharded parameter, or zero the former's."""
@@ -429,14 +445,19 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Count up the versions of the sharded parameters that a step changes: a foreach or fused one does not.
 
     Without it nobody could tell unsharded parameters that were kept after backward from those of the next step. Before
-    and after the step: gradients may come in its closure, and some optimizers clear them.
+    and after the step: gradients may come in its closure, and some optimizers clear them. A parameter with an owner
+    counts as changed on all ranks, although the owner alone has a gradient: all ranks gather it anew, or none does.
     """
     changed = [
         parameter
         for group in optimizer.param_groups
         for parameter in group["params"]
         if hasattr(parameter, "_hyper_parallel_unit_name")
-        and (parameter.grad is not None or getattr(parameter, "main_grad", None) is not None)
+        and (
+            parameter.grad is not None
+            or getattr(parameter, "main_grad", None) is not None
+            or isinstance(getattr(parameter, "device_mesh", None), OwnerMesh)
+        )
     ]
     if changed:
         increment_version(changed)

@@ -6,7 +6,7 @@ optimizers see, what its module sees, and over which groups it is gathered and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.checks import check, check_modules, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.placements import is_strided
 from hyper_parallel.core.fully_shard.policy import DataParallelMeshDims, FullyShardParamMode
@@ -28,6 +29,7 @@ from hyper_parallel.platform import Platform, get_platform
 
 __all__ = [
     "DataParallelMesh",
+    "Owner",
     "ParameterPlacement",
     "PlacementFn",
     "common_spmd_mesh",
@@ -40,7 +42,62 @@ __all__ = [
     "resolve_mesh",
     "shard_dim",
     "unified_placement",
+    "whole_parameters",
 ]
+
+
+PlacementFn = Callable[[nn.Parameter], Any]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What `shard_placement_fn` returns for a parameter that one rank is to hold whole; see `whole_parameters`.
+
+        fully_shard(block, mesh=mesh, shard_placement_fn=lambda p: Owner(0) if p.ndim == 2 else None)
+
+    Args:
+        rank: Of the shard axis, from 0.
+
+    Raises:
+        TypeError: It is no int.
+        ValueError: It is below 0.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        read_int("cannot name an owner", "rank", self.rank, 0, "Owner(0)")
+
+
+def whole_parameters(module: nn.Module | Iterable[nn.Module], ranks: int) -> PlacementFn:
+    """Return a `shard_placement_fn` by which each parameter of some modules is whole on one rank of the shard axis.
+
+        placement = whole_parameters(model.layers, mesh.size())
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, shard_placement_fn=placement)
+
+    The largest parameter goes first, to the rank that has the least so far (Graham 1969): no rank has more than a
+    rank's even part of all elements and one parameter beside it. A parameter of three dims or more, a stack of
+    matrices as the weights of experts are, is split on dim 0, and so is what the modules do not have.
+
+    Args:
+        module: With the parameters as they are before `fully_shard`.
+        ranks: Of the shard axis; its owners are the same on all ranks.
+
+    Raises:
+        TypeError: No module; ranks is no int.
+        ValueError: ranks is below 1.
+    """
+    asked = "cannot place parameters whole"
+    modules = check_modules(asked, "module", module)
+    ranks = read_int(asked, "ranks", ranks, 1, "ranks=mesh.size(-1)")
+    found = dict.fromkeys(param for part in modules for param in part.parameters() if param.dim() < 3)
+    held, owners = [0] * ranks, WeakTensorKeyDictionary()  # weak: what is unsharded goes once it has been split
+    for param in sorted(found, key=torch.Tensor.numel, reverse=True):  # equal ones in their order, rank after rank
+        least = held.index(min(held))
+        held[least] += param.numel()
+        owners[param] = Owner(least)
+    return owners.get
 
 
 @dataclass(frozen=True)
@@ -112,6 +169,7 @@ class ParameterPlacement:
         view_placements: Its placements.
         reduced_axes: The axes of `view_mesh` over which the engine reduces gradients.
         reduce_groups: Where it is replicated: groups over which gradients are all_reduced, one after the other.
+        owner: The rank of the shard axis that holds all of it, as its only shard; None: it is split, or replicated.
     """
 
     mode: FullyShardParamMode
@@ -123,6 +181,12 @@ class ParameterPlacement:
     view_placements: tuple[Placement, ...] = ()
     reduced_axes: tuple[int, ...] = ()
     reduce_groups: tuple[dist.ProcessGroup, ...] = ()
+    owner: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the calling rank has a shard of it, which may be empty."""
+        return self.owner is None or self.owner == self.shard_rank
 
     @property
     def shard_size(self) -> int:
@@ -229,9 +293,6 @@ def platform_of(mesh: DeviceMesh) -> Platform:
         raise ValueError(explain(asked, blame, seen, "a mesh on cuda, npu or cpu")) from error
 
 
-PlacementFn = Callable[[nn.Parameter], Any]
-
-
 def unpackable(parameter: nn.Parameter) -> str | None:
     """Why shards of a parameter cannot be copied as plain memory; None if they can."""
     local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -254,22 +315,34 @@ def refuse_fusion(name: str, reason: str) -> None:
     raise ValueError(explain(f"comm_fusion cannot take parameter {name!r}", reason, "seen: comm_fusion=True", hint))
 
 
-def shard_dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int:
-    """The dim to split, as `shard_placement_fn` says.
+def shard_dim(
+    parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None, ranks: int
+) -> tuple[int, int | None]:
+    """The dim to split and, of a parameter that is kept whole, the owner, as `shard_placement_fn` says.
+
+    Args:
+        parameter: The parameter.
+        name: Its name.
+        placement_fn: What chooses.
+        ranks: Of the shard axis.
 
     Raises:
-        ValueError: It returns something else than `Shard(dim)` or None, or a dim that the parameter lacks.
+        ValueError: It returns something else than `Shard(dim)`, `Owner(rank)` or None, a dim that the parameter lacks,
+            or a rank that the shard axis lacks.
     """
     if placement_fn is None:
-        return 0
+        return 0, None
     placement = placement_fn(parameter)
     if placement is None:
-        return 0
+        return 0, None
     asked = f"fully_shard cannot split parameter {name!r}"
     returned = f"shard_placement_fn returned {placement!r}"
+    if isinstance(placement, Owner):
+        return 0, _checked_owner(parameter, placement, ranks, asked, returned)
     if type(placement) is not Shard:
         hint = "lambda p: Shard(1) if p.dim() > 1 else None, with torch.distributed.tensor.Shard"
-        raise ValueError(explain(asked, returned, "expected: Shard(dim), or None for dim 0", hint))
+        expected = "expected: Shard(dim), Owner(rank), or None for dim 0"
+        raise ValueError(explain(asked, returned, expected, hint))
     dims = parameter.dim()
     if not -dims <= placement.dim < dims:
         seen = f"seen: shape {tuple(parameter.shape)}"
@@ -277,7 +350,18 @@ def shard_dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | No
     if placement.dim % dims and has_extension(parameter):
         seen = "seen: fsdp_pre_all_gather, whose results fsdp_post_all_gather gets one below the other"
         raise ValueError(explain(asked, returned, seen, "Shard(0) or None for this parameter"))
-    return placement.dim % dims
+    return placement.dim % dims, None
+
+
+def _checked_owner(parameter: nn.Parameter, placement: Owner, ranks: int, asked: str, returned: str) -> int:
+    if placement.rank >= ranks:
+        seen = f"seen: a shard axis of {ranks} ranks"
+        hint = f"a rank from 0 to {ranks - 1}; whole_parameters(model, {ranks})"
+        raise ValueError(explain(asked, f"{returned}, and the shard axis has no such rank", seen, hint))
+    if has_extension(parameter):
+        seen = "seen: fsdp_pre_all_gather, of which every rank gives a shard"
+        raise ValueError(explain(asked, returned, seen, "Shard(0) or None for this parameter"))
+    return placement.rank
 
 
 def has_extension(parameter: torch.Tensor) -> bool:
@@ -311,9 +395,9 @@ def plain_placement(
     if replicate or parameter.dim() == 0:
         placements = (*before, *[Replicate()] * data.axes)
         return ParameterPlacement(local, mesh, placements, None, data, reduce_groups=data.domain_groups)
-    dim = shard_dim(parameter, name, placement_fn)
+    dim, owner = shard_dim(parameter, name, placement_fn, data.shard_size)
     placements = (*before, *[Replicate()] * (data.axes - 1), Shard(dim))
-    return ParameterPlacement(local, mesh, placements, dim, data)
+    return ParameterPlacement(local, mesh, placements, dim, data, owner=owner)
 
 
 def kept_placement(parameter: DTensor, name: str, *, fused: bool, api: str = "fully_shard") -> ParameterPlacement:
@@ -371,9 +455,9 @@ def unified_placement(
         return ParameterPlacement(
             unified, spmd_mesh.mesh, placements, None, data, *view, reduce_groups=data.domain_groups
         )
-    dim = shard_dim(parameter, name, placement_fn)  # type: ignore[arg-type]
+    dim, owner = shard_dim(parameter, name, placement_fn, data.shard_size)  # type: ignore[arg-type]
     placements = (*kept, *[Replicate()] * (data.axes - 1), Shard(dim))
-    return ParameterPlacement(unified, spmd_mesh.mesh, placements, dim, data, *view)
+    return ParameterPlacement(unified, spmd_mesh.mesh, placements, dim, data, *view, owner=owner)
 
 
 def common_spmd_mesh(placements: Sequence[ParameterPlacement], data: DataParallelMesh) -> DeviceMesh | None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket
-from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_scatter, reduce_scatter_each
+from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_each, reduce_scatter, reduce_scatter_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import UnitOptions
 
@@ -295,6 +295,7 @@ class GradientReducer:
         self.bucket = bucket
         self.params = params
         self.scatter = scatter
+        self.owned = params[0].placement.owner is not None
         self.rows = 1 if scatter is None else scatter.size()
         self.replicas = tuple(group for group in replicas if group.size() > 1)
         self.ranks = ranks
@@ -304,6 +305,7 @@ class GradientReducer:
         self._given: set[int] = set()  # which of these autograd adds to just now
         self.partial: torch.Tensor | None = None  # reduced over the shard axis, not yet over the replicate axis
         self._plan_for: list[ManagedParam] = []
+        self._kept: list[ManagedParam] = []  # of these, whose sums this rank gets: all but those that others own
         self._starts: list[int] = [0]
         self._sizes: list[int] = []
         self._ones: torch.Tensor | None = None
@@ -318,8 +320,9 @@ class GradientReducer:
                 hint = "change it after a backward with gradient sync, or call zero_grad() first"
                 raise RuntimeError(explain("cannot reduce gradients", blame, seen, hint))
             self._plan_for = trainable
-            self._starts = [0, *accumulate(self._width(param) for param in trainable)]
-            self._sizes = [*(self._width(param) for param in trainable), len(trainable)]
+            self._kept = [param for param in trainable if param.placement.is_held]
+            self._starts = [0, *accumulate(self._width(param) for param in self._kept)]
+            self._sizes = [*(self._width(param) for param in self._kept), len(self._kept)]
         return trainable
 
     def _width(self, param: ManagedParam) -> int:
@@ -379,7 +382,7 @@ class GradientReducer:
         if self.pending is None:
             return None
         pending, self.pending = self.pending, None
-        params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
+        params, width = self._plan_for, sum(self._sizes)
         used = [options.zeros or gradient is not None for gradient in pending]
         dtype = self._dtype(options.mp_policy.reduce_dtype)
         scale = self._scale(options)
@@ -396,6 +399,8 @@ class GradientReducer:
             fused, place = fused_all_reduces.place(self.replicas[0], width, like)
         if self.scatter is None:
             work = Pending(None, self._packed(pending, used, like if place is None else place))
+        elif self.owned:
+            work = self._reduce_to_owners(pending, used, like.new_empty(width) if place is None else place)
         elif options.reduce_scatter_with is not None and self.rows > 1:
             work = self._reduce_scatter_with(options.reduce_scatter_with, pending, used, like, place)
         elif self.sends_each and all(param.contiguous_on_dim_0 for param in params):
@@ -407,7 +412,9 @@ class GradientReducer:
             buffer = self._packed(pending, used, like)
             work = reduce_scatter(buffer, self.scatter, by_all_to_all=self.scatters_by_exchange, out=place)
         finish = Finish(options, 1.0 if early else scale, self._take_partial(options))
-        return Reduction(self, params, self._starts, used, work, finish, fused)
+        if self.owned:
+            used = [flag for param, flag in zip(params, used, strict=True) if param.placement.is_held]
+        return Reduction(self, self._kept, self._starts, used, work, finish, fused)
 
     def _scale(self, options: UnitOptions) -> float:
         return options.gradient_scale / (options.divide_by or (self.ranks if options.average else 1))
@@ -439,6 +446,25 @@ class GradientReducer:
         own = comm.allocate((width,), **kind) if place is None else place
         work = comm(output_tensor=own, input_tensor=sent, group=self.scatter, op=dist.ReduceOp.SUM, async_op=True)
         return Pending(work, own, keep=(sent,))
+
+    def _reduce_to_owners(self, pending: list[torch.Tensor | None], used: list[bool], place: torch.Tensor) -> Pending:
+        """The same for parameters with owners: each gets what it owns, and flags; `place` is for the own."""
+        assert self.scatter is not None, "parameters with owners have a shard axis"
+        owned: list[list[int]] = [[] for _ in range(self.rows)]
+        for index, param in enumerate(self._plan_for):
+            assert param.placement.owner is not None, "grouped by whether they have one"
+            owned[param.placement.owner].append(index)
+        parts = []
+        for rank, indices in enumerate(owned):
+            sizes = [*(self._plan_for[index].numel for index in indices), len(indices)]
+            part = place if rank == self._plan_for[0].placement.shard_rank else place.new_empty(sum(sizes))
+            *gradients, flags = part.split(sizes)
+            for index, where in zip(indices, gradients, strict=True):
+                gradient, pending[index] = pending[index], None  # its memory goes as soon as it is packed
+                where.zero_() if gradient is None else where.copy_(gradient)
+            _fill(flags, [used[index] for index in indices])
+            parts.append(part)
+        return reduce_each(parts, self.scatter, place)
 
     def _padded(self, pending: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
         """What is sent of each parameter: its gradient where it is, padded if it has to be, or zeros."""
@@ -474,11 +500,7 @@ class GradientReducer:
                     _zero_padding(param, columns)
                 for source, where in param.rows_of(gradient, columns):
                     where.copy_(source)
-        flags = rows[:, self._starts[-1] :]
-        if all(used):
-            flags.fill_(1.0)
-        else:
-            flags.copy_(torch.tensor(used, dtype=buffer.dtype))
+        _fill(rows[:, self._starts[-1] :], used)
         return buffer
 
     def _flags(self, used: list[bool], like: torch.Tensor) -> torch.Tensor:
@@ -530,7 +552,7 @@ class GradientReducer:
 
     def show(self, flat: torch.Tensor, used: list[bool], *, waiting: bool) -> None:
         """Show what has added up, of the parameters that were used, as `acc_grad`."""
-        for param, start, shown in zip(self._plan_for, self._starts, used, strict=False):
+        for param, start, shown in zip(self._kept, self._starts, used, strict=False):
             if shown:
                 numel = param.numel if self.scatter is None else param.local_numel
                 param.show_sum(flat[start : start + numel], unsharded=self.scatter is None, waiting=waiting)
@@ -588,6 +610,13 @@ def _summed_together(
             param.unsharded.grad = None
             summed[param] = part
     return summed
+
+
+def _fill(flags: torch.Tensor, used: list[bool]) -> None:
+    if all(used):
+        flags.fill_(1.0)
+    else:
+        flags.copy_(torch.tensor(used, dtype=flags.dtype))
 
 
 def _zero_padding(param: ManagedParam, columns: torch.Tensor) -> None:

@@ -314,6 +314,8 @@ def fit(key: str, value: Any, target: torch.Tensor) -> Any:
         value = (whole_of(value) if isinstance(value, DTensor) else value)[0]
     if not isinstance(target, DTensor):
         return whole_of(value) if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor) and target.device_mesh.get_coordinate() is None:
+        return target.detach()  # this rank has nothing of it
     return dtensor_like(_shard_of(value.detach(), target), target)
 
 

@@ -294,8 +294,12 @@ class Unit:
                 bucket.show_unsharded()
 
     def _holds_gradients(self) -> bool:
-        """Whether an optimizer would change a parameter."""
-        return any(param.reduced_gradient is not None for bucket in self.buckets for param in bucket.params)
+        """Whether an optimizer would change a parameter: yes, if one has an owner, whose gradient others do not see."""
+        return any(
+            param.placement.owner is not None or param.reduced_gradient is not None
+            for bucket in self.buckets
+            for param in bucket.params
+        )
 
     def unshard(self, *, keep_post_forward_shards: bool = False, in_backward: bool = False) -> None:
         """Gather and show; and, if asked to, keep for backward what the post-forward mesh asks of this rank."""

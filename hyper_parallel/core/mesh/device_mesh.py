@@ -43,6 +43,38 @@ def axes_of(mesh: Any) -> MeshAxes:
         return _AXES.setdefault(mesh, axes)
 
 
+class OwnerMesh(DeviceMesh):
+    """The ranks at one place along the last axis of a mesh, which hold a tensor among them: a mesh of the same axes.
+
+        OwnerMesh(init_device_mesh("cpu", (4,)), 2)  # rank 2 has all of a tensor, and the other ranks have none of it
+
+    A DTensor on it has an empty local tensor on all other ranks, as torch has it where a rank is not on the mesh. No
+    process group is made, and nothing is communicated.
+
+    Args:
+        among: The mesh. What is known of the tensor to its other ranks, such as where to find all of it, is said there.
+        owner: The place along its last axis.
+    """
+
+    def __init__(self, among: DeviceMesh, owner: int) -> None:
+        with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
+            ranks = among.mesh[..., owner : owner + 1].contiguous()
+            super().__init__(among.device_type, ranks, mesh_dim_names=among.mesh_dim_names, _init_backend=False)
+        self.among = among
+
+    def __eq__(self, other: object) -> bool:
+        # Never equal to a plain mesh of these ranks: torch caches layouts by their mesh, and would give the plain one.
+        return isinstance(other, OwnerMesh) and self.among == other.among and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+
+def mesh_among(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh whose ranks share a tensor on `mesh`: that of an `OwnerMesh`'s other ranks too, else `mesh`."""
+    return mesh.among if isinstance(mesh, OwnerMesh) else mesh
+
+
 def describe_mesh(mesh: DeviceMesh) -> str:
     """Return the names and sizes of a mesh's axes, for messages."""
     names = mesh.mesh_dim_names or [f"axis {index}" for index in range(mesh.ndim)]

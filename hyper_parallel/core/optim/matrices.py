@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.mesh.device_mesh import mesh_among
 from hyper_parallel.core.redistribute.execute import all_to_all
 
 Box = tuple[slice, slice]
@@ -62,7 +63,7 @@ class Sharing:
     Args:
         ranks: of the group, sorted; the calling rank is one of them. None for matrices that lie on one rank.
         axes: names of the mesh axes that the group lies along.
-        mesh: has these axes.
+        mesh: has these axes, and their process groups.
         matrices: in the order of the parameters.
         owners: the member that computes each matrix.
     """
@@ -104,7 +105,7 @@ def share(params: Sequence[torch.Tensor]) -> list[Sharing]:
     groups: dict[tuple[int, ...], tuple[tuple[str, ...], DeviceMesh | None, list[Matrix]]] = {}
     for number, param in enumerate(params):
         ranks, axes, matrices = _matrices(number, param)
-        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        mesh = mesh_among(param.device_mesh) if isinstance(param, DTensor) else None
         groups.setdefault(ranks, (axes, mesh, []))[2].extend(matrices)
     return [
         Sharing(ranks, axes, mesh, tuple(matrices), _owners(matrices, len(ranks)))

@@ -202,7 +202,7 @@ class Stage(PipelineStage):
     def _make_buffers(self, infos: Sequence[Any]) -> None:
         for info in infos:
             if getattr(info, "buffer", None) is not None:  # the first stage's inputs have none
-                info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device=self.device)
+                info.buffer = _like(info.buffer, self.device)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
@@ -247,4 +247,10 @@ def _drop_buffers(infos: Sequence[Any]) -> None:
     """Let go of what was received; what torch asks of a buffer that is not in use, one without memory answers."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
-            info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device="meta")
+            info.buffer = _like(info.buffer, torch.device("meta"))
+
+
+def _like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Another buffer; torch 2.11 says once, when it makes them, that what is received requires gradients."""
+    new = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return new.requires_grad_(buffer.requires_grad)

@@ -1,6 +1,7 @@
 """Moving a tensor from one layout to another: read, planned, priced, then executed.
 
     api -> gradients -> execute -> plan -> candidates -> builder -> steps -> holdings
+    chunks -> execute
     plan, bounds, candidates -> transition -> cost -> holdings
     show -> bounds, plan
 
@@ -16,6 +17,7 @@ candidates    the ways there are, made of steps
 cost          the seconds of a step on a topology
 plan          the cheapest of the ways, in bounded memory
 execute       a plan carried out on one rank
+chunks        a computation between two redistributions, cut so that one chunk travels while another is computed
 bounds        the least that any plan must move, and the twin that counts it by brute force
 show          plans as text, beside torch's
 """

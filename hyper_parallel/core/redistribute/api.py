@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
-from hyper_parallel.core.mesh.device_mesh import axes_of, reorder_axes
+from hyper_parallel.core.mesh.device_mesh import axes_of, mesh_among, reorder_axes
 from hyper_parallel.core.redistribute.cost import Topology
 from hyper_parallel.core.redistribute.gradients import FromLocal, PendingRedistribute, moved, moving, take_part, unmoved
 
@@ -257,7 +257,7 @@ def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch
 
 @runs_eagerly
 def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
-    """Return the full tensor on every rank of its mesh, all pending reductions taken.
+    """Return the full tensor on every rank of its mesh, all pending reductions taken; of an `OwnerMesh`, of all ranks.
 
         full = full_tensor(x)  # a plain tensor of the shape of x
 
@@ -274,7 +274,7 @@ def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> to
     """
     asked = "cannot gather the full tensor"
     x = check_dtensor(asked, x)
-    replicated = Layout.from_device_mesh(x.device_mesh)()
+    replicated = Layout.from_device_mesh(mesh_among(x.device_mesh))()
     wanted = read_grad_layout(asked, grad_layout, replicated, x.shape)
     return take_part(moved(x, replicated), wanted, "full_tensor")
 

@@ -15,6 +15,7 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.mesh.axes import describe_ranks
+from hyper_parallel.core.mesh.device_mesh import mesh_among
 from hyper_parallel.core.redistribute.holdings import Located
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.steps import BufferBox, Moves, Step, local_moves, moves, shape_of
@@ -103,7 +104,7 @@ def _empty(plan: Plan, held: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _collective(step: Step, held: torch.Tensor, rank: int, mesh: DeviceMesh | None) -> Working:
     work = moves(step, rank)
-    group = group_of(work.group, step.axes, mesh)
+    group = group_of(work.group, step.axes, None if mesh is None else mesh_among(mesh))
     if step.kind == "all_reduce":
         return (yield from _all_reduce(step, held, group))
     if step.kind == "all_gather" and work.even:

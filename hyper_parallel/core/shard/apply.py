@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -222,7 +222,7 @@ def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Cal
     region.paths.update((module, name) for name, module in model.named_modules() if name in reading.local)
     for name, module in model.named_modules(remove_duplicate=False):
         here = _said(reading, name)
-        if here == (None, None, None, False, False):
+        if all(each is None or each is False for each in here):
             continue
         if id(module) in done:
             first = done[id(module)]
@@ -240,16 +240,16 @@ def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Cal
 def _said(reading: Reading, name: str) -> tuple[Any, ...]:
     """Return all that a plan says of a module's boundary."""
     inputs, outputs, produced = (each.get(name) for each in (reading.inputs, reading.outputs, reading.local))
-    return inputs, outputs, produced, name in reading.returned, name in reading.resharded
+    return inputs, outputs, produced, name in reading.returned, name in reading.resharded, reading.chunks.get(name)
 
 
 def _attachment(name: str, module: nn.Module, reading: Reading, region: Region) -> Callable[[nn.Module], None]:
     where = f"module {name!r}" if name else "the model"
-    inputs, outputs, produced, returns, reshards = _said(reading, name)
+    inputs, outputs, produced, returns, reshards, chunks = _said(reading, name)
     before = after = local = None
     if produced is not None:
         local = LocalModule(
-            name, module, produced, inputs, outputs, region, wraps=reading.wrap_inputs, reshards=reshards
+            name, module, produced, inputs, outputs, region, wraps=reading.wrap_inputs, reshards=reshards, chunks=chunks
         )
     else:
         if inputs is not None:
@@ -259,6 +259,8 @@ def _attachment(name: str, module: nn.Module, reading: Reading, region: Region) 
 
     def attach(module: nn.Module) -> None:
         if local is not None:
+            if local.chunks is not None:
+                module.forward = partial(local.in_chunks, module.forward)
             module.register_forward_pre_hook(local.before, with_kwargs=True)
             module.register_forward_hook(local.after, always_call=True)
         if before is not None:
@@ -274,7 +276,7 @@ def _attachment(name: str, module: nn.Module, reading: Reading, region: Region) 
 def _shard_function(asked: str, function: M, mesh: DeviceMesh, plan: ShardingPlan) -> M:
     name = getattr(function, "__qualname__", type(function).__name__)
     if isinstance(plan, ShardingPlan):
-        for field in ("plan", "return_local_tensor", "local_plan", "reshard_inputs"):
+        for field in ("plan", "return_local_tensor", "local_plan", "reshard_inputs", "chunks"):
             if getattr(plan, field):
                 blame = f"{name!r} is a function, which has no parameters or modules, and {field} is given"
                 seen = f"{field}: {getattr(plan, field)!r}"

@@ -8,7 +8,7 @@ result is, each rank has done a share of the work, and the gradients are partial
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.common.torch_compat import calls_compiled, runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.redistribute.chunks import Chunks, in_chunks
 from hyper_parallel.core.shard.boundaries import Arguments, Inputs, remade, spread
 from hyper_parallel.core.shard.entry_exit import (
     LayoutMark,
@@ -70,6 +71,53 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
     return frozenset(shared)
 
 
+def _chunks_of(asked: str, count: int, inputs: LayoutTree, produced: LayoutTree, outputs: LayoutTree) -> Chunks | None:
+    """Return how the rows of a module are cut; None where nothing travels.
+
+    Raises:
+        ValueError: the sum that the module returns is not scattered over a dim over which its input was gathered.
+    """
+    trees = (inputs, produced, outputs)
+    found = [next(iter(tree.values())) if isinstance(tree, Mapping) and len(tree) == 1 else tree for tree in trees]
+    taken, pending, split = [one[0] if isinstance(one, tuple) and len(one) == 1 else one for one in found]
+    seen = "   ".join(
+        f"{word}: {describe(tree)}" for word, tree in zip(("input", "local", "output"), trees, strict=True)
+    )
+    hint = 'input ("dp", "None", "None"), local a sum pending over tp, output ("dp", "tp", "None")'
+    if not (isinstance(taken, Layout) and isinstance(pending, Layout) and isinstance(split, Layout)):
+        raise ValueError(explain(asked, "input_plan, local_plan and output_plan need one layout each", seen, hint))
+    sums = [name for name, kind in pending.partial.items() if kind == "sum"]
+    if taken.is_partial() or split.is_partial() or not sums or len(sums) != len(pending.partial):
+        raise ValueError(explain(asked, "its result is to be a pending sum, and nothing else pending", seen, hint))
+    dims, live = set[int](), False
+    for axis, name in enumerate(pending.alias_name):
+        before, within, after = ((layout._specs or ())[axis] for layout in (taken, pending, split))
+        if name in sums and before is None and after is not None:
+            dims.add(after[0])
+            live = live or pending.mesh_shape[axis] > 1
+        elif name in sums or not before == within == after:
+            blame = f"over axis {name!r} its input is not gathered where its result is scattered, or laid out otherwise"
+            raise ValueError(explain(asked, blame, seen, hint))
+    if len(dims) != 1 or min(dims) < 0:
+        blame = "the sum is scattered over several dims, or over one that is counted from the last"
+        raise ValueError(explain(asked, blame, seen, hint))
+    if not live:
+        return None
+    grad = grad_layout_of(taken, frozenset(sums))
+    assert grad is not None, "nothing is pending in it"
+    return Chunks(count, dims.pop(), split, taken, grad, pending)
+
+
+@runs_eagerly
+def _shape_to_cut(asked: str, x: torch.Tensor, chunks: Chunks) -> tuple[int, ...]:
+    """Return the sizes of the full tensor that is cut."""
+    if x.dim() < chunks.dim + 2:
+        blame = f"rows are cut along dim {chunks.dim}, which is the last one, or is not there"
+        raise ValueError(explain(asked, blame, f"argument: {tuple(x.shape)}", "no entry in chunks for it"))
+    mark = mark_of(x)
+    return agreed_shape(asked, x, chunks.split) if mark is None else tuple(mark.shape)
+
+
 def _live(axes: frozenset[str], produced: LayoutTree) -> list[str]:
     """Return those of some axes that have more than one rank, in the order of the mesh."""
     layout = next(leaves(produced), None)
@@ -98,6 +146,7 @@ class LocalModule:
         region: the others of the model; inside of another one, plain tensors come and go.
         wraps: whether a plain tensor is accepted as a shard of a declared input, of which nothing says what it is.
         reshards: whether backward gathers inputs again that were gathered, in place of keeping them.
+        chunks: how many the rows are cut into, of which one travels while another is computed; None: they are not.
     """
 
     def __init__(
@@ -111,9 +160,19 @@ class LocalModule:
         *,
         wraps: bool,
         reshards: bool = False,
+        chunks: int | None = None,
     ) -> None:
         self.where = f"module {name!r}" if name else "the model"
         self.what = f"output of {self.where}"
+        self.chunks: Chunks | None = None
+        if chunks is not None:
+            self.chunks = _chunks_of(f"cannot run {self.where} in chunks", chunks, inputs, produced, outputs)
+            if reshards:
+                blame = "its input would be gathered again whole, and it is gathered in chunks"
+                seen = f"chunks: {chunks}   reshard_inputs: it is named there"
+                raise ValueError(explain(f"cannot run {self.where} in chunks", blame, seen, "one of the two"))
+        if self.chunks is not None:  # what goes in and what comes out is split: in between, `in_chunks` communicates
+            inputs = produced = outputs = self.chunks.split
         self.produced, self.outputs = produced, outputs
         self.shared = shared_axes(f"cannot run {self.where} on local tensors", produced)
         self.inputs = Inputs(self.where, inputs, Arguments.of(module.forward), wrap=False)
@@ -163,6 +222,37 @@ class LocalModule:
             result = end_lookup(module, call.lookup, result)
         return None if result is None else self._leave(call, self.what, result, self.produced, self.outputs, ())
 
+    @calls_compiled
+    def in_chunks(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Call the module's own code with one chunk of the rows after another.
+
+        Args:
+            forward: that code.
+            args: one tensor, this rank's shard; or none, if it is given by name.
+            kwargs: likewise.
+
+        Raises:
+            TypeError: other arguments than one tensor, other results.
+            ValueError: a tensor of too few dims.
+        """
+        assert self.chunks is not None, "it is called where there are some"
+        asked, given = f"cannot run {self.where} in chunks", [*args, *kwargs.values()]
+        if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+            blame = "its rows are those of one tensor, and it was called with something else"
+            seen = f"arguments: {', '.join(type(value).__name__ for value in given) or 'none'}"
+            raise TypeError(explain(asked, blame, seen, "no entry in chunks for it"))
+        (x,) = given
+
+        def computed(chunk: torch.Tensor) -> torch.Tensor:
+            result = forward(chunk) if args else forward(**dict.fromkeys(kwargs, chunk))
+            if not isinstance(result, torch.Tensor) or result.shape[:-1] != chunk.shape[:-1]:
+                seen = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                blame = f"it returns no tensor with the rows of its argument, {tuple(chunk.shape)}"
+                raise TypeError(explain(asked, blame, f"result: {seen}", "no entry in chunks for it"))
+            return result
+
+        return in_chunks(computed, x, _shape_to_cut(asked, x, self.chunks), self.chunks)
+
     def _key(self, values: tuple[Any, ...]) -> Any:
         """Return what shapes follow from, the same on all ranks or another one on all; None: nothing of that kind.
 
@@ -193,7 +283,8 @@ class LocalModule:
             return x
         known = resolved(target, x.dim())
         if isinstance(x, DTensor):
-            return self._noted(enter(x, known, self._grad_layout(known)), x, known)
+            shard = self._noted(enter(x, known, self._grad_layout(known)), x, known)
+            return shard if self.chunks is None else marked(shard, known, x.shape)
         mark = mark_of(x)
         if mark is not None:
             return self._noted(cross(x, mark, known, self._grad_layout(known)), x, known)

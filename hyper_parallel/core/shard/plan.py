@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layout, read_layouts
@@ -49,6 +49,9 @@ class ShardingPlan:
             `output_plan`. Torch's dispatch of DTensors, some 20 us per operation, does not take place inside.
         reshard_inputs: paths of modules in `local_plan` that keep for backward only the shards of those inputs that
             were gathered for them, and gather them again in backward: one gather more for the memory of the rest.
+        chunks: path of a module in `local_plan` -> how many chunks its rows are cut into, of which one is gathered or
+            reduced while another is computed. The module takes one tensor, gathered over a dim; of what it returns, the
+            sum is scattered over the same dim; and each row of that depends on the same row of the tensor alone.
     """
 
     plan: dict[str, Any] | None = None
@@ -58,6 +61,7 @@ class ShardingPlan:
     wrap_inputs: bool = False
     local_plan: dict[str, Any] | None = None
     reshard_inputs: list[str] | None = None
+    chunks: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Reading:
     returned: Sequence[str]
     local: Mapping[str, LayoutTree]
     wrap_inputs: bool
-    resharded: frozenset[str] = frozenset()
+    resharded: frozenset[str]
+    chunks: Mapping[str, int]
 
 
 def read_plan(
@@ -108,7 +113,11 @@ def read_plan(
         modules,
         "module",
     )
-    _check_resharded(asked, list(resharded), local)
+    _check_local(f"{asked}: reshard_inputs", list(resharded), local, "whose gathered inputs alone can be freed")
+    chunks = resolve(
+        f"{asked}: chunks", {path: (path, count) for path, count in (checked.chunks or {}).items()}, modules, "module"
+    )
+    _check_local(f"{asked}: chunks", list(chunks), local, "whose input alone can be cut")
     returned = {path: (path, True) for path in checked.return_local_tensor or []}
     return Reading(
         parameters={name: match.value for name, match in chosen.items()},
@@ -118,6 +127,7 @@ def read_plan(
         local={name: match.value for name, match in local.items()},
         wrap_inputs=checked.wrap_inputs,
         resharded=frozenset(resharded),
+        chunks={name: match.value for name, match in chunks.items()},
     )
 
 
@@ -135,6 +145,7 @@ def _check_fields(asked: str, plan: Any) -> ShardingPlan:
         "return_local_tensor": ("list | None", '["head"]'),
         "wrap_inputs": ("bool", "True"),
         "reshard_inputs": ("list | None", '["layers.*.mlp"]'),
+        "chunks": ("mapping | None", '{"layers.*.mlp": 4}'),
     }
     for field in fields(ShardingPlan):
         name, value = field.name, getattr(plan, field.name)
@@ -142,16 +153,19 @@ def _check_fields(asked: str, plan: Any) -> ShardingPlan:
         check(asked, kinds, f"{name}={example}", **{name: value})
         for key in () if isinstance(value, bool) else value or ():
             check(asked, "str", "'layers.*.mlp'", **{f"a path in {name}": key})
+    for path, count in (plan.chunks or {}).items():
+        check(asked, "int", f'chunks={{"{path}": 4}}', **{f"chunks[{path!r}]": count})
+        check_least(asked, 1, **{f"chunks[{path!r}]": count})
     return plan
 
 
-def _check_resharded(asked: str, paths: Sequence[str], local: Mapping[str, Match]) -> None:
-    """Refuse modules whose code sees DTensors: what these keep for backward is up to torch's operations on them."""
+def _check_local(asked: str, paths: Sequence[str], local: Mapping[str, Match], why: str) -> None:
+    """Refuse modules whose code sees DTensors: what becomes of these is up to torch's operations on them."""
     for path in paths:
         if path not in local:
-            blame = f"module {path!r} does not compute on local tensors, whose gathered inputs alone can be freed"
+            blame = f"module {path!r} does not compute on local tensors, {why}"
             seen = f"local_plan: {_short(list(local))}"
-            raise ValueError(explain(f"{asked}: reshard_inputs", blame, seen, f"an entry for {path!r} in local_plan"))
+            raise ValueError(explain(asked, blame, seen, f"an entry for {path!r} in local_plan"))
 
 
 def _short(value: object) -> str:

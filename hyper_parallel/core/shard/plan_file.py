@@ -43,7 +43,7 @@ tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else 
 MeshLike = DeviceMesh | Layout | str
 
 TABLES = ("plan", "input_plan", "output_plan", "local_plan")
-SETTINGS = ("return_local_tensor", "wrap_inputs", "reshard_inputs")
+SETTINGS = ("return_local_tensor", "wrap_inputs", "reshard_inputs", "chunks")
 ALONE = "-"
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -121,6 +121,8 @@ def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
         lines.append("wrap_inputs = true")
     if plan.reshard_inputs:
         lines.append(f"reshard_inputs = {json.dumps(list(plan.reshard_inputs))}")
+    if plan.chunks:
+        lines.append(f"chunks = {{{', '.join(f'{_key(path)} = {count}' for path, count in plan.chunks.items())}}}")
     for name in TABLES:
         entries = {key: value for key, value in (getattr(plan, name) or {}).items() if value is not None}
         if entries:
@@ -209,6 +211,9 @@ def _setting(file: _File, name: str, value: Any) -> Any:
     if name in ("return_local_tensor", "reshard_inputs") and not _is_list_of_str(value):
         blame = f"{name} is a list of module paths, and not {value!r}"
         raise file.mistake(blame, f'{name} = ["head"]', number, name)
+    if name == "chunks" and not (isinstance(value, dict) and all(type(count) is int for count in value.values())):
+        blame = f"chunks is how many for each module path, and not {value!r}"
+        raise file.mistake(blame, 'chunks = {"layers.*.mlp" = 4}', number, name)
     return value
 
 

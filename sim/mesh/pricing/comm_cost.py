@@ -46,6 +46,11 @@ _PAT_DOUBLING_US, _PAT_RANK_US, _PAT_SHARE = 4.0, 2.8, 0.75
 costs (14 us of the network over 3.5), what each rank costs all the same, and their part of a ring's bandwidth. They are
 for groups with one rank on each node alone (`ncclPatEnable`): those with more go around rings."""
 
+_CHUNK = 4 * 2**20 / 8
+"""Bytes that a rank on the way of a broadcast receives before it sends them on, of each channel: NCCL's buffer of 4 MiB
+in 8 steps, one a chunk (DEFAULT_BUFFSIZE of src/init.cc, NCCL_STEPS of src/include/devcomm.h, BROADCAST_CHUNKSTEPS of
+src/include/collectives.h, 2.9.9). A channel is taken to have one device's share of the adapters."""
+
 _CURVE_OF = {"gather": "all_gather", "reduce": "all_reduce", "exchange": "all_to_all", "one": "broadcast"}
 
 
@@ -182,6 +187,8 @@ def collective_seconds(
         hops = float(fabric["peer_us"]) * (n - 1)
     else:
         hops = float(fabric["hop_us"]) * (spread.nodes - 1) + hop * spread.nodes
+    if pattern == "one":  # along a chain, a chunk at a time
+        hops += 1e6 * (spread.nodes - 1) * min(size / spread.most, _CHUNK) / adapter
     if pattern == "gather" and links.trees and not inside:
         steps = _PAT_DOUBLING_US * math.log2(spread.nodes) + _PAT_RANK_US * n
         along_tree = _seconds((base + steps) * 1e-6, wire, rate * _PAT_SHARE, fabric, bound)

@@ -3,5 +3,5 @@
 search -> explore -> candidates, floors, ranking
 candidates, floors -> bounds -> stages -> space
 ranking -> limits
-advice
+advice; budget
 """

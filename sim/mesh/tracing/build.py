@@ -148,6 +148,7 @@ def _split_tensors(job: Job, module: nn.Module) -> None:
     if type(module) is MoELlama and (recipe.sequence_parallel or not dims.tp_enabled):
         if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
             options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": recipe.reshard_inputs}
+            options["chunks"] = recipe.tp_chunks
             split_layers_and_experts(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
         return
     if isinstance(module, MoELlama) and dims.ep_enabled:

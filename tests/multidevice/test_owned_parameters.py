@@ -1,0 +1,307 @@
+"""Parameters that one rank of the shard axis holds whole: trained, clipped, saved and loaded as on one device."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import sim
+from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata, save_checkpoint
+from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
+from hyper_parallel.core.fully_shard.api import Owner, fully_shard, get_model_state_dict, whole_parameters
+from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from hyper_parallel.core.optim.muon import Muon
+from hyper_parallel.core.redistribute.api import full_tensor
+
+STEPS, LIMIT = 3, 0.05
+MESHES = ({"dp": 4}, {"replicate": 2, "dp": 2}, {"dp": 2, "tp": 2})
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(11, 6), nn.ModuleList([Block(), Block()])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def model(device):
+    torch.manual_seed(3)
+    return Model().double().to(device)
+
+
+def batches(device):
+    return torch.randint(0, 11, (STEPS, 4, 5), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def sharded(ctx, axes, *, owners=True, module=None, **options):
+    """The model with layers that have owners, or whose parameters are split, and a split embedding."""
+    mesh = init_device_mesh(ctx.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    module = model(ctx.device) if module is None else module
+    data = mesh[tuple(name for name in axes if name != "tp")]
+    for layer in module.layers if "tp" in axes else ():
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    placement = whole_parameters(module.layers, axes["dp"]) if owners else None
+    for layer in module.layers:
+        fully_shard(layer, mesh=data, shard_placement_fn=placement, **options)
+    fully_shard(module, mesh=data, **options)
+    module.set_reduce_op_type("avg")
+    return module
+
+
+def adamw(module, **options):
+    return torch.optim.AdamW(module.parameters(), lr=0.02, **options)
+
+
+def train(module, optimizer, ids):
+    norms = []
+    for batch in ids:
+        module(batch).square().mean().backward()
+        norms.append(clip_grad_norm_(module, LIMIT))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(norms)
+
+
+def on_one_device(device):
+    module = model(device)
+    norms = train(module, adamw(module), batches(device))
+    return norms, {name: param.detach() for name, param in module.named_parameters()}
+
+
+def values(module):
+    return {
+        name: full_tensor(param.detach()) if hasattr(param, "placements") else param.detach()
+        for name, param in module.named_parameters()
+    }
+
+
+def check_equal(got, wanted):
+    assert list(got) == list(wanted)
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-9, atol=1e-9)
+
+
+@sim.ranks(4)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_training_and_clipping(ctx, axes):
+    norms, wanted = on_one_device(ctx.device)
+    assert (norms > LIMIT).all()  # or the clipping would have changed nothing
+    for options in ({}, {"foreach": True}, {"fused": True}):
+        module = sharded(ctx, axes)
+        torch.testing.assert_close(train(module, adamw(module, **options), batches(ctx.device)), norms)
+        check_equal(values(module), wanted)
+
+
+BOTH = {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64)}
+OPTIONS = ({"reshard_after_forward": False}, {"reshard_after_forward": 2}, {"offload_policy": CPUOffloadPolicy()}, BOTH)
+
+
+@sim.ranks(4)
+def test_options_do_what_they_do_for_shards(ctx):
+    for options in OPTIONS:
+        if "offload_policy" in options and ctx.device_type != "cpu":
+            continue  # ids would be there, and the optimizer's own state is on the host
+        found = []
+        for owners in (True, False):
+            module = sharded(ctx, {"dp": 4}, owners=owners, **options)
+            found.append((train(module, adamw(module), batches(ctx.device)), values(module)))
+        (norms, got), (wanted_norms, wanted) = found
+        rounding = {"rtol": 1e-5, "atol": 1e-6} if options is BOTH else {"rtol": 1e-9, "atol": 1e-9}
+        torch.testing.assert_close(norms, wanted_norms, **rounding)
+        torch.testing.assert_close(got, wanted, **rounding)
+
+
+@sim.ranks(4)
+def test_made_on_meta_and_gathered_ahead(ctx):
+    norms, wanted = on_one_device(ctx.device)
+    with torch.device("meta"):
+        module = Model().double()
+    module = sharded(ctx, {"dp": 4}, module=module)
+    module.to_empty(device=ctx.device)
+    module.load_state_dict(model(ctx.device).state_dict())
+    module.set_modules_to_forward_prefetch(list(module.layers))
+    module.layers[1].set_modules_to_backward_prefetch([module.layers[0]])
+    torch.testing.assert_close(train(module, adamw(module), batches(ctx.device)), norms)
+    check_equal(values(module), wanted)
+
+
+@sim.ranks(4)
+def test_who_chooses_the_owners_keeps_no_parameter(ctx):
+    module = model(ctx.device).layers[0]
+    placement, unsharded = whole_parameters(module, 4), [weakref.ref(param) for param in module.parameters()]
+    fully_shard(module, mesh=init_device_mesh(ctx.device_type, (4,)), shard_placement_fn=placement)
+    gc.collect()
+    assert [reference() for reference in unsharded] == [None] * 5, placement
+
+
+@sim.ranks(4)
+def test_a_rank_has_what_it_owns(ctx):
+    module = sharded(ctx, {"dp": 4})
+    module(batches(ctx.device)[0]).square().mean().backward()
+    held = 0
+    for layer in module.layers:
+        for name, param in layer.named_parameters():
+            is_here = param.device_mesh.get_coordinate() is not None
+            assert (param.grad is not None) == is_here, name
+            assert param.to_local().shape == (param.shape if is_here else (0,)), name
+            held += param.to_local().numel()
+    total = sum(param.numel() for param in module.layers.parameters())
+    largest = max(param.numel() for param in module.layers.parameters())
+    assert held <= total / 4 + largest, "Graham's bound"
+
+
+@sim.ranks(4)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_checkpoint_goes_on_in_another_layout(ctx, axes, tmp_path):
+    ids, (_, wanted) = batches(ctx.device), on_one_device(ctx.device)
+    for before, after in ((True, False), (False, True), (True, True)):
+        folder = tmp_path / f"{before} {after}"
+        module = sharded(ctx, {"dp": 4}, owners=before)
+        optimizer = adamw(module)
+        train(module, optimizer, ids[:2])
+        state, groups = optimizer_tensors(module, optimizer)
+        save_checkpoint(folder, {**model_tensors(module), **state}, {"optimizer": groups})
+        other = sharded(ctx, axes, owners=after)
+        its = adamw(other)
+        targets = optimizer_targets(other, its, read_metadata(folder))
+        load_checkpoint(folder, {**model_tensors(other), **targets})
+        train(other, its, ids[2:])
+        check_equal(values(other), wanted)
+
+
+@sim.ranks(4)
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_torchs_own_goes_on_in_another_layout(ctx, tmp_path):
+    ids, (_, wanted) = batches(ctx.device), on_one_device(ctx.device)
+    module = sharded(ctx, {"dp": 4})
+    optimizer = adamw(module)
+    train(module, optimizer, ids[:2])
+    names = "model", "optimizer"
+    dcp.save(dict(zip(names, get_state_dict(module, optimizer), strict=True)), checkpoint_id=tmp_path)
+    for axes, owners in (({"dp": 2, "tp": 2}, True), ({"dp": 4}, False)):
+        other = sharded(ctx, axes, owners=owners)
+        its = adamw(other)
+        state = dict(zip(names, get_state_dict(other, its), strict=True))
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        train(other, its, ids[2:])
+        check_equal(values(other), wanted)
+
+
+@sim.ranks(4)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_state_dicts(ctx, axes):
+    wanted = {name: value + 1 for name, value in model(ctx.device).state_dict().items()}
+    module = sharded(ctx, axes)
+    split = sharded(ctx, {"dp": 4}, owners=False)
+    full = StateDictOptions(full_state_dict=True)
+    module.load_state_dict(wanted)  # full tensors, which every rank has
+    check_equal(get_model_state_dict(module, options=full), wanted)
+    split.load_state_dict(module.state_dict())  # from owners to shards
+    check_equal(get_model_state_dict(split, options=full), wanted)
+    module = sharded(ctx, axes)
+    module.load_state_dict(split.state_dict())  # and back
+    check_equal(get_model_state_dict(module, options=full), wanted)
+
+
+@sim.ranks(4)
+def test_parameters_that_are_kept_after_backward(ctx):
+    """They are gathered anew after a step, on all ranks, although most of them have seen no parameter change."""
+    norms, wanted = on_one_device(ctx.device)
+    module = sharded(ctx, {"dp": 4})
+    module.set_reshard_after_backward(False)
+    got = train(module, adamw(module), batches(ctx.device))
+    torch.testing.assert_close(got, norms)
+    check_equal(values(module), wanted)
+
+
+@sim.ranks(4)
+def test_one_rank_may_own_everything(ctx):
+    _, wanted = on_one_device(ctx.device)
+    mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("dp",))
+    module = model(ctx.device)
+    fully_shard(module, mesh=mesh, shard_placement_fn=lambda param: Owner(2))
+    train(module, adamw(module), batches(ctx.device))
+    check_equal(values(module), wanted)
+    assert [param.to_local().numel() > 0 for param in module.parameters()] == [ctx.rank == 2] * 11
+
+
+@sim.ranks(4)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_muon(ctx, axes):
+    start, module = values(model(ctx.device)), model(ctx.device)
+    train_by_muon(module, batches(ctx.device), torch.optim.Muon, torch.optim.AdamW)
+    wanted, module = values(module), sharded(ctx, axes)
+    train_by_muon(module, batches(ctx.device), Muon, torch.optim.AdamW)
+    for name, got in values(module).items():
+        went = (wanted[name] - start[name]).norm()
+        assert (got - wanted[name]).norm() <= 0.03 * went, name  # bfloat16's rounding, which the iterations amplify
+
+
+def train_by_muon(module, ids, for_matrices, for_the_rest):
+    matrices = [param for name, param in module.named_parameters() if param.ndim == 2 and "embed" not in name]
+    rest = [param for param in module.parameters() if all(param is not other for other in matrices)]
+    optimizers = [for_matrices(matrices, lr=0.02), for_the_rest(rest, lr=0.02)]
+    for batch in ids:
+        module(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
+
+
+def a_step_by_muon(owners):
+    module = model("cpu").layers[0]
+    placement = whole_parameters(module, 4) if owners else None
+    fully_shard(module, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), shard_placement_fn=placement)
+    params = list(module.parameters())
+    matrices = [param for param in params if param.ndim == 2]
+    rest = [param for param in params if param.ndim == 1]
+    optimizer = Muon([{"params": matrices}, {"params": rest, "use_muon": False}])
+    module(torch.ones(2, 6, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    owned = [param.to_local().numel() for param in params]
+    return sum(owned), sum(param.numel() for param in params), sum(numel > 0 for numel in owned)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_owners_send_and_receive_what_they_own_and_muon_sends_nothing(device):
+    with sim.world(4, map_device=device) as world:
+        found = world.run(a_step_by_muon, (True,))
+    for rank, (own, total, flags) in enumerate(found):
+        received = {"broadcast": 0, "reduce": 0}
+        for event in world.trace.of_rank(rank):
+            received[event.op] += event.recv_bytes
+        assert received == {"broadcast": 8 * (total - own), "reduce": 3 * 8 * (own + flags)}
+    assert len({own for own, _, _ in found}) > 1, "the ranks own as much as each other, which padding would not show"
+
+
+@pytest.mark.sim
+def test_muon_sends_something_where_matrices_are_split():
+    with sim.world(4) as world:
+        world.run(a_step_by_muon, (False,))
+    assert len([event for event in world.trace.of_rank(0) if event.completed]) == 4  # two of them are Muon's
