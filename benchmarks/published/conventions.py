@@ -148,6 +148,8 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
         "says_zero",
         "tp_host",
         "checkpointed",
+        "ac_policy",
+        "allocator",
     )
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
@@ -193,9 +195,11 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
 
 def _checkpointing(row: Row, family: Mapping[str, Any], said: dict[str, Any], notes: list[str]) -> None:
     """Read the many spellings of what backward computes again."""
-    policy = row.get("ac_policy")
+    policy = family.get("ac_policy", row.get("ac_policy"))
     text = str(policy or "none").lower()
     layers, stages = int(row["n_layers"]), int(row.get("pp") or 1)
+    if policy != row.get("ac_policy"):
+        notes.append(f"its checkpointing is taken as {policy}, which the code of its commit leaves alone")
     if policy is None:
         notes.append("activation checkpointing is not stated; taken as none")
     if text.startswith("none"):

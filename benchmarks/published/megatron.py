@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from benchmarks.published.lifetimes import allocate_as_fsdp2, free_after_last_use
 from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from sim.mesh.job import Job
 from sim.mesh.program import Alloc, Comm, Event, Free, HostWait, Op, Program, Segment, Touch, Wait
@@ -42,6 +43,11 @@ class MegatronConventions(Conventions):
             else as torch's schedules do.
         split_dispatch: with etp > 1: each rank along tp sends a part of the tokens to experts, and these gather them,
             as in Megatron-LM; else each of these ranks sends all of them.
+        graph: what runs as a graph of operations, each value of which is freed after its last use: "model" (its forward
+            and its backward), "step" (with the loss), or "" (nothing).
+        fsdp2: with zero >= 2: buffers of weights and gradients are on the streams, and live as long, as torch's FSDP2
+            has it: "root" (embedding, norm and head are one unit, and the last block is kept from forward to backward),
+            "parts" (the embedding is a unit of its own, and of the blocks none is kept), or "" (as our engine has it).
         exposed_weights: with zero >= 2: weights are gathered, and gradients reduced, while nothing is computed.
         node_copies: one copy of a token goes to each node that has some of its experts, as with DeepEP; else one to
             each of its experts.
@@ -63,6 +69,8 @@ class MegatronConventions(Conventions):
     blocking_messages: bool = False
     waits_for_sends: bool = False
     split_dispatch: bool = False
+    graph: str = ""
+    fsdp2: str = ""
     exposed_weights: bool = False
     node_copies: bool = False
     gathers_heads: bool = False
@@ -91,6 +99,14 @@ class MegatronConventions(Conventions):
 
     def rewrite(self, job: Job, program: Program) -> Program:
         """Return the program with tokens on their way to experts as they go there, and with metrics."""
+        if self.graph:
+            program = free_after_last_use(program, with_loss=self.graph == "step")
+        elif self.fsdp2 == "parts" and job.recipe.zero >= 2:
+            config = job.model.config  # its embedding is split along tp, too
+            size = config.vocab_size * config.hidden_size * job.recipe.dtype.itemsize // job.dims.tp
+            program = allocate_as_fsdp2(program, embedding=size)
+        elif self.fsdp2 and job.recipe.zero >= 2:
+            program = allocate_as_fsdp2(program, keeps_last=job.recipe.reshards_after_forward)
         if self.exposed_weights and job.recipe.zero >= 2:
             program = expose_weights(program)
         if self.owned_weights and job.recipe.zero == 1:

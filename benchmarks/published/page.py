@@ -133,15 +133,17 @@ groups changed sides after a few predictions had been seen, and two held-out row
 often looked up in its code after predictions of held-out rows had shown that something was missing: that pipelines of
 Megatron-LM send parts and wait for messages, what Megatron-Bridge keeps in float8 and when it reads its memory, how
 torchtitan's graphs and its Qwen3 communicate, which blocks fms-fsdp checkpoints, how InternEvo reduces gradients and
-broadcasts weights, how DeepSpeed's ZeRO-3 fetched them in 2021. So were four rows of MindSpeed-LLM (m1122, m1161,
-m1166, m1175) read once more, whose scripts say more of attention and experts than had been transcribed. Speeds are
-compared as tokens/s of a device, never as MFU, whose definitions differ. Memory is compared with what the row states:
-reserved or allocated bytes of torch's allocator, or nvidia-smi's. "Inside" is the share of truths in the predicted 80 %
-interval. "Order" is the share of pairs of configurations (one source, device and model; speeds more than 5 % apart)
-whose order by speed is predicted right. More than half of the held-out pairs that are not have one of six runs of
-vTrain's gpt-39.1b (m0590, m0591, m0593, m0594, m0595, m0597), which took 1.1 to 1.6 times what is predicted; they are
-transcribed as they were published (data/ground_truth_multi.csv, rows 45 to 52, and the files of config/validation/multi
-that go with them).
+broadcasts weights, how DeepSpeed's ZeRO-3 fetched them in 2021; of torchtitan's memory, that its scripts let the
+allocator's segments grow, on which streams and for how long FSDP2 has its buffers, what its graphs let go of, and that
+one commit's runs (m0084 to m0086) cannot be checkpointed as their rows said. Nothing of this last was fitted, and it
+holds for calibration rows alike. Four rows of MindSpeed-LLM (m1122, m1161, m1166, m1175) were read once more, whose
+scripts say more of attention and experts than had been transcribed. Speeds are compared as tokens/s of a device, never
+as MFU, whose definitions differ. Memory is compared with what the row states: reserved or allocated bytes of torch's
+allocator, or nvidia-smi's. "Inside" is the share of truths in the predicted 80 % interval. "Order" is the share of
+pairs of configurations (one source, device and model; speeds more than 5 % apart) whose order by speed is predicted
+right. More than half of the held-out pairs that are not have one of six runs of vTrain's gpt-39.1b (m0590, m0591,
+m0593, m0594, m0595, m0597), which took 1.1 to 1.6 times what is predicted; they are transcribed as they were published
+(data/ground_truth_multi.csv, rows 45 to 52, and the files of config/validation/multi that go with them).
 """
 
 

@@ -42,7 +42,7 @@ __all__ = [
 
 _TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
-_HOOKS = ("gpt.py", "megatron.py", "zero.py")
+_HOOKS = ("gpt.py", "lifetimes.py", "megatron.py", "zero.py")
 
 
 def job_of(case: Case) -> Job:
@@ -59,7 +59,7 @@ def job_of(case: Case) -> Job:
 
 def hardware_of(case: Case, calibration: Calibration) -> Hardware:
     """Return the description of a case's device, with the network of its cluster and the kernels of its time."""
-    hardware = find_hardware(case.hardware)
+    hardware = replace(find_hardware(case.hardware), allocator=case.allocator)
     if case.attention_kernel is not None:
         hardware = hardware.with_attention(case.attention_kernel)
     share = float(calibration.section("framework", case.framework).get(hardware.family, 1.0))

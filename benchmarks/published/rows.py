@@ -74,6 +74,7 @@ class Case:
         attention_kernel: see frameworks.toml; None: the device's usual one.
         framework: its name in frameworks.toml.
         measured: the truth.
+        allocator: how torch's is set: see `Hardware.allocator`.
         notes: where the case is not quite the run.
     """
 
@@ -89,6 +90,7 @@ class Case:
     attention_kernel: str | None
     framework: str
     measured: Measured
+    allocator: str = "caching"
     notes: tuple[str, ...] = ()
 
 
@@ -188,6 +190,7 @@ def case_of(row: Row) -> Case | Skipped:
         kernel,
         family["name"],
         measured(row),
+        family.get("allocator", "caching"),
         tuple(notes),
     )
 

@@ -376,7 +376,7 @@ def memory_of(programs: Sequence[Program], hardware: Hardware, general: Mapping[
     if hardware.family == "cpu":
         rules = PLAIN
     else:
-        rules = AllocatorRules(limit=hardware.allocatable_bytes)
+        rules = AllocatorRules(limit=hardware.allocatable_bytes, expandable=hardware.allocator == "expandable")
     classes = []
     for program in programs:
         groups = {(group.axis, tuple(group.ranks)) for group in program.groups if len(group.ranks) > 1}

@@ -65,7 +65,7 @@ class Hardware:
         topology: of the links within a node: `switch`, at which every device has its whole bandwidth to any other,
             or `mesh`, in which each pair has a link of its own.
         fabric: kind of the network between nodes: `infiniband`, `efa`, `roce`, `omni-path` ...
-        allocator: how torch takes its memory: `caching` or `none`.
+        allocator: how torch takes its memory: `caching`, `expandable` (with `expandable_segments:True`) or `none`.
         backend: of `torch.distributed`.
         curves: figures that stand for those of `calibration.toml` on this device, by section and name.
     """

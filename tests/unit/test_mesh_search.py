@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,6 +333,23 @@ def test_the_plain_layouts_come_first() -> None:
     alone = {one.recipe.checkpointing for one in (*asked, *result.slower) if one.dims.tp == 1}
     assert alone == {"none", "selective", "alternate", "full"}, "or less recomputation fits"
     assert {one.dims.tp for one in asked} > {1}
+
+
+def test_one_of_each_plain_kind_is_estimated_unless_none_can_be_the_best() -> None:
+    """Where the best of a kind is slower than another for sure, the next one of that kind takes its place."""
+    asked: list[Candidate] = []
+
+    def counting(**given: Any) -> Any:
+        asked.append(Candidate(given["dims"], given["recipe"], given["batch"]))
+        return fake_estimate(**given)
+
+    def kinds(candidates: Iterable[Candidate]) -> set[str]:
+        return {one.recipe.checkpointing for one in candidates if one.dims.batch_ranks == one.dims.world_size}
+
+    for devices, batch in ((8, 64), (16, 64), (64, 128)):
+        asked.clear()
+        result = find("llama3-8b", "h100-sxm", devices, batch, estimator=counting, limit=10)
+        assert kinds(result.left_out) <= kinds(asked)
 
 
 def test_a_small_space_is_searched_whole() -> None:

@@ -1,8 +1,9 @@
 """Published rows as jobs, and what outcomes of a validation say."""
 
-import dataclasses
 import gzip
 import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.published.compare import (
     write_outcomes,
 )
 from benchmarks.published.gpt import GPTSpec, gpt_tiny
+from benchmarks.published.lifetimes import allocate_as_fsdp2, free_after_last_use
 from benchmarks.published.megatron import MegatronConventions, expose_weights, slide_window
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.predict import figures_of, load_figures, prediction_of
@@ -26,11 +28,12 @@ from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measu
 from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import Pricing
-from sim.mesh.estimate import estimate_job, price
+from sim.mesh.estimate import estimate_job, memory_of, price
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
+from sim.mesh.memory import replay_memory
 from sim.mesh.models import find_model
-from sim.mesh.program import Comm, CommGroup, HostWait, Op, Wait
+from sim.mesh.program import Alloc, Comm, CommGroup, Free, HostWait, Op, Program, Segment, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.trace import trace
 from sim.mesh.zoo.mla import MLAConfig
@@ -56,7 +59,7 @@ def test_a_torchtitan_row():
     it = case("m0063")
     assert it.recipe.describe() == (
         "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-2; alternate checkpointing; adamw; microbatches 1; "
-        "norm eager; loss eager"
+        "norm eager; loss eager; fsdp2 root"
     )
     assert (it.batch, it.seq_len, it.hardware, it.attention_kernel) == (1, 8192, "h100-96gb-500w", "flash2")
     assert it.model.num_parameters() == 8_030_261_248
@@ -239,7 +242,7 @@ def test_modules_fetch_their_weights_and_the_host_waits_for_them():
     """DeepSpeed 0.3.13: of four weights of a block, backward finds the last one as recomputation has left it."""
     assert case("m0533").recipe.conventions == MegatronConventions(fetched_weights=True)
     dims, ranks = ParallelDims(dp_shard=384, world_size=384), 384
-    model = GPTSpec("gpt", dataclasses.replace(gpt_tiny().config, dropout=0.1))
+    model = GPTSpec("gpt", replace(gpt_tiny().config, dropout=0.1))
     job = Job(model, dims, 3, 32, Recipe(zero=3, checkpointing="full", norm="fused", attention="math"))
     (plain,) = trace(job)
     weights = {64 * 192: 8 + 4, 64 * 64: 8 + 4, 64 * 256: 2 * 8 + 4, 64 * 512: 1 + 1}  # of 4 blocks; backward's last
@@ -298,10 +301,129 @@ def test_a_sliding_window_is_as_much_work_as_the_pairs_that_are_seen():
 
 
 def test_a_row_is_told_from_others_by_the_commit_it_was_published_with():
-    assert case("m0105").recipe.conventions == MegatronConventions(gathers_heads=True)  # before the gather was removed
-    assert case("m0140").recipe.conventions == MegatronConventions(exposed_weights=True)
-    assert case("m0096").recipe.conventions == MegatronConventions(exposed_weights=True)
-    assert case("m0090").recipe.conventions is None
+    parts, root = MegatronConventions(fsdp2="parts"), MegatronConventions(fsdp2="root")
+    assert case("m0105").recipe.conventions == replace(parts, gathers_heads=True)  # before the gather was removed
+    assert case("m0140").recipe.conventions == replace(parts, graph="model", exposed_weights=True)
+    assert case("m0096").recipe.conventions == replace(parts, graph="model", exposed_weights=True)
+    assert case("m0093").recipe.conventions == replace(parts, graph="model")  # the same commit's other trainer
+    assert case("m0098").recipe.conventions == replace(parts, graph="step")
+    assert case("m0090").recipe.conventions == parts
+    assert case("m0063").recipe.conventions == root
+    assert {name: case(name).allocator for name in ("m0045", "m0063", "m0889")} == {
+        "m0045": "caching",
+        "m0063": "expandable",
+        "m0889": "caching",
+    }
+
+
+def test_a_run_that_its_code_refuses_is_checkpointed_as_it_allows():
+    for name in ("m0084", "m0085", "m0086"):
+        assert case(name).recipe.checkpointing == "full"
+        assert any("code of its commit" in note for note in case(name).notes)
+    assert case("m0081").recipe.checkpointing == "alternate"
+
+
+@cache
+def sharded():
+    """A step of a small model on eight ranks, and its job."""
+    model = replace(find_model("llama-tiny").config, vocab_size=4096)
+    job = Job(
+        find_model(model),
+        ParallelDims(dp_shard=8, world_size=8),
+        2,
+        64,
+        Recipe(loss="eager", checkpointing="alternate"),
+    )
+    (program,) = trace(job)
+    return job, program
+
+
+def by_stream(program):
+    """The most that is allocated of each stream's blocks, and whether all blocks that are freed were there."""
+    streams = {e.block: e.stream for s in program.segments.values() for e in s.events if isinstance(e, Alloc)}
+    most, live, now = dict.fromkeys(streams.values(), 0), {}, dict.fromkeys(streams.values(), 0)
+    for key in [key for key in program.segments if key[0] == "build"] + [key for key, _ in program.order]:
+        for event in program.segments[key].events:
+            if isinstance(event, Alloc):
+                assert event.block not in live
+                live[event.block] = event.bytes
+                now[event.stream] += event.bytes
+                most[event.stream] = max(most[event.stream], now[event.stream])
+            elif isinstance(event, Free) and event.block in live:
+                now[streams[event.block]] -= live.pop(event.block)
+    return most
+
+
+def test_memory_of_fsdp2_is_on_three_streams():
+    """As torch's engine: reduced gradients, what is gathered (two units at a time), and the rest."""
+    job, plain = sharded()
+    assert set(by_stream(plain)) == {0}
+    config, made = job.model.config, allocate_as_fsdp2(plain)
+    most = by_stream(made)
+    gathers, reductions = sorted(most)[1:]
+    assert most[reductions] == pytest.approx(4 * config.num_parameters() / 8, rel=0.01)
+    embedding = 2 * config.vocab_size * config.hidden_size
+    block = 2 * config.num_parameters() / config.num_hidden_layers - 2 * embedding / config.num_hidden_layers
+    assert most[gathers] == pytest.approx(2 * embedding + block * 9 / 8, rel=0.02)
+    split = by_stream(allocate_as_fsdp2(plain, embedding=embedding))
+    assert split[gathers] == pytest.approx(most[gathers] - embedding, rel=0.02)
+    for program in (made, allocate_as_fsdp2(plain, embedding=embedding), allocate_as_fsdp2(plain, keeps_last=True)):
+        found = replay_memory(program)
+        assert found.unmatched == 0
+        assert found.persistent == replay_memory(plain).persistent
+        for key, segment in plain.segments.items():
+            timed = [event for event in segment.events if not isinstance(event, Alloc | Free)]
+            assert [e for e in program.segments[key].events if not isinstance(e, Alloc | Free)] == timed
+    kept = replay_memory(allocate_as_fsdp2(plain, keeps_last=True), None)
+    assert kept.peak_allocated - replay_memory(made, None).peak_allocated == pytest.approx(block, rel=0.02)
+
+
+def test_a_graph_lets_go_of_what_nothing_reads_any_more():
+    """The brute-force twin: at no event is a block there that no operation to come touches."""
+    _, plain = sharded()
+    changed = free_after_last_use(plain, with_loss=True)
+    events = [e for key, _ in changed.order if key[0] in ("forward", "backward") for e in changed.segments[key].events]
+    before = [e for key, _ in plain.order if key[0] in ("forward", "backward") for e in plain.segments[key].events]
+    last = {t.block: at for at, e in enumerate(events) if isinstance(e, Op) for t in (*e.reads, *e.writes)}
+    freed = {e.block: at for at, e in enumerate(events) if isinstance(e, Free)}
+    taken = {e.block: at for at, e in enumerate(events) if isinstance(e, Alloc)}
+    held = {b: events[last[b] + 1 : at] for b, at in freed.items() if last.get(b, -1) > taken.get(b, 10**9)}
+    late = [b for b, between in held.items() if any(isinstance(e, Op) for e in between)]
+    of_comms = [b for b in late if any(isinstance(e, Comm | Wait) for e in held[b])]
+    assert late == of_comms, "but for what communication reads"
+    assert all(at < freed.get(block, 10**9) for block, at in last.items()), "nothing is touched when it is gone"
+    assert {e.block for e in events if isinstance(e, Free)} == {e.block for e in before if isinstance(e, Free)}
+    assert [e for e in events if not isinstance(e, Alloc | Free)] == [
+        e for e in before if not isinstance(e, Alloc | Free)
+    ]
+    loss = {block for block, name in plain.categories.items() if name == "logits"}
+    model = free_after_last_use(plain)
+    for block in loss:
+        assert lives(model, block) == lives(plain, block), "the loss is no part of it"
+    assert sum(lives(changed, block) for block in loss) < sum(lives(plain, block) for block in loss)
+    assert sum(lives(model, block) for block in freed) < sum(lives(plain, block) for block in freed)
+
+
+def lives(program, block):
+    """How many operations of a step a block is there for."""
+    count, inside = 0, False
+    for key, _ in program.order:
+        for event in program.segments[key].events:
+            if isinstance(event, Alloc | Free) and event.block == block:
+                inside = isinstance(event, Alloc)
+            count += inside and isinstance(event, Op)
+    return count
+
+
+def test_an_allocator_whose_segments_grow_reserves_less():
+    one, two = 100 * 2**20, 200 * 2**20
+    key, events = ("forward", 0, "only"), [Alloc(1, one, 0), Free(1), Alloc(2, two, 0), Free(2)]
+    program = Program(0, 1, 1, segments={key: Segment(*key, events)}, order=[(key, 0)])
+    hardware = find_hardware("h100-sxm")
+    caching, growing = (
+        memory_of([program], replace(hardware, allocator=name), {}).reserved for name in ("caching", "expandable")
+    )
+    assert (caching, growing) == (one + two, two)
 
 
 def test_which_part_of_the_blocks_is_checkpointed_comes_from_published_utilizations():

@@ -106,7 +106,7 @@ FIGURES: dict[str, Kind] = {
 """The figures of a description by name, `section.key` in the file."""
 
 _TEXTS = ("name", "title", "family", "links", "topology", "fabric", "allocator", "backend")
-_CHOICES = {"topology": ("switch", "mesh"), "allocator": ("caching", "none")}
+_CHOICES = {"topology": ("switch", "mesh"), "allocator": ("caching", "expandable", "none")}
 
 
 class _File:

@@ -33,6 +33,7 @@ _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell 
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
 _LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3, "offload": 4, "full offload": 5}
 _ORDERED = ("checkpointing", "microbatches", "reduce_each", "reshard_inputs", "zero")  # what keeps more, or less
+_Kind = tuple[int, int, str]  # degrees of tp and ep, and the checkpointing where both are 1
 _ALIKE = attrgetter(*(field.name for field in fields(Recipe) if field.name not in _ORDERED))
 
 Progress = Callable[[int, int, str], None]
@@ -96,7 +97,6 @@ class Exploration:
     def _look_at(self, space: Space, estimate: Callable[[Candidate], Any], progress: Progress) -> None:
         """Look at the candidates of a space, until none is left or as many are estimated as may be."""
         bounded = self._bounded(space)
-        self.first = self._plain(bounded)
         self.left = self._in_order(bounded)
         while self.left and (self.limit is None or self._done < self.limit):
             candidate = self.left[0]
@@ -105,7 +105,9 @@ class Exploration:
                 progress(self._done, most if self.limit is None else min(self.limit, most), str(candidate))
                 self._add(candidate, estimate)
                 self._done += 1
-                self.left = self._in_order(dict.fromkeys(self.left[1:]))
+                self.left = self._in_order(self.left[1:])
+            elif candidate in self.first:  # the next best of its kind takes its place
+                self.left = self._in_order(self.left[1:])
             else:
                 del self.left[0]
         progress(self._done, self._done, "")
@@ -146,23 +148,31 @@ class Exploration:
 
     def _in_order(self, pending: Iterable[Candidate]) -> list[Candidate]:
         score = self._scorer()
+        self.first = self._plain(pending)
         return sorted(pending, key=lambda one: (one not in self.first, score(one, self.guesses[one])))
 
     def _plain(self, pending: Iterable[Candidate]) -> frozenset[Candidate]:
         """Return the layouts that people try first, whatever the guesses say.
 
         Those are data parallelism alone, the best at each checkpointing, and with tensor or expert parallelism within a
-        node, the best at each degree.
+        node, the best at each degree; each until one of its kind is estimated.
         """
-        score, best = self._scorer(), dict[tuple[int, int, str], Candidate]()
+        score, best = self._scorer(), dict[_Kind, Candidate]()
+        done = {self._kind(entry.candidate) for entry in (*self.found, *self.too_large)}
         for one in pending:
-            dims = one.dims
-            if dims.pp * dims.cp > 1 or min(dims.tp, dims.ep) > 1 or dims.tp * dims.ep > self.machine.devices_per_node:
+            kind = self._kind(one)
+            if kind is None or kind in done:
                 continue
-            kind = dims.tp, dims.ep, one.recipe.checkpointing if dims.tp * dims.ep == 1 else ""
             if kind not in best or score(one, self.guesses[one]) < score(best[kind], self.guesses[best[kind]]):
                 best[kind] = one
         return frozenset(best.values())
+
+    def _kind(self, one: Candidate) -> _Kind | None:
+        """Return which of the layouts that people try first it is; None: it is none of them."""
+        dims = one.dims
+        if dims.pp * dims.cp > 1 or min(dims.tp, dims.ep) > 1 or dims.tp * dims.ep > self.machine.devices_per_node:
+            return None
+        return dims.tp, dims.ep, one.recipe.checkpointing if dims.tp * dims.ep == 1 else ""
 
     def _scorer(self) -> Callable[[Candidate, tuple[float, float]], float]:
         """Return seconds as the estimates so far correct the guess; more of them where memory is short."""
