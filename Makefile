@@ -43,7 +43,7 @@ full: venv lint ## everything that needs no accelerator, with all examples: what
 	$(PYTEST) --tier full -m npu --sim-backend hccl tests/multidevice  # what hccl does not reduce is refused
 	$(PYTEST) --tier full -m npu --sim-backend hccl --sim-device npu $(ON_LATE_DEVICES)
 
-deep: venv lint types ## nightly: thousands of drawn inputs for each property, and what takes minutes
+deep: venv lint types ## nightly: thousands of drawn inputs for each property, what takes minutes, all on late devices
 	$(PYTEST) --tier deep -o faulthandler_timeout=0
 	$(PYTEST) --tier deep -o faulthandler_timeout=0 -m npu --sim-backend hccl --sim-device npu tests/multidevice
 	$(MAKE) --no-print-directory clients
