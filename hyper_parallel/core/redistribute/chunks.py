@@ -116,7 +116,7 @@ def _settle(*passages: _Passage) -> None:
         passage.settle()
 
 
-class _Flight(NamedTuple):
+class _Travelling(NamedTuple):
     """A chunk that travels: the collective under way and what comes after it, or the result where nothing travels."""
 
     working: Working
@@ -142,7 +142,7 @@ class _Passage:
 
     def __init__(self, dim: int, way: tuple[Layout, Layout], back: tuple[Layout, Layout], shape: Sequence[int]) -> None:
         self.dim, self.ways, self.shape = dim, (way, back), torch.Size(shape)
-        self._flights: dict[tuple[int, bool], _Flight] = {}
+        self._flights: dict[tuple[int, bool], _Travelling] = {}
 
     def start(self, number: int, part: Tensor, *, back: bool) -> Tensor:
         """Send a chunk, and return what stands in its place until it has arrived."""
@@ -151,9 +151,9 @@ class _Passage:
         assert mesh is not None, "the callers see to a mesh"
         working = start(plan(src, dst, self.shape, part.dtype, default_topology(mesh.device_type)), part, mesh)
         try:
-            self._flights[number, back] = _Flight(working, next(working), None)
+            self._flights[number, back] = _Travelling(working, next(working), None)
         except StopIteration as end:  # an exchange in which this rank has no part
-            self._flights[number, back] = _Flight(working, None, end.value)
+            self._flights[number, back] = _Travelling(working, None, end.value)
         _, arrives = self.ways[False]  # autograd asks for a gradient of the same shape
         return part.new_empty(()).expand(arrives.local_shape(self.shape))
 
