@@ -321,7 +321,7 @@ def _as_strided(npu: LateDevice, x: torch.Tensor, size: Any, stride: Any, offset
     return npu.view(x, size, stride, int(x.storage_offset()) if offset is None else offset)
 
 
-def _set_storage(npu: LateDevice, x: torch.Tensor, storage: Any, offset: Any, size: Any, stride: Any) -> Any:
+def _set_storage(npu: LateDevice, x: torch.Tensor, storage: Any, offset: Any, size: Any, stride: Any = ()) -> Any:
     kernel = _ATEN.set_.source_Storage_storage_offset
     return kernel._op_dk(torch._C.DispatchKey.CPU, x, storage, offset, size, stride)
 

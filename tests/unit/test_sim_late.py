@@ -711,6 +711,16 @@ def test_a_tensor_grows():
     assert right(body) == [1000.0]
 
 
+def test_a_scalar_takes_the_place_of_an_element():
+    def body() -> list[float]:
+        x = torch.arange(6.0).to("npu")
+        scalar = torch.empty((), device="npu").set_(x.untyped_storage(), 3, ())
+        scalar.fill_(7)
+        return [scalar.item(), x[3].item()]
+
+    assert right(body) == [[7.0, 7.0]]
+
+
 def test_hooks_are_seen_as_they_are():
     class Hook:
         is_mine = True
