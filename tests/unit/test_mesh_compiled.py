@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.activations import ActivationPolicy
@@ -117,6 +119,19 @@ def test_one_graph_serves_all_blocks_that_are_alike() -> None:
                 block(x, torch.zeros(128, 16), torch.zeros(128, 16)).sum().backward()
             assert isinstance(block.mlp.w1.weight.grad, FakeTensor)
     assert len(graphs) == 1
+
+
+def test_no_graph_keeps_what_it_was_traced_with() -> None:
+    """Or the first estimate of a process would have tensors in memory that those after it have not."""
+    with FakeTensorMode():
+        x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+        kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, weight)]
+        run = compile_like(lambda x, weight: torch.relu(x @ weight).sum())
+        run(x, weight).backward()
+        del x, weight
+    gc.collect()
+    assert run.graphs
+    assert all(ref.expired() for ref in kept)
 
 
 def test_other_shapes_and_no_gradients_are_other_graphs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -406,7 +407,7 @@ class CompiledLike:
         try:
             # The first call traces; its result, without values, is thrown away. Those who look on see none of it.
             with being(traces=True), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-                graph(own, given)
+                graph(*_lookalikes(own, given))
         except _UNTRACEABLE as error:
             return error.with_traceback(None)
         return graph
@@ -429,3 +430,17 @@ class CompiledLike:
 
 def _same(x: Any) -> Any:
     return x
+
+
+def _lookalikes(*several: list[Any]) -> list[list[Any]]:
+    """Return lists with others in the place of tensors without values, but the same where one stands several times.
+
+    A graph keeps those that it was traced with, and with them what is recorded as their memory.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for x in itertools.chain(*several):
+        if isinstance(x, FakeTensor) and id(x) not in made:
+            with x.fake_mode:
+                new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            made[id(x)] = new.requires_grad_(x.requires_grad)
+    return [[made.get(id(x), x) for x in tensors] for tensors in several]
