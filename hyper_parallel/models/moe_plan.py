@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.expert_parallel.api import expert_parallel, read_axes
+from hyper_parallel.core.expert_parallel.api import exchange_of, expert_parallel, read_axes
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.plan import ShardingPlan
@@ -167,8 +167,10 @@ def parallelize_moe(
             reshard_inputs=reshard_inputs,
             chunks=chunks,
         )
-    if any(isinstance(module, GroupedExperts) for module in model.modules()):  # a stage may have dense layers only
+    if any(isinstance(module, GroupedExperts) for module in model.modules()):
         expert_parallel(model, mesh, ep=ep, tp=tp, cp=cp, etp=etp)
+    else:  # a stage with dense layers only, or with none, makes the group of the others' experts
+        exchange_of(mesh, read_axes(asked, mesh, ep))
     if plan is not None:
         shard_module(model, mesh[tp], plan)
     return model

@@ -37,7 +37,7 @@ class ShardedAdamW(torch.optim.AdamW):
             if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
                 grads[number] = redistribute(grad, param.device_mesh, param.placements)
         for tensors in (params, grads, *state):
-            tensors[:] = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+            tensors[:] = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
         return has_complex
 
 

@@ -79,6 +79,7 @@ EXPERTS_8 = [
     {"ep": 2, "dp_shard": 2, "pp": 2, "tp": 1},
     {"ep": 2, "dp_shard": 2, "tp": 2, "etp": 1, "fold_experts": True},
     {"cp": 2, "dp_replicate": 2, "pp": 2, "fold_experts": True},
+    {"cp": 2, "tp": 2, "pp": 2, "etp": 1, "fold_experts": True, "layers_per_stage": "4,0"},  # no experts on the last
 ]
 GLOO = [
     {"tp": 2},

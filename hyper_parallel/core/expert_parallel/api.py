@@ -21,7 +21,7 @@ from hyper_parallel.core.mesh.device_mesh import axes_of, flatten_axes
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.region import OWN_PARTS, is_unit
 
-__all__ = ["expert_parallel", "read_axes"]
+__all__ = ["exchange_of", "expert_parallel", "read_axes"]
 
 _ASKED = "cannot split the experts"
 _DEFAULTS = ("ep", "tp", "cp")  # axes that a mesh may lack
@@ -86,7 +86,7 @@ def expert_parallel(
     held = tuple(name for name in axes_of(mesh).names if name in splitting or (name == tp and sizes["tp"] > 1))
     if held:
         layouts = _layouts(mesh[held], splitting, tp if degree > 1 else None)
-        exchange = _exchange(mesh, splitting)
+        exchange = exchange_of(mesh, over)
         for _, experts in found:
             for name, layout in layouts.items():
                 _split(experts, name, layout)
@@ -135,8 +135,20 @@ def _size(mesh: DeviceMesh, word: str, name: str) -> int:
     return sizes.get(name, 1)
 
 
-def _exchange(mesh: DeviceMesh, names: Sequence[str]) -> SharedGroup | None:
-    """Return the ranks that tokens go between."""
+def exchange_of(mesh: DeviceMesh, over: Sequence[str]) -> SharedGroup | None:
+    """Return the ranks that tokens go between; None: they stay where they are.
+
+    Communication: a process group, if several axes split experts. So all ranks of the mesh call it, in the same order
+    among their other groups, those too whose stage of a pipeline has no experts.
+
+    Args:
+        mesh: the mesh, with all its axes.
+        over: the axes that split experts, in mesh order.
+
+    Raises:
+        ValueError: ranks along them that do not ascend.
+    """
+    names = [name for name in over if _size(mesh, "ep", name) > 1]
     if not names:
         return None
     if len(names) == 1:

@@ -41,7 +41,9 @@ _ALIKE = 1e-6  # factors of which only rounding can tell the difference
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's own rounding is that of a few operations; what it makes of the gradients' is measured."""
-    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in _ELEMENTWISE
+    # The library's own AdamW computes as torch's does, of which it is a subclass; others' may do what they like.
+    kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("hyper_parallel."))
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
 
 
 @dataclass(frozen=True, eq=False)
