@@ -118,8 +118,8 @@ def test_what_is_no_trace_says_what_is_missing(tmp_path, text, blame):
 def test_a_profiled_run_has_the_operations_of_the_estimate(tmp_path):
     config = Config(
         train=TrainConfig(
-            steps=4, batch_size=2, seq_len=16, device="cpu", log=str(tmp_path / "log.jsonl"), profile_steps=2
-        ),
+            steps=5, batch_size=2, seq_len=16, device="cpu", log=str(tmp_path / "log.jsonl"), profile_steps=2
+        ),  # the validation comes after the fifth step, and is in none of the two that are profiled
         checkpoint=CheckpointConfig(),
     )
     config = config.with_changes("model", {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2})
