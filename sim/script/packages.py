@@ -118,7 +118,7 @@ class SharedReferences:
 
     def begin(self) -> None:
         """Take the packages out of `sys.modules`, and put forwarders where others refer to them."""
-        # Thousands of modules are loaded and hardly ever one of these packages: parents are loaded before their children.
+        # Thousands of modules are loaded, and hardly ever one of these packages. Parents come before their children.
         loaded = tuple(name for name in self.packages if name in sys.modules)
         near = [name for name in list(sys.modules) if name.startswith(loaded)] if loaded else []
         self.taken_out = {name: sys.modules[name] for name in near if self.covers(name)}

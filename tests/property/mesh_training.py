@@ -71,8 +71,7 @@ def steps_of(
                     route(part, routing)
             optimizer = build_optimizer(model.named_parameters(), config.optimizer)
             seen = [(name, describe(param)) for name, param in model.named_parameters()]
-            begins, gradients = [], 0
-            counted: Operations | None = None
+            begins, flops, gradients, turns = [], 0, 0, []
             kernels: tuple[Counter[Kernel], Counter[Kernel]] = Counter(), Counter()
             batch = batch_of(model, ranks, config)
             for step in range(steps):
@@ -82,8 +81,9 @@ def steps_of(
                     if counted:
                         ranks.over_shares = begins_update(ranks, counted)  # type: ignore[method-assign]
                     gradients = one_step(model, optimizer, share, ranks, config, batch, numbers=numbers, reads=reads)
-            if counted:
-                kernels = counted.before_update, counted.kernels - counted.before_update
+                if counted:
+                    kernels = counted.before_update, counted.kernels - counted.before_update
+                    flops, turns = counted.total, counted.turns
             begins.append(len(own_events()))
             firsts = [entry.get("exp_avg", entry.get("momentum_buffer")) for entry in optimizer.state.values()]
             state = [
@@ -96,7 +96,6 @@ def steps_of(
                 "optimizer": bytes_of(tensor for entry in optimizer.state.values() for tensor in entry.values()),
                 "gradients": gradients,
             }
-            flops, turns = (counted.total, counted.turns) if counted else (0, [])
             return Built([*seen, *state], begins, flops, memory, kernels, turns)
 
     return body
