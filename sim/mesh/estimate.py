@@ -117,7 +117,7 @@ class MemoryEstimate:
     def __repr__(self) -> str:
         return f"MemoryEstimate({memory_line(self)})"
 
-    def fits(self, limit_bytes: int | None = None) -> bool:
+    def fits(self, limit_bytes: float | None = None) -> bool:
         """Tell whether every rank's allocated memory, and what lies outside of the allocator, are within a limit.
 
         What is offloaded to the host has to fit there, too.
