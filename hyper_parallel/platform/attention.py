@@ -309,6 +309,7 @@ def attention_operators() -> frozenset[Any]:
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",  # of devices that torch itself has none for
     )
     found = {getattr(_aten, name).default for name in names}
     fusion = getattr(torch.ops.npu, "npu_fusion_attention", None)  # there once torch_npu is imported
