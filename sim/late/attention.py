@@ -7,6 +7,7 @@ mask. Anything else is refused.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,8 +43,9 @@ _SCHEMAS = (
 )
 
 
+@cache
 def define() -> torch.library.Library:
-    """Make the operators known to torch; returns what they live as long as."""
+    """Make the operators known to torch, once for the process; returns what they live as long as."""
     library = torch.library.Library("npu", "DEF")
     for schema in _SCHEMAS:
         library.define(schema)
