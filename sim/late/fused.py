@@ -9,7 +9,7 @@ mask, or the one that stands for any causal mask. Anything else is refused.
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -57,8 +57,9 @@ _SCHEMAS = (
 )
 
 
+@cache
 def define() -> torch.library.Library:
-    """Make the operators known to torch; returns what they live as long as."""
+    """Make the operators known to torch, once for the process; returns what they live as long as."""
     library = torch.library.Library("npu", "DEF")
     for schema in _SCHEMAS:
         library.define(schema)
