@@ -22,7 +22,7 @@ from hyper_parallel.platform.attention import (
     host_attention,
     npu_attention,
 )
-from sim.late import attention
+from sim.late import fused
 
 __all__ = [
     "AcceleratorKernels",
@@ -272,8 +272,8 @@ def fused_attention(device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     if device == "cpu":
         return host_attention(q, k, v)
     if device == "npu":
-        if not hasattr(torch.ops.npu, attention.FUSED[0]):  # else torch_npu is loaded
-            attention.define()
+        if not hasattr(torch.ops.npu, fused.FUSED[0]):  # else torch_npu is loaded
+            fused.define()
         return npu_attention(q, k, v, torch.ops.npu)
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not all(x.numel() for x in (q, k, v)):
         return None
