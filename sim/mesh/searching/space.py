@@ -115,6 +115,7 @@ class Shape:
         flops_per_token: forward and backward.
         splits: whether tensors inside of layers can be split over axis tp.
         has_stages: whether a pipeline can be made of it.
+        gated: whether the feed-forward multiplies two products of its input.
     """
 
     layers: int
@@ -131,6 +132,7 @@ class Shape:
     experts_per_token: int = 0
     splits: bool = True
     has_stages: bool = True
+    gated: bool = True
 
     @property
     def num_attention_heads(self) -> int | None:
@@ -228,6 +230,7 @@ def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
         experts_per_token=size("experts_per_token"),
         splits=_splits(spec),
         has_stages=spec.has_stages,
+        gated=bool(getattr(getattr(spec, "config", None), "is_gated", True)),
     )
 
 
