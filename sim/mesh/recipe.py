@@ -273,6 +273,7 @@ _FLAGS = (
     "tp_overlap",
     "graphs",
 )
+_COUNTS = ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks", "ranks_per_node")
 _ZERO = MappingProxyType(
     {
         3: "parameters, gradients and optimizer state are sharded, parameters freed after forward",
@@ -358,6 +359,8 @@ class Recipe:
         overlap_param_gather: with zero == 1: new weights are gathered while the next forward goes on.
         tp_overlap: communication of tensor parallelism overlaps with matrix products.
         routing: how tokens go to experts; None: evenly.
+        ranks_per_node: where experts are split over several nodes of so many ranks: tokens go to each node once; None:
+            to each expert.
         host: "eager": the host issues each operation of plain tensors; "dtensor": of DTensors, which costs it several
             times as much, as with torch's `parallelize_module` without compile.
         graphs: a step is replayed as one graph: the host costs nothing.
@@ -396,6 +399,7 @@ class Recipe:
     overlap_param_gather: bool = True
     tp_overlap: bool = False
     routing: Routing | None = None
+    ranks_per_node: int | None = None
     host: str = "eager"
     graphs: bool = False
     conventions: Conventions | None = None
@@ -408,7 +412,7 @@ class Recipe:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
-        for name in ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks"):
+        for name in _COUNTS:
             _count(name, getattr(self, name), 0 if name == "checkpoint_layers" else 1)
         routing: object = self.routing
         if isinstance(self.zero, bool) or self.zero not in _ZERO:
