@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import itertools
+import math
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 import sim
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
@@ -117,6 +119,26 @@ def test_what_is_no_routing_is_refused(make, kind, stated):
         assert words in str(error.value)
 
 
+@pytest.mark.parametrize("shares", [None, [5, 1, 1, 2, 3, 1], [3, 1, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize(("per_token", "nodes"), [(1, 3), (2, 2), (3, 2), (3, 3), (3, 6), (6, 2)])
+def test_visits_are_those_of_every_set_of_experts_by_its_chance(shares, per_token, nodes):
+    routing, tokens = Routing(shares=shares), 100_000
+    sizes = {"tokens": tokens, "experts": 6, "per_token": per_token, "ranks": 2}
+    visits = routing.visits(**sizes, nodes=nodes)
+    for rank, counts in enumerate(routing.counts(**sizes)):
+        chances = {
+            some: math.prod(count if e in some else tokens - count for e, count in enumerate(counts.tolist()))
+            for some in itertools.combinations(range(6), per_token)
+        }
+        for node in range(nodes):
+            here = sum(chance for some, chance in chances.items() if any(e * nodes // 6 == node for e in some))
+            assert abs(visits[rank, node] - tokens * here / sum(chances.values())) <= 0.501
+
+
+def test_visits_of_no_tokens():
+    assert not Routing().visits(tokens=0, experts=4, per_token=2, ranks=2, nodes=2).any()
+
+
 def test_descriptions():
     assert [routing.describe() for routing in ROUTINGS] == [
         "balanced",
@@ -131,6 +153,16 @@ def test_descriptions():
 # -- the same as with values -----------------------------------------------------------------------------------------
 
 
+class GivenRouting(Routing):
+    """Says which experts are chosen together: as it chooses them."""
+
+    def visits(self, *, nodes, ranks, **sizes):
+        with unset_fake_temporarily():
+            chosen = [self.choose(**sizes, ranks=ranks, rank=rank) for rank in range(ranks)]
+            on = [each // (sizes["experts"] // nodes) for each in chosen]
+            return np.array([[int((each == node).any(1).sum()) for node in range(nodes)] for each in on])
+
+
 class GivenRouter(Router):
     """Routes as it computes, but to experts that come to the counts of a routing."""
 
@@ -142,17 +174,18 @@ class GivenRouter(Router):
         return chosen.view(*x.shape[:2], -1), weights
 
 
-def step(dims, routing, *, real):
+def step(dims, routing, *, real, ranks_per_node=None):
     """Return what one forward and backward of this rank counts and computes."""
     dims = copy.copy(dims)
     mesh = dims.build_mesh("cpu")  # outside of the mode: its tensors are numbers of ranks
     with contextlib.nullcontext() if real else FakeTensorMode():
-        return step_on(mesh, dims, routing, real=real)
+        return step_on(mesh, dims, routing, real=real, ranks_per_node=ranks_per_node)
 
 
-def step_on(mesh, dims, routing, *, real):
+def step_on(mesh, dims, routing, *, real, ranks_per_node):
     model = MoELlama.build(CONFIG) if real else MoELlama(CONFIG)
-    parallelize_moe(model, mesh, ep=dims.expert_axes, etp=dims.etp if dims.tp_enabled else None)
+    etp = dims.etp if dims.tp_enabled else None
+    parallelize_moe(model, mesh, ep=dims.expert_axes, etp=etp, ranks_per_node=ranks_per_node)
     seen = []
     for module in model.modules():
         if isinstance(module, GroupedExperts):
@@ -206,18 +239,23 @@ def sent(world, rank):
         {"ep": 2, "tp": 2, "etp": 1},
         {"tp": 2, "etp": 2},
         {"ep": 2, "tp": 2, "fold_experts": True},
+        {"ep": 4, "ranks_per_node": 2},
+        {"ep": 2, "tp": 2, "etp": 2, "ranks_per_node": 2},
+        {"ep": 2, "tp": 2, "fold_experts": True, "ranks_per_node": 2},
     ],
     ids=str,
 )
 def test_shapes_and_bytes_are_those_of_a_run_with_values(routing, degrees):
     size = degrees.get("ep", 1) * degrees.get("tp", 1)
+    routing, degrees = GivenRouting(routing.shares, routing.exponent, routing.seed), dict(degrees)
+    options = {"ranks_per_node": degrees.pop("ranks_per_node", None)}
     dims = ParallelDims(**degrees, world_size=size)
 
     with sim.world(size) as world:
-        expected = world.run(partial(step, dims, routing, real=True))
+        expected = world.run(partial(step, dims, routing, real=True, **options))
     assert all(seen for seen, _, _ in expected)
     for rank in range(size):
         with LoneWorld(size, rank) as alone:
-            found = alone.run_alone(partial(step, dims, routing, real=False))
+            found = alone.run_alone(partial(step, dims, routing, real=False, **options))
         assert found == expected[rank]
         assert sent(alone, rank) == sent(world, rank)
