@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sim
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
@@ -153,16 +153,6 @@ def test_descriptions():
 # -- the same as with values -----------------------------------------------------------------------------------------
 
 
-class GivenRouting(Routing):
-    """Says which experts are chosen together: as it chooses them."""
-
-    def visits(self, *, nodes, ranks, **sizes):
-        with unset_fake_temporarily():
-            chosen = [self.choose(**sizes, ranks=ranks, rank=rank) for rank in range(ranks)]
-            on = [each // (sizes["experts"] // nodes) for each in chosen]
-            return np.array([[int((each == node).any(1).sum()) for node in range(nodes)] for each in on])
-
-
 class GivenRouter(Router):
     """Routes as it computes, but to experts that come to the counts of a routing."""
 
@@ -174,18 +164,17 @@ class GivenRouter(Router):
         return chosen.view(*x.shape[:2], -1), weights
 
 
-def step(dims, routing, *, real, ranks_per_node=None):
+def step(dims, routing, *, real):
     """Return what one forward and backward of this rank counts and computes."""
     dims = copy.copy(dims)
     mesh = dims.build_mesh("cpu")  # outside of the mode: its tensors are numbers of ranks
     with contextlib.nullcontext() if real else FakeTensorMode():
-        return step_on(mesh, dims, routing, real=real, ranks_per_node=ranks_per_node)
+        return step_on(mesh, dims, routing, real=real)
 
 
-def step_on(mesh, dims, routing, *, real, ranks_per_node):
+def step_on(mesh, dims, routing, *, real):
     model = MoELlama.build(CONFIG) if real else MoELlama(CONFIG)
-    etp = dims.etp if dims.tp_enabled else None
-    parallelize_moe(model, mesh, ep=dims.expert_axes, etp=etp, ranks_per_node=ranks_per_node)
+    parallelize_moe(model, mesh, ep=dims.expert_axes, etp=dims.etp if dims.tp_enabled else None)
     seen = []
     for module in model.modules():
         if isinstance(module, GroupedExperts):
@@ -239,23 +228,18 @@ def sent(world, rank):
         {"ep": 2, "tp": 2, "etp": 1},
         {"tp": 2, "etp": 2},
         {"ep": 2, "tp": 2, "fold_experts": True},
-        {"ep": 4, "ranks_per_node": 2},
-        {"ep": 2, "tp": 2, "etp": 2, "ranks_per_node": 2},
-        {"ep": 2, "tp": 2, "fold_experts": True, "ranks_per_node": 2},
     ],
     ids=str,
 )
 def test_shapes_and_bytes_are_those_of_a_run_with_values(routing, degrees):
     size = degrees.get("ep", 1) * degrees.get("tp", 1)
-    routing, degrees = GivenRouting(routing.shares, routing.exponent, routing.seed), dict(degrees)
-    options = {"ranks_per_node": degrees.pop("ranks_per_node", None)}
     dims = ParallelDims(**degrees, world_size=size)
 
     with sim.world(size) as world:
-        expected = world.run(partial(step, dims, routing, real=True, **options))
+        expected = world.run(partial(step, dims, routing, real=True))
     assert all(seen for seen, _, _ in expected)
     for rank in range(size):
         with LoneWorld(size, rank) as alone:
-            found = alone.run_alone(partial(step, dims, routing, real=False, **options))
+            found = alone.run_alone(partial(step, dims, routing, real=False))
         assert found == expected[rank]
         assert sent(alone, rank) == sent(world, rank)

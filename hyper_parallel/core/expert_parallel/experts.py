@@ -220,20 +220,20 @@ class Copies(NamedTuple):
     >>> copies = Copies.by(torch.tensor([[2, 0], [3, 0], [1, 3]]), bins=3, total=4)  # 3 is no bin
     >>> copies.rows.tolist(), copies.slots.tolist()
     ([0, 1, 2, 0], [1, 3, 4, 0])
-    >>> copies.places.tolist(), copies.ends.tolist()
-    ([3, 0, 1, 2], [0, 2, 3, 4])
+    >>> copies.places.tolist(), copies.starts.tolist()
+    ([3, 0, 1, 2], [0, 2, 3])
 
     Attributes:
         rows: which row each copy is of.
         slots: in which place among the bins of all rows, one row after the other, its bin is named.
         places: of the copies by row: at which place each one is.
-        ends: (rows + 1): where those of a row begin in `places`, and behind the last one.
+        starts: where those of each row begin in `places`.
     """
 
     rows: torch.Tensor
     slots: torch.Tensor
     places: torch.Tensor
-    ends: torch.Tensor
+    starts: torch.Tensor
 
     @classmethod
     def by(cls, bins_of_rows: torch.Tensor, bins: int, total: int) -> Copies:
@@ -245,8 +245,8 @@ class Copies(NamedTuple):
             total: how many of these numbers are bins. The host has to know.
         """
         slots = bins_of_rows.flatten().argsort(stable=True)[:total]
-        ends = F.pad((bins_of_rows < bins).sum(1).cumsum(0), (1, 0))
-        return cls(slots // max(bins_of_rows.shape[1], 1), slots, slots.argsort(), ends)
+        each = (bins_of_rows < bins).sum(1)
+        return cls(slots // max(bins_of_rows.shape[1], 1), slots, slots.argsort(), each.cumsum(0) - each)
 
 
 def copied(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -277,8 +277,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, copies_of_rows: torch.Tensor, copies: Copies) -> torch.Tensor:
         ctx.copies = copies
-        given = copies_of_rows.detach(), copies.places, copies.ends
-        return cast(torch.Tensor, torch.embedding_bag(*given, include_last_offset=True)[0])
+        return cast(torch.Tensor, torch.embedding_bag(copies_of_rows.detach(), copies.places, copies.starts)[0])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
