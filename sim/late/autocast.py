@@ -81,7 +81,7 @@ def _widest(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _called(op: Any, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:
     """Call an operation without autocast, with tensors of a dtype; None: of what they have."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
     with torch._C._ExcludeDispatchKeyGuard(keys):
         return op(*(_cast(each, dtype) for each in args), **{name: _cast(each, dtype) for name, each in kwargs.items()})
 
