@@ -545,6 +545,7 @@ def to_the_host(*, waits: bool):
         x = torch.full((4,), 2.0, device="npu")
         y = torch.empty(4, pin_memory=True)
         assert y.is_pinned()
+        assert not torch.ones(2).is_pinned()
         y.copy_(x, non_blocking=True)
         if waits:
             torch.npu.current_stream().synchronize()
