@@ -70,6 +70,8 @@ class Candidate:
             texts.append("reduced in each")
         if self.recipe.reshard_inputs:
             texts.append("inputs gathered again")
+        if self.recipe.tp_chunks > 1:
+            texts.append(f"{self.recipe.tp_chunks} tp chunks")
         texts += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
         return ", ".join(texts)
 
