@@ -280,6 +280,7 @@ def _run_of(run: Config, candidate: Any) -> Config:
         "ulysses_degree": dims.ulysses_degree if dims.cp > 1 else None,
         "etp": dims.etp if dims.ep > 1 or dims.fold_experts else None,
         "fold_experts": dims.fold_experts,
+        "ranks_per_node": recipe.ranks_per_node,
         "schedule": recipe.schedule,
         "stages_per_rank": recipe.stages_per_rank if piped else None,
         "layers_per_stage": None if sizes is None else ",".join(map(str, sizes)),

@@ -94,6 +94,39 @@ def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("per_token", "devices_per_node", "asked", "expected"),
+    [
+        (8, 8, None, {1: None, 8: None, 16: 8, 32: 8}),
+        (2, 8, None, {8: None, 16: 8, 32: None}),  # of 4 nodes a token goes to 1.75, and to 2 experts
+        (1, 8, None, {16: None, 32: None}),
+        (2, 8, 8, {8: None, 16: 8, 32: 8}),
+        (8, 12, None, {8: None, 16: None, 32: None}),  # not equally many on each node
+        (8, 8, 4, {4: None, 8: 4, 16: 4}),
+    ],
+)
+def test_tokens_go_to_each_node_once_where_that_saves_rows(
+    per_token: int, devices_per_node: int, asked: int | None, expected: dict[int, int | None]
+) -> None:
+    model = MoEConfig(num_experts=32, experts_per_token=per_token)
+    where = space(
+        model,
+        devices=64,
+        batch=64,
+        fixed={"tp": 1, "cp": 1, "pp": 1},
+        devices_per_node=devices_per_node,
+        recipes=[Recipe(ranks_per_node=asked)],
+    )
+    found = [entry for entry in enumerate_candidates(where) if isinstance(entry, Candidate)]
+    for ep, on_nodes in expected.items():
+        assert {one.recipe.ranks_per_node for one in found if one.dims.ep == ep} == {on_nodes}
+    once = next((one for one in found if one.recipe.ranks_per_node), None)
+    if once is not None and asked in (None, devices_per_node):
+        assert "tokens once to each node" in str(once)
+        each = dataclasses.replace(once, recipe=dataclasses.replace(once.recipe, ranks_per_node=None))
+        assert guess_seconds(where.shape, once, 8192, H100) < guess_seconds(where.shape, each, 8192, H100)
+
+
+@pytest.mark.parametrize(
     ("where", "reason", "detail"),
     [
         ({}, "tp beyond a node", "tp=16 ranks would not fit into a node of 8"),
