@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.platform.attention import AttentionKernel, HostAttention
 from hyper_parallel.platform.base import Stream
 from hyper_parallel.platform.cpu import HostEvent, HostStream
 from sim.comm.collectives import Call
@@ -83,6 +84,12 @@ class Listener:
         return HostEvent()
 
 
+class _UncutAttention(HostAttention):
+    """The host's kernel without its limit: that is of what the host computes, and not of what is recorded here."""
+
+    most_causal = None
+
+
 class _LonePlatform(SimPlatform):
     """A device with streams, whose work the listener follows; its memory is that of tensors without values."""
 
@@ -109,6 +116,12 @@ class _LonePlatform(SimPlatform):
     def supports_pinned_memory(self) -> bool:
         """True, where there is a host."""
         return self._listener.has_host
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> AttentionKernel | None:
+        """Return the host's kernel, which is given blocks as accelerators are: causal ones of any size."""
+        return None if super().attention(q, k, v, causal, scale) is None else _UncutAttention()
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
         """Let the listener copy."""
