@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.late import kernels
-from sim.late.attention import FUSED
 from sim.late.device import LateDevice
+from sim.late.fused import FUSED
 from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
 from sim.late.shadow import EVENT, STREAM, Shadow
 from sim.late.shared import SHARED, SharedDevice

@@ -12,14 +12,9 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_parallel import get_platform
-from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.mesh.job import Job
-from sim.mesh.models import find_model
 from sim.mesh.program import Alloc, Await, Comm, EventRecord, Free, HostWait, Op, Place, Wait
-from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.record import Recorder
-from sim.mesh.tracing.trace import trace
 
 
 def record(body: Any, world_size: int = 8, rank: int = 3, meanwhile: Any = None) -> tuple[list[Any], Recorder, Any]:
@@ -319,13 +314,3 @@ def test_while_it_is_asleep_only_memory_is_followed():
 
     with LoneWorld(2, 0, recorder) as world:
         assert {type(event) for event in world.run_alone(body)} == {Alloc, Free}
-
-
-def test_a_ring_computes_causal_blocks_of_any_size():
-    """The host cuts those of more than 384 tokens, for its own kernel: two are computed in each layer."""
-    job = Job(find_model("llama-tiny"), ParallelDims(cp=2, ulysses_degree=1, world_size=2), 1, 2048, Recipe())
-    program, *_ = trace(job)
-    events = [event for segment in program.segments.values() for event in segment.events]
-    kinds = [event.kind for event in events if isinstance(event, Op)]
-    layers = job.model.num_layers
-    assert (kinds.count("attention"), kinds.count("attention_backward")) == (2 * layers, 2 * layers)
