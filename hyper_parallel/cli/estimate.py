@@ -238,6 +238,7 @@ def search(
         stays = _said(config, given)
         found_model, recipes = _recipes(run, spec, stays, _settings(settings))
         degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
+        chunks: dict[str, Any] = {"tp_chunks": ()} if "tp_chunks" in stays else {}
         try:
             with SearchBar(stderr_console()) as bar, sigterm_as_ctrl_c():
                 result = search_ways(
@@ -252,7 +253,7 @@ def search(
                     limit=limit,
                     progress=bar.on_estimate,
                     layers_per_stage=run.parallel.stage_sizes(),
-                    **({"tp_chunks": ()} if "tp_chunks" in stays else {}),
+                    **chunks,
                     accepts=None if isinstance(spec, ModelSpec) else lambda one: _check_trained(run, one, devices),
                 )
         except NothingFits as error:
