@@ -58,9 +58,9 @@ _SCHEMAS = (
 )
 
 
+@cache
 def define() -> torch.library.Library:
-    """Make the operators known to torch; returns what they live as long as."""
-    _heads_may_be_shared()  # as long as nobody has a mode on
+    """Make the operators known to torch, once for the process; returns what they live as long as."""
     library = torch.library.Library("npu", "DEF")
     for schema in _SCHEMAS:
         library.define(schema)
@@ -133,6 +133,7 @@ def _heads_may_be_shared() -> bool:
 
 def split_attention() -> None:
     """Tell torch how DTensors may be split in it, as it knows of the kernels of GPUs: by batches, or by heads."""
+    _heads_may_be_shared()  # as long as no mode is on
     fused = _ATEN._scaled_dot_product_fused_attention_overrideable
     backward = _ATEN._scaled_dot_product_fused_attention_overrideable_backward
     register_sharding(fused.default)(partial(_placements, fused.default, ("output", "logsumexp")))
