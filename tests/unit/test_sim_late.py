@@ -163,6 +163,21 @@ def test_one_kernel_keeps_what_one_of_an_accelerator_keeps():
     assert gate == 8 * 4 * 16 * 4, "the gradient, and nothing on the way to it"
 
 
+def test_masks_of_attention_are_those_that_torch_takes():
+    def body(device: str) -> list:
+        q, found = torch.randn(2, 4, 3, 8).to(device), []
+        for shape in ((3, 5), (3, 1), (1, 5), (2, 4, 3, 5), (2, 1, 1, 5), (4, 3, 5), (1, 1)):
+            mask = torch.rand(shape).gt(0.4).to(device)
+            for each in (mask, mask.float()):
+                found.append(F.scaled_dot_product_attention(q, *q.new_ones(2, 2, 4, 5, 8).cumsum(3), each).cpu())
+        found.append(F.scaled_dot_product_attention(q, q, q, q[0, 0, :, :3], is_causal=True).cpu())
+        with pytest.raises(RuntimeError, match="must match"):
+            F.scaled_dot_product_attention(q, q, q, q.new_zeros(3, 2))
+        return found
+
+    torch.testing.assert_close(late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",)), equal_nan=True)
+
+
 def test_attention_of_dtensors_stays_split():
     def body() -> list:
         whole = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
