@@ -21,6 +21,9 @@ from sim.mesh.spec import ModelSpec
 __all__ = ["Job", "StagePart"]
 
 
+_RING_KERNELS = ("flash", "cudnn", "npu", "cpu")
+
+
 @dataclass(frozen=True)
 class StagePart:
     """One stage of a pipeline, or the whole model.
@@ -53,6 +56,8 @@ class Job:
         layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
         run: the training run that this is a step of, see `of_run`: its own functions build what is recorded, and what
             it reads of a step is recorded, too. None: the recipe says how it is built, and nobody reads numbers.
+        ring_kernel: whose fused attention computes the blocks of a ring: "flash" or "cudnn" of GPUs, "npu" or "cpu".
+            `estimate` takes the device's.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -65,11 +70,15 @@ class Job:
     recipe: Recipe = field(default_factory=Recipe)
     layers_per_stage: tuple[int, ...] | None = None
     run: Config | None = None
+    ring_kernel: str = "flash"
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"
         check(asked, ParallelDims, "dims=ParallelDims(...)", dims=self.dims)
         check(asked, Recipe, "recipe=Recipe(...)", recipe=self.recipe)
+        if self.ring_kernel not in _RING_KERNELS:
+            hint = f"ring_kernel = one of {_RING_KERNELS}"
+            raise ValueError(explain(asked, "no such kernel", f"ring_kernel: {self.ring_kernel!r}", hint))
         for name in ("batch", "seq_len"):
             read_int(asked, name, getattr(self, name), 1)
         if self.dims.pp_enabled and not self.model.has_stages:

@@ -498,14 +498,11 @@ class Recipe:
             seen = f"moments={self.moments!r}, zero={self.zero}, optimizer={self.optimizer!r}"
             blame = "torch's optimizers keep moments in the dtype of the weights that they update"
             raise ValueError(explain(_ASKED, blame, seen, 'moments="fp32", or zero=1 with optimizer="adamw"'))
-        if self.reshard_inputs and not self.sequence_parallel:
-            blame = "without sequence parallelism no input is gathered, and each rank has all of it anyway"
-            seen = "reshard_inputs=True, sequence_parallel=False"
-            raise ValueError(explain(_ASKED, blame, seen, "sequence_parallel=True, or reshard_inputs=False"))
-        if self.tp_chunks > 1 and not self.sequence_parallel:
-            blame = "without sequence parallelism no input is gathered, so that there is nothing to overlap"
-            seen = f"tp_chunks={self.tp_chunks}, sequence_parallel=False"
-            raise ValueError(explain(_ASKED, blame, seen, "sequence_parallel=True, or tp_chunks=1"))
+        for name, off, what in (("reshard_inputs", False, "gather again"), ("tp_chunks", 1, "overlap")):
+            if getattr(self, name) != off and not self.sequence_parallel:
+                blame = f"without sequence parallelism no input is gathered, so that there is nothing to {what}"
+                seen = f"{name}={getattr(self, name)}, sequence_parallel=False"
+                raise ValueError(explain(_ASKED, blame, seen, f"sequence_parallel=True, or {name}={off}"))
         kind = find_schedule(self.schedule)
         if self.stages_per_rank is not None and not kind.is_multi and self.stages_per_rank != kind.stages_per_rank:
             seen = f"stages_per_rank={self.stages_per_rank}, schedule={self.schedule!r}"

@@ -58,7 +58,7 @@ class Flights:
     def __init__(self, network: Network, rank: int) -> None:
         self._network = network
         self._rank = rank
-        self.apart: str | None = None  # a type of device that keeps its own books
+        self.apart: str | None = None  # a type of device that keeps its own record
         self.follow: Callable[[Any, Any, Any, Any], None] | None = None  # enters an operation there, if it has to be
         self._flights: dict[Hashable, _Flight] = {}
 
@@ -219,7 +219,7 @@ def is_harmless(func: Any) -> bool:
 
 
 def _is_copy_of_device(func: Any, args: Any, kind: str | None) -> bool:
-    """Whether it is the copy of a device that keeps its own books: it may be late itself, and is entered there."""
+    """Whether it is the copy of a device that keeps its own record: it may be late itself, and is entered there."""
     return func._opname == "copy_" and any(tensor.device.type == kind for tensor in args[:2])
 
 

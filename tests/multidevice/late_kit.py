@@ -72,7 +72,7 @@ def site_of(frame: Any) -> str | None:
 PASS_ON = ("comm.wait", "reduce.wait", "schedules._wait_batch_p2p")
 
 
-# What waits: on a late device; and in the books of one that ranks share, which does wait, and does not say so.
+# What waits: on a late device; and in the record of one that ranks share, which does wait, and does not say so.
 LATE = (
     (LateCommunication, "waited"),
     (LateEvent, "wait"),

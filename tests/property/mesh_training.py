@@ -55,7 +55,7 @@ def steps_of(
         routing: how tokens go to experts.
         numbers: add up tokens and losses over ranks, as the trainer does to log them.
         reads: take steps by the trainer's own function, which reads numbers; for ranks that have them.
-        counts_flops: count the FLOPs of each step; that goes through Python for each operation.
+        counts_flops: count the FLOPs of the last step; that goes through Python for each operation.
     """
     dims = plan_run(config, world_size)
 
@@ -73,17 +73,19 @@ def steps_of(
                     route(part, routing)
             optimizer = build_optimizer(model.named_parameters(), config.optimizer)
             seen = [(name, describe(param)) for name, param in model.named_parameters()]
-            begins, flops, gradients = [], [], 0
+            begins, flops, gradients, turns = [], 0, 0, []
             kernels: tuple[Counter[Kernel], Counter[Kernel]] = Counter(), Counter()
             batch = batch_of(model, ranks, config)
-            for _ in range(steps):
+            for step in range(steps):
                 begins.append(len(own_events()))
-                with Operations(standing_of(model, optimizer, batch)) if counts_flops else nullcontext() as counted:
+                counts = counts_flops and step == steps - 1
+                with Operations(standing_of(model, optimizer, batch)) if counts else nullcontext() as counted:
                     if counted:
                         ranks.over_shares = begins_update(ranks, counted)  # type: ignore[method-assign]
                     gradients = one_step(model, optimizer, share, ranks, config, batch, numbers=numbers, reads=reads)
-                flops.append(counted.total if counted else 0)
-                kernels = (counted.before_update, counted.kernels - counted.before_update) if counted else kernels
+                if counted:
+                    kernels = counted.before_update, counted.kernels - counted.before_update
+                    flops, turns = counted.total, counted.turns
             begins.append(len(own_events()))
             firsts = [entry.get("exp_avg", entry.get("momentum_buffer")) for entry in optimizer.state.values()]
             state = [
@@ -96,7 +98,7 @@ def steps_of(
                 "optimizer": bytes_of(tensor for entry in optimizer.state.values() for tensor in entry.values()),
                 "gradients": gradients,
             }
-            return Built([*seen, *state], begins, flops, memory, kernels, counted.turns if counted else [])
+            return Built([*seen, *state], begins, flops, memory, kernels, turns)
 
     return body
 
@@ -107,7 +109,7 @@ class Built(NamedTuple):
     Attributes:
         made: shapes and layouts of parameters and of the optimizer's state.
         begins: numbers of the first events of its steps, and of what comes after them.
-        flops: of each step; 0 where they are not counted.
+        flops: of the last step; 0 where they are not counted.
         memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
         kernels: operations of the last step before its update, and in it, where FLOPs are counted.
         turns: of the stages of a pipeline in the last step, where they are followed.
@@ -115,7 +117,7 @@ class Built(NamedTuple):
 
     made: list[Any]
     begins: list[int]
-    flops: list[int]
+    flops: int
     memory: dict[str, int]
     kernels: tuple[Counter[Kernel], Counter[Kernel]]
     turns: list[Turn]

@@ -1,24 +1,38 @@
-"""The fused attention of torch_npu on a late device: its operators, by plain products.
+"""Fused operators of accelerators that the CPU lacks, for a late device: attention, and the gradient of `rms_norm`.
 
-Arguments, results and their layouts are those of `torch_npu.npu_fusion_attention` and `npu_fusion_attention_grad`, of
-which this has what attention without dropout takes: the layout BNSD, no mask, or the one that stands for any causal
-mask. Anything else is refused.
+`scaled_dot_product_attention` is one kernel there, as on accelerators, wherever one on the CPU computes it; else it is
+torch's products. `torch_npu.npu_fusion_attention` and `npu_fusion_attention_grad` are there by plain products, with the
+arguments, results and layouts that they have, and what attention without dropout takes of them: the layout BNSD, no
+mask, or the one that stands for any causal mask. Anything else is refused.
 """
 
 from __future__ import annotations
 
+import math
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.experimental import register_sharding
 
-__all__ = ["COMPUTED", "FUSED", "define"]
+__all__ = ["ATTENTION", "ATTENTION_GRAD", "COMPUTED", "FUSED", "attention", "define", "split_attention"]
+
+_ATEN = torch.ops.aten
+
+ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+"""What computes attention on the host: the output, and of each query the log-sum of its scores."""
+
+ATTENTION_GRAD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""The matching gradient."""
 
 FUSED = ("npu_fusion_attention", "npu_fusion_attention_grad")
 """The operators, by the names that torch_npu gives its functions, too."""
 
-COMPUTED = ("_fusion_attention", "_fusion_attention_grad")
-"""What these call, which returns tensors only."""
+COMPUTED = ("_fusion_attention", "_fusion_attention_grad", "_rms_norm_grad")
+"""What these call, and what `rms_norm` does, which returns tensors only."""
 
 _MASK, _TIMES, _CAUSAL = 2048, 8, 2
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -39,20 +53,109 @@ _SCHEMAS = (
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor largest, Tensor total, "
     "Tensor out, bool causal, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "_rms_norm_grad(Tensor grad, Tensor x, SymInt[] shape, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)",
 )
 
 
+@cache
 def define() -> torch.library.Library:
-    """Make the operators known to torch; returns what they live as long as."""
+    """Make the operators known to torch, once for the process; returns what they live as long as."""
     library = torch.library.Library("npu", "DEF")
     for schema in _SCHEMAS:
         library.define(schema)
     for key in ("CPU", "Meta"):
         library.impl("_fusion_attention", _attention, key)
         library.impl("_fusion_attention_grad", _gradients, key)
+        library.impl("_rms_norm_grad", _rms_norm_grad, key)
     library.impl("npu_fusion_attention", _fused, "CompositeExplicitAutograd")
     library.impl("npu_fusion_attention_grad", _fused_gradients, "CompositeExplicitAutograd")
     return library
+
+
+# -- torch's -----------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`scaled_dot_product_attention` as an accelerator has it, above autograd.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, key and value heads, keys, head_dim).
+        v: as `k`.
+        attn_mask: of bool, what is seen; else what is added to the scores.
+        dropout_p: probability that a weight is zeroed.
+        is_causal: query i sees keys up to i.
+        scale: of the scores; None: 1 / sqrt(head_dim).
+        enable_gqa: there may be fewer key heads than query heads.
+    """
+    if not _is_fused(q, k, v, attn_mask, dropout_p, enable_gqa):
+        plain = _ATEN.scaled_dot_product_attention.default
+        out: Tensor = plain.decompose(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return out
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    fused = _ATEN._scaled_dot_product_fused_attention_overrideable
+    out, *_ = fused(q, k, v, attn_mask, dropout_p, is_causal, False, scale=scale)
+    return out
+
+
+def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, shares_heads: bool) -> bool:
+    """Whether one kernel computes it: as on the CPU (`sdp_utils_cpp.cpp`), but no accelerator has one for float64."""
+    backends = torch.backends.cuda
+    is_allowed = backends.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
+    if not is_allowed or dropout_p:
+        return False
+    alike = all(
+        x.dim() == 4 and x.dtype == q.dtype and x.shape[0] == q.shape[0] and x.shape[3] == q.shape[3] for x in (k, v)
+    )
+    if not alike or q.dim() != 4 or q.dtype not in _DTYPES or k.shape != v.shape:
+        return False
+    if not all(x.numel() and x.stride(-1) == 1 for x in (q, k, v)):
+        return False
+    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4) or mask.dtype not in (torch.bool, q.dtype)):
+        return False
+    return q.shape[1] == k.shape[1] or (shares_heads and q.shape[1] % k.shape[1] == 0)
+
+
+def split_attention() -> None:
+    """Tell torch how DTensors may be split in it, as it knows of the kernels of GPUs: by batches, or by heads."""
+    fused = _ATEN._scaled_dot_product_fused_attention_overrideable
+    backward = _ATEN._scaled_dot_product_fused_attention_overrideable_backward
+    register_sharding(fused.default)(partial(_placements, fused.default, ("output", "logsumexp")))
+    grads = ("grad_query", "grad_key", "grad_value")
+    register_sharding(backward.default)(partial(_placements, backward.default, grads))
+
+
+def _placements(op: Any, split: tuple[str, ...], *args: Any, **options: Any) -> list[tuple[list[Any], list[Any]]]:
+    """Placements of results, some of which are split, and of arguments; with a bias, all ranks compute all."""
+    given = {argument.name: each for argument, each in zip(op._schema.arguments, args, strict=False)}
+    are_tensors = [isinstance(each, DTensorSpec) for each in args]
+    ways = (Replicate(), Shard(0), Shard(1)) if given.get("attn_bias") is None else (Replicate(),)
+    return [
+        (
+            [how if result.name in split else None for result in op._schema.returns],
+            [how if is_tensor else None for is_tensor in are_tensors],
+        )
+        for how in ways
+    ]
+
+
+def _rms_norm_grad(
+    grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight; of y = r * x * weight, with 1 / r the root of the mean of squares."""
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    wide, normed = grad.to(rstd.dtype), x * rstd
+    of_normed = wide if weight is None else wide * weight
+    of_x = (of_normed - normed * (normed * of_normed).sum(dims, keepdim=True) / math.prod(shape)) * rstd
+    of_weight = (wide * normed).flatten(0, dims[0] - 1).sum(0) if dims[0] else wide * normed
+    return of_x.to(x.dtype), of_weight.to(x.dtype)
+
+
+# -- torch_npu's -------------------------------------------------------------------------------------------------------
 
 
 def _fused(
