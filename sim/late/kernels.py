@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sim.kernel.context import current_context
 from sim.late import fused
 from sim.late.device import LateDevice, apart, late_device
 from sim.late.queue import LateTask
@@ -417,6 +418,18 @@ def _may_take_memory_of(npu: LateDevice, x: torch.Tensor, other: torch.Tensor) -
     return all(each.layout is torch.strided and each.device.type in ("cpu", "npu") for each in (x, other))
 
 
+def _is_pinned(x: torch.Tensor, device: Any = None) -> Any:
+    """Whether memory of the host is pinned, where C++ asks; of Python's calls `LateMode` knows.
+
+    DDP insists on it for memory that it has had pinned itself, of which the device is not told. So it is said of any on
+    ranks with late devices, and a copy from such memory is not late.
+    """
+    context = current_context()
+    if context is not None and context.late is not None:
+        return True
+    return _ATEN.is_pinned.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, x, device)
+
+
 def _record_stream(npu: LateDevice, x: torch.Tensor, stream: Any) -> None:
     npu.use_on(x, npu.stream(stream.stream_id))
 
@@ -559,6 +572,7 @@ def register() -> list[torch.library.Library]:
             aten.impl(name.removeprefix("aten::"), partial(_fallback, op), "PrivateUse1")
     for key in ("AutogradPrivateUse1", "PrivateUse1"):  # the latter in inference mode
         aten.impl("scaled_dot_product_attention", fused.attention, key)
+    aten.impl("is_pinned", _is_pinned, "CPU")
     fused.split_attention()
     npu = fused.define()
     for name in fused.COMPUTED:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.late import kernels
+from sim.late.autocast import register_autocast
 from sim.late.device import LateDevice
 from sim.late.fused import FUSED
 from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
@@ -95,7 +96,7 @@ def _register() -> Any:
 
         acc.register_python_privateuseone_hook(Hooks())
         acc.register_python_privateuseone_device_guard(Guard())
-        module.kernels = kernels.register()
+        module.kernels = [*kernels.register(), *register_autocast()]
     return module
 
 

@@ -8,6 +8,7 @@ from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
@@ -145,6 +146,8 @@ class Job:
             less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
             hint = f"{less}, or a model with experts"
             raise ValueError(explain(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint))
+        if self.recipe.ranks_per_node is not None and dims.ep_enabled:
+            split_over_nodes(asked, dims.expert_groups(), self.recipe.ranks_per_node)
         if self.model.family not in ("llama", "moe"):
             return
         dims.validate_against_model(self.model, self.seq_len if self.recipe.sequence_parallel else None)
@@ -251,5 +254,6 @@ def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Reci
         engine=parallel.engine,
         optimizer="muon" if run.optimizer.muon else "adamw",
         clipping=run.optimizer.max_grad_norm > 0,
+        ranks_per_node=parallel.ranks_per_node,
         routing=routing,
     )

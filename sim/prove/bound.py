@@ -86,7 +86,7 @@ _SOFTMAX = _words("_softmax _log_softmax _safe_softmax")
 _INDEXED = _words(
     """
     index_add scatter_add scatter_reduce index_reduce embedding_dense_backward _embedding_bag
-    _embedding_bag_dense_backward index_put _index_put_impl _unsafe_index_put
+    _embedding_bag_forward_only _embedding_bag_dense_backward index_put _index_put_impl _unsafe_index_put
     """
 )
 

@@ -49,6 +49,7 @@ WAITS = {
         "clip._reduce",
     ),
     "experts": ("experts.exchange_counts", "experts.wait"),
+    "experts on nodes": ("experts.exchange_counts", "experts.wait"),
 }
 MUTANTS = [(name, site) for name, sites in WAITS.items() for site in sites]
 

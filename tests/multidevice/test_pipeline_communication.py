@@ -14,7 +14,11 @@ from torch import nn
 import sim
 from hyper_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, init_device_mesh
 from hyper_parallel.core.fully_shard.unit import StepControl, nested_units
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline import SCHEDULES, Pipeline
+from hyper_parallel.models import LlamaConfig
+from sim.mesh import Job, Recipe, find_model, trace
+from sim.mesh.program import Comm, Op
 
 pytestmark = pytest.mark.sim
 
@@ -57,6 +61,28 @@ def test_parameters_are_gathered_and_gradients_reduced_once_per_step(name):
     for counts, micro_batches in ((few, 2), (many, 4)):
         sent = sum(count for (_, axis, op), count in counts.items() if (axis, op) == ("pp", "send"))
         assert sent == 2 * 2 * boundaries * micro_batches  # forward and backward, on both ranks along dp
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_reduce_beside_their_last_backward_unless_another_one_waits_for_it(name):
+    """Those of one that another stage waits for start behind its last product, and behind what it sends."""
+    config = LlamaConfig(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=12)
+    dims = ParallelDims(pp=2, dp_shard=2, world_size=4)
+    beside = {}
+    for program in trace(Job(find_model(config), dims, 2, 8, Recipe(schedule=name))):
+        for (kind, stage, variant), segment in program.segments.items():
+            events = segment.events
+            reductions = [n for n, e in enumerate(events) if isinstance(e, Comm) and e.op == "reduce_scatter"]
+            if variant != "last" or not reductions:
+                continue
+            products = [n for n, e in enumerate(events) if isinstance(e, Op) and e.kind == "matmul"]
+            sent = [n for n, e in enumerate(events) if isinstance(e, Comm) and e.op == "send"]
+            beside[stage] = sum(n < products[-1] for n in reductions)
+            assert beside[stage] or reductions[0] > max(sent, default=-1)
+            assert beside[stage] or (kind, stage > 0) == ("backward", True)
+    layers = 12 // (2 * SCHEDULES[name].stages_per_rank)
+    assert beside[0] >= layers - 1  # all but the first layer, whose last gradient comes behind its last product
+    assert any(beside[stage] == 0 for stage in beside) is not SCHEDULES[name].splits_backward
 
 
 def test_gathering_for_each_micro_batch_costs_that_many_gathers():

@@ -300,7 +300,7 @@ def _sends(counted: Operations, stage: Any, run: Any, index: int) -> Any:
 
 def _reduces(counted: Operations, stage: Any, run: Any, factor: int) -> None:
     del factor
-    waits = stage.waits_for_reduction
+    waits = stage.reductions is not None and not stage.reductions.is_started
     run()
     if waits:
         counted.end_reduction()

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from mesh_kit import Mode, Seen, describe
 from mesh_programs import Kernel, Operations, Turn, bytes_of
+from numpy.typing import NDArray
 from torch import nn
 from torch._guards import detect_fake_mode
 
@@ -169,12 +171,25 @@ def give_memory(part: nn.Module) -> None:
         part.to_empty(device="cpu")
 
 
+class GivenRouting(Routing):
+    """Says which experts are chosen together: as it chooses them."""
+
+    def visits(self, *, ranks: int, nodes: int, **sizes: int) -> NDArray[np.int64]:
+        """Count them, of the experts that `choose` returns, without an operation of torch."""
+        experts, shape = sizes["experts"], (sizes["per_token"], sizes["tokens"])
+        found = []
+        for counts in self.counts(**sizes, ranks=ranks):
+            node = np.repeat(np.arange(experts), counts).reshape(shape) // (experts // nodes)
+            found.append([(node == each).any(0).sum() for each in range(nodes)])
+        return np.array(found)
+
+
 def route(part: nn.Module, routing: Routing) -> None:
     """Let tokens go to experts as the routing says: with values, by choosing; without, by the counts alone."""
     routing.give_to(part)
     for experts in part.modules():
         if isinstance(experts, GroupedExperts) and detect_fake_mode() is None:
-            for call in ("_send", "_run"):
+            for call in ("_send", "_send_to_nodes", "_run"):
                 setattr(experts, call, _chooses(experts, getattr(experts, call), routing))
             experts.count_rows = count_rows
 

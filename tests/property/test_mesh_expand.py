@@ -102,6 +102,12 @@ def test_a_deep_llama_from_a_few_of_its_layers(layers, degrees, microbatches, ze
     assert_the_same(job)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_deep_stages_that_reduce_in_their_last_backward(schedule):
+    options = {"schedule": schedule, "stages_per_rank": 1, "param_dtype": "bf16", "checkpointing": "none"}
+    assert_the_same(job_of(2 * (2 * EDGE + 1), {"pp": 2, "dp_shard": 2}, batch=2, microbatches=2, **options))
+
+
 def test_deep_stages_whose_gradients_of_weights_come_later():
     options = {"schedule": "zero-bubble", "stages_per_rank": 1, "param_dtype": "fp32"}
     assert_the_same(job_of(2 * (2 * EDGE + 1), {"pp": 2, "tp": 2}, batch=2, microbatches=2, **options))

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hyper_parallel.core.common.checks import check, check_above, check_choice, check_modules
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
 from hyper_parallel.core.fully_shard.state_dict import load_into
 from hyper_parallel.core.fully_shard.unit import (
@@ -37,6 +39,7 @@ __all__ = [
     "HSDPModule",
     "ManagedModule",
     "State",
+    "StepReductions",
     "check_flags",
     "hold_parameters",
     "needed_unit",
@@ -220,24 +223,122 @@ def reduce_gradients(module: nn.Module, *, before: UnitCallback | None = None) -
         ValueError: a unit for `torch.compile` to trace.
         RuntimeError: forward changed an unsharded parameter in place.
     """
-    refuse_traced("cannot reduce gradients when asked", module)
-    for root in _roots(module):
-        units = root.prepared_units()
-        schedule = root.schedule
-        assert schedule is not None
-        for unit in units:
-            for bucket in unit.buckets:
-                if bucket.gathered:
-                    bucket.check_untouched()
-        for unit in reversed(units):
-            if before is not None:
-                before(unit)
+    reductions = StepReductions(module, before=before)
+    reductions.start()
+    reductions.finish()
+
+
+class StepReductions:
+    """The reductions at the end of a step: one of each unit, in one order on all ranks, whenever gradients come.
+
+    `reduce_gradients` does all of it at once. A pipeline does it in the last backward of a stage::
+
+        with reductions.in_backward():  # a unit's reduction starts behind the last gradient of it and of those before
+            loss.backward()
+        reductions.start()              # those of units that have waited for a gradient that never came
+        ...                             # other stages
+        reductions.finish()
+
+    The order is that of module order backwards. It does not depend on which gradients come, and when: on a rank that
+    has not used some parameter, the reductions from its unit on start at the end.
+
+    Args:
+        module: with units of `fully_shard` or `hsdp` in it, or none.
+        before: called with each unit before its gradients are reduced.
+
+    Raises:
+        ValueError: a unit for `torch.compile` to trace.
+    """
+
+    def __init__(self, module: nn.Module, *, before: UnitCallback | None = None) -> None:
+        refuse_traced("cannot reduce gradients when asked", module)
+        self._before = before
+        self._groups = [root.prepared_units() for root in _roots(module)]
+        self._waiting = [unit for units in reversed(self._groups) for unit in reversed(units)]
+        self._reduced: list[Unit] = []  # while their parameters stay
+        self._missing: dict[Unit, set[int]] = {}
+        self._owners: dict[int, Unit] = {}
+
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` has been called."""
+        return not self._waiting and not self._reduced
+
+    @contextmanager
+    def in_backward(self, *, forward_order: bool = False) -> Iterator[None]:
+        """Reduce the gradients of parameters that are unsharded for the step as soon as the block has computed them.
+
+        Args:
+            forward_order: gradients come in the order of forward, those of the root last, on all ranks.
+
+        Raises:
+            RuntimeError: forward changed an unsharded parameter in place.
+        """
+        _check_untouched(self._waiting)
+        if forward_order:
+            self._waiting = [unit for root, *below in self._groups for unit in (*below, root)]
+        handles: list[Any] = []
+        for unit in self._waiting:
+            # Those of other units come and go with hooks of their own, which collect gradients elsewhere.
+            if unit.control is not StepControl.UNSHARDED_FOR_STEP:
+                break
+            params = [param.unsharded for param in unit.params if param.unsharded.requires_grad]
+            self._missing[unit] = {id(param) for param in params}
+            self._owners.update((id(param), unit) for param in params)
+            handles += [param.register_post_accumulate_grad_hook(self.arrived) for param in params]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._missing, self._owners = {}, {}
+
+    @runs_eagerly
+    def arrived(self, param: torch.Tensor) -> None:
+        """The gradient of an unsharded parameter is complete: start the reductions that have waited for it."""
+        unit = self._owners.get(id(param))
+        if unit is None:
+            return
+        self._missing[unit].discard(id(param))
+        while self._waiting and not self._missing.get(self._waiting[0], True):
+            ready = self._waiting.pop(0)
+            self._reduced.append(ready)
+            if self._before is not None:
+                self._before(ready)
+            ready.reduce_in_backward()
+
+    def start(self) -> None:
+        """Start the reductions that have not been started, and free all parameters.
+
+        Raises:
+            RuntimeError: forward changed an unsharded parameter in place.
+        """
+        _check_untouched(self._waiting)
+        reduced, self._reduced = self._reduced, []
+        for unit in reduced:
+            unit.free_after_step()
+        waiting, self._waiting = self._waiting, []
+        for unit in waiting:
+            if self._before is not None:
+                self._before(unit)
             unit.reduce_now()
-        if any(unit.options.leave_pending for unit in units):
-            note_pending_reductions(schedule)
-        else:
-            with torch.no_grad():
-                schedule.finish_reductions()
+
+    def finish(self) -> None:
+        """Wait for all reductions, and apply the gradients; those that may go on after the step do."""
+        for units in self._groups:
+            schedule = units[0].schedule
+            assert schedule is not None
+            if any(unit.options.leave_pending for unit in units):
+                note_pending_reductions(schedule)
+            else:
+                with torch.no_grad():
+                    schedule.finish_reductions()
+
+
+def _check_untouched(units: Iterable[Unit]) -> None:
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        if bucket.gathered:
+            bucket.check_untouched()
 
 
 def release_parameters(module: nn.Module, *, failed: bool = False) -> None:
@@ -248,7 +349,10 @@ def release_parameters(module: nn.Module, *, failed: bool = False) -> None:
         failed: drop all gradients that wait, as after a step that ended with an error.
     """
     for root in _roots(module):
-        for unit in root.prepared_units():
+        units = root.prepared_units()
+        if failed and root.schedule is not None:
+            root.schedule.drop_reductions()
+        for unit in units:
             unit.release(failed=failed)
 
 

@@ -211,12 +211,16 @@ class Schedule(Generic[U]):
         if self._ending is None or self._ending() is not None:
             return
         self._ending = None
-        reductions, self.reductions = self.reductions, []
-        for reduction in reductions:  # the user may have zeroed the gradients since
-            reduction.drop()
-        self.fused_all_reduces = FusedAllReduces(self.fused_all_reduces.total)
+        self.drop_reductions()
         for unit in self.units:
             unit.abandon_backward()
+
+    def drop_reductions(self) -> None:
+        """Forget the reductions under way, of a step that has failed: the user may have zeroed the gradients since."""
+        reductions, self.reductions = self.reductions, []
+        for reduction in reductions:
+            reduction.drop()
+        self.fused_all_reduces = FusedAllReduces(self.fused_all_reduces.total)
 
     def _finalize_backward(self) -> None:
         """Backward is through: reduce what is still pending, apply all gradients, free all units."""

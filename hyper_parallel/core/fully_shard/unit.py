@@ -650,32 +650,35 @@ class Unit:
 
     def _reshard_and_reduce(self, schedule: Schedule[Unit]) -> None:
         self.backward.under_way = False
-        options = self.options
         # The order is that of memory, and of the wire. Freed before packed: the peak is one of the two, not both.
         # Received before packed: what the unit before has sent goes back to the allocator, and comes again as this
         # unit's buffer. In FSDP2 a reduce_scatter's input waits for the next post_backward in the same way.
         with torch.no_grad():  # `reduce_now` is called from outside of a backward
             self._reshard_after_backward()
-            schedule.receive_reductions()
-            for reducer in self.reducers:
-                reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs, mean=options.average)
-            # Gradients are on their way: an optimizer may step before the next forward, and what was kept be stale.
-            self._gather.may_change |= self._syncs
-            if not self._syncs:
-                schedule.advance_reductions()  # those of units that do sync go on
-                if options.show_sums:
-                    for reducer in self.reducers:
-                        reducer.show_pending()
-                return
-            how = replace(options)  # for the next backward they may change while this reduction is under way
-            started = [reducer.reduce(how, schedule.fused_all_reduces) for reducer in self.reducers]
-            # The all_reduces of the units before go behind these reduce_scatters: on links that both share, the first
-            # one issued is through first, and what the next unit waits for is the reduce_scatter alone. In virtual time
-            # that was never slower, and up to 2.6 % of a step faster.
-            schedule.advance_reductions()
-            for reduction in started:
-                if reduction is not None:
-                    schedule.add(reduction)
+            self._reduce(schedule)
+
+    def _reduce(self, schedule: Schedule[Unit]) -> None:
+        options = self.options
+        schedule.receive_reductions()
+        for reducer in self.reducers:
+            reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs, mean=options.average)
+        # Gradients are on their way: an optimizer may step before the next forward, and what was kept be stale.
+        self._gather.may_change |= self._syncs
+        if not self._syncs:
+            schedule.advance_reductions()  # those of units that do sync go on
+            if options.show_sums:
+                for reducer in self.reducers:
+                    reducer.show_pending()
+            return
+        how = replace(options)  # for the next backward they may change while this reduction is under way
+        started = [reducer.reduce(how, schedule.fused_all_reduces) for reducer in self.reducers]
+        # The all_reduces of the units before go behind these reduce_scatters: on links that both share, the first
+        # one issued is through first, and what the next unit waits for is the reduce_scatter alone. In virtual time
+        # that was never slower, and up to 2.6 % of a step faster.
+        schedule.advance_reductions()
+        for reduction in started:
+            if reduction is not None:
+                schedule.add(reduction)
 
     def _reshard_after_backward(self) -> None:
         """Backward needs the unsharded parameters no more; a forward in whose middle it ran still does."""
@@ -736,6 +739,25 @@ class Unit:
             for reducer in self.reducers:
                 if reducer.keeps_in_another_dtype(dtype):
                     reducer.collect(dtype, keep=True, mean=self.options.average)
+
+    def reduce_in_backward(self) -> None:
+        """Start to reduce gradients that have all come; the parameters stay until `free_after_step`.
+
+        What backward still computes may need them, such as the gradient of an input by a weight that is frozen.
+        """
+        schedule = self.schedule
+        assert schedule is not None
+        with torch.no_grad():
+            self._reduce(schedule)
+
+    def free_after_step(self) -> None:
+        """After `reduce_in_backward`: free the unsharded parameters, and reduce gradients that have come since."""
+        if any(reducer.has_gradients() for reducer in self.reducers):
+            self.reduce_now()
+            return
+        self.control = StepControl.HOOKS
+        self.backward.under_way = False
+        self._reshard_after_backward()
 
     def reduce_now(self) -> None:
         """Free the unsharded parameters and start to reduce all gradients, as the end of a backward would."""

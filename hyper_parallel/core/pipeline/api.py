@@ -68,9 +68,10 @@ class Pipeline:
     such as the sum over its tokens divided by the number of tokens of all micro-batches and ranks. With `fully_shard`
     inside, let units add up, too: `set_reduce_op_type("sum")`.
 
-    Units of `fully_shard` and `hsdp` are gathered once per step, and their gradients reduced once, after the last
-    micro-batch of their stage. Their unsharded parameters stay in memory meanwhile, whatever `reshard_after_forward`
-    says, as gathering for each micro-batch would take most of what a pipeline saves; `keep_gathered=False` does that.
+    Units of `fully_shard` and `hsdp` are gathered once per step, and their gradients reduced once: those of the first
+    stage in its last backward, beside it, those of other stages behind theirs. Their unsharded parameters stay in
+    memory meanwhile, whatever `reshard_after_forward` says, as gathering for each micro-batch would take most of what a
+    pipeline saves; `keep_gathered=False` does that.
 
     Communication: per micro-batch and boundary between ranks, what goes over it forward, and its gradient backward;
     that of the stages' modules; once for each new shape of a batch, `find_boundaries`.
@@ -189,7 +190,7 @@ class Pipeline:
             rows = torch.empty(self.micro_batches, 0)
             run(*(given if self.has_first else ()), target=rows, losses=losses, return_outputs=False)
             for stage in runner.stages:
-                stage.perform_reduce_grad(1)  # where the schedule has not asked for it
+                stage.finish_reductions()
         dtype = self._loss_dtype(runner)
         if not self.has_last:
             return torch.zeros((), device=self.device, dtype=dtype)

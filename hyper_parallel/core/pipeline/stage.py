@@ -1,9 +1,9 @@
-"""A stage as torch's schedules run it: it counts the loss itself, and does not reduce gradients."""
+"""A stage as torch's schedules run it: it counts the loss itself, and says when its gradients are reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.module import reduce_gradients, units_with_wider_sums
+from hyper_parallel.core.fully_shard.module import StepReductions, units_with_wider_sums
 from hyper_parallel.core.fully_shard.unit import Unit, nested_units
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta, plain_loss
 
@@ -91,7 +91,7 @@ class Stage(PipelineStage):
     ) -> None:
         self.boundary, self.received, self.sent, self.loss_fn = boundary, tuple(received), tuple(sent), loss_fn
         self.targets: Sequence[Any] = ()  # one per micro-batch, of a step under way
-        self.waits_for_reduction = False  # of gradients, in a step under way
+        self.reductions: StepReductions | None = None  # of gradients, in a step under way
         self.error: Exception | None = None  # what this stage's own code raised, which torch hides in another one
         self.before_unit = before_unit
         self._micro_batch = -1
@@ -112,12 +112,13 @@ class Stage(PipelineStage):
 
     def begin(self, targets: Sequence[Any], *, training: bool) -> None:
         """A step starts."""
-        self.targets, self.waits_for_reduction, self.error = targets, training, None
+        self.targets, self.error = targets, None
         self._wider = units_with_wider_sums(self.wrapped) if training else []
+        self.reductions = StepReductions(self.wrapped, before=self.before_unit) if training else None
 
     def end(self) -> None:
         """A step is through, or has failed: release its tensors."""
-        self.targets, self._wider, self.waits_for_reduction = (), [], False
+        self.targets, self._wider, self.reductions = (), [], None
         self.clear_runtime_states()
 
     # -- what torch calls ----------------------------------------------------------------------------------------------
@@ -156,11 +157,18 @@ class Stage(PipelineStage):
             raise ValueError(explain(asked, blame, f"now: {now}   before: {before}", hint))
 
     def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Compute the gradients of a micro-batch: all of them, or those of inputs or of weights alone."""
+        """Compute the gradients of a micro-batch: all of them, or those of inputs or of weights alone.
+
+        In the last one they are reduced unit by unit beside what is still computed, unless another stage waits for
+        that: packed and sent meanwhile, they would hold up its gradients. It reduces while that stage computes.
+        """
+        holds_up_nobody = self.is_first if backward_type == "full" else backward_type == "weight"
+        reduces = last_backward and holds_up_nobody and self.reductions is not None
         try:
-            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
+            with self._reducing(backward_type, bwd_kwargs) if reduces else nullcontext():
+                result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         except RuntimeError as error:
             if backward_type != "weight" or "graph a second time" not in str(error):
                 raise
@@ -175,12 +183,31 @@ class Stage(PipelineStage):
             given = bwd_kwargs["stage_output"]
             for loss in given if isinstance(given, (tuple, list)) else (given,):
                 loss.detach_()
-        if backward_type != "input":
+        if backward_type != "input" and not reduces:
             for unit in self._wider:
                 if self.before_unit is not None:
                     self.before_unit(unit)
                 unit.keep_gradients()
         return result
+
+    @contextmanager
+    def _reducing(self, backward_type: str, bwd_kwargs: dict[str, Any]) -> Iterator[None]:
+        """Reduce gradients as they come: by autograd, or by groups of weights, which are in the order of forward."""
+        assert self.reductions is not None
+        by_groups = backward_type == "weight"
+        if by_groups:
+            bwd_kwargs["param_groups"] = self._told_of_each(bwd_kwargs["param_groups"])
+        with self.reductions.in_backward(forward_order=by_groups):
+            yield
+
+    def _told_of_each(self, groups: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Hand torch one group of weights after the other; when it asks for the next, gradients of one are there."""
+        for group in groups:
+            weights = [node.variable for node in group["params"]]  # accumulators of gradients
+            yield group
+            if self.reductions is not None:
+                for weight in weights:
+                    self.reductions.arrived(weight)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a micro-batch, or its part for the inputs."""
@@ -222,11 +249,16 @@ class Stage(PipelineStage):
             self.device = device
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All gradients of the stage are there: reduce them, while other stages of this rank go on."""
+        """All gradients of the stage are there: reduce what is left, while other stages of this rank go on."""
         del grad_scale_factor  # what is summed are shares of the loss
-        if self.waits_for_reduction:
-            self.waits_for_reduction = False
-            reduce_gradients(self.wrapped, before=self.before_unit)
+        if self.reductions is not None:
+            self.reductions.start()
+
+    def finish_reductions(self) -> None:
+        """All stages of this rank are through: have the gradients."""
+        if self.reductions is not None:
+            self.reductions.start()  # where the schedule has not asked for it
+            self.reductions.finish()
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Hand gradients to the stage before, on this rank; torch asks in an evaluation too, where there are none."""

@@ -274,7 +274,8 @@ class Floors:
                     moves += seconds * (op.kind not in _PRODUCTS)
             exposed = replay_time([program], pricing).slowest.exposed if tp * cp * ep > 1 else {}
             # Of "ep_cp" an unknown part is what waits for weights.
-            axes = {"tp", "cp", "ep"} | ({"_".join(dims.expert_axes)} if "tp" in dims.expert_axes else set())
+            over = "_".join(dims.expert_axes)
+            axes = {"tp", "cp", "ep", f"{over}_nodes", f"{over}_node"} | ({over} if "tp" in dims.expert_axes else set())
             waited = sum([exposed.get(axis, 0.0) for axis in axes])
             held = replay_memory(program, None).by_category
         return Floor(

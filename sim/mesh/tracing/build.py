@@ -148,12 +148,13 @@ def _split_tensors(job: Job, module: nn.Module) -> None:
     if type(module) is MoELlama and (recipe.sequence_parallel or not dims.tp_enabled):
         if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
             options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": recipe.reshard_inputs}
-            options["chunks"] = recipe.tp_chunks
+            options |= {"chunks": recipe.tp_chunks, "ranks_per_node": recipe.ranks_per_node}
             split_layers_and_experts(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
         return
     if isinstance(module, MoELlama) and dims.ep_enabled:
         etp = dims.etp if dims.tp_enabled else None
-        expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp)
+        on_nodes = recipe.ranks_per_node
+        expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp, ranks_per_node=on_nodes)
     if not dims.tp_enabled:
         return
     mesh = dims.get_mesh("tp")

@@ -178,7 +178,8 @@ _MEMORY = frozenset(
     | {"index_add", "index_add_", "index_copy", "index_copy_", "index_reduce_", "gather", "gather_backward", "scatter"}
     | {"scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_fill", "masked_fill_"}
     | {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "take", "put_", "embedding", "where"}
-    | {"embedding_dense_backward", "_embedding_bag", "one_hot", "take_along_dim", "searchsorted", "bucketize"}
+    | {"embedding_dense_backward", "_embedding_bag", "_embedding_bag_forward_only", "one_hot", "take_along_dim"}
+    | {"searchsorted", "bucketize"}
     # Reductions, scans, orders
     | {"sum", "mean", "amax", "amin", "aminmax", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std"}
     | {

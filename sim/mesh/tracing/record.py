@@ -222,6 +222,11 @@ class Recorder(Listener):
         """Let a new chunk begin, of a layer or of what is around layers."""
         self.cuts.append((len(self.events), layer))
 
+    def go_on(self, layer: int | None) -> None:
+        """Let a new chunk begin, unless the one under way is of that layer, or around layers, too."""
+        if (self.cuts[-1][1] if self.cuts else None) != layer:
+            self.begin(layer)
+
     def cut(self) -> list[Event]:
         """Return what has been recorded since the last cut."""
         events, self.events, self.cuts = self.events, [], []

@@ -372,6 +372,7 @@ class _Run:
         stage.wait_for_sends()
         losses.clear()
         targets.clear()
+        stage.finish_reductions()
         release_parameters(built.module, failed=False)
         stage.end()
         return torch.zeros(())
@@ -383,11 +384,11 @@ class _Run:
             built.replicated.last = is_last
         recorder.place = Place("backward")
         name = "backward"
-        stage.run_backward(index, loss)
+        stage.run_backward(index, loss, is_last=is_last)
         if stage.splits_backward:
             self.close("backward_input", self._variant(index))
             name = "backward_weight"
-            stage.run_backward_weight(index)
+            stage.run_backward_weight(index, is_last=is_last)
         if is_last:
             recorder.place = Place("reduce")
             stage.perform_reduce_grad(1)
@@ -418,7 +419,7 @@ class _Run:
             [tokens if part.is_first else between],
             [] if part.is_last else [between],
             self._loss,
-            lambda unit: self.recorder.begin(_layer_of(built, unit)),
+            lambda unit: self.recorder.go_on(_layer_of(built, unit)),
         )
         stage.prepare(self.recorder, built, self.count, {part.index: part.rank for part in job.stages()})
         stage.sends_end = sends_end(job.recipe)
@@ -593,7 +594,7 @@ class RecordedStage(Stage):
             self._send(self.get_fwd_send_ops(index))
         return None
 
-    def run_backward(self, index: int, loss: Any) -> None:
+    def run_backward(self, index: int, loss: Any, *, is_last: bool) -> None:
         """Receive gradients, compute those of the inputs, and of the weights if they are not split, and send."""
         if index == 0 and self.sends_end == "phase":
             self.wait_for_sends()
@@ -601,17 +602,18 @@ class RecordedStage(Stage):
             self.set_local_bwd_input(tuple(torch.empty(meta.shape, dtype=meta.dtype) for meta in self.sent), index)
         else:
             self._receive(self.get_bwd_recv_ops(index))
-        self.backward_one_chunk(index, loss=loss, full_backward=not self._splits_backward)
+        full = not self._splits_backward
+        self.backward_one_chunk(index, loss=loss, full_backward=full, last_backward=full and is_last)
         self._recorder.begin(None)
         if self._is_near(-1):
             self.get_local_bwd_output(index)
         else:
             self._send(self.get_bwd_send_ops(index))
 
-    def run_backward_weight(self, index: int) -> None:
+    def run_backward_weight(self, index: int, *, is_last: bool) -> None:
         """Compute the gradients of the weights."""
         self._recorder.place = Place("backward")
-        self.backward_weight_one_chunk(index)
+        self.backward_weight_one_chunk(index, last_backward=is_last)
         self._recorder.begin(None)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], *args: Any, **kw: Any) -> Any:
