@@ -350,6 +350,11 @@ class Conventions:
         """Whether a receive may be posted before the host has got to it, where the schedule allows it."""
         return True
 
+    @property
+    def kept_results(self) -> frozenset[Any]:
+        """Operators whose results selective checkpointing keeps beside its own, where blocks are not compiled."""
+        return frozenset()
+
     def prepare_stage(self, job: Any, stage: Any, recorder: Any) -> None:
         """Change how a stage of a pipeline sends and receives: its `group_of_parts`, `after_message`, `sends_end`.
 

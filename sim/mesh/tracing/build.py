@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hyper_parallel.core.activations.api import checkpointed
 from hyper_parallel.core.activations.offload import ActivationOffload
+from hyper_parallel.core.activations.policy import ActivationPolicy
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
@@ -227,6 +230,27 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
     return []
 
 
+@dataclass(frozen=True)
+class _KeepingMore(ActivationPolicy):
+    """A policy that keeps results of more operators where it chooses among them at all."""
+
+    results: frozenset[Any] = frozenset()
+
+    def contexts(self) -> Callable[[], Any] | None:
+        made = super().contexts()
+        return None if made is None else partial(self._keeping, made)
+
+    def _keeping(self, made: Callable[[], Any]) -> Any:
+        modes = made()
+        for mode in modes:
+            if hasattr(mode, "policy_fn"):  # the second computation asks again before torch 2.13
+                mode.policy_fn = partial(self._choose, mode.policy_fn)
+        return modes
+
+    def _choose(self, otherwise: Callable[..., Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op in self.results else otherwise(context, op, *args, **kwargs)
+
+
 def _checkpoint(
     job: Job, part: StagePart, module: nn.Module, blocks: list[tuple[int, nn.Module]]
 ) -> list[tuple[int, nn.Module]]:
@@ -234,6 +258,9 @@ def _checkpoint(
     recipe = job.recipe
     graphs: dict[Any, Any] = {}
     policy = recipe.activations
+    if recipe.conventions is not None and recipe.conventions.kept_results:
+        said = {field.name: getattr(policy, field.name) for field in fields(policy)}
+        policy = _KeepingMore(**said, results=recipe.conventions.kept_results)
     offload = ActivationOffload() if policy.offload else None
     chosen = {layer for number, layer in enumerate(part.layers) if policy.takes(number)}
     names = {id(child): name for name, child in module.named_modules()}
