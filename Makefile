@@ -8,7 +8,7 @@ PYTEST_OPTIONS ?=
 
 # Bodies that say most of a device for their time; `make deep` runs all.
 ON_LATE_DEVICES := $(patsubst %,tests/multidevice/test_%.py,redistribute clip_norm activations \
-	checkpoint_ranks layout_dtensor value_and_grad \
+	checkpoint_ranks layout_dtensor torch_libraries_on_sim value_and_grad \
 	$(patsubst %,conformance_%,async functional groups movement objects point_to_point reductions))
 
 # Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.
@@ -40,7 +40,7 @@ test: venv lint ## minutes: also the simulated ranks, processes, and drawn input
 full: venv lint ## everything that needs no accelerator, with all examples: what CI runs
 	$(MAKE) --no-print-directory --jobs 2 types docs
 	$(PYTEST) --tier full
-	$(PYTEST) --tier full -m npu --sim-backend hccl tests/multidevice  # what hccl does not reduce is refused
+	$(PYTEST) --tier full -m npu --sim-backend hccl tests/multidevice $(patsubst %,--ignore=%,$(ON_LATE_DEVICES))  # what hccl does not reduce is refused
 	$(PYTEST) --tier full -m npu --sim-backend hccl --sim-device npu $(ON_LATE_DEVICES)
 
 deep: venv lint types ## nightly: thousands of drawn inputs for each property, what takes minutes, all on late devices

@@ -5,8 +5,8 @@ that a failing example is the simplest one: one rank, size-1 dims, everything re
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 try:
     from hypothesis import strategies as st
@@ -40,7 +40,6 @@ AXIS_NAMES = ("dp", "tp", "cp", "pp", "ep", "a", "b", "c")
 TELLING_SIZES = (1, 0, 2, 3, 5, 7, 11, 13, 4, 6, 8, 12)
 """Sizes that find mistakes: one, none, primes, which rarely divide evenly, and a few that often do."""
 
-T = TypeVar("T")
 _ASKED = "cannot make a strategy"
 
 
@@ -77,21 +76,23 @@ def meshes(
         blame, seen = f"{min_axes} axes of {min_size} ranks are more than max_ranks", f"max_ranks: {max_ranks}"
         raise ValueError(explain(_ASKED, blame, seen, f"max_ranks={min_size**min_axes}"))
 
-    def draw_mesh(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Layout:
-        count = draw(st.integers(min_axes, max_axes))
-        room = max_ranks
-        sizes: list[int] = []
-        while len(sizes) < count:
-            kept = max(0, min_axes - len(sizes) - 1)  # axes that must still fit after this one
-            most = room // min_size**kept
-            if most < min_size:
-                break  # no room for another axis, and there are enough
-            few = st.integers(min_size, min(most, max(4, min_size)))  # so that one large axis does not use all the room
-            sizes.append(draw(few | st.integers(min_size, most)))
-            room //= sizes[-1]
-        return Layout(tuple(sizes), AXIS_NAMES[: len(sizes)])
+    return _meshes(max_ranks, max_axes, min_axes, min_size)
 
-    return _drawn(draw_mesh)
+
+@st.composite
+def _meshes(draw: st.DrawFn, max_ranks: int, max_axes: int, min_axes: int, min_size: int) -> Layout:
+    count = draw(st.integers(min_axes, max_axes))
+    room = max_ranks
+    sizes: list[int] = []
+    while len(sizes) < count:
+        kept = max(0, min_axes - len(sizes) - 1)  # axes that must still fit after this one
+        most = room // min_size**kept
+        if most < min_size:
+            break  # no room for another axis, and there are enough
+        few = st.integers(min_size, min(most, max(4, min_size)))  # so that one large axis does not use all the room
+        sizes.append(draw(few | st.integers(min_size, most)))
+        room //= sizes[-1]
+    return Layout(tuple(sizes), AXIS_NAMES[: len(sizes)])
 
 
 def shapes(min_dims: int = 0, max_dims: int = 3, *, max_size: int = 16) -> st.SearchStrategy[tuple[int, ...]]:
@@ -144,29 +145,30 @@ def layouts(
     kinds = REDUCTIONS if partial is True else tuple(partial or ())
     for kind in kinds:
         check_choice(_ASKED, "partial", kind, REDUCTIONS)
+    return _layouts(mesh, shape, kinds, ordered, even)
+
+
+@st.composite
+def _layouts(
+    draw: st.DrawFn, mesh: Layout, shape: Sequence[int], kinds: Sequence[str], ordered: bool, even: bool
+) -> Layout:
     names, sizes = mesh.alias_name, mesh.mesh_shape
-
-    def draw_layout(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Layout:
-        splits: list[list[int]] = [[] for _ in shape]
-        pending: dict[str, str] = {}
-        kind = draw(st.sampled_from(kinds)) if kinds else None
-        for axis, name in enumerate(names):
-            dims = [
-                dim
-                for dim in range(len(shape))
-                if not even or shape[dim] % count_parts(sizes, [*splits[dim], axis]) == 0
-            ]
-            role = draw(st.integers(0, len(dims) + (kind is not None)))  # 0: replicated; then the dims; then partial
-            if 0 < role <= len(dims):
-                splits[dims[role - 1]].append(axis)
-            elif role and kind is not None:
-                pending[name] = kind
-        if ordered:
-            splits = [draw(st.permutations(axes)) if len(axes) > 1 else axes for axes in splits]
-        entries = [tuple(names[axis] for axis in axes) or None for axes in splits]
-        return mesh(*entries, partial=pending)
-
-    return _drawn(draw_layout)
+    splits: list[list[int]] = [[] for _ in shape]
+    pending: dict[str, str] = {}
+    kind = draw(st.sampled_from(kinds)) if kinds else None
+    for axis, name in enumerate(names):
+        dims = [
+            dim for dim in range(len(shape)) if not even or shape[dim] % count_parts(sizes, [*splits[dim], axis]) == 0
+        ]
+        role = draw(st.integers(0, len(dims) + (kind is not None)))  # 0: replicated; then the dims; then partial
+        if 0 < role <= len(dims):
+            splits[dims[role - 1]].append(axis)
+        elif role and kind is not None:
+            pending[name] = kind
+    if ordered:
+        splits = [draw(st.permutations(axes)) if len(axes) > 1 else axes for axes in splits]
+    entries = [tuple(names[axis] for axis in axes) or None for axes in splits]
+    return mesh(*entries, partial=pending)
 
 
 def layout_pairs(
@@ -199,12 +201,21 @@ def layout_pairs(
     tensors = shapes(0, max_dims, max_size=max_size)
     layouts(Layout((1,), ("dp",)), (), partial=partial)  # checks `partial` now
 
-    def draw_pair(draw: Callable[[st.SearchStrategy[Any]], Any]) -> LayoutPair:
-        mesh, shape = draw(places), draw(tensors)
-        src = draw(layouts(mesh, shape, ordered=ordered, even=even, partial=partial))
-        return LayoutPair(src, draw(layouts(mesh, shape, ordered=ordered, even=even)), shape)
+    return _layout_pairs(places, tensors, ordered, even, partial)
 
-    return _drawn(draw_pair)
+
+@st.composite
+def _layout_pairs(
+    draw: st.DrawFn,
+    places: st.SearchStrategy[Layout],
+    tensors: st.SearchStrategy[tuple[int, ...]],
+    ordered: bool,
+    even: bool,
+    partial: bool | Sequence[str],
+) -> LayoutPair:
+    mesh, shape = draw(places), draw(tensors)
+    src = draw(layouts(mesh, shape, ordered=ordered, even=even, partial=partial))
+    return LayoutPair(src, draw(layouts(mesh, shape, ordered=ordered, even=even)), shape)
 
 
 def interleavings(max_ranks: int = 8, max_turns: int = 32) -> st.SearchStrategy[tuple[int, ...]]:
@@ -258,26 +269,27 @@ def parallel_dims(max_ranks: int = 64, *, ranks: int | None = None) -> st.Search
     read_int(_ASKED, "max_ranks", max_ranks, 1)
     if ranks is not None:
         read_int(_ASKED, "ranks", ranks, 1)
+    return _parallel_dims(max_ranks, ranks)
 
+
+@st.composite
+def _parallel_dims(draw: st.DrawFn, max_ranks: int, ranks: int | None) -> ParallelDims:
     # As many draws whatever comes out of them, or few large degrees would pass for simpler than many of 1.
     places = st.integers(0, 2**16)
 
-    def draw_dims(draw: Callable[[st.SearchStrategy[Any]], Any]) -> ParallelDims:
-        def one_of(options: Sequence[Any]) -> Any:
-            return options[draw(places) % len(options)]
+    def one_of(options: Sequence[Any]) -> Any:
+        return options[draw(places) % len(options)]
 
-        degrees: dict[str, Any] = dict.fromkeys(("tp", "dp_replicate", "pp", "cp", "ep"), 1)
-        room = max_ranks if ranks is None else ranks
-        for axis in draw(st.permutations(tuple(degrees))):
-            fitting = [size for size in range(1, room + 1) if ranks is None or room % size == 0]
-            degrees[axis] = one_of(fitting)
-            room //= degrees[axis]
-        degrees["dp_shard"] = one_of(range(1, room + 1)) if ranks is None else room
-        etp = one_of((1, degrees["tp"]))
-        ulysses = one_of([None, *(d for d in range(1, degrees["cp"] + 1) if degrees["cp"] % d == 0)])
-        return ParallelDims(**degrees, etp=etp, ulysses_degree=ulysses, world_size=math.prod(degrees.values()))
-
-    return _drawn(draw_dims)
+    degrees: dict[str, Any] = dict.fromkeys(("tp", "dp_replicate", "pp", "cp", "ep"), 1)
+    room = max_ranks if ranks is None else ranks
+    for axis in draw(st.permutations(tuple(degrees))):
+        fitting = [size for size in range(1, room + 1) if ranks is None or room % size == 0]
+        degrees[axis] = one_of(fitting)
+        room //= degrees[axis]
+    degrees["dp_shard"] = one_of(range(1, room + 1)) if ranks is None else room
+    etp = one_of((1, degrees["tp"]))
+    ulysses = one_of([None, *(d for d in range(1, degrees["cp"] + 1) if degrees["cp"] % d == 0)])
+    return ParallelDims(**degrees, etp=etp, ulysses_degree=ulysses, world_size=math.prod(degrees.values()))
 
 
 def fault_plans(
@@ -316,31 +328,42 @@ def fault_plans(
     if regions:
         when = when | st.sampled_from(tuple(regions)) | st.tuples(st.sampled_from(tuple(regions)), numbers)
     when = when | st.sampled_from((0.01, 0.1, 0.5)) | st.sampled_from((0.0, 0.5, 2.0)).map(at_time)
+    return _fault_plans(world_size, usable, when, max_faults, survivors)
+
+
+@st.composite
+def _fault_plans(
+    draw: st.DrawFn,
+    world_size: int,
+    usable: Sequence[type[Fault]],
+    when: st.SearchStrategy[Any],
+    max_faults: int,
+    survivors: int,
+) -> list[Fault]:
+    losable = draw(st.permutations(range(world_size)))[: world_size - survivors]
+    each = _faults(world_size, usable, when, losable)
+    faults = draw(st.lists(each, max_size=max_faults if usable else 0))  # of a list, hypothesis can take any out
+    return [fault for fault in faults if fault is not None]
+
+
+@st.composite
+def _faults(
+    draw: st.DrawFn,
+    world_size: int,
+    usable: Sequence[type[Fault]],
+    when: st.SearchStrategy[Any],
+    losable: Sequence[int],
+) -> Fault | None:
     factors = st.sampled_from((2.0, 10.0, 0.5))
-
-    def draw_fault(draw: Callable[[st.SearchStrategy[Any]], Any], losable: Sequence[int]) -> Fault | None:
-        kind = draw(st.sampled_from(usable))
-        rank = draw(st.integers(0, world_size - 1))
-        if kind in (SlowLink, Drop):
-            other = draw(st.sampled_from([each for each in range(world_size) if each != rank]))
-            return SlowLink(rank, other, draw(factors)) if kind is SlowLink else Drop(rank, other, at=draw(when))
-        if kind is Slow:
-            return Slow(rank, draw(factors))
-        if kind is Corrupt:
-            return Corrupt(rank, bits=draw(st.sampled_from((1, 2, 9))), at=draw(when))
-        if rank not in losable:
-            return None
-        return Kill(rank, at=draw(when)) if kind is Kill else Freeze(rank, at=draw(when))
-
-    def draw_plan(draw: Callable[[st.SearchStrategy[Any]], Any]) -> list[Fault]:
-        losable = draw(st.permutations(range(world_size)))[: world_size - survivors]
-        each = _drawn(lambda draw: draw_fault(draw, losable))
-        faults = draw(st.lists(each, max_size=max_faults if usable else 0))  # of a list, hypothesis can take any out
-        return [fault for fault in faults if fault is not None]
-
-    return _drawn(draw_plan)
-
-
-def _drawn(function: Callable[[Callable[[st.SearchStrategy[Any]], Any]], T]) -> st.SearchStrategy[T]:
-    """Return the strategy of a function that takes `draw`."""
-    return st.composite(function)()
+    kind = draw(st.sampled_from(usable))
+    rank = draw(st.integers(0, world_size - 1))
+    if kind in (SlowLink, Drop):
+        other = draw(st.sampled_from([each for each in range(world_size) if each != rank]))
+        return SlowLink(rank, other, draw(factors)) if kind is SlowLink else Drop(rank, other, at=draw(when))
+    if kind is Slow:
+        return Slow(rank, draw(factors))
+    if kind is Corrupt:
+        return Corrupt(rank, bits=draw(st.sampled_from((1, 2, 9))), at=draw(when))
+    if rank not in losable:
+        return None
+    return Kill(rank, at=draw(when)) if kind is Kill else Freeze(rank, at=draw(when))

@@ -1,8 +1,9 @@
 """Outcomes of a validation: rows of measurements put through the estimator, compared, and kept in a file.
 
 A row becomes a job (`rows`), the job is traced and priced (`predict`), and the outcome is compared with what was
-measured: tokens/s of a device, and peak memory of the kind that the row states. Traces know nothing of devices; they
-are kept in a folder, so that a second run with another calibration only prices.
+measured: tokens/s of a device, and peak memory of the kind that the row states. Traces know nothing of devices but
+whose attention computes the blocks of a ring; they are kept in a folder, so that a second run with another calibration
+only prices.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from benchmarks.published.lifetimes import allocate_as_fsdp2, free_after_last_use
 from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from sim.mesh.job import Job
@@ -62,6 +64,8 @@ class MegatronConventions(Conventions):
             large buckets, and owners broadcast what they have updated, as in InternEvo of July 2023.
         fetched_weights: with zero == 3 and data parallelism alone: the host waits for everything before each module's
             weight is gathered and when it has come, as in DeepSpeed 0.3.13.
+        keeps_maxima: selective checkpointing keeps the results of `abs` and `max` as well, which casts to float8 take
+            of all that is multiplied, as torchtitan's did until 2025-02-04; where blocks are not compiled.
         window: tokens that one attends to, itself among them, in causal attention; 0: all before it.
     """
 
@@ -79,6 +83,7 @@ class MegatronConventions(Conventions):
     gradient_copies: bool = False
     owned_weights: bool = False
     fetched_weights: bool = False
+    keeps_maxima: bool = False
     window: int = 0
 
     def __str__(self) -> str:
@@ -89,6 +94,12 @@ class MegatronConventions(Conventions):
     def posts_early(self) -> bool:
         """Whether a receive may be posted before the host has got to it."""
         return not self.blocking_messages
+
+    @property
+    def kept_results(self) -> frozenset[Any]:
+        """Operators whose results selective checkpointing keeps beside its own."""
+        aten = torch.ops.aten
+        return frozenset({aten.abs.default, aten.max.default}) if self.keeps_maxima else frozenset()
 
     def prepare_stage(self, job: Job, stage: Any, recorder: Any) -> None:
         """Let a stage send and receive as Megatron-LM's pipelines do; see `sim.mesh.recipe.Conventions`."""

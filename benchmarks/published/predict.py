@@ -18,6 +18,7 @@ from benchmarks.published.compare import Prediction
 from benchmarks.published.conventions import FOLDER, tomllib
 from benchmarks.published.gpt import GPTConfig, GPTSpec
 from benchmarks.published.rows import Case
+from sim.mesh.cost import ring_kernel_of
 from sim.mesh.estimate import Estimate, price, pricing_of
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
@@ -54,6 +55,7 @@ def job_of(case: Case) -> Job:
         case.batch,
         case.seq_len,
         case.recipe,
+        ring_kernel=ring_kernel_of(hardware_of(case, load_figures()), load_figures()),
     )
 
 
@@ -88,12 +90,13 @@ def programs_of(case: Case, folder: str | Path | None) -> list[Program]:
     """Return the programs of a case, from the folder if they are there."""
     if folder is None:
         return trace(job_of(case))
-    said = (case.model, case.dims, case.batch, case.seq_len, case.recipe, _tracer())
+    job = job_of(case)
+    said = (case.model, case.dims, case.batch, case.seq_len, case.recipe, job.ring_kernel, _tracer())
     path = Path(folder) / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
         if programs := [Program.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]:
             return programs
-    programs = trace(job_of(case))
+    programs = trace(job)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text("".join(f"{program.to_json()}\n" for program in programs), encoding="utf-8")

@@ -238,6 +238,7 @@ def search(
         stays = _said(config, given)
         found_model, recipes = _recipes(run, spec, stays, _settings(settings))
         degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
+        chunks: dict[str, Any] = {"tp_chunks": ()} if "tp_chunks" in stays else {}
         try:
             with SearchBar(stderr_console()) as bar, sigterm_as_ctrl_c():
                 result = search_ways(
@@ -252,7 +253,7 @@ def search(
                     limit=limit,
                     progress=bar.on_estimate,
                     layers_per_stage=run.parallel.stage_sizes(),
-                    **({"tp_chunks": ()} if "tp_chunks" in stays else {}),
+                    **chunks,
                     accepts=None if isinstance(spec, ModelSpec) else lambda one: _check_trained(run, one, devices),
                 )
         except NothingFits as error:
@@ -280,6 +281,7 @@ def _run_of(run: Config, candidate: Any) -> Config:
         "ulysses_degree": dims.ulysses_degree if dims.cp > 1 else None,
         "etp": dims.etp if dims.ep > 1 or dims.fold_experts else None,
         "fold_experts": dims.fold_experts,
+        "ranks_per_node": recipe.ranks_per_node,
         "schedule": recipe.schedule,
         "stages_per_rank": recipe.stages_per_rank if piped else None,
         "layers_per_stage": None if sizes is None else ",".join(map(str, sizes)),

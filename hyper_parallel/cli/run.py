@@ -41,7 +41,7 @@ RUN_OPTIONS = (
     *_of("train", "eval_every", "eval_sequences", "log=log_file", "tensorboard", "profile_steps"),
     *_of("train", "memory_snapshot", "memory_limit_gb"),
     *_of("train", "on_nonfinite", "max_skips", "stuck_after_s=stuck_after", "predict", "hardware"),
-    *_of("parallel", *_DEGREES, "schedule", "stages_per_rank", "layers_per_stage", "engine"),
+    *_of("parallel", *_DEGREES, "ranks_per_node", "schedule", "stages_per_rank", "layers_per_stage", "engine"),
     *_of("parallel", "param_dtype=precision", "reshard_after_forward", "reduce_each", "reshard_inputs", "tp_chunks"),
     *_of("parallel", "checkpointing", "compile"),
     *_of("optimizer", "muon", "lr", "warmup_steps", "schedule=lr_schedule", "min_lr_ratio", "beta1", "beta2"),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.expert_parallel.api import exchange_of, expert_parallel, read_axes
+from hyper_parallel.core.expert_parallel.api import exchange_of, expert_parallel, nodes_of, read_axes
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.plan import ShardingPlan
@@ -120,6 +120,7 @@ def parallelize_moe(
     tp: str = "tp",
     cp: str = "cp",
     etp: int | None = None,
+    ranks_per_node: int | None = None,
     vocab_parallel: bool = True,
     logits: str = "split",
     reshard_inputs: bool = False,
@@ -140,6 +141,7 @@ def parallelize_moe(
         tp: the axis that splits heads, inner width and vocabulary, and between modules the sequence.
         cp: the axis that splits sequences.
         etp: as for `expert_parallel`.
+        ranks_per_node: as there.
         vocab_parallel: see `llama_plan`.
         logits: as there.
         reshard_inputs: as there.
@@ -152,7 +154,8 @@ def parallelize_moe(
     asked = "cannot split the mixture of experts"
     check(asked, MoELlama, model=model)
     check(asked, "str", tp=tp, cp=cp)
-    check(asked, "int | None", etp=etp)
+    check(asked, "int | None", etp=etp, ranks_per_node=ranks_per_node)
+    check_least(asked, 1, ranks_per_node=ranks_per_node)
     etp = 1 if etp is None and tp in read_axes(asked, mesh, ep) else etp
     has_tp = isinstance(mesh, DeviceMesh) and tp in (mesh.mesh_dim_names or ())
     plan = None
@@ -168,9 +171,10 @@ def parallelize_moe(
             chunks=chunks,
         )
     if any(isinstance(module, GroupedExperts) for module in model.modules()):
-        expert_parallel(model, mesh, ep=ep, tp=tp, cp=cp, etp=etp)
-    else:  # a stage with dense layers only, or with none, makes the group of the others' experts
-        exchange_of(mesh, read_axes(asked, mesh, ep))
+        expert_parallel(model, mesh, ep=ep, tp=tp, cp=cp, etp=etp, ranks_per_node=ranks_per_node)
+    else:  # a stage with dense layers only, or with none, makes the groups of the others' experts
+        exchange_of(mesh, over := read_axes(asked, mesh, ep))
+        nodes_of(mesh, over, ranks_per_node)
     if plan is not None:
         shard_module(model, mesh[tp], plan)
     return model

@@ -339,11 +339,8 @@ def reshard_gathered(asked: str, plan: ShardingPlan, streams: Streams, *, local:
         ValueError: no input is gathered, or what is kept of it is up to torch's operations on DTensors.
     """
     if not streams.sequence_parallel or not local:
-        seen = f"reshard_inputs=True, sequence_parallel={streams.sequence_parallel}, local={local}"
-        blame = "with local=False, torch's operations on DTensors decide what is kept"
-        if not streams.sequence_parallel:
-            blame = "without sequence parallelism every rank has these inputs unsplit, and none is gathered"
-        raise ValueError(explain(asked, blame, seen, "sequence_parallel=True and local=True, or reshard_inputs=False"))
+        blames = "gather again", "torch's operations on DTensors decide what is kept"
+        raise _not_gathered(asked, "reshard_inputs", (True, False), streams, local, blames)
     inputs = plan.input_plan or {}
     gathered = [path for path in plan.local_plan or {} if inputs.get(f"{path}.input") == streams.whole]
     plan.reshard_inputs = gathered if streams.degree > 1 else None
@@ -363,14 +360,32 @@ def cut(asked: str, plan: ShardingPlan, streams: Streams, chunks: Mapping[str, i
         ValueError: no input is gathered, or modules compute on DTensors.
     """
     if not streams.sequence_parallel or not local:
-        seen = f"chunks={max(chunks.values())}, sequence_parallel={streams.sequence_parallel}, local={local}"
-        blame = "with local=False, modules compute on DTensors, which are not cut"
-        if not streams.sequence_parallel:
-            blame = "without sequence parallelism no input is gathered, so that there is nothing to overlap"
-        raise ValueError(explain(asked, blame, seen, "sequence_parallel=True and local=True, or chunks=1"))
+        blames = "overlap", "modules compute on DTensors, which are not cut"
+        raise _not_gathered(asked, "chunks", (max(chunks.values()), 1), streams, local, blames)
     if streams.degree > 1 and plan.local_plan:
         plan.chunks = {path: count for path, count in chunks.items() if path in plan.local_plan} or None
         plan.reshard_inputs = [path for path in plan.reshard_inputs or [] if path not in chunks] or None
+
+
+def _not_gathered(
+    asked: str, option: str, values: tuple[int, int], streams: Streams, local: bool, blames: tuple[str, str]
+) -> ValueError:
+    """Return the error of an option about inputs that are gathered over tp, where none is, or not by the plan.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        option: its name.
+        values: what was given, and what switches it off.
+        streams: the mesh.
+        local: whether modules compute on local tensors.
+        blames: what there is nothing to do where none is gathered; what else modules do on DTensors.
+    """
+    given, off = values
+    blame = f"with local=False, {blames[1]}"
+    if not streams.sequence_parallel:
+        blame = f"without sequence parallelism no input is gathered, so that there is nothing to {blames[0]}"
+    seen = f"{option}={given}, sequence_parallel={streams.sequence_parallel}, local={local}"
+    return ValueError(explain(asked, blame, seen, f"sequence_parallel=True and local=True, or {option}={off}"))
 
 
 def check_heads(asked: str, counts: Mapping[str, int], streams: Streams) -> None:

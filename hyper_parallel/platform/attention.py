@@ -256,6 +256,9 @@ class NpuAttention(AttentionKernel):
 
     It returns of each query the largest score m and the sum s of exponentials below it, (batch, heads, queries, 8),
     eight times the same. Their log-sum is m + log(s); the gradient is given that as the largest, and a sum of one.
+
+    Args:
+        operators: what has both operators; None: torch_npu.
     """
 
     shares_heads = True
@@ -263,9 +266,12 @@ class NpuAttention(AttentionKernel):
     _MASK = 2048  # rows and columns of the mask that stands for any causal one
     _CAUSAL = 2  # the mode of a causal mask that begins at the first query and the first key
 
+    def __init__(self, operators: Any = None) -> None:
+        self._operators = sys.modules["torch_npu"] if operators is None else operators
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (x.contiguous() for x in (q, k, v))
-        op = sys.modules["torch_npu"].npu_fusion_attention
+        op = self._operators.npu_fusion_attention
         out, largest, total, *_ = op(q, k, v, q.shape[1], "BNSD", scale=scale, **self._mask(q, causal))
         return out, largest[..., 0] + total[..., 0].log()
 
@@ -275,7 +281,7 @@ class NpuAttention(AttentionKernel):
         q, k, v, grad, out = (x.contiguous() for x in (q, k, v, grad, out))
         largest = lse.unsqueeze(-1).expand(*lse.shape, self._TIMES).contiguous()
         total = torch.ones_like(largest)
-        found = sys.modules["torch_npu"].npu_fusion_attention_grad(
+        found = self._operators.npu_fusion_attention_grad(
             q, k, v, grad, q.shape[1], "BNSD", softmax_max=largest, softmax_sum=total, attention_in=out,
             scale_value=scale, **self._mask(q, causal),
         )  # fmt: skip
@@ -293,13 +299,12 @@ _LARGEST_HEAD = 512
 _DTYPES_OF_NPUS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def npu_attention(q: Tensor, k: Tensor, v: Tensor) -> AttentionKernel | None:
-    """Return the kernel for tensors on an NPU, None if torch_npu has none for such."""
-    has = all(
-        hasattr(sys.modules.get("torch_npu"), name) for name in ("npu_fusion_attention", "npu_fusion_attention_grad")
-    )
+def npu_attention(q: Tensor, k: Tensor, v: Tensor, operators: Any = None) -> AttentionKernel | None:
+    """Return the kernel for tensors on an NPU, None if torch_npu, or what stands for it, has none for such."""
+    source = sys.modules.get("torch_npu") if operators is None else operators
+    has = all(hasattr(source, name) for name in ("npu_fusion_attention", "npu_fusion_attention_grad"))
     fits = q.dtype in _DTYPES_OF_NPUS and 0 < q.shape[-1] <= _LARGEST_HEAD and all(x.numel() for x in (q, k, v))
-    return NpuAttention() if has and fits else None
+    return NpuAttention(source) if has and fits else None
 
 
 def attention_operators() -> frozenset[Any]:
@@ -309,6 +314,7 @@ def attention_operators() -> frozenset[Any]:
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",  # of devices that torch itself has none for
     )
     found = {getattr(_aten, name).default for name in names}
     fusion = getattr(torch.ops.npu, "npu_fusion_attention", None)  # there once torch_npu is imported

@@ -195,6 +195,8 @@ class ParallelConfig:
         ep: ranks that split the experts.
         etp: ranks that split each expert, tp or 1; None: tp.
         fold_experts: split experts over the ranks of cp, and with etp=1 over those of tp, as well as over ep.
+        ranks_per_node: ranks of a node, where experts are split over several: with it, a token goes once to each node
+            that has some of its experts, and is copied there; None: it goes to each of its experts.
         schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble" or "zbv". See
             `hyper_parallel.core.pipeline.SCHEDULES`.
         stages_per_rank: pipeline stages of each rank; None: as many as the schedule needs.
@@ -225,6 +227,7 @@ class ParallelConfig:
     ep: int = 1
     etp: int | None = None
     fold_experts: bool = False
+    ranks_per_node: int | None = None
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
     layers_per_stage: str | None = None
@@ -243,7 +246,8 @@ class ParallelConfig:
         check_choice(asked, "param_dtype", self.param_dtype, ("fp32", "bf16", "fp64"))
         ActivationPolicy.of(self.checkpointing, asked=asked)
         check_choice(asked, "engine", self.engine, ("fully_shard", "hsdp"))
-        check_least(asked, 1, stages_per_rank=self.stages_per_rank, tp_chunks=self.tp_chunks)
+        numbers = ("ranks_per_node", "stages_per_rank", "tp_chunks")
+        check_least(asked, 1, **{name: getattr(self, name) for name in numbers})
         self.stage_sizes()
 
     def stage_sizes(self) -> list[int] | None:

@@ -125,7 +125,7 @@ def parallelize_moe(
         #    other layers, and the stream between them.
         if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
             options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": parallel.reshard_inputs}
-            options["chunks"] = parallel.tp_chunks
+            options |= {"chunks": parallel.tp_chunks, "ranks_per_node": parallel.ranks_per_node}
             split_layers_and_experts(model, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
 
     # 3. Context parallelism: each rank has a part of every sequence.

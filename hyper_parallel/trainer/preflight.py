@@ -13,6 +13,7 @@ import torch
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
@@ -74,6 +75,8 @@ def _check_experts(config: Config, dims: ParallelDims) -> None:
             asked, less = "cannot fold experts", "fold_experts=False"
         blame = f"model '{config.train.model}' has none"
         raise ValueError(explain(asked, blame, dims.summary(), f"{less}, or model 'moe'"))
+    if config.parallel.ranks_per_node is not None and dims.ep_enabled:
+        split_over_nodes("cannot send tokens to each node once", dims.expert_groups(), config.parallel.ranks_per_node)
     width = config.experts.expert_intermediate_size
     if config.train.model == "moe" and dims.etp > 1 and width % dims.etp:
         asked = f"cannot split experts of expert_intermediate_size={width} over etp={dims.etp}"

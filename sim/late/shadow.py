@@ -1,4 +1,4 @@
-"""The books of a device that ranks share: what its streams have to do, as `check_races` follows it.
+"""The record of a device that ranks share: what its streams have to do, as `check_races` follows it.
 
 The device does the work, and nobody can look into its streams. So what a rank issues is entered a second time, as tasks
 without work on the streams of a late device without memory. Whatever orders the streams orders the tasks, and two

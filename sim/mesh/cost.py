@@ -32,7 +32,7 @@ from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_secon
 from sim.mesh.pricing.hardware_file import GRADES
 from sim.mesh.program import HOST_COPIES, Comm, CommGroup, Event, Op
 
-__all__ = ["Price", "Pricing", "UnknownOperation", "weakest"]
+__all__ = ["Price", "Pricing", "UnknownOperation", "ring_kernel_of", "weakest"]
 
 _ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "fp8": 1}
 _STREAMED = {"memory": "stream", "random": "random", "optimizer": "optimizer", "fused": "fused"}
@@ -56,6 +56,21 @@ def _of_curve(curve: str, figure: str) -> str:
     if curve == figure == "measured" or figure == "assumed":
         return figure
     return "calibrated" if curve in ("measured", "calibrated") else weakest(curve, figure)
+
+
+def ring_kernel_of(hardware: Hardware, calibration: Calibration | None = None) -> str:
+    """Return whose fused attention computes the blocks of a ring on a hardware, see `Job`.
+
+    Args:
+        hardware: what it runs on.
+        calibration: figures, which say what kernels torch takes on GPUs; None: those of `sim/mesh/data`.
+    """
+    if hardware.family == "cpu":
+        return "cpu"
+    if hardware.backend == "hccl":
+        return "npu"
+    curves = (calibration or load_calibration()).of(hardware, "attention", hardware.family)
+    return "cudnn" if curves.get("default") == "cudnn" else "flash"
 
 
 class Pricing:

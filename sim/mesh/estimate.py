@@ -14,7 +14,7 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.tables import as_html
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import Config
-from sim.mesh.cost import Pricing, weakest
+from sim.mesh.cost import Pricing, ring_kernel_of, weakest
 from sim.mesh.explain import explain as explain_estimate
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
@@ -39,6 +39,7 @@ __all__ = [
     "estimate",
     "estimate_job",
     "estimate_run",
+    "job_on",
     "memory_of",
     "price",
     "pricing_of",
@@ -117,7 +118,7 @@ class MemoryEstimate:
     def __repr__(self) -> str:
         return f"MemoryEstimate({memory_line(self)})"
 
-    def fits(self, limit_bytes: int | None = None) -> bool:
+    def fits(self, limit_bytes: float | None = None) -> bool:
         """Tell whether every rank's allocated memory, and what lies outside of the allocator, are within a limit.
 
         What is offloaded to the host has to fit there, too.
@@ -324,10 +325,23 @@ def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibra
         calibration: figures to price with; None: those of the package.
     """
     found = find_hardware(hardware)
-    if found.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
-        job = dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, norm="eager"))
+    job = job_on(job, found, calibration)
     with collector_paused():
         return price(trace(job), job, found, calibration)
+
+
+def job_on(job: Job, hardware: Hardware, calibration: Calibration | None = None) -> Job:
+    """Return a job as a hardware runs it: with its kernels, where a trace depends on which they are.
+
+    Args:
+        job: what is estimated.
+        hardware: to run it on.
+        calibration: figures, which say what kernels of attention torch takes there; None: those of the package.
+    """
+    recipe = job.recipe
+    if hardware.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
+        recipe = dataclasses.replace(recipe, norm="eager")
+    return dataclasses.replace(job, recipe=recipe, ring_kernel=ring_kernel_of(hardware, calibration))
 
 
 def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Calibration | None = None) -> Estimate:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from sim.mesh.pricing.hardware_file import FIGURES, GRADES, Figure, read_hardware_file, write_hardware_file
 
@@ -109,6 +110,25 @@ class Hardware:
     def memory_bytes(self) -> int:
         """Memory of a device that programs can have: what `torch.cuda.mem_get_info` calls total."""
         return int(self.value("device.usable_memory"))
+
+    def memory_within(self, asked: str, limit: float | None) -> float:
+        """Return the bytes that a program may have of a device.
+
+        Args:
+            asked: the start of an error message, "cannot ...".
+            limit: of the caller, as its argument `memory_limit`; None: what there is.
+
+        Raises:
+            TypeError: a limit that is no number.
+            ValueError: one that is not above 0.
+        """
+        check(asked, "float | None", f"memory_limit={self.memory_bytes}", memory_limit=limit)
+        if limit is None:
+            return float(self.memory_bytes)
+        if not limit > 0:
+            blame = "a memory limit must be above 0"
+            raise ValueError(explain(asked, blame, f"memory_limit: {limit!r}", f"memory_limit={self.memory_bytes}"))
+        return float(limit)
 
     @property
     def allocatable_bytes(self) -> int:

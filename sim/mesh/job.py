@@ -8,6 +8,7 @@ from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
@@ -18,6 +19,9 @@ from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
 
 __all__ = ["Job", "StagePart"]
+
+
+_RING_KERNELS = ("flash", "cudnn", "npu", "cpu")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Job:
         layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
         run: the training run that this is a step of, see `of_run`: its own functions build what is recorded, and what
             it reads of a step is recorded, too. None: the recipe says how it is built, and nobody reads numbers.
+        ring_kernel: whose fused attention computes the blocks of a ring: "flash" or "cudnn" of GPUs, "npu" or "cpu".
+            `estimate` takes the device's.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -64,11 +70,15 @@ class Job:
     recipe: Recipe = field(default_factory=Recipe)
     layers_per_stage: tuple[int, ...] | None = None
     run: Config | None = None
+    ring_kernel: str = "flash"
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"
         check(asked, ParallelDims, "dims=ParallelDims(...)", dims=self.dims)
         check(asked, Recipe, "recipe=Recipe(...)", recipe=self.recipe)
+        if self.ring_kernel not in _RING_KERNELS:
+            hint = f"ring_kernel = one of {_RING_KERNELS}"
+            raise ValueError(explain(asked, "no such kernel", f"ring_kernel: {self.ring_kernel!r}", hint))
         for name in ("batch", "seq_len"):
             read_int(asked, name, getattr(self, name), 1)
         if self.dims.pp_enabled and not self.model.has_stages:
@@ -136,6 +146,8 @@ class Job:
             less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
             hint = f"{less}, or a model with experts"
             raise ValueError(explain(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint))
+        if self.recipe.ranks_per_node is not None and dims.ep_enabled:
+            split_over_nodes(asked, dims.expert_groups(), self.recipe.ranks_per_node)
         if self.model.family not in ("llama", "moe"):
             return
         dims.validate_against_model(self.model, self.seq_len if self.recipe.sequence_parallel else None)
@@ -242,5 +254,6 @@ def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Reci
         engine=parallel.engine,
         optimizer="muon" if run.optimizer.muon else "adamw",
         clipping=run.optimizer.max_grad_norm > 0,
+        ranks_per_node=parallel.ranks_per_node,
         routing=routing,
     )

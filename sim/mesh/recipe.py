@@ -136,6 +136,43 @@ class Routing:
         counts = self.counts(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks)
         return counts.sum(0).reshape(ranks, -1).sum(1)
 
+    def visits(self, *, tokens: int, experts: int, per_token: int, ranks: int, nodes: int) -> NDArray[np.int64]:
+        """Return how many tokens of each rank have experts on each node, (ranks, nodes).
+
+        >>> Routing().visits(tokens=1000, experts=4, per_token=2, ranks=1, nodes=2).tolist()
+        [[833, 833]]
+
+        Which experts are chosen together no counts say. Each is taken to be chosen independently of the others, as
+        often as it is, with `per_token` of them in all (conditional Bernoulli sampling; Chen, Dempster and Liu 1994):
+        without shares, all sets of so many experts are as likely.
+
+        Args:
+            tokens: as for `counts`, like the next three.
+            experts: of which nodes have equally many, in order.
+            per_token: as there.
+            ranks: as there.
+            nodes: how many.
+        """
+        counts = self.counts(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks)
+        if not tokens:
+            return np.zeros((ranks, nodes), dtype=np.int64)
+        chance = (counts / tokens).reshape(ranks, nodes, -1)
+        chosen = np.zeros((ranks, nodes, per_token + 1))  # chances of so many experts of a node, chosen independently
+        chosen[..., 0] = 1
+        for one in np.moveaxis(chance, -1, 0)[..., None]:
+            more = chosen[..., :-1] * one
+            chosen *= 1 - one
+            chosen[..., 1:] += more
+        none = np.zeros((ranks, 1, per_token + 1))
+        none[..., 0] = 1
+        before, behind = [none[:, 0]], [none[:, 0]]
+        for node in range(nodes):
+            before.append(_either(before[-1], chosen[:, node]))
+            behind.append(_either(behind[-1], chosen[:, -1 - node]))
+        others = np.stack([_either(before[node], behind[-2 - node])[:, -1] for node in range(nodes)], axis=1)
+        missed = chosen[..., 0] * others / before[-1][:, -1:]
+        return np.rint(tokens * (1 - missed)).astype(np.int64)
+
     def heaviest(self, *, tokens: int, experts: int, per_token: int, ranks: int) -> int:
         """Return the rank that computes most rows; all wait for it."""
         return int(self.received(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks).argmax())
@@ -188,6 +225,18 @@ class Routing:
         group = experts.exchange.group
         ranks, here = group.size(), group.rank()
         counts = self.counts(**sizes, ranks=ranks).reshape(ranks, ranks, -1)  # from, to, expert
+        if experts.nodes is not None:
+            nodes = experts.nodes.between.group.size()
+            visits = self.visits(**sizes, ranks=ranks, nodes=nodes)
+            near = counts.reshape(nodes, ranks // nodes, nodes, ranks // nodes, -1)
+            node, place = divmod(here, ranks // nodes)
+            return Loads(
+                visits[here].tolist(),
+                visits[place :: ranks // nodes, node].tolist(),
+                counts[:, here].sum(0).tolist(),
+                near[:, place, node].sum((0, 2)).tolist(),
+                near[:, :, node, place].sum((0, 2)).tolist(),
+            )
         return Loads(counts[here].sum(1).tolist(), counts[:, here].sum(1).tolist(), counts[:, here].sum(0).tolist())
 
     def _shares(self, experts: int, per_token: int) -> NDArray[np.float64]:
@@ -203,6 +252,12 @@ class Routing:
             blame = f"a token goes to {per_token} different experts, and only {(shares > 0).sum()} have a share"
             raise ValueError(explain(_ROUTING, blame, seen, f"{per_token} shares above 0"))
         return shares / shares.sum()
+
+
+def _either(some: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the chances of so many in all, (ranks, most + 1), of those of so many here and so many there."""
+    most = some.shape[1]
+    return np.stack([(some[:, : n + 1] * others[:, n::-1]).sum(1) for n in range(most)], axis=1)
 
 
 def _capped(exact: NDArray[np.float64], most: int) -> NDArray[np.float64]:
@@ -273,6 +328,7 @@ _FLAGS = (
     "tp_overlap",
     "graphs",
 )
+_COUNTS = ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks", "ranks_per_node")
 _ZERO = MappingProxyType(
     {
         3: "parameters, gradients and optimizer state are sharded, parameters freed after forward",
@@ -293,6 +349,11 @@ class Conventions:
     def posts_early(self) -> bool:
         """Whether a receive may be posted before the host has got to it, where the schedule allows it."""
         return True
+
+    @property
+    def kept_results(self) -> frozenset[Any]:
+        """Operators whose results selective checkpointing keeps beside its own, where blocks are not compiled."""
+        return frozenset()
 
     def prepare_stage(self, job: Any, stage: Any, recorder: Any) -> None:
         """Change how a stage of a pipeline sends and receives: its `group_of_parts`, `after_message`, `sends_end`.
@@ -358,6 +419,8 @@ class Recipe:
         overlap_param_gather: with zero == 1: new weights are gathered while the next forward goes on.
         tp_overlap: communication of tensor parallelism overlaps with matrix products.
         routing: how tokens go to experts; None: evenly.
+        ranks_per_node: where experts are split over several nodes of so many ranks: tokens go to each node once; None:
+            to each expert.
         host: "eager": the host issues each operation of plain tensors; "dtensor": of DTensors, which costs it several
             times as much, as with torch's `parallelize_module` without compile.
         graphs: a step is replayed as one graph: the host costs nothing.
@@ -396,6 +459,7 @@ class Recipe:
     overlap_param_gather: bool = True
     tp_overlap: bool = False
     routing: Routing | None = None
+    ranks_per_node: int | None = None
     host: str = "eager"
     graphs: bool = False
     conventions: Conventions | None = None
@@ -408,7 +472,7 @@ class Recipe:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
-        for name in ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks"):
+        for name in _COUNTS:
             _count(name, getattr(self, name), 0 if name == "checkpoint_layers" else 1)
         routing: object = self.routing
         if isinstance(self.zero, bool) or self.zero not in _ZERO:
@@ -439,14 +503,11 @@ class Recipe:
             seen = f"moments={self.moments!r}, zero={self.zero}, optimizer={self.optimizer!r}"
             blame = "torch's optimizers keep moments in the dtype of the weights that they update"
             raise ValueError(explain(_ASKED, blame, seen, 'moments="fp32", or zero=1 with optimizer="adamw"'))
-        if self.reshard_inputs and not self.sequence_parallel:
-            blame = "without sequence parallelism no input is gathered, and each rank has all of it anyway"
-            seen = "reshard_inputs=True, sequence_parallel=False"
-            raise ValueError(explain(_ASKED, blame, seen, "sequence_parallel=True, or reshard_inputs=False"))
-        if self.tp_chunks > 1 and not self.sequence_parallel:
-            blame = "without sequence parallelism no input is gathered, so that there is nothing to overlap"
-            seen = f"tp_chunks={self.tp_chunks}, sequence_parallel=False"
-            raise ValueError(explain(_ASKED, blame, seen, "sequence_parallel=True, or tp_chunks=1"))
+        for name, off, what in (("reshard_inputs", False, "gather again"), ("tp_chunks", 1, "overlap")):
+            if getattr(self, name) != off and not self.sequence_parallel:
+                blame = f"without sequence parallelism no input is gathered, so that there is nothing to {what}"
+                seen = f"{name}={getattr(self, name)}, sequence_parallel=False"
+                raise ValueError(explain(_ASKED, blame, seen, f"sequence_parallel=True, or {name}={off}"))
         kind = find_schedule(self.schedule)
         if self.stages_per_rank is not None and not kind.is_multi and self.stages_per_rank != kind.stages_per_rank:
             seen = f"stages_per_rank={self.stages_per_rank}, schedule={self.schedule!r}"

@@ -123,7 +123,8 @@ def clear_thread_caches() -> None:
 # tensors and prices what each sharding of the arguments would cost to reach. That takes milliseconds for a matrix
 # product, and 15 seconds for an attention that has to be decomposed. torch keeps the result per thread, hence per
 # rank. But ranks have to agree on it, or their collectives would not match. So the first rank's result is kept
-# without its meshes, and each other rank gets a copy on its own meshes.
+# without its meshes, and each other rank gets a copy on its own meshes. So do the ranks of later worlds, as long as
+# nobody changes the rules of operators: tests run one model in many worlds.
 #
 # What does depend on the rank is still worked out by each rank: sizes of uneven shards (`view` is called with local
 # sizes), and placements with a state of their own (the mask of an embedding whose rows are sharded). Errors are not
@@ -135,18 +136,61 @@ _COMPUTE, _LOCAL_SHAPE = "propagate_op_sharding_non_cached", "_compute_local_sha
 
 
 def _sharding_propagation(host: Host) -> Undo:
-    """The sharding of an operator's outputs is worked out once per world, not once per rank."""
+    """The sharding of an operator's outputs is worked out once, not once per rank."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     owner = type(propagator)
     if not hasattr(owner, _COMPUTE) or not hasattr(_utils, _LOCAL_SHAPE):
         return lambda: None  # torch has them elsewhere, so each rank works it out
     compute, local_shape = getattr(owner, _COMPUTE), getattr(_utils, _LOCAL_SHAPE)
-    shared = _SharedResults(propagator, functools.partial(compute, propagator))
+    known, rules = _known_results(propagator), _rules(propagator, compute)
+    known.follow(rules)
+    # How many devices a host has is part of what communication costs.
+    devices = host.network.world_size, host.device, host.map_device
+    shared = _SharedResults(propagator, functools.partial(compute, propagator), known.results, devices)
 
     def propagate(self: Any, schema: Any) -> Any:
         return shared.propagate(schema) if self is propagator else compute(self, schema)
 
-    return exchange([(owner, _COMPUTE, propagate), (_utils, _LOCAL_SHAPE, shared.noting_uneven_shards(local_shape))])
+    put_back = exchange(
+        [(owner, _COMPUTE, propagate), (_utils, _LOCAL_SHAPE, shared.noting_uneven_shards(local_shape))]
+    )
+
+    def undo() -> None:
+        put_back()
+        known.follow(_rules(propagator, compute))  # a rank may have changed one, for this world
+
+    return undo
+
+
+_MOST_KNOWN = 2048  # results; drawn shapes have no end
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (DTensorSpec, bool, int, float, complex, str, type(None), *_OF_TORCH)
+
+
+class _KnownResults:
+    """The results of this process that later worlds may use, while the rules that they follow from stay the same."""
+
+    def __init__(self) -> None:
+        self.results: dict[Any, Any] = {}
+        self._rules: tuple[Any, ...] = ()
+
+    def follow(self, rules: tuple[Any, ...]) -> None:
+        """Forget results of other rules, and all if there are too many."""
+        if rules != self._rules or len(self.results) > _MOST_KNOWN:
+            self.results.clear()
+        self._rules = rules
+
+
+@functools.cache
+def _known_results(propagator: Any) -> _KnownResults:
+    """Those of torch's one propagator."""
+    return _KnownResults()
+
+
+def _rules(propagator: Any, compute: Callable[..., Any]) -> tuple[Any, ...]:
+    """All that works results out: a user can register an operator's rule anew."""
+    tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+    return compute, *(rule for name in tables for rule in getattr(propagator, name, {}).values())
 
 
 class _Noted(threading.local):
@@ -156,11 +200,21 @@ class _Noted(threading.local):
 
 
 class _SharedResults:
-    """The results of one world, by operator, arguments and kinds of meshes."""
+    """The results of one world, by operator, arguments and kinds of meshes.
 
-    def __init__(self, propagator: Any, compute: Callable[[Any], Any]) -> None:
+    Args:
+        propagator: torch's.
+        compute: Works a result out.
+        known: Results for any world; new ones are added.
+        devices: What those of this world have to have in common with others'.
+    """
+
+    def __init__(
+        self, propagator: Any, compute: Callable[[Any], Any], known: dict[Any, Any], devices: tuple[Any, ...]
+    ) -> None:
         self.propagator, self.compute = propagator, compute
-        self.results: dict[Any, Any] = {}
+        self.known, self.devices = known, devices
+        self.results: dict[Any, Any] = {}  # whose arguments may be a world's own
         self.noted = _Noted()
 
     def propagate(self, schema: Any) -> Any:
@@ -169,7 +223,8 @@ class _SharedResults:
             return self.compute(schema)
         meshes: list[Any] = []
         try:
-            found = self.results.get(self._key(schema, meshes))
+            key = self._key(schema, meshes)
+            found = self.known.get(key) or self.results.get(key)
         except (_OfOneRank, TypeError):  # TypeError: an argument that has no hash
             return self.compute(schema)
         if found is not None:
@@ -185,7 +240,8 @@ class _SharedResults:
         with suppress(_OfOneRank, TypeError):
             # The key anew: at an operator's first decomposition torch registers which arguments belong to it.
             key = self._key(schema, meshes)
-            self.results[key] = _with_meshes(result, lambda mesh: _kind(mesh, meshes))
+            kept = self.known if _is_plain((schema.args_schema, schema.kwargs_schema)) else self.results
+            kept[key] = _with_meshes(result, lambda mesh: _kind(mesh, meshes))
 
     def _key(self, schema: Any, meshes: list[Any]) -> tuple[Any, ...]:
         """`schema` as torch compares it, but for any rank; its meshes are added to `meshes`."""
@@ -197,7 +253,8 @@ class _SharedResults:
 
         info = schema.schema_info or self.propagator.op_to_schema_info.get(schema.op)
         arguments, options = _with_meshes((schema.args_schema, schema.kwargs_schema), added)
-        return OpSchema(schema.op, arguments, options, info), tuple(_kind(mesh, meshes) for mesh in meshes)
+        kinds = tuple(_kind(mesh, meshes) for mesh in meshes)
+        return OpSchema(schema.op, arguments, options, info), kinds, self.devices
 
     def noting_uneven_shards(self, local_shape: Callable[..., Any]) -> Callable[..., Any]:
         """`local_shape`, from which propagation learns the size of the rank's shard."""
@@ -250,6 +307,15 @@ def _with_meshes(value: Any, swap: Callable[[Any], Any]) -> Any:
         output, suggestion = _with_meshes((value.output_spec, value.redistribute_schema), swap)
         return dataclasses.replace(value, output_spec=output, redistribute_schema=suggestion)
     return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether arguments are specs and constants only, and nothing that belongs to a world."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def _splits_evenly(shape: Any, mesh_shape: Any, placements: Any) -> bool:

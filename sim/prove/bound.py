@@ -12,9 +12,11 @@ error bounds instead of one rounding per operation, for an op is a black box who
 
 from __future__ import annotations
 
+import cmath
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
@@ -84,7 +86,7 @@ _SOFTMAX = _words("_softmax _log_softmax _safe_softmax")
 _INDEXED = _words(
     """
     index_add scatter_add scatter_reduce index_reduce embedding_dense_backward _embedding_bag
-    _embedding_bag_dense_backward index_put _index_put_impl _unsafe_index_put
+    _embedding_bag_forward_only _embedding_bag_dense_backward index_put _index_put_impl _unsafe_index_put
     """
 )
 
@@ -284,6 +286,8 @@ class Perturbed(TorchDispatchMode):
     ) -> Any:
         """Run an op with its inputs and its results changed."""
         named = dict(kwargs or {})
+        if _signature_of(func).is_exact:
+            return func(*args, **named)
         op, written = _read(func, args, named)
         rounding = rounding_of(func, op) if any(map(_is_real, op.tensors())) else None
         if rounding is None:
@@ -295,7 +299,7 @@ class Perturbed(TorchDispatchMode):
                 name: value if name in written else self._inputs(value, rounding.inputs)
                 for name, value in op.arguments.items()
             }
-            args = tuple(changed[argument.name] for argument in func._schema.arguments[: len(args)])
+            args = tuple(changed[name] for name in _signature_of(func).arguments[: len(args)])
             named = {name: changed[name] for name in named}
         return self._finished(func(*args, **named), written, rounding)
 
@@ -361,7 +365,7 @@ class Perturbed(TorchDispatchMode):
             moved = tensor * noise.mul(size).add_(1)
         else:  # in one pass
             moved = torch.addcmul(tensor, tensor, noise, value=size)
-        if not tensor.numel() or torch.isfinite(moved.sum()):
+        if not tensor.numel() or cmath.isfinite(moved.sum().item()):
             return moved
         return torch.where(moved.isfinite(), moved, tensor)  # the largest finite number, as in a mask, must stay finite
 
@@ -500,19 +504,40 @@ def deviation(
     return base, {name: float(move.max()) if move.numel() else 0.0 for name, move in moved.items()}
 
 
-def _read(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[AtenCall, dict[str, Any]]:
-    """Name the arguments of a call, and pick those that it writes."""
-    schema = func._schema.arguments
-    given = {**{each.name: value for each, value in zip(schema, args, strict=False)}, **kwargs}
-    name = func._schema.name.partition("::")[2]
-    written = {
-        each.name: given[each.name]
+class _Signature(NamedTuple):
+    """What the schema of an op says.
+
+    Attributes:
+        name: plain, as `AtenCall` has it.
+        arguments: names, in order.
+        writes: names of those that the op writes.
+        is_exact: it rounds nothing, whatever its arguments.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    writes: tuple[str, ...]
+    is_exact: bool
+
+
+@cache
+def _signature_of(func: OpOverload) -> _Signature:
+    schema, name = func._schema.arguments, func._schema.name.partition("::")[2]
+    plain = name if name.startswith("__") else name.removeprefix("_foreach_").rstrip("_")
+    writes = [
+        each.name
         for each in schema
         if (each.alias_info is not None and each.alias_info.is_write) or (name, each.name) in _WRITTEN_UNSAID
-        if given.get(each.name) is not None
-    }
-    plain = name if name.startswith("__") else name.removeprefix("_foreach_").rstrip("_")
-    return AtenCall(plain, given), written
+    ]
+    return _Signature(plain, tuple(each.name for each in schema), tuple(writes), plain in _EXACT or func.is_view)
+
+
+def _read(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[AtenCall, dict[str, Any]]:
+    """Name the arguments of a call, and pick those that it writes."""
+    signature = _signature_of(func)
+    given = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
+    written = {name: given[name] for name in signature.writes if given.get(name) is not None}
+    return AtenCall(signature.name, given), written
 
 
 def _tensors_beside(result: Any, written: Mapping[str, Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,6 +73,7 @@ def gap(part: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return off
 
 
+@cache
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the largest relative error of one rounding to nearest in a dtype; 0 for whole numbers and booleans.
 

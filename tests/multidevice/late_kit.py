@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def site_of(frame: Any) -> str | None:
 PASS_ON = ("comm.wait", "reduce.wait", "schedules._wait_batch_p2p")
 
 
-# What waits: on a late device; and in the books of one that ranks share, which does wait, and does not say so.
+# What waits: on a late device; and in the record of one that ranks share, which does wait, and does not say so.
 LATE = (
     (LateCommunication, "waited"),
     (LateEvent, "wait"),
@@ -275,7 +276,7 @@ def pipelined(device: str) -> list[float]:
     return [*outcome.losses, *outcome.norms, *(float(p.double().sum()) for p in outcome.parameters.values())]
 
 
-def with_experts(device: str) -> list[float]:
+def with_experts(device: str, ranks_per_node: int | None = None) -> list[float]:
     """Tokens go to experts of other ranks, and shared experts compute meanwhile."""
     config = MoEConfig(
         vocab_size=32,
@@ -291,7 +292,8 @@ def with_experts(device: str) -> list[float]:
         num_dense_layers=0,
     )
     net = MoELlama.build(config, seed=0).to(device)
-    hp.expert_parallel(net, init_device_mesh(device, (2,), mesh_dim_names=("ep",)))
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("ep",))
+    hp.expert_parallel(net, mesh, ranks_per_node=ranks_per_node)
     tokens = torch.arange(16).view(2, 8).add(5 * dist.get_rank()).remainder(32).to(device)
     loss = net(tokens).square().mean()
     loss.backward()
@@ -362,4 +364,5 @@ PROGRAMS: dict[str, tuple[Callable[[str], list[float]], int]] = {
     "ring attention": (attended, 4),
     "pipelines": (pipelined, 2),
     "experts": (with_experts, 2),
+    "experts on nodes": (partial(with_experts, ranks_per_node=2), 4),
 }

@@ -57,6 +57,7 @@ class Case:
         said = [f"{name}{size}" for name, size in self.mesh.items()]
         said += [f"etp{self.etp}"] * (self.etp is not None) + ["plain"] * (not self.shard)
         said += ["over " + "-".join(axes) for axes in [self.options.get("ep")] if axes]
+        said += [f"{size} on a node" for size in [self.options.get("ranks_per_node")] if size]
         said += [f"{name}={getattr(self.config, name)}" for name in ("score",) if self.config.score != "sigmoid"]
         return "-".join(said)
 

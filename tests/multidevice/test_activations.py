@@ -7,11 +7,15 @@ import copy
 import pytest
 import torch
 from activations_kit import Blocks, trained
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sim
 from hyper_parallel import checkpoint_blocks
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer.config import Config, DataConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.loop import train as train_a_run
 from sim import mesh
 from sim.late.switch import why_not
 
@@ -79,6 +83,49 @@ def test_the_peak_of_ranks_that_share_weights_is_the_estimates(policy, engine, n
     memory = planned(policy, 2, named).memory.fullest
     assert [memory.peak_allocated] * 2 == pytest.approx([peak for _, _, peak in found], rel=0.02)
     assert memory.peak_allocated < 0.7 * planned(policy).memory.peak
+
+
+def run_of(policy: str, engine: str) -> Config:
+    """A run of a Llama, on two ranks."""
+    return Config(
+        model=LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        ),
+        data=DataConfig(max_bytes=200_000),
+        parallel=ParallelConfig(checkpointing=policy, **ENGINES[engine]),
+        train=TrainConfig(steps=2, batch_size=4, seq_len=256, eval_sequences=1, device="npu", predict=False),
+    )
+
+
+ENGINES = {
+    "fully_shard": {"dp_shard": 2},
+    "hsdp": {"dp_shard": 2, "engine": "hsdp"},
+    "tp": {"tp": 2},
+    "ring": {"cp": 2, "ulysses_degree": 1},
+}
+
+
+def peak_of_run(config: Config) -> int:
+    """The most bytes that a step after the first has allocated."""
+    return train_a_run(config).steps[-1].memory_bytes
+
+
+@late
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("policy", "engine"),
+    [("none", "fully_shard"), ("full", "fully_shard"), ("selective", "tp"), ("offload", "hsdp"), ("none", "ring")],
+)
+def test_the_peak_of_a_model_with_attention_is_the_estimates(policy, engine):
+    """Attention keeps its output and log-sums, and a norm its input and a number for each row."""
+    config = run_of(policy, engine)
+    found = sim.run(peak_of_run, 2, (config,), device="npu")
+    planned_bytes = mesh.estimate_run(config, 2, "ascend-910b").memory.fullest.peak_allocated
+    assert found == pytest.approx([planned_bytes] * 2, rel=0.01)
+    if (policy, engine) == ("none", "fully_shard"):  # what keeps all scores is another figure
+        with sdpa_kernel(SDPBackend.MATH):  # of all ranks
+            products = sim.run(peak_of_run, 2, (config,), device="npu")
+        assert min(products) > 1.2 * planned_bytes
 
 
 @late

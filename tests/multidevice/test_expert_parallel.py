@@ -109,6 +109,13 @@ def test_experts_and_tensors_are_split(ctx):
 
 
 @sim.ranks(4)
+def test_tokens_go_to_each_node_once(ctx):
+    check(ctx, Case({"ep": 4}, options={"ranks_per_node": 2}))
+    check(ctx, Case({"ep": 2, "tp": 2}, options={"ranks_per_node": 2}))  # one rank of each node has the experts
+    check(ctx, Case({"ep": 2, "tp": 2}, options={"ep": ("ep", "tp"), "ranks_per_node": 2}))
+
+
+@sim.ranks(4)
 def test_experts_are_split_and_all_is_sharded(ctx):
     check(ctx, Case({"dp_shard": 2, "ep": 2}))
 
@@ -133,6 +140,10 @@ def test_three_axes(ctx, etp):
         Case({"dp_shard": 2, "ep": 2, "tp": 2}, options={"ep": ("ep", "tp")}),
         Case({"ep": 2, "tp": 4}, options={"ep": ("ep", "tp")}, shard=False),
         Case({"ep": 2, "tp": 4}, etp=1),
+        Case({"ep": 8}, options={"ranks_per_node": 4}),
+        Case({"dp_shard": 2, "ep": 4}, options={"ranks_per_node": 2}),
+        Case({"ep": 4, "dp_shard": 2}, options={"ranks_per_node": 4}),
+        Case({"ep": 2, "tp": 4}, options={"ep": ("ep", "tp"), "ranks_per_node": 2}),
         Case({"ep": 2, "tp": 4}, config=variant(num_shared_experts=0, score="softmax")),
         Case({"ep": 4, "tp": 2}, config=variant(tie_embeddings=True, num_dense_layers=0)),
     ],
@@ -153,7 +164,11 @@ def lopsided(model: Any) -> None:
             module.bias[: module.experts_per_token] += 100.0
 
 
-@pytest.mark.parametrize("case", [Case({"ep": 4}), Case({"ep": 2, "tp": 2}, etp=1)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case({"ep": 4}), Case({"ep": 2, "tp": 2}, etp=1), Case({"ep": 4}, options={"ranks_per_node": 2})],
+    ids=str,
+)
 @sim.ranks(4)
 def test_all_tokens_go_to_the_experts_of_one_rank_and_some_ranks_have_no_rows(ctx, case):
     mesh = mesh_of(ctx.device_type, case)
@@ -177,10 +192,11 @@ def test_all_tokens_go_to_the_experts_of_one_rank_and_some_ranks_have_no_rows(ct
 # -- what else trains over it ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}], ids=["once for each expert", "on nodes"])
 @pytest.mark.parametrize("kind", list(CheckpointImpl), ids=str)
 @sim.ranks(4, backends=("sim",))
-def test_blocks_that_are_computed_again(ctx, kind):
-    case = Case({"ep": 2, "tp": 2}, etp=1, shard=False)
+def test_blocks_that_are_computed_again(ctx, kind, options):
+    case = Case({"ep": 2, "tp": 2}, etp=1, shard=False, options=options)
     mesh = mesh_of(ctx.device_type, case)
     found = []
     for wrap in (False, True):
@@ -281,10 +297,10 @@ def test_shared_experts_compute_while_tokens_are_on_their_way(ctx):
     assert flights[-1].grad is None
 
 
+@pytest.mark.parametrize("case", [Case({"ep": 2}), Case({"ep": 2}, options={"ranks_per_node": 1})], ids=str)
 @pytest.mark.sim
-def test_compiled_layers():
+def test_compiled_layers(case):
     def body():
-        case = Case({"ep": 2})
         mesh = mesh_of("cpu", case)
         found = []
         for compiles in (False, True):

@@ -475,7 +475,7 @@ def check_computing_with_dtensors(ctx, mesh, wrap, hidden=6, check_home=lambda m
         check(ctx, model, plain, loss=local_loss, parts=2, part=dp, losses="sum")
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_that_keep_their_layout(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
 
@@ -689,7 +689,7 @@ def test_tensor_parallel_kept_over_fewer_ranks_between_forward_and_backward(ctx)
     check_tensor_parallel(ctx, mesh, mesh["dp"], hidden=7, reshard_after_forward=2)
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_on_the_whole_mesh_are_split_over_a_slice_of_it(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
 

@@ -49,6 +49,7 @@ WAITS = {
         "clip._reduce",
     ),
     "experts": ("experts.exchange_counts", "experts.wait"),
+    "experts on nodes": ("experts.exchange_counts", "experts.wait"),
 }
 MUTANTS = [(name, site) for name, sites in WAITS.items() for site in sites]
 
@@ -96,7 +97,7 @@ def test_without_one_of_its_waits_it_is_wrong_and_both_lines_are_named(name, sit
 
 @pytest.mark.parametrize("name", WAITS)
 def test_on_a_device_that_ranks_share_each_of_its_waits_is_followed(name):
-    """There, `check_races` has books of what the streams do, and a wait that is missing in them is found, too."""
+    """There, `check_races` records what the streams do, and a wait that is missing there is found, too."""
     program, ranks = PROGRAMS[name]
     options = {"check_races": True, "backend": world_of(name).get("backend")}
     with without(waits=IN_BOOKS) as taken:

@@ -22,6 +22,7 @@ from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.redistribute.api import full_tensor
 
 STEPS, LIMIT = 3, 0.05
+NO_GLOO = ("sim", "gpu", "npu")  # the same communication as in others here, which processes run
 MESHES = ({"dp": 4}, {"replicate": 2, "dp": 2}, {"dp": 2, "tp": 2})
 
 
@@ -127,7 +128,7 @@ def test_training_and_clipping(ctx, axes):
 OPTIONS = ({"reshard_after_forward": False}, {"reshard_after_forward": 2}, {"offload_policy": CPUOffloadPolicy()})
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 def test_options_do_what_they_do_for_shards(ctx):
     mixed = {"mp_policy": MixedPrecisionPolicy(torch.float32, ctx.float_dtype)}
     for options in (*OPTIONS, mixed):
@@ -145,7 +146,7 @@ def test_options_do_what_they_do_for_shards(ctx):
             check_equal(got, wanted)
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 def test_made_on_meta_and_gathered_ahead(ctx):
     norms, wanted = on_one_device(ctx.device, ctx.float_dtype)
     with torch.device("meta"):
@@ -159,7 +160,7 @@ def test_made_on_meta_and_gathered_ahead(ctx):
     check_equal(values(module), wanted)
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 def test_who_chooses_the_owners_keeps_no_parameter(ctx):
     module = model(ctx.device).layers[0]
     placement, unsharded = whole_parameters(module, 4), [weakref.ref(param) for param in module.parameters()]
@@ -168,7 +169,7 @@ def test_who_chooses_the_owners_keeps_no_parameter(ctx):
     assert [reference() for reference in unsharded] == [None] * 5, placement
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 def test_a_rank_has_what_it_owns(ctx):
     module = sharded(ctx, {"dp": 4})
     module(batches(ctx.device)[0]).square().mean().backward()
@@ -203,7 +204,7 @@ def test_a_checkpoint_goes_on_in_another_layout(ctx, axes, tmp_path):
         check_equal(values(other), wanted)
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_torchs_own_goes_on_in_another_layout(ctx, tmp_path):
     ids, (_, wanted) = batches(ctx.device), on_one_device(ctx.device, ctx.float_dtype)
@@ -222,7 +223,7 @@ def test_a_checkpoint_of_torchs_own_goes_on_in_another_layout(ctx, tmp_path):
         check_equal(values(other), wanted)
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_state_dicts(ctx, axes):
     wanted = {name: value + 1 for name, value in model(ctx.device, ctx.float_dtype).state_dict().items()}
@@ -238,7 +239,7 @@ def test_state_dicts(ctx, axes):
     check_equal(get_model_state_dict(module, options=full), wanted)
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 def test_parameters_that_are_kept_after_backward(ctx):
     """They are gathered anew after a step, on all ranks, although most of them have seen no parameter change."""
     norms, wanted = on_one_device(ctx.device, ctx.float_dtype)
@@ -249,7 +250,7 @@ def test_parameters_that_are_kept_after_backward(ctx):
     check_equal(values(module), wanted)
 
 
-@sim.ranks(4)
+@sim.ranks(4, backends=NO_GLOO)
 def test_one_rank_may_own_everything(ctx):
     _, wanted = on_one_device(ctx.device, ctx.float_dtype)
     mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("dp",))

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from mesh_kit import Mode, Seen, describe
 from mesh_programs import Kernel, Operations, Turn, bytes_of
+from numpy.typing import NDArray
 from torch import nn
 from torch._guards import detect_fake_mode
 
@@ -53,7 +55,7 @@ def steps_of(
         routing: how tokens go to experts.
         numbers: add up tokens and losses over ranks, as the trainer does to log them.
         reads: take steps by the trainer's own function, which reads numbers; for ranks that have them.
-        counts_flops: count the FLOPs of each step; that goes through Python for each operation.
+        counts_flops: count the FLOPs of the last step; that goes through Python for each operation.
     """
     dims = plan_run(config, world_size)
 
@@ -71,17 +73,19 @@ def steps_of(
                     route(part, routing)
             optimizer = build_optimizer(model.named_parameters(), config.optimizer)
             seen = [(name, describe(param)) for name, param in model.named_parameters()]
-            begins, flops, gradients = [], [], 0
+            begins, flops, gradients, turns = [], 0, 0, []
             kernels: tuple[Counter[Kernel], Counter[Kernel]] = Counter(), Counter()
             batch = batch_of(model, ranks, config)
-            for _ in range(steps):
+            for step in range(steps):
                 begins.append(len(own_events()))
-                with Operations(standing_of(model, optimizer, batch)) if counts_flops else nullcontext() as counted:
+                counts = counts_flops and step == steps - 1
+                with Operations(standing_of(model, optimizer, batch)) if counts else nullcontext() as counted:
                     if counted:
                         ranks.over_shares = begins_update(ranks, counted)  # type: ignore[method-assign]
                     gradients = one_step(model, optimizer, share, ranks, config, batch, numbers=numbers, reads=reads)
-                flops.append(counted.total if counted else 0)
-                kernels = (counted.before_update, counted.kernels - counted.before_update) if counted else kernels
+                if counted:
+                    kernels = counted.before_update, counted.kernels - counted.before_update
+                    flops, turns = counted.total, counted.turns
             begins.append(len(own_events()))
             firsts = [entry.get("exp_avg", entry.get("momentum_buffer")) for entry in optimizer.state.values()]
             state = [
@@ -94,7 +98,7 @@ def steps_of(
                 "optimizer": bytes_of(tensor for entry in optimizer.state.values() for tensor in entry.values()),
                 "gradients": gradients,
             }
-            return Built([*seen, *state], begins, flops, memory, kernels, counted.turns if counted else [])
+            return Built([*seen, *state], begins, flops, memory, kernels, turns)
 
     return body
 
@@ -105,7 +109,7 @@ class Built(NamedTuple):
     Attributes:
         made: shapes and layouts of parameters and of the optimizer's state.
         begins: numbers of the first events of its steps, and of what comes after them.
-        flops: of each step; 0 where they are not counted.
+        flops: of the last step; 0 where they are not counted.
         memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
         kernels: operations of the last step before its update, and in it, where FLOPs are counted.
         turns: of the stages of a pipeline in the last step, where they are followed.
@@ -113,7 +117,7 @@ class Built(NamedTuple):
 
     made: list[Any]
     begins: list[int]
-    flops: list[int]
+    flops: int
     memory: dict[str, int]
     kernels: tuple[Counter[Kernel], Counter[Kernel]]
     turns: list[Turn]
@@ -167,12 +171,25 @@ def give_memory(part: nn.Module) -> None:
         part.to_empty(device="cpu")
 
 
+class GivenRouting(Routing):
+    """Says which experts are chosen together: as it chooses them."""
+
+    def visits(self, *, ranks: int, nodes: int, **sizes: int) -> NDArray[np.int64]:
+        """Count them, of the experts that `choose` returns, without an operation of torch."""
+        experts, shape = sizes["experts"], (sizes["per_token"], sizes["tokens"])
+        found = []
+        for counts in self.counts(**sizes, ranks=ranks):
+            node = np.repeat(np.arange(experts), counts).reshape(shape) // (experts // nodes)
+            found.append([(node == each).any(0).sum() for each in range(nodes)])
+        return np.array(found)
+
+
 def route(part: nn.Module, routing: Routing) -> None:
     """Let tokens go to experts as the routing says: with values, by choosing; without, by the counts alone."""
     routing.give_to(part)
     for experts in part.modules():
         if isinstance(experts, GroupedExperts) and detect_fake_mode() is None:
-            for call in ("_send", "_run"):
+            for call in ("_send", "_send_to_nodes", "_run"):
                 setattr(experts, call, _chooses(experts, getattr(experts, call), routing))
             experts.count_rows = count_rows
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
-from attention_kit import KERNELS, STAND_INS, gpu_operators_on_the_cpu
+from attention_kit import KERNELS, STAND_INS, blocks_by, gpu_operators_on_the_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,6 +21,8 @@ from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.activations.api import checkpointed
 from hyper_parallel.core.context_parallel import ContextParallel, kernels
 from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.models import LlamaConfig
 from hyper_parallel.platform import attention_operators, get_platform
 from hyper_parallel.platform.attention import (
     CudnnAttention,
@@ -29,6 +33,16 @@ from hyper_parallel.platform.attention import (
     gpu_attention,
 )
 from sim.late.switch import why_not
+from sim.mesh.cost import ring_kernel_of
+from sim.mesh.estimate import estimate
+from sim.mesh.hardware import find_hardware
+from sim.mesh.job import Job
+from sim.mesh.models import find_model
+from sim.mesh.program import Op
+from sim.mesh.tracing.kernels import fused_attention
+from sim.mesh.tracing.kinds import kind_of
+from sim.mesh.tracing.lone import LoneWorld
+from sim.mesh.tracing.record import Recorder
 
 pytestmark = pytest.mark.sim
 
@@ -201,6 +215,137 @@ def test_devices_without_a_kernel_get_products() -> None:
         assert kernels.fused(*(torch.empty(1, 1, 2, 8, device="xpu") for _ in range(3)), True, 1.0) is None
 
 
+# -- what an estimate records ------------------------------------------------------------------------------------------
+
+
+def ring_of(device: str, balance: bool) -> ContextParallel:
+    return ContextParallel(init_device_mesh(device, (4,), mesh_dim_names=("cp",)), 1, balance)
+
+
+def ring_step(cp: ContextParallel, full: tuple[torch.Tensor, ...], causal: bool) -> None:
+    """Forward and backward of the calling rank's share."""
+    q, k, v, grad = (cp.split(x, dim=2) for x in full)
+    local = [x.requires_grad_() for x in (q, k, v)]
+    torch.autograd.grad(cp.attend(*local, is_causal=causal), local, grad)
+
+
+def ran(full: tuple[torch.Tensor, ...], device: str, *, balance: bool, causal: bool) -> list[list[str]]:
+    """Names of the operations that each rank has run, on tensors with values; those of kernels only."""
+
+    def body() -> list[str]:
+        cp, on_device = ring_of(device, balance), tuple(x.to(device) for x in full)
+        with Operators() as operators:
+            ring_step(cp, on_device, causal)
+        named = zip(operators.names, operators.kinds, strict=True)
+        return [name for name, kind in named if kind != "host" and not name.startswith("c10d.")]
+
+    return sim.run(body, 4, **({"device": "npu"} if device == "npu" else {}))
+
+
+def recorded(full: tuple[torch.Tensor, ...], kernel: str, rank: int, *, balance: bool, causal: bool) -> list[Op]:
+    """The operations that an estimate records of a rank."""
+    recorder = Recorder()
+    recorder.ring_kernel = kernel
+
+    def body() -> list[Op]:
+        cp = ring_of("cpu", balance)
+        with recorder.recording():
+            fakes = tuple(torch.empty(x.shape, dtype=x.dtype) for x in full)
+            ring_step(cp, fakes, causal)
+            return [event for event in recorder.cut() if isinstance(event, Op) and event.kind != "host"]
+
+    with LoneWorld(4, rank, recorder) as world:
+        return world.run_alone(body)
+
+
+@pytest.mark.parametrize("balance", [True, False], ids=["balanced", "in order"])
+@pytest.mark.parametrize("kernel", ["cpu", "flash", "efficient", "cudnn", pytest.param("npu", marks=needs_late)])
+def test_what_is_recorded_of_a_ring_is_what_the_device_runs(kernel: str, balance: bool) -> None:
+    """Operation by operation, of fewer key heads: the blocks by the device's kernel, and all that is between them."""
+    full = drawn(torch.float32 if kernel in ("cpu", "efficient") else torch.bfloat16, 32, 32)
+    device = "flash" if kernel == "efficient" else kernel  # of float32, on GPUs
+    found = [recorded(full, device, rank, balance=balance, causal=True) for rank in (0, 0, 1, 2, 3)][1:]
+    with blocks_by(kernel if kernel in NAMES else "host") if kernel != "npu" else nullcontext():
+        wanted = ran(full, "npu" if kernel == "npu" else "cpu", balance=balance, causal=True)
+    assert [[op.name for op in of_rank] for of_rank in found] == wanted
+
+
+@pytest.mark.parametrize(
+    ("kernel", "balance", "causal"),
+    [("flash", True, True), ("flash", False, True), ("flash", True, False), ("npu", True, True)],
+)
+def test_all_ranks_of_a_ring_together_compute_one_attention(kernel: str, balance: bool, causal: bool) -> None:
+    """Scores that are seen are those of the whole, and nothing is written that is as large as those of a block."""
+    full = drawn(torch.bfloat16, 4096, 4096, heads=(8, 2), size=16)
+    rows = [recorded(full, kernel, rank, balance=balance, causal=causal) for rank in range(4)]
+    for kind, products in (("attention", 2), ("attention_backward", 5)):
+        seen = 0
+        for op in (op for row in rows for op in row if op.kind == kind):
+            batch, heads, kv_heads, queries, keys, size, is_causal = op.shape
+            assert (batch, heads, kv_heads, size) == (2, 8, 2, 16)
+            assert op.flops == 2 * products * batch * heads * queries * keys * size
+            seen += queries * (queries + 1) // 2 if is_causal else queries * keys
+        assert seen == (4096 * 4097 // 2 if causal else 4096**2)
+    written = max(touch.bytes for row in rows for op in row for touch in op.writes)
+    assert written < 2 * 8 * 512 * 1024 * 2  # of the smallest block, in bfloat16
+
+
+TINY = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, hidden_size=256, max_seq_len=512)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "names"),
+    [
+        (
+            "h100-sxm",
+            ("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward"),
+        ),
+        ("ascend-910b", ("npu.npu_fusion_attention", "npu.npu_fusion_attention_grad")),
+    ],
+)
+def test_a_step_with_a_ring_has_the_attention_of_its_device_and_no_other(hardware: str, names: tuple[str, str]) -> None:
+    """One of the own keys and one of those of each other rank, in every layer."""
+    dims = ParallelDims(cp=4, ulysses_degree=1, world_size=4)
+    (program,) = estimate(TINY, dims, 1, 512, hardware).programs
+    events = [event for segment, _ in program.segments_in_order() for event in segment.events]
+    found = Counter((op.name, op.kind) for op in events if isinstance(op, Op) and op.kind.startswith("attention"))
+    assert found == {(names[0], "attention"): 2 * 4, (names[1], "attention_backward"): 2 * 4}
+
+
+def test_whose_attention_a_hardware_has() -> None:
+    found = {name: ring_kernel_of(find_hardware(name)) for name in ("h100-sxm", "b200", "ascend-910b", "laptop-cpu")}
+    assert found == {"h100-sxm": "flash", "b200": "cudnn", "ascend-910b": "npu", "laptop-cpu": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "kind"),
+    [
+        ("flash", torch.bfloat16, 256, FlashAttention),
+        ("flash", torch.float16, 64, FlashAttention),
+        ("flash", torch.bfloat16, 264, EfficientAttention),
+        ("cudnn", torch.bfloat16, 128, CudnnAttention),
+        ("cudnn", torch.bfloat16, 192, FlashAttention),
+        ("cudnn", torch.bfloat16, 100, FlashAttention),
+        ("cudnn", torch.float32, 64, EfficientAttention),
+        ("cudnn", torch.float64, 64, type(None)),
+        ("npu", torch.float32, 512, NpuAttention),
+        ("npu", torch.float32, 520, type(None)),
+        ("npu", torch.float64, 64, type(None)),
+        ("cpu", torch.float64, 64, HostAttention),
+    ],
+)
+def test_which_kernel_a_device_would_take(device: str, dtype: torch.dtype, size: int, kind: type) -> None:
+    with FakeTensorMode():
+        q, k, v, _ = drawn(dtype, 8, 8, size=size)
+        assert type(fused_attention(device, q, k, v)) is kind
+        assert fused_attention(device, q[:0], k[:0], v[:0]) is None
+
+
+def test_a_kernel_that_nobody_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot estimate(?s:.*)ring_kernel: 'flesh'(?s:.*)'cudnn'"):
+        Job(find_model(TINY), ParallelDims(world_size=1), 1, 512, ring_kernel="flesh")
+
+
 # -- on a late device --------------------------------------------------------------------------------------------------
 
 
@@ -210,9 +355,11 @@ class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.kinds: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
+        self.names.append(func._schema.name.replace("::", "."))
+        self.kinds.append(kind_of(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -234,9 +381,9 @@ def test_a_late_device_computes_with_the_operators_of_torch_npu() -> None:
         return [x.cpu() for x in (out, lse, *grads)], operators.names
 
     found, names = sim.run(body, 1, device="npu")[0]
-    assert [name for name in names if name.startswith("npu::")] == [
-        "npu::npu_fusion_attention",
-        "npu::npu_fusion_attention_grad",
+    assert [name for name in names if name.startswith("npu.")] == [
+        "npu.npu_fusion_attention",
+        "npu.npu_fusion_attention_grad",
     ]
     block = AttentionBlock(*full[:3], True, 0.3)
     out, lse = block._by_hand()

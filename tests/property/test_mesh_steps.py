@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from mesh_kit import Seen, alone, assert_same, compare, in_real_numbers
-from mesh_training import only_steps
+from mesh_training import GivenRouting, only_steps
 from mesh_training import steps_of as all_of_steps
 from training_kit import MODELS, Arrangement, Problem, arrangements
 
@@ -100,6 +100,12 @@ EACH = {
     "experts and cp": ("experts", 4, {"ep": 2, "cp": 2}),
     "experts over tp": ("experts", 4, {"ep": 2, "tp": 2, "etp": 1, "fold_experts": True}),
     "experts over cp": ("experts", 2, {"cp": 2, "fold_experts": True}),
+    "experts on nodes": ("experts", 4, {"ep": 4, "ranks_per_node": 2}),
+    "experts over tp, on nodes": (
+        "experts",
+        4,
+        {"ep": 2, "tp": 2, "etp": 1, "fold_experts": True, "ranks_per_node": 2},
+    ),
 }
 
 
@@ -111,7 +117,7 @@ def config_of(model: str, parallel: dict[str, Any], accumulate: int = 1) -> Any:
 @pytest.mark.parametrize("name", EACH)
 def test_each_dimension_on_every_rank(name):
     model, size, parallel = EACH[name]
-    routing = Routing.zipf(1.0) if "expert" in model else None
+    routing = GivenRouting.zipf(1.0) if "expert" in model else None
     config = config_of(model, parallel, accumulate=2 if "reduce_each" in parallel else 1)
     seen = compare(steps_of(config, size, routing=routing), size, part=only_steps)
     axes = {event.axis for rank in seen for event in rank.events}

@@ -375,6 +375,7 @@ FLAGS = [
     ("parallel", "ep", "--ep", "2", 2),
     ("parallel", "etp", "--etp", "1", 1),
     ("parallel", "fold_experts", "--fold-experts", None, True),
+    ("parallel", "ranks_per_node", "--ranks-per-node", "8", 8),
     ("parallel", "schedule", "--schedule", "gpipe", "gpipe"),
     ("parallel", "layers_per_stage", "--layers-per-stage", "1,2,1", "1,2,1"),
     ("parallel", "engine", "--engine", "hsdp", "hsdp"),

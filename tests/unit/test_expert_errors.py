@@ -80,6 +80,32 @@ def refused(config: LlamaConfig, sizes: dict[str, int], options: dict[str, Any])
             "cannot split the experts: ep='experts' is no axis of the mesh\n  mesh: expert=2\n  try: ep='expert'",
         ),
         (
+            CONFIG,
+            {"dp": 2, "ep": 2},
+            {"ranks_per_node": 3},
+            "cannot split the experts: the ranks that share experts must lie equally many on each of equally many "
+            "nodes\n"
+            "  ranks: [2, 3], of which each node has [1, 1]   ranks_per_node: 3\n"
+            "  try: ranks_per_node=None, or another size of ep",
+        ),
+        (
+            CONFIG,
+            {"ep": 4},
+            {"ranks_per_node": 3},
+            "cannot split the experts: the ranks that share experts must lie equally many on each of equally many "
+            "nodes\n"
+            "  ranks: [0, 1, 2, 3], of which each node has [3, 1]   ranks_per_node: 3\n"
+            "  try: ranks_per_node=None, or another size of ep",
+        ),
+        (
+            CONFIG,
+            {"ep": 2},
+            {"ranks_per_node": 0},
+            "cannot split the experts: ranks_per_node must be a finite number of at least 1\n"
+            "  ranks_per_node: 0\n"
+            "  try: ranks_per_node=1",
+        ),
+        (
             LlamaConfig(num_hidden_layers=1),
             {"ep": 2},
             {},
@@ -88,7 +114,7 @@ def refused(config: LlamaConfig, sizes: dict[str, int], options: dict[str, Any])
             "  try: a model with GroupedExperts, such as hyper_parallel.models.MoELlama",
         ),
     ],
-    ids=["experts", "width", "etp", "tp twice", "order", "axis", "llama"],
+    ids=["experts", "width", "etp", "tp twice", "order", "axis", "some", "uneven", "none", "llama"],
 )
 def test_what_does_not_fit_is_refused(config, sizes, options, expected):
     world_size = torch.Size(sizes.values()).numel()

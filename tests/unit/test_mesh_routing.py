@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import itertools
+import math
 from functools import partial
 
 import numpy as np
@@ -115,6 +117,26 @@ def test_what_is_no_routing_is_refused(make, kind, stated):
         make()
     for words in stated:
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize("shares", [None, [5, 1, 1, 2, 3, 1], [3, 1, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize(("per_token", "nodes"), [(1, 3), (2, 2), (3, 2), (3, 3), (3, 6), (6, 2)])
+def test_visits_are_those_of_every_set_of_experts_by_its_chance(shares, per_token, nodes):
+    routing, tokens = Routing(shares=shares), 100_000
+    sizes = {"tokens": tokens, "experts": 6, "per_token": per_token, "ranks": 2}
+    visits = routing.visits(**sizes, nodes=nodes)
+    for rank, counts in enumerate(routing.counts(**sizes)):
+        chances = {
+            some: math.prod(count if e in some else tokens - count for e, count in enumerate(counts.tolist()))
+            for some in itertools.combinations(range(6), per_token)
+        }
+        for node in range(nodes):
+            here = sum(chance for some, chance in chances.items() if any(e * nodes // 6 == node for e in some))
+            assert abs(visits[rank, node] - tokens * here / sum(chances.values())) <= 0.501
+
+
+def test_visits_of_no_tokens():
+    assert not Routing().visits(tokens=0, experts=4, per_token=2, ranks=2, nodes=2).any()
 
 
 def test_descriptions():

@@ -599,10 +599,27 @@ def outcome(truth: float, predicted: float, group: str = "a") -> Outcome:
     return Outcome("m1", "s", group, "t", False, Compared(truth, predicted, 0, 1))
 
 
+def test_maxima_that_torchtitan_kept_for_float8():
+    """Of each product, |x| of its input and of its gathered weight, in bfloat16."""
+    spec, recipe = find_model("llama-tiny"), Recipe(float8=True, checkpointing="selective")
+    config, tokens = spec.config, 512
+    held = {}
+    for keeps in (False, True):
+        job = Job(spec, ParallelDims(), 1, tokens, replace(recipe, conventions=MegatronConventions(keeps_maxima=keeps)))
+        (program,) = trace(job)
+        held[keeps] = replay_memory(program, None).by_category["activations"]
+    d, f, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    weights, inputs = 2 * d * d + 2 * d * kv + 3 * d * f, 6 * d + f
+    assert held[True] - held[False] == pytest.approx(2 * (weights + tokens * inputs) * spec.num_layers, rel=0.02)
+    assert case("m0077").recipe.conventions.keeps_maxima
+    assert not case("m0079").recipe.conventions.keeps_maxima
+
+
 def test_only_pairs_of_a_group_that_differ_are_asked_to_be_in_order():
     assert ordered_pairs([outcome(100, 1), outcome(104, 2)]) == (0, 0)
     assert ordered_pairs([outcome(100, 1), outcome(120, 2), outcome(90, 3, "b")]) == (1, 1)
     assert ordered_pairs([outcome(100, 2), outcome(120, 1)]) == (0, 1)
+    assert ordered_pairs([outcome(100, 2), outcome(120, 2)]) == (0, 1), "alike is in no order, whichever comes first"
 
 
 def test_the_page_tells_held_out_and_calibration_apart():
@@ -666,7 +683,6 @@ def test_traces_are_kept_as_text_and_come_back_as_they_were(tmp_path, monkeypatc
     programs = trace(Job(find_model("llama-tiny"), dims, 8, 64, Recipe()))
     programs[0].groups.append(CommGroup("world", range(0, 100_000, 2)))
     traced = []
-    monkeypatch.setattr(predict, "job_of", lambda case: case)
     monkeypatch.setattr(predict, "trace", lambda job: traced.append(job) or programs)
     assert predict.programs_of(published, tmp_path) is programs
     again = predict.programs_of(published, tmp_path)

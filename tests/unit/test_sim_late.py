@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import sim
@@ -57,6 +61,26 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(norm(x.bfloat16()).square().sum(), (x, norm.weight))[0]
 
 
+def attended(x: torch.Tensor, heads: int = 2, **options) -> torch.Tensor:
+    """Two queries attend with their gradients, and in inference."""
+    q = x.view(1, 2, 2, 6).detach().requires_grad_()
+    out = torch.nn.functional.scaled_dot_product_attention(q, q[:, :heads], q[:, :heads] * 2, **options)
+    with torch.inference_mode():
+        again = torch.nn.functional.scaled_dot_product_attention(q, q[:, :heads], q[:, :heads] * 2, **options)
+    return torch.stack([out, again.clone(), *torch.autograd.grad(out.square().sum(), q)])
+
+
+def root_mean_squares(x: torch.Tensor) -> torch.Tensor:
+    found, norm = [], torch.nn.functional.rms_norm
+    for given, shape in ((x, (6,)), (x, (4, 6)), (x.bfloat16(), (6,)), (x[0], (6,)), (x.double(), (6,))):
+        given = given.detach().requires_grad_()
+        weight = torch.linspace(-1, 2, 24, dtype=given.dtype, device=x.device)[-math.prod(shape) :]
+        weight = weight.view(shape).requires_grad_()
+        out = norm(given, shape, weight) + norm(given, shape, eps=1e-3)
+        found += [out, *torch.autograd.grad(out.square().sum(), (given, weight))]
+    return torch.cat([each.flatten().float() for each in found])
+
+
 def recurrent(x: torch.Tensor) -> torch.Tensor:
     found = []
     for layer in (torch.nn.GRU(6, 3, 2), torch.nn.LSTM(6, 3, 2), torch.nn.LSTM(6, 3, bias=False, bidirectional=True)):
@@ -84,7 +108,12 @@ OPERATIONS = {
     "nothing": lambda x: torch.cat([x[:0], x.new_empty(0, 6)]).sum(),
     "random numbers": lambda x: torch.nn.functional.dropout(torch.randn_like(x), 0.5) + torch.rand(6, device=x.device),
     "layers": lambda x: torch.nn.functional.layer_norm(torch.nn.functional.gelu(x), (6,)),
-    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 2, 2, 6)] * 3, is_causal=True),
+    "attention": lambda x: attended(x, is_causal=True),
+    "attention with a mask": lambda x: attended(x, attn_mask=torch.tensor([[True, False], [True, True]]).to(x.device)),
+    "attention with fewer heads": lambda x: attended(x, 1, enable_gqa=True),
+    "attention in other dtypes": lambda x: attended(x.bfloat16(), scale=0.3).float() + attended(x.double()),
+    "attention with a mask that learns": lambda x: attended(x, attn_mask=x[:2, :2]),
+    "root mean squares": root_mean_squares,
     "embedding and loss": lambda x: torch.nn.functional.cross_entropy(
         torch.nn.functional.embedding(torch.tensor([1, 0, 3], device=x.device), x), torch.tensor([5, 0, 1]).to(x.device)
     ),
@@ -106,6 +135,70 @@ def test_an_operation_gives_what_it_gives_on_the_cpu(name):
     torch.testing.assert_close(late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",)))
 
 
+def test_one_kernel_keeps_what_one_of_an_accelerator_keeps():
+    """Attention its output and log-sums, a norm its output and a number for each row; products keep the scores."""
+
+    def kept_by(function: Callable[..., torch.Tensor], *args, **options) -> int:
+        before = torch.npu.memory_allocated()
+        out = function(*args, **options)
+        return torch.npu.memory_allocated() - before if out.grad_fn else -1
+
+    def body() -> list[int]:
+        q, k = (torch.randn(1, heads, 16, 8, device="npu", requires_grad=True) for heads in (4, 2))
+        attend, options = torch.nn.functional.scaled_dot_product_attention, {"is_causal": True, "enable_gqa": True}
+        fused = kept_by(attend, q, k, k, **options)
+        with sdpa_kernel(SDPBackend.MATH):
+            scores = kept_by(attend, q, k, k, **options)
+        norm = kept_by(torch.nn.functional.rms_norm, q, (8,), torch.ones(8, device="npu"))
+        gate, grad = torch.nn.functional.silu(q), torch.ones_like(q)
+        before = torch.npu.memory_allocated()
+        torch.npu.reset_peak_memory_stats()
+        gate.backward(grad)
+        return [fused, scores, norm, torch.npu.max_memory_allocated() - before]
+
+    ((fused, scores, norm, gate),) = late(body)
+    assert fused == (8 + 1) * 4 * 16 * 4
+    assert scores > fused + 4 * 16 * 16 * 4
+    assert norm == (8 + 1) * 4 * 16 * 4
+    assert gate == 8 * 4 * 16 * 4, "the gradient, and nothing on the way to it"
+
+
+def test_masks_of_attention_are_those_that_torch_takes():
+    def body(device: str) -> list:
+        q, found = torch.randn(2, 4, 3, 8).to(device), []
+        for shape in ((3, 5), (3, 1), (1, 5), (2, 4, 3, 5), (2, 1, 1, 5), (4, 3, 5), (1, 1)):
+            mask = torch.rand(shape).gt(0.4).to(device)
+            for each in (mask, mask.float()):
+                found.append(F.scaled_dot_product_attention(q, *q.new_ones(2, 2, 4, 5, 8).cumsum(3), each).cpu())
+        found.append(F.scaled_dot_product_attention(q, q, q, q[0, 0, :, :3], is_causal=True).cpu())
+        with pytest.raises(RuntimeError, match="must match"):
+            F.scaled_dot_product_attention(q, q, q, q.new_zeros(3, 2))
+        return found
+
+    torch.testing.assert_close(late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",)), equal_nan=True)
+
+
+def test_attention_of_dtensors_stays_split():
+    def body() -> list:
+        whole = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+        mask, mesh = torch.rand(6, 6, generator=torch.Generator().manual_seed(1)), init_device_mesh("npu", (2,))
+        found = []
+        for dim, options in ((0, {"is_causal": True}), (1, {}), (1, {"attn_mask": mask})):
+            alone, parts = whole.clone(), distribute_tensor(whole.to("npu"), mesh, [Shard(dim)])
+            on_mesh = {name: distribute_tensor(each.to("npu"), mesh) for name, each in options.items() if each is mask}
+            for x, given in ((alone, options), (parts, options | on_mesh)):
+                x.requires_grad_()
+                out = torch.nn.functional.scaled_dot_product_attention(x, x * 2, x, **given)
+                out.square().sum().backward()
+                assert x is alone or "attn_mask" in options or out.placements == x.grad.placements == (Shard(dim),)
+                found.append([full.full_tensor().cpu() if x is parts else full for full in (out.detach(), x.grad)])
+        return found
+
+    for found in late(body, 2, check_races=True):
+        for alone, split in zip(found[::2], found[1::2], strict=True):
+            torch.testing.assert_close(split, alone)
+
+
 def test_training_gives_what_it_gives_on_the_cpu():
     def body(device: str) -> list[float]:
         block = torch.nn.Sequential(
@@ -124,6 +217,77 @@ def test_training_gives_what_it_gives_on_the_cpu():
         return losses
 
     assert late(body, args=("npu",), check_races=True) == sim.run(body, 1, ("cpu",))
+
+
+def without_autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("npu", enabled=False):
+        return x @ w
+
+
+# What is called under autocast, and the same with every cast written out.
+CAST = {
+    "a product": (lambda x, w: x @ w, lambda x, w: x.half() @ w.half()),
+    "a layer": (lambda x, w: F.linear(x, w, w[0]), lambda x, w: F.linear(x.half(), w.half(), w[0].half())),
+    "attention": (
+        lambda x, w: F.scaled_dot_product_attention(*[x.view(1, 2, 2, 4)] * 3, is_causal=True),
+        lambda x, w: F.scaled_dot_product_attention(*[x.half().view(1, 2, 2, 4)] * 3, is_causal=True),
+    ),
+    "a sum": (lambda x, w: (x @ w).sum(), lambda x, w: (x.half() @ w.half()).sum(dtype=torch.float32)),
+    "softmax": (lambda x, w: (x @ w).softmax(-1), lambda x, w: (x.half() @ w.half()).float().softmax(-1)),
+    "a sum of a dtype": (
+        lambda x, w: (x @ w).sum(0, dtype=torch.float64),
+        lambda x, w: (x.half() @ w.half()).sum(0, dtype=torch.float64),
+    ),
+    "a norm": (
+        lambda x, w: F.layer_norm(x.half(), (4,), w[0]),
+        lambda x, w: F.layer_norm(x.half().float(), (4,), w[0]),
+    ),
+    "two dtypes": (
+        lambda x, w: torch.addcmul(x.half(), x, x.half()),
+        lambda x, w: torch.addcmul(x.half().float(), x, x.half().float()),
+    ),
+    "float64": (lambda x, w: x.double() @ w.double(), lambda x, w: x.double() @ w.double()),
+    "a list": (
+        lambda x, w: torch.linalg.multi_dot([x, w, w]),
+        lambda x, w: torch.linalg.multi_dot([x.half(), w.half(), w.half()]),
+    ),
+    "autocast switched off": (without_autocast, lambda x, w: x @ w),
+    "anything else": (lambda x, w: F.gelu(x.half()), lambda x, w: F.gelu(x.half())),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_autocast_casts_what_it_casts_on_a_gpu(name):
+    def body(device: str) -> list:
+        x, w = (torch.randn(4, 4).to(device).requires_grad_() for _ in range(2))
+        with torch.autocast(device, torch.float16, enabled=device == "npu"):
+            out = CAST[name][device == "cpu"](x, w)
+        grads = torch.autograd.grad(out.square().sum(), (x, w), allow_unused=True)
+        return [each.detach().cpu() for each in (out, *grads) if each is not None]
+
+    (found,), (expected,) = late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",))
+    assert found[0].dtype is expected[0].dtype
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_a_scaler_of_gradients_skips_the_step_that_overflows():
+    def body() -> list:
+        weight = torch.nn.Parameter(torch.ones(4, 4, device="npu"))
+        scaler, optimizer = torch.amp.GradScaler("npu", init_scale=2.0**15), torch.optim.SGD([weight], lr=1.0)
+        seen = []
+        for size in (1e3, 1e-3):
+            with torch.autocast("npu", torch.float16):
+                loss = (torch.full((2, 4), size, device="npu") @ weight).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append([scaler.get_scale(), weight[0, 0].item()])
+        return seen
+
+    ((first, second),) = right(body)
+    assert first == [2.0**14, 1.0], "it has overflown"
+    assert second == [2.0**14, pytest.approx(1 - 1e-3 / 4, rel=1e-5)]
 
 
 def test_a_tensor_says_where_it_is():
@@ -396,6 +560,7 @@ def to_the_host(*, waits: bool):
         x = torch.full((4,), 2.0, device="npu")
         y = torch.empty(4, pin_memory=True)
         assert y.is_pinned()
+        assert not torch.ones(2).is_pinned()
         y.copy_(x, non_blocking=True)
         if waits:
             torch.npu.current_stream().synchronize()

@@ -294,6 +294,42 @@ def test_a_world_after_another_one():
         assert found.computed["aten.mm.default"] == 1
 
 
+def test_later_worlds_use_what_is_known_until_a_rule_changes(monkeypatch):
+    computed: Counter[str] = Counter()
+    own = ShardingPropagator.propagate_op_sharding_non_cached
+
+    def counted(self: Any, schema: Any) -> Any:
+        computed[str(schema.op)] += 1
+        return own(self, schema)
+
+    def body() -> list[Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(24.0).view(12, 2), mesh, [Shard(0)])
+        y = x @ x.t()
+        assert y._spec.mesh is mesh
+        return local([y])
+
+    monkeypatch.setattr(ShardingPropagator, "propagate_op_sharding_non_cached", counted)
+    first = sim.run(body, 2)
+    assert sim.run(body, 2) == first
+    assert computed["aten.mm.default"] == 1
+    assert sim.run(body, 2, map_device="cuda") == first  # a host has two devices there, and not one
+    assert computed["aten.mm.default"] == 2
+    rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    monkeypatch.setitem(rules, aten.huber_loss_backward.default, lambda schema: None)
+    assert sim.run(body, 2) == first
+    assert computed["aten.mm.default"] == 3
+
+    def with_a_rule_of_its_own() -> list[Any]:
+        rules[aten.huber_loss.default] = lambda schema: None
+        return body()
+
+    assert sim.run(with_a_rule_of_its_own, 2) == first
+    del rules[aten.huber_loss.default]
+    assert sim.run(body, 2) == first
+    assert computed["aten.mm.default"] == 4
+
+
 # -- what has a state, is random, or fails ---------------------------------------------------------------------
 
 
@@ -427,5 +463,5 @@ def test_rules_ask_for_the_rank_only_where_it_is_noted(monkeypatch):
         model_step(mesh, 4, 3, 7, 1)
         many_operators(mesh, 5, 6, [Shard(0), Shard(1)])
 
-    sim.run(body, 4)
+    run(body, 4)
     assert set(asked) == allowed

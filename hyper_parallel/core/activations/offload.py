@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hyper_parallel.core.common.torch_compat import calls_compiled, runs_eagerly
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.base import Event, Stream
 
@@ -124,7 +126,7 @@ class ActivationOffload:
     def __reduce__(self) -> Any:
         return type(self), ()
 
-    @torch.compiler.disable(recursive=False)  # and so each that calls another: what is left to compile is the block
+    @calls_compiled
     def run(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run the forward of a block, and move what the block before it has saved to the host meanwhile."""
         begun = self._begin()
@@ -137,7 +139,7 @@ class ActivationOffload:
         finally:
             self._end(block, own)
 
-    @torch.compiler.disable
+    @runs_eagerly
     def _begin(self) -> tuple[BlockActivations, saved_tensors_hooks] | None:
         platform = get_platform()
         if not (torch.is_grad_enabled() and platform.has_own_memory):
@@ -148,7 +150,7 @@ class ActivationOffload:
         self._last = own
         return own, saved_tensors_hooks(lambda tensor: self._pack(tensor, own, platform), self._unpack)
 
-    @torch.compiler.disable
+    @runs_eagerly
     def _end(self, block: nn.Module, own: BlockActivations) -> None:
         _find_weights(block, own)
         before = None if own.before is None else own.before()
@@ -291,7 +293,7 @@ class OffloadedBlock(ActivationWrapper):
         super().__init__(block)
         self._offload = offload
 
-    @torch.compiler.disable(recursive=False, reason=_BREAKS)
+    @partial(calls_compiled, reason=_BREAKS)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns."""
         return self._offload.run(self._checkpoint_wrapped_module, args, kwargs)

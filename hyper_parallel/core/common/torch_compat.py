@@ -36,9 +36,17 @@ def runs_eagerly(verb: Callable[P, R]) -> Callable[P, R]:
     return _called_between_graphs(verb, recursive=True)
 
 
-def calls_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function as `runs_eagerly` does, but that what it calls is compiled."""
-    return _called_between_graphs(function, recursive=False)
+def calls_compiled(function: Callable[P, R], reason: str | None = None) -> Callable[P, R]:
+    """Return the function as `runs_eagerly` does, but that what it calls is compiled.
+
+    Args:
+        function: what is not compiled itself.
+        reason: why, in the error of who asks for a single graph.
+    """
+    called = _called_between_graphs(function, recursive=False)
+    if reason is not None:  # as `torch.compiler.disable` leaves it; to import that takes half a second
+        vars(called).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return called
 
 
 def _called_between_graphs(verb: Callable[P, R], *, recursive: bool) -> Callable[P, R]:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.common.torch_compat import note_replaced
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.expert_parallel.experts import GroupedExperts, SharedGroup
+from hyper_parallel.core.expert_parallel.experts import GroupedExperts, NodeGroups, SharedGroup
 from hyper_parallel.core.expert_parallel.router import routers_of
 from hyper_parallel.core.mesh.device_mesh import axes_of, flatten_axes
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.region import OWN_PARTS, is_unit
 
-__all__ = ["exchange_of", "expert_parallel", "read_axes"]
+__all__ = ["exchange_of", "expert_parallel", "nodes_of", "read_axes", "split_over_nodes"]
 
 _ASKED = "cannot split the experts"
 _DEFAULTS = ("ep", "tp", "cp")  # axes that a mesh may lack
@@ -35,6 +38,7 @@ def expert_parallel(
     tp: str = "tp",
     cp: str = "cp",
     etp: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> nn.Module:
     """Split the experts of a model over ranks, in place; tokens then go to the ranks that have their experts.
 
@@ -64,6 +68,8 @@ def expert_parallel(
         tp: the axis of tensor parallelism.
         cp: the axis that splits sequences, for the auxiliary loss.
         etp: the degree of tp, or 1. Default: the degree of tp; 1 where tp is one of `ep`.
+        ranks_per_node: rank r sits on node r // ranks_per_node; with it, a token goes once to each node that has some
+            of its experts, and from there to these. None: once to each expert. See `GroupedExperts.forward`.
 
     Returns:
         The model.
@@ -72,11 +78,12 @@ def expert_parallel(
         TypeError: no mesh, or another argument of another kind.
         ValueError: no experts in the model; experts or an inner width that the ranks cannot share evenly; an `etp` that
             is neither; no such axis; axes out of mesh order, or whose ranks do not ascend; weights that are split
-            already.
+            already; experts of which some nodes would have more than others.
     """
     check(_ASKED, "module", model=model)
     check(_ASKED, "str", tp=tp, cp=cp)
-    check(_ASKED, "int | None", etp=etp)
+    check(_ASKED, "int | None", etp=etp, ranks_per_node=ranks_per_node)
+    check_least(_ASKED, 1, ranks_per_node=ranks_per_node)
     over = read_axes(_ASKED, mesh, ep)
     sizes = {"ep": math.prod(_size(mesh, "ep", name) for name in over)}
     sizes |= {"tp": _size(mesh, "tp", tp), "cp": _size(mesh, "cp", cp)}
@@ -86,12 +93,12 @@ def expert_parallel(
     held = tuple(name for name in axes_of(mesh).names if name in splitting or (name == tp and sizes["tp"] > 1))
     if held:
         layouts = _layouts(mesh[held], splitting, tp if degree > 1 else None)
-        exchange = exchange_of(mesh, over)
+        exchange, nodes = exchange_of(mesh, over), nodes_of(mesh, over, ranks_per_node)
         for _, experts in found:
             for name, layout in layouts.items():
                 _split(experts, name, layout)
             experts.__dict__[OWN_PARTS] = True
-            experts.exchange = exchange
+            experts.exchange, experts.nodes = exchange, nodes
     between = (SharedGroup(mesh.get_group(tp)),) if sizes["tp"] > degree else ()
     along = (SharedGroup(mesh.get_group(cp)),) if sizes["cp"] > 1 else ()
     for _, router in routers_of(model):
@@ -160,6 +167,72 @@ def exchange_of(mesh: DeviceMesh, over: Sequence[str]) -> SharedGroup | None:
         blame, seen = "ranks along the axes that split experts have to ascend", f"ranks: {order}"
         raise ValueError(explain(_ASKED, blame, seen, "a mesh whose rows ascend, as init_device_mesh makes them"))
     return SharedGroup(ranks.get_group())
+
+
+def nodes_of(mesh: DeviceMesh, over: Sequence[str], ranks_per_node: int | None) -> NodeGroups | None:
+    """Return the groups through which tokens go to each node once; None: they all stay on one, or nobody says nodes.
+
+    Communication: two process groups, unless there are such. So ranks call it as they call `exchange_of`.
+
+    Args:
+        mesh: the mesh, with all its axes.
+        over: the axes that split experts, in mesh order.
+        ranks_per_node: as for `expert_parallel`.
+
+    Raises:
+        ValueError: nodes with more of the ranks than others.
+    """
+    names = [name for name in over if _size(mesh, "ep", name) > 1]
+    if ranks_per_node is None or not names:
+        return None
+    axes = axes_of(mesh)
+    along = [axes.index(name) for name in names]
+    with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
+        behind = mesh.mesh.movedim(along, [*range(-len(along), 0)]).flatten(-len(along))
+        groups: list[list[int]] = behind.reshape(-1, behind.shape[-1]).tolist()
+    count, each = split_over_nodes(_ASKED, groups, ranks_per_node)
+    if count == 1:
+        return None
+    own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    place = own.index(dist.get_rank())
+    between = own[place % each :: each]
+    within = own[place // each * each :][:each]
+    exchange = _group(mesh, names, between, "nodes")
+    return NodeGroups(exchange, _group(mesh, names, within, "node") if each > 1 else None)
+
+
+def split_over_nodes(asked: str, groups: Sequence[Sequence[int]], ranks_per_node: int) -> tuple[int, int]:
+    """Return on how many nodes the ranks of each of some groups lie, and how many of them on each node.
+
+    >>> split_over_nodes("cannot split", [[0, 2, 4, 6], [1, 3, 5, 7]], ranks_per_node=4)
+    (2, 2)
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        groups: their ranks, in ascending order.
+        ranks_per_node: rank r sits on node r // ranks_per_node.
+
+    Raises:
+        ValueError: numbers that are not the same for all nodes and groups.
+    """
+    counts = [[*Counter(rank // ranks_per_node for rank in ranks).values()] for ranks in groups]
+    found = {(len(each), count) for each in counts for count in each}
+    if len(found) > 1:
+        at = next(at for at, each in enumerate(counts) if each != counts[0] or len(set(each)) > 1)
+        blame = "the ranks that share experts must lie equally many on each of equally many nodes"
+        seen = f"ranks: {[*groups[at]]}, of which each node has {counts[at]}   ranks_per_node: {ranks_per_node}"
+        raise ValueError(explain(asked, blame, seen, "ranks_per_node=None, or another size of ep"))
+    return found.pop()
+
+
+def _group(mesh: DeviceMesh, names: Sequence[str], ranks: list[int], word: str) -> SharedGroup:
+    """Return the group of these ranks, which lie along some axes: that of one of them, if it has these ranks."""
+    whole = exchange_of(mesh, names)
+    assert whole is not None, "the axes have several ranks"
+    if dist.get_process_group_ranks(whole.group) == ranks:
+        return whole
+    named = next((name for name in names if dist.get_process_group_ranks(mesh.get_group(name)) == ranks), None)
+    return SharedGroup(group_of(tuple(ranks), (named or f"{'_'.join(names)}_{word}",), mesh))
 
 
 def _checked(

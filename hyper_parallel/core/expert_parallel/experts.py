@@ -18,19 +18,24 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.api import to_local
 
 __all__ = [
+    "Copies",
     "CountRows",
     "Flight",
     "GroupedExperts",
     "Loads",
+    "NodeGroups",
     "Order",
     "Sent",
+    "SentToNodes",
     "SharedGroup",
+    "copied",
     "count_rows",
     "exchange_counts",
     "exchange_rows",
     "restored",
     "sorted_copies",
     "sorted_rows",
+    "summed",
 ]
 
 
@@ -164,8 +169,14 @@ class Order(NamedTuple):
         places = bins_of_rows.argsort(stable=True)
         back = torch.empty_like(places)
         back[places] = torch.arange(len(places), device=places.device)
-        counts = torch.zeros(bins, dtype=torch.int64, device=places.device)
-        return cls(places, back, counts.scatter_add_(0, bins_of_rows, torch.ones_like(bins_of_rows)))
+        return cls(places, back, _counted(bins_of_rows, bins))
+
+
+def _counted(bins_of_rows: torch.Tensor, bins: int) -> torch.Tensor:
+    """Return how many rows each bin has; rows may have several, in any shape."""
+    bins_of_rows = bins_of_rows.flatten()
+    counts = torch.zeros(bins, dtype=torch.int64, device=bins_of_rows.device)
+    return counts.scatter_add_(0, bins_of_rows, torch.ones_like(bins_of_rows))
 
 
 def sorted_rows(rows: torch.Tensor, order: Order) -> torch.Tensor:
@@ -200,6 +211,79 @@ class _Move(torch.autograd.Function):
         return there, None, None, None
 
 
+# Rows that go to some of many bins, and what comes back of them -------------------------------------------------------
+
+
+class Copies(NamedTuple):
+    """Copies of rows, as many of each as it has bins, in the order of bins; within a bin they are in the order of rows.
+
+    >>> copies = Copies.by(torch.tensor([[2, 0], [3, 0], [1, 3]]), bins=3, total=4)  # 3 is no bin
+    >>> copies.rows.tolist(), copies.slots.tolist()
+    ([0, 1, 2, 0], [1, 3, 4, 0])
+    >>> copies.places.tolist(), copies.starts.tolist()
+    ([3, 0, 1, 2], [0, 2, 3])
+
+    Attributes:
+        rows: which row each copy is of.
+        slots: in which place among the bins of all rows, one row after the other, its bin is named.
+        places: of the copies by row: at which place each one is.
+        starts: where those of each row begin in `places`.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def by(cls, bins_of_rows: torch.Tensor, bins: int, total: int) -> Copies:
+        """Copy rows to their bins.
+
+        Args:
+            bins_of_rows: int64 (rows, n): numbers of bins; what is not below `bins` is none.
+            bins: how many there are.
+            total: how many of these numbers are bins. The host has to know.
+        """
+        slots = bins_of_rows.flatten().argsort(stable=True)[:total]
+        each = (bins_of_rows < bins).sum(1)
+        return cls(slots // max(bins_of_rows.shape[1], 1), slots, slots.argsort(), each.cumsum(0) - each)
+
+
+def copied(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """Return the copies of rows; a row's gradient is the sum of theirs."""
+    return cast(torch.Tensor, _Copy.apply(rows, copies))
+
+
+def summed(copies_of_rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """Return for each row the sum of its copies; of none it is 0."""
+    return cast(torch.Tensor, _Sum.apply(copies_of_rows, copies))
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+        ctx.copies = copies
+        return rows.index_select(0, copies.rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return summed(grad, ctx.copies), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sums by torch's embedding bag: in one kernel that adds up in the order of copies, in float32 for narrower dtypes.
+    Adding by index would add in any order on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, copies_of_rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+        ctx.copies = copies
+        return torch.embedding_bag(copies_of_rows.detach(), copies.places, copies.starts)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return copied(grad, ctx.copies), None
+
+
 # Many feed-forwards as three tensors, each applied to the tokens that are routed to it; no token is dropped -----------
 
 
@@ -213,18 +297,35 @@ class SharedGroup:
         return self
 
 
+@dataclass(frozen=True)
+class NodeGroups:
+    """The ranks that experts are split over, as they lie on several nodes, equally many on each.
+
+    Attributes:
+        between: one rank of each node, those at the same place on theirs.
+        within: the ranks of this node; None: it has one.
+    """
+
+    between: SharedGroup
+    within: SharedGroup | None
+
+
 class Loads(NamedTuple):
     """How many rows go where; the first two are empty where all experts are here.
 
     Attributes:
-        sent: to each of the ranks that the experts are split over.
+        sent: to each of the ranks that the experts are split over; with `NodeGroups` to each node.
         received: from each of them.
         each: to each expert of this rank.
+        passed: with `NodeGroups`, to each rank of this node, of the rows that have come to it.
+        taken: from each of them.
     """
 
     sent: list[int]
     received: list[int]
     each: list[int]
+    passed: Sequence[int] = ()
+    taken: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,18 +347,49 @@ class Sent:
     rows: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class SentToNodes:
+    """Tokens on their way to the nodes that have their experts.
+
+    Attributes:
+        copies: of this rank's tokens, by node.
+        come: how many rows come from each rank of this node for each expert of this one, on the device.
+        loads: how many rows go where.
+        marks: the exchange of experts.
+        experts: of the rows that come, int32 (rows, experts per token): numbers among those of this node, or their
+            count for one that is on another node.
+        flight: the exchange of rows.
+        rows: those that come.
+    """
+
+    copies: Copies
+    come: Tensor
+    loads: Loads
+    marks: Flight
+    experts: Tensor
+    flight: Flight
+    rows: Tensor
+
+
 CountRows = Callable[["GroupedExperts", Tensor, Tensor, Tensor | None], Loads]
 """The experts, those that each token has chosen, the rows of this rank by (rank, expert), or by expert where all are
-here, and the rows that come by (rank, own expert), None where all are here -> how many."""
+here, and the rows that come by (rank, own expert), None where all are here -> how many. With `NodeGroups` the third is
+a line of the rows to each node, from each node, and to each rank of this one, and the last has the ranks of this one.
+"""
 
 
 def count_rows(experts: GroupedExperts, chosen: Tensor, to: Tensor, come: Tensor | None) -> Loads:
     """Read counts from the device: the one place that waits for it."""
     if come is None:
         return Loads([], [], to.tolist())
-    numbers = torch.cat((to.sum(1), come.sum(1), come.sum(0))).tolist()
-    ranks = len(come)
-    return Loads(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
+    is_line = experts.nodes is not None
+    numbers = torch.cat((to if is_line else to.sum(1), come.sum(1), come.sum(0))).tolist()
+    ranks, own = come.shape
+    each, taken = numbers[-own:], numbers[-own - ranks : -own]
+    if not is_line:
+        return Loads(numbers[:ranks], taken, each)
+    nodes = (len(to) - ranks) // 2
+    return Loads(numbers[:nodes], numbers[nodes : 2 * nodes], each, numbers[2 * nodes : -own - ranks], taken)
 
 
 class GroupedExperts(nn.Module):
@@ -284,6 +416,7 @@ class GroupedExperts(nn.Module):
         w2: (num_experts, hidden_size, inner_size).
         w3: as `w1`.
         exchange: the ranks that the experts are split over; None: all are here.
+        nodes: how these lie on nodes, each of which gets a token once; None: each expert gets it from its rank.
         count_rows: says how many rows go where; it reads that from the device unless it is replaced, as a simulation
             does whose tensors have no values.
     """
@@ -299,6 +432,7 @@ class GroupedExperts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
         self.w3 = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.exchange: SharedGroup | None = None
+        self.nodes: NodeGroups | None = None
         self.count_rows: CountRows = count_rows
         self.reset_parameters()
 
@@ -312,7 +446,7 @@ class GroupedExperts(nn.Module):
         for weight in (self.w1, self.w2, self.w3):
             weight.normal_(0.0, weight.shape[-1] ** -0.5)
 
-    def send(self, x: Tensor, chosen: Tensor) -> Sent | None:
+    def send(self, x: Tensor, chosen: Tensor) -> Sent | SentToNodes | None:
         """Send tokens to the ranks that have their experts, and do not wait for those that come.
 
             sent = experts.send(x, chosen)
@@ -326,11 +460,14 @@ class GroupedExperts(nn.Module):
         Returns:
             What `forward` takes; None where all experts are here.
 
-        Communication: one all_to_all of counts, which the host waits for, and one of tokens.
+        Communication: one all_to_all of counts, which the host waits for, and one of tokens. With `nodes` one of counts
+        in the node as well, and one of the numbers of tokens' experts; tokens go between nodes only.
         """
-        return None if self.exchange is None else self._send(x, chosen)
+        if self.exchange is None:
+            return None
+        return self._send(x, chosen) if self.nodes is None else self._send_to_nodes(x, chosen, self.nodes)
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, sent: Sent | None = None) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, sent: Sent | SentToNodes | None = None) -> Tensor:
         """Return for each token the sum of what its experts make of it, times their weights.
 
         Args:
@@ -342,6 +479,12 @@ class GroupedExperts(nn.Module):
         Communication with experts split over n ranks: forward one all_to_all of counts and two of tokens (there and
         back), each (n - 1) / n of tokens * experts per token * hidden_size elements where the load is even; backward
         two of gradients. Nothing is computed during them, except between `send` and this call.
+
+        With `nodes` a token goes to each node that has some of its experts once, to the rank at this one's place there,
+        which passes it on to the ranks of its experts, adds up what they return, and sends back one row. So an
+        all_to_all between nodes and one within them stand for each of those of tokens and gradients; one of weights
+        is between nodes as well, with one of their gradients in backward. What a node returns is rounded to the dtype
+        of x, in which it travels; the sum over experts and that over nodes are computed in that of the weights.
         """
         return self._run(x, chosen, weights, sent)
 
@@ -358,13 +501,36 @@ class GroupedExperts(nn.Module):
         return Sent(order, come, loads, flight, flight.start(rows))
 
     @runs_eagerly
-    def _run(self, x: Tensor, chosen: Tensor, weights: Tensor, sent: Sent | None = None) -> Tensor:
-        if self.exchange is None:
+    def _send_to_nodes(self, x: Tensor, chosen: Tensor, nodes: NodeGroups) -> SentToNodes:
+        between, within = nodes.between.group, nodes.within
+        count, ranks = between.size(), 1 if within is None else within.group.size()
+        per_node, chosen = self.num_experts // between.size(), chosen.flatten(0, -2)
+        node = chosen // per_node
+        again = (node.unsqueeze(2) == node.unsqueeze(1)).tril(-1).any(2)  # an earlier expert is on this node, too
+        node = node.masked_fill(again, count)
+        to = torch.cat((_counted(node, count + 1)[:-1, None], _counted(chosen, self.num_experts).view(count, -1)), 1)
+        come = exchange_counts(to, between)
+        passed = come[:, 1:].sum(0).view(ranks, -1)
+        taken = passed if within is None else exchange_counts(passed, within.group)
+        loads = self.count_rows(self, chosen, torch.cat((to[:, 0], come[:, 0], passed.sum(1))), taken)
+        copies = Copies.by(node, count, sum(loads.sent))
+        first = node.flatten().index_select(0, copies.slots).unsqueeze(1) * per_node
+        experts = chosen.index_select(0, copies.rows) - first
+        experts = experts.masked_fill((experts < 0) | (experts > per_node), per_node).to(torch.int32)
+        marks, flight = (Flight(loads.sent, loads.received, between) for _ in range(2))
+        experts = marks.start(experts)
+        return SentToNodes(copies, taken, loads, marks, experts, flight, flight.start(copied(x.flatten(0, -2), copies)))
+
+    @runs_eagerly
+    def _run(self, x: Tensor, chosen: Tensor, weights: Tensor, sent: Sent | SentToNodes | None = None) -> Tensor:
+        sent = sent or self.send(x, chosen)
+        if isinstance(sent, SentToNodes):
+            return self._on_nodes(sent, x, weights)
+        if sent is None:
             order = Order.by(chosen.flatten(), self.num_experts)
             rows = sorted_copies(x.flatten(0, -2), order, chosen.shape[-1])
             out = self._here(rows, order.counts, lambda: self.count_rows(self, chosen, order.counts, None).each)
         else:
-            sent = sent or self._send(x, chosen)
             order, out = sent.order, self._elsewhere(sent, x)
         out = restored(out, order).view(*chosen.shape, x.shape[-1])
         return (out * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
@@ -377,14 +543,48 @@ class GroupedExperts(nn.Module):
             x: what they are copies of, in the dtype to compute in. Who shards the experts' weights further takes its
                 gradients to be complete once that of x is.
         """
-        sent, received, each = tokens.loads
-        ranks, own = tokens.come.shape
+        sent, received, each = tokens.loads[:3]
         arrived = tokens.flight.arrived(tokens.rows, x).to(x.dtype)
-        expert = torch.arange(own, device=x.device).repeat(ranks)
-        expert = expert.repeat_interleave(tokens.come.flatten(), output_size=sum(received))
-        order = Order.by(expert, own)
-        out = restored(self._here(sorted_rows(arrived, order), order.counts, lambda: each), order)
-        return exchange_rows(out, received, sent, tokens.flight.group)
+        return exchange_rows(self._for_ranks(arrived, tokens.come, each), received, sent, tokens.flight.group)
+
+    def _on_nodes(self, tokens: SentToNodes, x: Tensor, weights: Tensor) -> Tensor:
+        """Let the nodes that have the experts compute, and return for each token the sum of what they make of it.
+
+        Args:
+            tokens: on their way.
+            x: as for `_elsewhere`.
+            weights: as for `forward`.
+        """
+        assert self.nodes is not None, "they were sent to nodes"
+        flight, loads = tokens.flight, tokens.loads
+        sent, received = loads.sent, loads.received
+        weights = exchange_rows(copied(weights.flatten(0, -2), tokens.copies), sent, received, flight.group)
+        experts = tokens.marks.arrived(tokens.experts).long()
+        arrived = flight.arrived(tokens.rows, x).to(x.dtype)
+        copies = Copies.by(experts, tokens.come.numel(), sum(loads.passed))
+        rows, within = copied(arrived, copies), self.nodes.within
+        if within is None:
+            out = self._here(rows, tokens.come[0], lambda: loads.each)
+        else:
+            rows = exchange_rows(rows, loads.passed, loads.taken, within.group)
+            out = self._for_ranks(rows, tokens.come, loads.each)
+            out = exchange_rows(out, loads.taken, loads.passed, within.group)
+        out = summed(out * weights.flatten().index_select(0, copies.slots).unsqueeze(-1), copies)
+        out = exchange_rows(out.to(x.dtype), received, sent, flight.group)
+        return summed(out, tokens.copies).view(x.shape)
+
+    def _for_ranks(self, rows: Tensor, come: Tensor, each: list[int]) -> Tensor:
+        """Compute this rank's experts on rows that come from ranks, and return what is for each in the same order.
+
+        Args:
+            rows: from the first rank for each expert, then from the second.
+            come: how many of each, (ranks, own experts).
+            each: to each expert.
+        """
+        ranks, own = come.shape
+        expert = torch.arange(own, device=rows.device).repeat(ranks)
+        order = Order.by(expert.repeat_interleave(come.flatten(), output_size=len(rows)), own)
+        return restored(self._here(sorted_rows(rows, order), order.counts, lambda: each), order)
 
     def _here(self, rows: Tensor, counts: Tensor, read: Callable[[], list[int]]) -> Tensor:
         """Compute this rank's experts, on rows in the order of experts.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -184,6 +185,18 @@ class ParallelDims:
     def expert_ranks(self) -> int:
         """The number of ranks that the experts are split over."""
         return math.prod(int(getattr(self, axis)) for axis in self.expert_axes)
+
+    def expert_groups(self) -> list[list[int]]:
+        """Return the ranks of each group that the experts are split over.
+
+        >>> ParallelDims(ep=2, tp=2, dp_shard=2, etp=1, world_size=8).expert_groups()
+        [[0, 2], [1, 3], [4, 6], [5, 7]]
+        """
+        ranks = np.arange(self.world_size).reshape([getattr(self, axis) for axis in RANK_ORDER])
+        over = [RANK_ORDER.index(axis) for axis in self.expert_axes]
+        ranks = np.moveaxis(ranks, over, range(-len(over), 0))
+        groups: list[list[int]] = ranks.reshape(-1, self.expert_ranks).tolist()
+        return groups
 
     @property
     def expert_shards(self) -> int:

@@ -138,6 +138,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         None if affine else job.micro_batch,
         min(job.microbatches, 3),
         (dims.tp, dims.cp, dims.ep, dims.etp, dims.ulysses_degree, dims.fold_experts),
+        job.ring_kernel if dims.ulysses_degree not in (None, dims.cp) else None,
         (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
         # Fewer experts than ranks are split on another dim.
         _few_experts(job),

@@ -71,11 +71,17 @@ def least_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
 
 
 def _together(state: tuple[float, float], activations: float, candidate: Candidate) -> float:
-    """Add up what is there at the same time: the first micro-batch's gradients come as its activations go."""
-    standing, gradients = state
-    if candidate.parts == 1:
-        return standing + max(gradients, activations)
-    return standing + gradients + activations
+    """Add up what is there at the same time: the first micro-batch's gradients come as its activations go.
+
+    Those that are still to be reduced over replicas wait in the dtype of the reduction.
+    """
+    (standing, gradients), recipe = state, candidate.recipe
+    if recipe.zero <= 1:
+        return standing + gradients + activations
+    waiting = 0.0 if candidate.parts == 1 else gradients
+    if recipe.master == "fp32" and candidate.dims.dp_replicate > 1:
+        waiting *= _BYTES[recipe.reduce_dtype] / 4
+    return standing + max(gradients, waiting + activations)
 
 
 def _on_a_rank(shape: Shape, candidate: Candidate) -> tuple[float, float]:
@@ -102,13 +108,10 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
             whole = computed if (recipe.zero == 2 or dims.pp > 1) and shards > 1 else 0  # a stage keeps what it gathers
             standing += parameters * ((weights + moments) / shards + whole)
             gradients += parameters * weights / shards
-        elif recipe.zero == 1:
-            ranks = shards * dims.dp_replicate
-            standing += parameters * (computed + (moments + (4 if has_master else 0)) / ranks)
-            gradients += parameters * computed
         else:
-            standing += parameters * (computed + moments)
-            gradients += parameters * computed
+            kept = moments + (4 if has_master else 0)
+            standing += parameters * (computed + kept / (shards if recipe.zero == 1 else 1))
+            gradients += parameters * _BYTES[recipe.reduce_dtype]
     return standing, gradients
 
 
@@ -165,10 +168,11 @@ def _under_way(candidate: Candidate) -> int:
 def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     """Return about how many bytes the fullest rank allocates, to order candidates by.
 
-    Per token and block without checkpointing what matrix products, attention, norms and the gated product keep for
-    backward; selectively checkpointed, the results of matrix products and attention. Of each logit 12 bytes, less
-    where the loss is the library's or compiled. Two gathered blocks and what is outside of blocks, and the gradients of
-    one block.
+    Per token and block without checkpointing what matrix products, attention, norms and the activation keep for
+    backward; selectively checkpointed, the results of matrix products and attention. Float8 products keep what went in
+    as it came. On top of that the larger of two moments: the loss, of each logit 12 bytes, less where it is the
+    library's or compiled; or a block's backward, with the gradients of one block and two gathered ones. What is
+    outside of blocks is gathered all the time. Gradients that wait for a reduction are kept in the dtype of it.
 
     Args:
         shape: of the model.
@@ -178,34 +182,50 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     dims, recipe = candidate.dims, candidate.recipe
     width, tokens = _BYTES[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
     layers = -(-shape.layers // dims.pp)
-    hidden, ffn = (
-        shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1),
-        shape.intermediate * width / dims.tp,
-    )
-    heads, kv = (n * shape.head_dim * width / dims.tp for n in (shape.heads, shape.kv_heads))
-    gathered_inputs = 2 * shape.hidden * width if dims.tp > 1 else 0.0
-    kept = {"full": hidden, "none": 4 * hidden + 2 * heads + 2 * kv + (3 if recipe.compile else 4) * ffn}
-    kept["selective"] = 3 * hidden + 2 * heads + 2 * kv + 2 * ffn
-    kept["alternate"] = (kept["selective"] + hidden) / 2  # attention, and every other matrix product
-    if recipe.sequence_parallel and not recipe.reshard_inputs:
-        kept["none"] += gathered_inputs
-    at_work = kept["none"] + 2 * hidden + gathered_inputs
+    kept, at_work = _guess_of_block(shape, candidate)
     policy = recipe.activations
     checkpointed = sum(map(policy.takes, range(layers)))
     per_layer = min(2 / max(checkpointed, 1), 1.0) * kept[policy.kind] if policy.offload else kept[policy.kind]
     in_layers = checkpointed * per_layer + (layers - checkpointed) * kept["none"]
-    bytes_ = tokens * (in_layers * _blocks_under_way(candidate) + at_work)
+    held, in_block, in_loss = tokens * in_layers * _blocks_under_way(candidate), tokens * at_work, 0.0
     if not recipe.fused_loss:
-        logits = tokens * shape.vocab / dims.tp * {"compiled": 6, "library": 8}.get(recipe.loss, 12)
-        bytes_ = bytes_ + logits if dims.pp == 1 else max(bytes_, bytes_ / dims.pp + logits)
+        in_loss = tokens * shape.vocab / dims.tp * {"compiled": 4, "library": 8}.get(recipe.loss, 12)
+    dense, experts = _on_a_rank(shape, candidate)
+    if dims.dp_shard * dims.ep * dims.cp > 1 and recipe.zero >= 2:
+        in_block += (dense + experts) / max(layers, 1) * 4
+        if recipe.zero == 3 and dims.pp == 1:
+            in_block += (dense + experts) / max(layers, 1) * 2 * width
+            held += 2 * shape.vocab * shape.hidden / dims.tp * width
+    # Only the last stage has logits, and of activations only those of one micro-batch.
+    bytes_ = held + max(in_block, in_loss) if dims.pp == 1 else max(held + in_block, held / dims.pp + in_loss)
+    standing, gradients = _state(shape, candidate)
+    if _gradients_wait(candidate):
+        return standing + bytes_ + (dense + experts) * _BYTES[recipe.reduce_dtype]
+    return _together((standing, gradients), bytes_, candidate)
+
+
+def _guess_of_block(shape: Shape, candidate: Candidate) -> tuple[dict[str, float], float]:
+    """Return bytes that a block keeps of a token at each level of checkpointing, and what its backward works with."""
+    dims, recipe = candidate.dims, candidate.recipe
+    width = _BYTES[recipe.param_dtype]
+    hidden = shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1)
+    ffn = shape.intermediate * width / dims.tp
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width / dims.tp
+    gathered_inputs = 2 * shape.hidden * width if dims.tp > 1 else 0.0
+    results = 2 if shape.gated else 1  # of the feed-forward's first products; then come the activation, and the product
+    kept = {"full": hidden, "none": 4 * hidden + attention + (results + (1 if recipe.compile else results)) * ffn}
+    kept["selective"] = 3 * hidden + attention + results * ffn
+    kept["alternate"] = (kept["selective"] + hidden) / 2  # attention, and every other matrix product
+    if recipe.sequence_parallel and not recipe.reshard_inputs:
+        kept["none"] += gathered_inputs
+    return kept, kept["none"] + 2 * hidden + gathered_inputs
+
+
+def _gradients_wait(candidate: Candidate) -> bool:
+    """Whether gradients are whole on each rank until the last micro-batch has added its own."""
+    dims, recipe = candidate.dims, candidate.recipe
     shards = dims.dp_shard * dims.ep * dims.cp
-    if shards > 1 and recipe.zero >= 2:
-        dense, experts = _on_a_rank(shape, candidate)
-        block = (dense + experts) / max(layers, 1)
-        bytes_ += 2 * shape.vocab * shape.hidden / dims.tp * width + block * (2 * width + 4)
-        if dims.pp == 1 and candidate.parts > 1 and not recipe.reduce_each:
-            bytes_ += (dense + experts) * 4  # gradients are whole until the last micro-batch has added its own
-    return _together(_state(shape, candidate), bytes_, candidate)
+    return recipe.zero >= 2 and not recipe.reduce_each and candidate.parts > 1 and dims.pp == 1 and shards > 1
 
 
 @cache
@@ -282,7 +302,13 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     exposed = passes * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
     if dims.ep_enabled:
         speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
-        exposed += 4 * again * passed * shape.experts_per_token * (1 - 1 / dims.expert_ranks) / speed
+        if recipe.ranks_per_node is None:
+            exposed += 4 * again * passed * shape.experts_per_token * (1 - 1 / dims.expert_ranks) / speed
+        else:
+            nodes = max(dims.ep * dims.tp * dims.cp // recipe.ranks_per_node, 1)
+            visited = nodes * (1 - (1 - 1 / nodes) ** shape.experts_per_token)
+            exposed += 4 * again * passed * visited * (1 - 1 / nodes) / machine.between
+            exposed += 4 * again * passed * shape.experts_per_token / machine.inside
     if dims.cp > 1:
         ulysses = dims.ulysses_degree or dims.cp
         ring = dims.cp // ulysses

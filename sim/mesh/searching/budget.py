@@ -82,18 +82,14 @@ def fit_job(
         estimator: of a job.
     """
     device = find_hardware(hardware)
-    if memory_limit is not None and not memory_limit > 0:
-        asked, blame = "cannot fit activations", "a memory limit must be above 0"
-        raise ValueError(explain(asked, blame, f"memory_limit: {memory_limit!r}", "60 * 2**30"))
-    fitting = _Fitting(job, device, device.memory_bytes if memory_limit is None else int(memory_limit), estimator)
-    return fitting.run()
+    return _Fitting(job, device, device.memory_within("cannot fit activations", memory_limit), estimator).run()
 
 
 class NoPolicyFits(ValueError):
     """A step that needs more memory than there is, whatever its blocks keep."""
 
 
-class _Kind(NamedTuple):
+class _Checkpointing(NamedTuple):
     """A kind of checkpointing that fits for all blocks.
 
     Attributes:
@@ -113,7 +109,7 @@ class _Fitting:
     """One choice of a policy."""
 
     def __init__(
-        self, job: Job, hardware: Hardware, limit: int, estimator: Callable[[Job, Hardware], Estimate]
+        self, job: Job, hardware: Hardware, limit: float, estimator: Callable[[Job, Hardware], Estimate]
     ) -> None:
         self.job, self.hardware, self.limit, self.estimator = job, hardware, limit, estimator
         self.most = max(len(part.layers) for part in job.stages())
@@ -139,7 +135,7 @@ class _Fitting:
         hint = "a larger budget, shorter sequences or more micro-batches, or weights split over more devices"
         raise NoPolicyFits(explain(asked, "no activation policy needs less", seen, hint))
 
-    def kinds(self, names: Sequence[str], none: Estimate) -> Iterator[_Kind]:
+    def kinds(self, names: Sequence[str], none: Estimate) -> Iterator[_Checkpointing]:
         """Yield the kinds that fit for all blocks, with what a straight line says of fewer."""
         for name in names:
             try:
@@ -152,9 +148,9 @@ class _Fitting:
                 part = (_bytes(none) - self.limit) / max(_bytes(none) - _bytes(whole), 1)
                 blocks = min(max(int(-(-part * self.most // 1)), 1), self.most)
                 seconds = _seconds(none) + blocks / self.most * (_seconds(whole) - _seconds(none))
-                yield _Kind(name, whole, blocks, seconds)
+                yield _Checkpointing(name, whole, blocks, seconds)
 
-    def fewest(self, kind: _Kind) -> Estimate:
+    def fewest(self, kind: _Checkpointing) -> Estimate:
         """Return the estimate with the fewest blocks that fit, from the guess on one by one."""
         blocks, best = kind.blocks, kind.whole
         while blocks < self.most and not self.fits(found := self.estimate(kind.name, blocks)):

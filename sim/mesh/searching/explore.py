@@ -35,7 +35,7 @@ _LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3, "offload": 4, "f
 _ORDERED = ("checkpointing", "microbatches", "reduce_each", "reshard_inputs", "zero")  # what keeps more, or less
 _REFINED = 2  # of the fastest: their feed-forwards are tried in chunks
 _EXPOSED = 0.02  # of a step: less exposed communication over tp is not worth what chunks cost
-_Kind = tuple[int, int, str]  # degrees of tp and ep, and the checkpointing where both are 1
+_PlainKind = tuple[int, int, str]  # degrees of tp and ep, and the checkpointing where both are 1
 _ALIKE = attrgetter(*(field.name for field in fields(Recipe) if field.name not in _ORDERED))
 
 Progress = Callable[[int, int, str], None]
@@ -111,11 +111,21 @@ class Exploration:
                 self._add(candidate, estimate)
                 self._done += 1
                 self.left = self._in_order(self.left[1:])
-            elif candidate in self.first:  # the next best of its kind takes its place
-                self.left = self._in_order(self.left[1:])
             else:
-                del self.left[0]
+                self._drop_first()
         progress(self._done, self._done, "")
+
+    def _drop_first(self) -> None:
+        """Leave out the candidate whose turn it is; the next best of its plain kind takes its place."""
+        dropped = self.left.pop(0)
+        if dropped not in self.first:
+            return
+        self.first -= {dropped}
+        kind = self._kind(dropped)
+        at = next((at for at, one in enumerate(self.left) if self._kind(one) == kind), None)
+        if at is not None:
+            self.left.insert(0, self.left.pop(at))
+            self.first |= {self.left[0]}
 
     def _try_chunks(self, estimate: Callable[[Candidate], Any], progress: Progress) -> None:
         """Estimate the fastest anew, with feed-forwards in chunks; those that are faster so come into the ranking.
@@ -199,7 +209,7 @@ class Exploration:
         Those are data parallelism alone, the best at each checkpointing, and with tensor or expert parallelism within a
         node, the best at each degree; each until one of its kind is estimated.
         """
-        score, best = self._scorer(), dict[_Kind, Candidate]()
+        score, best = self._scorer(), dict[_PlainKind, Candidate]()
         done = {self._kind(entry.candidate) for entry in (*self.found, *self.too_large)}
         for one in pending:
             kind = self._kind(one)
@@ -209,7 +219,7 @@ class Exploration:
                 best[kind] = one
         return frozenset(best.values())
 
-    def _kind(self, one: Candidate) -> _Kind | None:
+    def _kind(self, one: Candidate) -> _PlainKind | None:
         """Return which of the layouts that people try first it is; None: it is none of them."""
         dims = one.dims
         if dims.pp * dims.cp > 1 or min(dims.tp, dims.ep) > 1 or dims.tp * dims.ep > self.machine.devices_per_node:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
-from sim.mesh.cost import Pricing
+from sim.mesh.cost import Pricing, ring_kernel_of
 from sim.mesh.hardware import Hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
@@ -253,7 +253,7 @@ class Floors:
         (tp, cp, ulysses, ep, etp, fold), recipe, micro_batch = key
         degrees = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "ulysses_degree": ulysses, "fold_experts": fold}
         dims = ParallelDims(**degrees, world_size=tp * cp * ep)
-        job = Job(self.model, dims, micro_batch, self.seq_len, recipe)
+        job = Job(self.model, dims, micro_batch, self.seq_len, recipe, ring_kernel=ring_kernel_of(self.hardware))
         with collector_paused():
             (program,) = trace(job)
             pricing = self._pricing(recipe)
@@ -274,7 +274,8 @@ class Floors:
                     moves += seconds * (op.kind not in _PRODUCTS)
             exposed = replay_time([program], pricing).slowest.exposed if tp * cp * ep > 1 else {}
             # Of "ep_cp" an unknown part is what waits for weights.
-            axes = {"tp", "cp", "ep"} | ({"_".join(dims.expert_axes)} if "tp" in dims.expert_axes else set())
+            over = "_".join(dims.expert_axes)
+            axes = {"tp", "cp", "ep", f"{over}_nodes", f"{over}_node"} | ({over} if "tp" in dims.expert_axes else set())
             waited = sum([exposed.get(axis, 0.0) for axis in axes])
             held = replay_memory(program, None).by_category
         return Floor(

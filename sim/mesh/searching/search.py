@@ -75,11 +75,7 @@ def search(
     for number in tp_chunks:
         _check(tp_chunks=number)
     fixed = _checked_fixed(fixed or {}, num_devices)
-    if memory_limit is not None and not memory_limit > 0:
-        raise ValueError(
-            explain("cannot search", "a memory limit must be above 0", f"memory_limit: {memory_limit!r}", "80 * 2**30")
-        )
-    limit_bytes = float(device.memory_bytes if memory_limit is None else memory_limit)
+    limit_bytes = device.memory_within("cannot search", memory_limit)
     shape = shape_of(spec, seq_len)
     space = Space(
         shape,

@@ -68,6 +68,8 @@ class Candidate:
             texts.append(f"{self.parts} x {self.batch // self.parts} sequences")
         if self.recipe.reduce_each and self.parts > 1:
             texts.append("reduced in each")
+        if self.recipe.ranks_per_node is not None:
+            texts.append("tokens once to each node")
         if self.recipe.reshard_inputs:
             texts.append("inputs gathered again")
         if self.recipe.tp_chunks > 1:
@@ -117,6 +119,7 @@ class Shape:
         flops_per_token: forward and backward.
         splits: whether tensors inside of layers can be split over axis tp.
         has_stages: whether a pipeline can be made of it.
+        gated: whether the feed-forward multiplies two products of its input.
     """
 
     layers: int
@@ -133,6 +136,7 @@ class Shape:
     experts_per_token: int = 0
     splits: bool = True
     has_stages: bool = True
+    gated: bool = True
 
     @property
     def num_attention_heads(self) -> int | None:
@@ -230,6 +234,7 @@ def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
         experts_per_token=size("experts_per_token"),
         splits=_splits(spec),
         has_stages=spec.has_stages,
+        gated=bool(getattr(getattr(spec, "config", None), "is_gated", True)),
     )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hyper_parallel.core.activations.api import checkpointed
 from hyper_parallel.core.activations.offload import ActivationOffload
+from hyper_parallel.core.activations.policy import ActivationPolicy
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
@@ -148,12 +151,13 @@ def _split_tensors(job: Job, module: nn.Module) -> None:
     if type(module) is MoELlama and (recipe.sequence_parallel or not dims.tp_enabled):
         if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
             options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": recipe.reshard_inputs}
-            options["chunks"] = recipe.tp_chunks
+            options |= {"chunks": recipe.tp_chunks, "ranks_per_node": recipe.ranks_per_node}
             split_layers_and_experts(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
         return
     if isinstance(module, MoELlama) and dims.ep_enabled:
         etp = dims.etp if dims.tp_enabled else None
-        expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp)
+        on_nodes = recipe.ranks_per_node
+        expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp, ranks_per_node=on_nodes)
     if not dims.tp_enabled:
         return
     mesh = dims.get_mesh("tp")
@@ -226,6 +230,27 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
     return []
 
 
+@dataclass(frozen=True)
+class _KeepingMore(ActivationPolicy):
+    """A policy that keeps results of more operators where it chooses among them at all."""
+
+    results: frozenset[Any] = frozenset()
+
+    def contexts(self) -> Callable[[], Any] | None:
+        made = super().contexts()
+        return None if made is None else partial(self._keeping, made)
+
+    def _keeping(self, made: Callable[[], Any]) -> Any:
+        modes = made()
+        for mode in modes:
+            if hasattr(mode, "policy_fn"):  # the second computation asks again before torch 2.13
+                mode.policy_fn = partial(self._choose, mode.policy_fn)
+        return modes
+
+    def _choose(self, otherwise: Callable[..., Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op in self.results else otherwise(context, op, *args, **kwargs)
+
+
 def _checkpoint(
     job: Job, part: StagePart, module: nn.Module, blocks: list[tuple[int, nn.Module]]
 ) -> list[tuple[int, nn.Module]]:
@@ -233,6 +258,9 @@ def _checkpoint(
     recipe = job.recipe
     graphs: dict[Any, Any] = {}
     policy = recipe.activations
+    if recipe.conventions is not None and recipe.conventions.kept_results:
+        said = {field.name: getattr(policy, field.name) for field in fields(policy)}
+        policy = _KeepingMore(**said, results=recipe.conventions.kept_results)
     offload = ActivationOffload() if policy.offload else None
     chosen = {layer for number, layer in enumerate(part.layers) if policy.takes(number)}
     names = {id(child): name for name, child in module.named_modules()}

@@ -14,8 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from hyper_parallel.platform.attention import (
+    AttentionKernel,
+    CudnnAttention,
+    EfficientAttention,
+    FlashAttention,
+    host_attention,
+    npu_attention,
+)
+from sim.late import fused
+
 __all__ = [
     "AcceleratorKernels",
+    "fused_attention",
     "use_float8",
 ]
 
@@ -239,6 +250,38 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **
     else:
         kwargs = {**kwargs, "dropout_p": 0.0}
     return F.scaled_dot_product_attention(q, k, v, *args, **kwargs)
+
+
+# The fused attention that a device computes the blocks of a ring with -------------------------------------------------
+
+_LARGEST_HEADS = MappingProxyType({"flash": 256, "cudnn": 128})  # of bfloat16 and float16, with backward
+
+
+def fused_attention(device: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionKernel | None:
+    """Return the kernel that a device would compute a block with, for tensors without values; None: it has none.
+
+    torch itself cannot be asked without a GPU. By its rules (ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.13)
+    FlashAttention and cuDNN's attention take halves, and memory-efficient attention takes float32 and larger heads.
+
+    Args:
+        device: see `Job.ring_kernel`.
+        q: (batch, heads, queries, head_dim).
+        k: (batch, key and value heads, keys, head_dim).
+        v: as `k`.
+    """
+    if device == "cpu":
+        return host_attention(q, k, v)
+    if device == "npu":
+        if not hasattr(torch.ops.npu, fused.FUSED[0]):  # else torch_npu is loaded
+            fused.define()
+        return npu_attention(q, k, v, torch.ops.npu)
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not all(x.numel() for x in (q, k, v)):
+        return None
+    size = q.shape[-1]
+    if q.dtype == torch.float32 or size > _LARGEST_HEADS["flash"]:
+        return EfficientAttention()
+    by_cudnn = device == "cudnn" and size <= _LARGEST_HEADS["cudnn"] and size % 8 == 0
+    return CudnnAttention() if by_cudnn else FlashAttention()
 
 
 # Linear layers that multiply in float8, scaled anew for each tensor and call (torchao's "tensorwise", "dynamic") ------

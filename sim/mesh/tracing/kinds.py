@@ -101,6 +101,7 @@ _ATTENTIONS = frozenset(
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
+        "npu_fusion_attention",
         "_flash_attention_forward",
         "_efficient_attention_forward",
     }
@@ -112,6 +113,7 @@ _ATTENTION_BACKWARDS = frozenset(
         "_scaled_dot_product_efficient_attention_backward",
         "_scaled_dot_product_cudnn_attention_backward",
         "_scaled_dot_product_fused_attention_overrideable_backward",
+        "npu_fusion_attention_grad",
         "_flash_attention_backward",
         "_efficient_attention_backward",
     }
@@ -176,7 +178,8 @@ _MEMORY = frozenset(
     | {"index_add", "index_add_", "index_copy", "index_copy_", "index_reduce_", "gather", "gather_backward", "scatter"}
     | {"scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_fill", "masked_fill_"}
     | {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "take", "put_", "embedding", "where"}
-    | {"embedding_dense_backward", "_embedding_bag", "one_hot", "take_along_dim", "searchsorted", "bucketize"}
+    | {"embedding_dense_backward", "_embedding_bag", "_embedding_bag_forward_only", "one_hot", "take_along_dim"}
+    | {"searchsorted", "bucketize"}
     # Reductions, scans, orders
     | {"sum", "mean", "amax", "amin", "aminmax", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std"}
     | {
@@ -387,9 +390,10 @@ def matmul_shape(func: Any, args: Any, out: Any) -> tuple[int, ...]:
 def attention_shape(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     """Return (batch, heads, kv_heads, queries, keys, head_dim, is_causal) of an attention or its backward."""
     name = func._schema.name.rpartition("::")[2]
-    backward = name in _ATTENTION_BACKWARDS
-    q, k = (args[1], args[2]) if backward else (args[0], args[1])
-    is_causal = kwargs.get("is_causal")
+    grad_first = name in _ATTENTION_BACKWARDS and not name.startswith("npu")
+    q, k = (args[1], args[2]) if grad_first else (args[0], args[1])
+    # Of an NPU's every mode but the first has a causal mask, as here nobody gives another one.
+    is_causal = kwargs.get("sparse_mode", 0) != 0 if name.startswith("npu") else kwargs.get("is_causal")
     if is_causal is None:
         names = [argument.name for argument in func._schema.arguments]
         place = names.index("is_causal") if "is_causal" in names else -1

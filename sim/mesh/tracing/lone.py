@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.base import Stream
 from hyper_parallel.platform.cpu import HostEvent, HostStream
 from sim.comm.collectives import Call
@@ -51,6 +52,13 @@ class Listener:
     def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
         """The rank copies from its device to its host."""
         raise NotImplementedError
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> AttentionKernel | None:
+        """The rank asks for the fused attention of its device; None: it has none for such tensors."""
+        del causal, scale
+        return host_attention(q, k, v)
 
     def on_collective(self, call: Call, axis: str, ranks: tuple[int, ...], waitable: Waitable) -> None:
         """A collective has been issued."""
@@ -117,6 +125,12 @@ class _LonePlatform(SimPlatform):
     def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
         """Let the listener copy."""
         return self._listener.copy_to_host(source, pinned=pinned, wait=wait)
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> AttentionKernel | None:
+        """Return the fused attention of the device that the listener follows."""
+        return self._listener.attention(q, k, v, causal, scale)
 
     def new_stream(self, priority: int = 0) -> Stream:
         """Return a stream of the listener's."""

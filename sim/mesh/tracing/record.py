@@ -20,6 +20,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.platform import AttentionKernel
 from sim.comm.collectives import Call
 from sim.kernel.waiting import Waitable
 from sim.mesh.program import (
@@ -39,6 +40,7 @@ from sim.mesh.program import (
     Wait,
 )
 from sim.mesh.tracing import compiled
+from sim.mesh.tracing.kernels import fused_attention
 from sim.mesh.tracing.kinds import attention_shape, count_flops, kind_of, matmul_shape, reads_only_its_output
 from sim.mesh.tracing.lone import Listener
 
@@ -159,6 +161,7 @@ class Recorder(Listener):
         answer: what a tensor's value is said to be, while a program may ask for one; None: torch's error.
         reads: whether the host waits for such a value.
         on_host: blocks that are in the host's memory.
+        ring_kernel: whose fused attention computes the blocks of a ring, see `Job`.
     """
 
     def __init__(self) -> None:
@@ -187,6 +190,7 @@ class Recorder(Listener):
         self.gradients: set[int] = set()  # blocks that were gradients when a step's backward was done
         self._works: dict[int, dist.Work] = {}  # of functional collectives, by storage of the result
         self.on_host: set[int] = set()
+        self.ring_kernel = "flash"
         self._asleep = False
         self._borrows = False
         self._deaf = False
@@ -427,6 +431,14 @@ class Recorder(Listener):
         self.emit(Wait(self._next_handle, self.stream))
         if wait:
             self.emit(HostWait(self.stream))
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> AttentionKernel | None:
+        """Return the fused attention of the device that is recorded; tensors with values are the host's."""
+        if not isinstance(q, FakeTensor):
+            return super().attention(q, k, v, causal, scale)
+        return fused_attention(self.ring_kernel, q, k, v)
 
     # -- memory --------------------------------------------------------------------------------------------------
 

@@ -115,6 +115,7 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
     def record() -> Recording:
         recorder = Recorder()
         recorder.has_host = offloads
+        recorder.ring_kernel = job.ring_kernel
         with LoneWorld(job.dims.world_size, job.rank_of_stage_rank(part.rank), recorder) as world:
             return world.run_alone(_Run(job, part, kept, recorder).record)
 
