@@ -38,8 +38,11 @@ def compiled(ctx: sim.RankTest, model: nn.Module, backend: str | None) -> Any:
 
 
 def full(tensor: Any) -> Any:
-    """All of a DTensor, gathered by torch; what is none as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of a DTensor, gathered by torch; what is none as it is. Shards on the host go to the mesh's device first."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    kind = tensor.device_mesh.device_type
+    return (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
