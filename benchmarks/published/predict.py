@@ -55,8 +55,12 @@ def job_of(case: Case) -> Job:
         case.batch,
         case.seq_len,
         case.recipe,
-        ring_kernel=ring_kernel_of(hardware_of(case, load_figures()), load_figures()),
+        ring_kernel=_ring_kernel(case),
     )
+
+
+def _ring_kernel(case: Case) -> str:
+    return ring_kernel_of(hardware_of(case, load_figures()), load_figures())
 
 
 def hardware_of(case: Case, calibration: Calibration) -> Hardware:
@@ -90,13 +94,12 @@ def programs_of(case: Case, folder: str | Path | None) -> list[Program]:
     """Return the programs of a case, from the folder if they are there."""
     if folder is None:
         return trace(job_of(case))
-    job = job_of(case)
-    said = (case.model, case.dims, case.batch, case.seq_len, case.recipe, job.ring_kernel, _tracer())
+    said = (case.model, case.dims, case.batch, case.seq_len, case.recipe, _ring_kernel(case), _tracer())
     path = Path(folder) / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
         if programs := [Program.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]:
             return programs
-    programs = trace(job)
+    programs = trace(job_of(case))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text("".join(f"{program.to_json()}\n" for program in programs), encoding="utf-8")
