@@ -8,7 +8,7 @@ PYTEST_OPTIONS ?=
 
 # Bodies that say most of a device for their time; `make deep` runs all.
 ON_LATE_DEVICES := $(patsubst %,tests/multidevice/test_%.py,redistribute clip_norm activations \
-	checkpoint_ranks layout_dtensor value_and_grad \
+	checkpoint_ranks layout_dtensor torch_libraries_on_sim value_and_grad \
 	$(patsubst %,conformance_%,async functional groups movement objects point_to_point reductions))
 
 # Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.

@@ -208,7 +208,7 @@ def search(
     ] = None,
     start_from: StartFrom = None,
     memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
-    limit: Annotated[int, _option("Most candidates to estimate.", min=1)] = 24,
+    limit: Annotated[int, _option("Most candidates to estimate, before chunks of the best.", min=1)] = 24,
     settings: Settings = None,
     rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
     write: Annotated[Path | None, _option("TOML file: the best run, for train.", _OUT)] = None,
@@ -238,6 +238,7 @@ def search(
         stays = _said(config, given)
         found_model, recipes = _recipes(run, spec, stays, _settings(settings))
         degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
+        chunks: dict[str, Any] = {"tp_chunks": ()} if "tp_chunks" in stays else {}
         try:
             with SearchBar(stderr_console()) as bar, sigterm_as_ctrl_c():
                 result = search_ways(
@@ -252,6 +253,7 @@ def search(
                     limit=limit,
                     progress=bar.on_estimate,
                     layers_per_stage=run.parallel.stage_sizes(),
+                    **chunks,
                     accepts=None if isinstance(spec, ModelSpec) else lambda one: _check_trained(run, one, devices),
                 )
         except NothingFits as error:
@@ -279,6 +281,7 @@ def _run_of(run: Config, candidate: Any) -> Config:
         "ulysses_degree": dims.ulysses_degree if dims.cp > 1 else None,
         "etp": dims.etp if dims.ep > 1 or dims.fold_experts else None,
         "fold_experts": dims.fold_experts,
+        "ranks_per_node": recipe.ranks_per_node,
         "schedule": recipe.schedule,
         "stages_per_rank": recipe.stages_per_rank if piped else None,
         "layers_per_stage": None if sizes is None else ",".join(map(str, sizes)),
@@ -286,6 +289,7 @@ def _run_of(run: Config, candidate: Any) -> Config:
         "reshard_after_forward": recipe.zero == 3,
         "reduce_each": recipe.reduce_each,
         "reshard_inputs": recipe.reshard_inputs,
+        "tp_chunks": recipe.tp_chunks,
     }
     train = dataclasses.replace(run.train, accumulate=candidate.parts)
     return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **arranged), train=train)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,15 +23,23 @@ _CPU = torch._C.DispatchKey.CPU
 _ATEN = torch.ops.aten
 
 
-@contextmanager
-def apart() -> Iterator[None]:
+class apart:  # noqa: N801 - a context manager, and no generator: one begins with every operation
     """Keep the modes of the calling thread away from what the device does on the host."""
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch._C._AutoDispatchBelowAutograd(),
-    ):
-        yield
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards = (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._AutoDispatchBelowAutograd(),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
 
 
 @contextmanager
@@ -212,7 +220,7 @@ class LateDevice:
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host over the memory of one on the device; it does not keep that from being given back."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             twin = torch.empty(0, dtype=tensor.dtype)
             if tensor.numel():
                 memory = self.memory.allocation_of(tensor.untyped_storage()).memory

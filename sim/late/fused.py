@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import register_sharding
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = ["ATTENTION", "ATTENTION_GRAD", "COMPUTED", "FUSED", "attention", "define", "split_attention"]
 
@@ -91,7 +92,7 @@ def attention(
         scale: of the scores; None: 1 / sqrt(head_dim).
         enable_gqa: there may be fewer key heads than query heads.
     """
-    if not _is_fused(q, k, v, attn_mask, dropout_p, enable_gqa):
+    if dropout_p or not _is_fused(q, k, v, attn_mask, enable_gqa):
         plain = _ATEN.scaled_dot_product_attention.default
         out: Tensor = plain.decompose(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return out
@@ -102,26 +103,37 @@ def attention(
     return out
 
 
-def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, shares_heads: bool) -> bool:
+def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shares_heads: bool) -> bool:
     """Whether one kernel computes it: as on the CPU (`sdp_utils_cpp.cpp`), but no accelerator has one for float64."""
-    backends = torch.backends.cuda
-    is_allowed = backends.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
-    if not is_allowed or dropout_p:
+    if not (torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()):
         return False
-    alike = all(
-        x.dim() == 4 and x.dtype == q.dtype and x.shape[0] == q.shape[0] and x.shape[3] == q.shape[3] for x in (k, v)
-    )
-    if not alike or q.dim() != 4 or q.dtype not in _DTYPES or k.shape != v.shape:
+    if any(x.dim() != 4 or not x.numel() or x.stride(-1) != 1 or x.dtype != q.dtype for x in (q, k, v)):
         return False
-    if not all(x.numel() and x.stride(-1) == 1 for x in (q, k, v)):
+    if q.dtype not in _DTYPES or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         return False
-    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4) or mask.dtype not in (torch.bool, q.dtype)):
+    if q.shape[1] != k.shape[1] and not (shares_heads and q.shape[1] % k.shape[1] == 0 and _heads_may_be_shared()):
         return False
-    return q.shape[1] == k.shape[1] or (shares_heads and q.shape[1] % k.shape[1] == 0)
+    return mask is None or _may_be_added(mask, q, k.shape[2])
+
+
+def _may_be_added(mask: Tensor, q: Tensor, keys: int) -> bool:
+    """Whether the kernel takes a mask: one without a gradient, whose dims are those of the scores, or 1."""
+    scores = (*q.shape[:3], keys)
+    alike = all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], scores[::-1], strict=False))
+    return alike and mask.dim() in (2, 4) and mask.dtype in (torch.bool, q.dtype) and not mask.requires_grad
+
+
+@cache
+def _heads_may_be_shared() -> bool:
+    """Whether this torch's kernel for the CPU computes with fewer key heads than query heads."""
+    q, k = (torch.empty(1, heads, 1, 8, device="cpu") for heads in (2, 1))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return torch._fused_sdp_choice(q, k, k, enable_gqa=True) == SDPBackend.FLASH_ATTENTION.value
 
 
 def split_attention() -> None:
     """Tell torch how DTensors may be split in it, as it knows of the kernels of GPUs: by batches, or by heads."""
+    _heads_may_be_shared()  # as long as no mode is on
     fused = _ATEN._scaled_dot_product_fused_attention_overrideable
     backward = _ATEN._scaled_dot_product_fused_attention_overrideable_backward
     register_sharding(fused.default)(partial(_placements, fused.default, ("output", "logsumexp")))

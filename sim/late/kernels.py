@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sim.kernel.context import current_context
 from sim.late import fused
 from sim.late.device import LateDevice, apart, late_device
 from sim.late.queue import LateTask
@@ -35,6 +36,8 @@ class Traits(NamedTuple):
         results: For each result, the name of the argument that it is; "": a new tensor.
         is_late: It returns tensors only.
         draws: It draws random numbers.
+        names: Of its arguments.
+        wants_tensors: Places of arguments in which it takes no number for a tensor.
         takes_host_tensors: Tensors of the host may come with those of the device.
     """
 
@@ -42,6 +45,8 @@ class Traits(NamedTuple):
     results: tuple[str, ...]
     is_late: bool
     draws: bool
+    names: tuple[str, ...]
+    wants_tensors: tuple[int, ...]
     takes_host_tensors: bool
 
 
@@ -63,6 +68,10 @@ def _traits(op: Any) -> Traits:
         ),
         is_late=all("Tensor" in str(result.type) for result in schema.returns),
         draws=torch.Tag.nondeterministic_seeded in op.tags,
+        names=tuple(argument.name for argument in schema.arguments),
+        wants_tensors=()
+        if torch._C._should_allow_numbers_as_tensors(schema.name.split("::")[-1])
+        else tuple(place for place, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"),
         takes_host_tensors=op._opname in _TAKE_HOST_TENSORS,
     )
 
@@ -82,7 +91,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
             traits = _traits(op)
             if traits.is_view:
                 return _view_of(device, op, args, kwargs)
-            return _issue(device, op, traits, _with_numbers(op, args), kwargs)
+            return _issue(device, op, traits, _with_numbers(traits, args), kwargs)
     except Exception as error:
         device.raised = error  # in backward it would be lost on its way through C++
         raise
@@ -128,16 +137,16 @@ class HostCall(NamedTuple):
     twins: dict[int, torch.Tensor]  # by id of the device's tensor
 
 
-def _with_numbers(op: Any, args: Any) -> Any:
+def _with_numbers(traits: Traits, args: Any) -> Any:
     """Arguments in which Python's numbers stand for tensors, as tensors, for the operations that insist on these."""
-    if torch._C._should_allow_numbers_as_tensors(op._schema.name.split("::")[-1]):
+    wants = [place for place in traits.wants_tensors if place < len(args)]
+    numbers = [place for place in wants if isinstance(args[place], (bool, int, float))]
+    if not numbers:
         return args
-    return [
-        torch.tensor(each, dtype=torch.float64 if type(each) is float else None)
-        if isinstance(each, (bool, int, float)) and str(argument.type) == "Tensor"
-        else each
-        for each, argument in zip(args, op._schema.arguments, strict=False)
-    ]
+    found = list(args)
+    for place in numbers:
+        found[place] = torch.tensor(args[place], dtype=torch.float64 if type(args[place]) is float else None)
+    return found
 
 
 def _on_host(device: LateDevice, op: Any, args: Any, kwargs: Any, *, takes_host_tensors: bool) -> HostCall:
@@ -166,10 +175,7 @@ def _on_host(device: LateDevice, op: Any, args: Any, kwargs: Any, *, takes_host_
 def _issue(device: LateDevice, op: Any, traits: Traits, args: Any, kwargs: Any) -> Any:
     if not traits.is_late:
         return _at_once(device, op, args, kwargs)
-    given = {
-        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(op._schema.arguments)
-    }
+    given = {**kwargs, **dict(zip(traits.names, args, strict=False))} if any(traits.results) else {}
     fresh: list[Any] = []
     if "" in traits.results:
         try:
@@ -183,7 +189,7 @@ def _issue(device: LateDevice, op: Any, traits: Traits, args: Any, kwargs: Any) 
     else:
         _grow_outputs(device, op, args, kwargs)
     call = _on_host(device, op, args, kwargs, takes_host_tensors=traits.takes_host_tensors)
-    outputs = [given[name] if name else _like(device, fresh[place]) for place, name in enumerate(traits.results)]
+    outputs = [given.get(name) if name else _like(device, fresh[place]) for place, name in enumerate(traits.results)]
     made = [out for out, name in zip(outputs, traits.results, strict=True) if not name]
     targets = [[device.twin(tensor) for tensor in _tensors(out)] for out in made]
     compute = _with_random_state(call) if traits.draws else lambda: call.op(*call.args, **call.kwargs)
@@ -223,6 +229,8 @@ def _like(device: LateDevice, meta: Any) -> Any:
 
 
 def _touch(device: LateDevice, task: LateTask, op: Any, args: Any, kwargs: Any, twins: dict[int, torch.Tensor]) -> None:
+    if not device.memory.watched:
+        return
     reads, writes = accesses(op, args, kwargs)
     for tensors, writing in ((reads, False), (writes, True)):
         for tensor in tensors:
@@ -410,6 +418,18 @@ def _may_take_memory_of(npu: LateDevice, x: torch.Tensor, other: torch.Tensor) -
     return all(each.layout is torch.strided and each.device.type in ("cpu", "npu") for each in (x, other))
 
 
+def _is_pinned(x: torch.Tensor, device: Any = None) -> Any:
+    """Whether memory of the host is pinned, where C++ asks; of Python's calls `LateMode` knows.
+
+    DDP insists on it for memory that it has had pinned itself, of which the device is not told. So it is said of any on
+    ranks with late devices, and a copy from such memory is not late.
+    """
+    context = current_context()
+    if context is not None and context.late is not None:
+        return True
+    return _ATEN.is_pinned.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, x, device)
+
+
 def _record_stream(npu: LateDevice, x: torch.Tensor, stream: Any) -> None:
     npu.use_on(x, npu.stream(stream.stream_id))
 
@@ -552,6 +572,7 @@ def register() -> list[torch.library.Library]:
             aten.impl(name.removeprefix("aten::"), partial(_fallback, op), "PrivateUse1")
     for key in ("AutogradPrivateUse1", "PrivateUse1"):  # the latter in inference mode
         aten.impl("scaled_dot_product_attention", fused.attention, key)
+    aten.impl("is_pinned", _is_pinned, "CPU")
     fused.split_attention()
     npu = fused.define()
     for name in fused.COMPUTED:

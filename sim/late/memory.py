@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,7 @@ class DeviceMemory:
     Attributes:
         allocated: Bytes in tensors now.
         reserved: Bytes that the device has taken from the host.
+        watched: Whether races are looked for.
         history: What `torch.npu.memory._record_memory_history` has recorded, as memory_viz reads it; None: it is off.
         peak_allocated: The most that `allocated` was since `reset_peaks`.
         peak_reserved: The most that `reserved` was.
@@ -115,6 +117,7 @@ class DeviceMemory:
         self._rank = rank
         self._queue = queue
         self._races = races
+        self.watched = races is not None
         self._allocator = queue.new_lane(rank, "the allocator")  # where it waits for other streams' work
         self._free: defaultdict[tuple[int, int], list[Allocation]] = defaultdict(list)  # by lane and rounded size
         self._released: list[Released] = []
@@ -320,5 +323,5 @@ def _bytes_of(memory: torch.UntypedStorage, size: int) -> torch.Tensor:
 
 
 def _fill(memory: torch.UntypedStorage, size: int) -> None:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         _bytes_of(memory, size).fill_(_POISON)

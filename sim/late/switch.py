@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 from sim.late import kernels
+from sim.late.autocast import register_autocast
 from sim.late.device import LateDevice
 from sim.late.fused import FUSED
 from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
@@ -40,14 +41,15 @@ class LateMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer for the device, or let torch do so."""
-        options = dict(kwargs or {})
         if func is torch.Tensor.pin_memory:
             return args[0] if self._device.is_pinned(args[0]) else self._device.pin(args[0].clone())
         if func is torch.Tensor.is_pinned:
             return args[0].device.type == "cpu" and self._device.is_pinned(args[0])
-        if options.pop("pin_memory", False):
-            return self._device.pin(func(*args, **options))
-        return func(*args, **(kwargs or {}))
+        if not kwargs:
+            return func(*args)
+        if kwargs.get("pin_memory"):
+            return self._device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)
 
 
 # -- once for the process ----------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def _register() -> Any:
 
         acc.register_python_privateuseone_hook(Hooks())
         acc.register_python_privateuseone_device_guard(Guard())
-        module.kernels = kernels.register()
+        module.kernels = [*kernels.register(), *register_autocast()]
     return module
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -187,6 +188,7 @@ _HARMLESS = frozenset(
     }
 )
 # These read memory behind the dispatcher's back.
+_CONSTANTS = frozenset({"bool", "Device", "float", "int", "number", "str"})  # as schemas call types without tensors
 _LOOK = frozenset(
     {"tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__"}
 )
@@ -227,16 +229,28 @@ def accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], lis
     """The tensors whose memory an operation reads, and those whose memory it writes. A view does neither."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        tensors = [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            writes += tensors
-        elif not (is_view and alias is not None):
-            reads += tensors
+    for place, name, is_written in _accessed(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        tensors = writes if is_written else reads
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif value is not None:
+            tensors += [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
     return reads, writes
+
+
+@cache
+def _accessed(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Of the arguments of an operation that may have tensors: place, name, and whether it writes them."""
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        is_written = alias is not None and alias.is_write
+        is_constant = str(argument.type).removeprefix("Optional[").removeprefix("List[").rstrip("]") in _CONSTANTS
+        if not is_constant and (is_written or not (is_view and alias is not None)):
+            found.append((place, argument.name, is_written))
+    return tuple(found)
 
 
 class _Looks(TorchFunctionMode):

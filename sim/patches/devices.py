@@ -81,9 +81,9 @@ class MapDevice(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func` with devices of the kind exchanged."""
-        options = dict(kwargs or {})
         if func in self._moves:
             return args[0]
+        options = dict(kwargs) if kwargs else {}
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(
             (*args, *options.values())[0], DTensor
         ):

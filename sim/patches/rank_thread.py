@@ -93,7 +93,7 @@ def thread_is_altered() -> bool:
         torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch.is_inference_mode_enabled()
-        or torch.is_autocast_enabled("cpu")
+        or torch._C._is_any_autocast_enabled()
         or not torch._C._autograd._saved_tensors_hooks_is_enabled()
     )
 

@@ -370,9 +370,10 @@ def run_reference(
     """
     dtype = torch.float64 if task.dtype.itemsize < 8 else task.dtype
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(task.seed)
+        # Not torch.manual_seed, which seeds the user's accelerators, or keeps a stack for each kind that could come.
+        torch.default_generator.manual_seed(task.seed)
         model = converted(build(task), dtype)
-        torch.manual_seed(task.seed + 1)
+        torch.default_generator.manual_seed(task.seed + 1)
         given = [
             _given(task, {name: _whole(value, task.dtype, dtype) for name, value in values.items()})
             for values in task.values
@@ -471,9 +472,9 @@ class Ranks:
     def _make(self) -> None:
         task, rank = self.task, dist.get_rank()
         mesh = init_device_mesh("cpu", task.mesh.mesh_shape, mesh_dim_names=task.mesh.alias_name)
-        torch.manual_seed(task.seed)
+        torch.default_generator.manual_seed(task.seed)
         model = build(task)
-        torch.manual_seed(task.seed + 1 + self._part(mesh))
+        torch.default_generator.manual_seed(task.seed + 1 + self._part(mesh))
         with WidePrecision(task.dtype):
             made = task.apply(model, mesh)
         if made is not None and not isinstance(made, nn.Module):

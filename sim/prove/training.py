@@ -20,6 +20,7 @@ from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.redistribute.api import full_tensor
@@ -97,6 +98,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
         text = None if sizes is None else ",".join(map(str, sizes))
         parallel = dataclasses.replace(parallel, layers_per_stage=text)
     few = ParallelDims.from_config(parallel, math.prod(degrees.values()))
+    parallel = dataclasses.replace(parallel, ranks_per_node=_few_on_a_node(run, dims, few))
     small = dataclasses.replace(
         run,
         parallel=parallel,
@@ -117,6 +119,20 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
 
 def _few(degree: int) -> int:
     return degree if degree < 3 else 3 if degree % 2 else 2
+
+
+def _few_on_a_node(run: Config, dims: ParallelDims, few: ParallelDims) -> int | None:
+    """Return ranks of a node, so that experts are split over several where they are in the run."""
+    asked = run.parallel.ranks_per_node
+    if asked is None or not dims.ep_enabled or split_over_nodes(_ASKED, dims.expert_groups(), asked)[0] == 1:
+        return None
+    for size in range(few.world_size - 1, 0, -1):
+        try:
+            if split_over_nodes(_ASKED, few.expert_groups(), size)[0] > 1:
+                return size
+        except ValueError:
+            continue
+    return None
 
 
 def _stage_sizes(run: Config, stages: int) -> list[int] | None:

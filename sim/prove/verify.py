@@ -467,7 +467,7 @@ def _check_callables(
 def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
     """Make a model to look at, without changing the caller's random state."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = model_fn()
     if not isinstance(model, nn.Module):
         blame = f"model_fn returned a {type(model).__name__}, not a module"

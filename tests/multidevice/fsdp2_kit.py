@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from rounding_kit import Alone, bound_of, is_late, results
+from rounding_kit import Alone, bound_of, results
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -283,9 +283,6 @@ class Behaviour:
     only: tuple[str, ...]
 
 
-NOT_LATE = ("autocast_around_a_sharded_model",)  # torch.autocast does not know late devices
-
-
 @dataclass
 class Theme:
     """The behaviours of one file."""
@@ -348,7 +345,7 @@ class Theme:
         """Run all behaviours that need so many ranks, one after the other, and name the first one that fails."""
         meshes: dict[Any, DeviceMesh] = {}
         for name in self.names(ranks):
-            if ctx.backend not in self.checks[name].only or (name in NOT_LATE and is_late(ctx)):
+            if ctx.backend not in self.checks[name].only:
                 continue
             try:
                 self.check(ctx, name, meshes)

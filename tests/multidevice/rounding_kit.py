@@ -83,7 +83,7 @@ def is_stand_in(ctx: sim.RankTest) -> bool:
 
 
 def is_late(ctx: sim.RankTest) -> bool:
-    """Whether ranks have late devices, of which torch takes no graph, and which have no sparse tensors."""
+    """Whether ranks have late devices, which have no sparse tensors, and on which tests look for races."""
     return ctx.device_type == "npu" and sim.current_rank() is not None
 
 

@@ -192,10 +192,11 @@ def test_all_tokens_go_to_the_experts_of_one_rank_and_some_ranks_have_no_rows(ct
 # -- what else trains over it ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}], ids=["once for each expert", "on nodes"])
 @pytest.mark.parametrize("kind", list(CheckpointImpl), ids=str)
 @sim.ranks(4, backends=("sim",))
-def test_blocks_that_are_computed_again(ctx, kind):
-    case = Case({"ep": 2, "tp": 2}, etp=1, shard=False)
+def test_blocks_that_are_computed_again(ctx, kind, options):
+    case = Case({"ep": 2, "tp": 2}, etp=1, shard=False, options=options)
     mesh = mesh_of(ctx.device_type, case)
     found = []
     for wrap in (False, True):
@@ -296,10 +297,10 @@ def test_shared_experts_compute_while_tokens_are_on_their_way(ctx):
     assert flights[-1].grad is None
 
 
+@pytest.mark.parametrize("case", [Case({"ep": 2}), Case({"ep": 2}, options={"ranks_per_node": 1})], ids=str)
 @pytest.mark.sim
-def test_compiled_layers():
+def test_compiled_layers(case):
     def body():
-        case = Case({"ep": 2})
         mesh = mesh_of("cpu", case)
         found = []
         for compiles in (False, True):

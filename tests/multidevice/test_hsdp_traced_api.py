@@ -291,7 +291,7 @@ def test_one_graph_of_a_cell_and_of_the_whole(ctx):
 @sim.ranks(2, backends=NO_GLOO)
 def test_hooks_break_the_graph_and_the_other_form_does_not(ctx):
     if is_late(ctx):
-        pytest.skip("torch takes no graph of a late device")
+        pytest.skip("torch takes no graph while races are looked for")
     x = batch(ctx, 0, ctx.rank)
     for traced in (True, False):
         model = net(ctx)

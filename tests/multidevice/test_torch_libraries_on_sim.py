@@ -1,5 +1,5 @@
-"""The wider reach of torch's own parallelism on simulated ranks: every pipeline schedule, DDP's and FSDP2's options,
-sequence and loss parallelism, checkpoints between worlds of different sizes; each gives what one device gives.
+"""The wider reach of torch's own parallelism on simulated ranks, also with late devices: every pipeline schedule, DDP's
+and FSDP2's options, sequence and loss parallelism, checkpoints between worlds; each gives what one device gives.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from torch.distributed.tensor.parallel import (
 import sim
 
 WIDTH, BATCH = 8, 16
+BACKENDS = ("sim", "npu")
 
 
-def batch(*, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+def batch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = torch.randn(2, BATCH, WIDTH, generator=torch.Generator().manual_seed(7)).to(device)
+    return x, y
 
 
-def layers(count: int) -> nn.Sequential:
+def layers(count: int, device: torch.device | str = "cpu") -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))).to(device)
 
 
-def alone(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def alone(model: nn.Module, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Loss and gradients on one device."""
-    x, y = batch()
+    x, y = batch(device)
     loss = F.mse_loss(model(x), y)
     loss.backward()
     return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
@@ -81,7 +82,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@sim.ranks(2, backends=("sim",))
+@sim.ranks(2, backends=BACKENDS)
 def test_pipeline_schedules(ctx, name):
     kind = pipelining.schedules.get_schedule_class(name)
     ranks, rank = ctx.world_size, ctx.rank
@@ -91,12 +92,12 @@ def test_pipeline_schedules(ctx, name):
         held = [rank, 2 * ranks - 1 - rank]
     else:
         held = [rank, rank + ranks]
-    model = layers(ranks * len(held))
-    loss, _ = alone(whole := copy.deepcopy(model))
+    model = layers(ranks * len(held), ctx.device)
+    loss, _ = alone(whole := copy.deepcopy(model), ctx.device)
     stages = [pipelining.PipelineStage(model[s], s, len(model), ctx.device) for s in held]
     single = not issubclass(kind, PipelineScheduleMulti)
     schedule = kind(stages[0] if single else stages, n_microbatches=8, loss_fn=F.mse_loss)
-    x, y = batch()
+    x, y = batch(ctx.device)
     losses: list[torch.Tensor] = []
     inputs = (x,) if 0 in held else ()
     targets = {"target": y, "losses": losses} if len(model) - 1 in held else {}
@@ -111,26 +112,26 @@ def test_pipeline_schedules(ctx, name):
 
 
 @pytest.mark.parametrize("hook", ["none", "allreduce", "fp16"])
-@sim.ranks(4, backends=("sim",))
+@sim.ranks(4, backends=BACKENDS)
 def test_ddp_in_buckets_with_hooks(ctx, hook):
-    model = layers(3)
-    _, wanted = alone(copy.deepcopy(model))
+    model = layers(3, ctx.device)
+    _, wanted = alone(copy.deepcopy(model), ctx.device)
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001, gradient_as_bucket_view=True)
     if hook == "allreduce":
         wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     elif hook == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    x, y = (mine(t) for t in batch())
+    x, y = (mine(t) for t in batch(ctx.device))
     F.mse_loss(wrapped(x), y).backward()
     same_gradients(model, wanted, **({"rtol": 0.01, "atol": 1e-4} if hook == "fp16" else {"rtol": 1e-5, "atol": 1e-7}))
 
 
-@sim.ranks(2, backends=("sim",))
+@sim.ranks(2, backends=BACKENDS)
 def test_ddp_without_communication_for_a_while(ctx):
-    model = layers(2)
-    _, wanted = alone(copy.deepcopy(model))
+    model = layers(2, ctx.device)
+    _, wanted = alone(copy.deepcopy(model), ctx.device)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    halves = [t.chunk(2) for t in (mine(batch()[0]), mine(batch()[1]))]
+    halves = [t.chunk(2) for t in (mine(batch(ctx.device)[0]), mine(batch(ctx.device)[1]))]
     for step, (x, y) in enumerate(zip(*halves, strict=True)):
         with wrapped.no_sync() if step == 0 else contextlib.nullcontext():
             (F.mse_loss(wrapped(x), y) / 2).backward()
@@ -148,11 +149,11 @@ class TwoWays(nn.Module):
         return self.ways[2](self.ways[way](x))
 
 
-@sim.ranks(2, backends=("sim",))
+@sim.ranks(2, backends=BACKENDS)
 def test_ddp_with_parameters_that_a_rank_does_not_use(ctx):
-    model = TwoWays()
+    model = TwoWays().to(ctx.device)
     whole = copy.deepcopy(model)
-    x, y = (t.chunk(2) for t in batch())
+    x, y = (t.chunk(2) for t in batch(ctx.device))
     (sum(F.mse_loss(whole(x[way], way), y[way]) for way in (0, 1)) / 2).backward()
     wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     F.mse_loss(wrapped(x[ctx.rank], ctx.rank), y[ctx.rank]).backward()
@@ -160,7 +161,7 @@ def test_ddp_with_parameters_that_a_rank_does_not_use(ctx):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@sim.ranks(2, backends=("sim",))
+@sim.ranks(2, backends=("sim",))  # a late device has no sparse tensors
 def test_ddp_with_sparse_gradients(ctx):
     torch.manual_seed(0)
     model = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
@@ -174,16 +175,16 @@ def test_ddp_with_sparse_gradients(ctx):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@sim.ranks(3, backends=("sim",))
+@sim.ranks(3, backends=BACKENDS)
 def test_an_optimizer_whose_state_is_spread_over_the_ranks(ctx):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = layers(3)
+    model = layers(3, ctx.device)
     whole = copy.deepcopy(model)
     wrapped = nn.parallel.DistributedDataParallel(model)
     spread = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, lr=0.1)
     plain = torch.optim.Adam(whole.parameters(), lr=0.1)
-    x, y = batch()
+    x, y = batch(ctx.device)
     for _ in range(3):
         for trained, optimizer in ((wrapped, spread), (whole, plain)):
             optimizer.zero_grad()
@@ -206,26 +207,28 @@ RESHARDING = {
 
 
 @pytest.mark.parametrize(("shape", "reshard"), RESHARDING.values(), ids=RESHARDING)
-@sim.ranks(4, backends=("sim",))
+@sim.ranks(4, backends=BACKENDS)
 def test_fsdp2_resharding(ctx, shape, reshard):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp",) if len(shape) == 1 else ("replicate", "shard"))
-    model = layers(3)
-    _, wanted = alone(copy.deepcopy(model))
+    mesh = init_device_mesh(
+        ctx.device_type, shape, mesh_dim_names=("dp",) if len(shape) == 1 else ("replicate", "shard")
+    )
+    model = layers(3, ctx.device)
+    _, wanted = alone(copy.deepcopy(model), ctx.device)
     for layer in model:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    x, y = (mine(t) for t in batch())
+    x, y = (mine(t) for t in batch(ctx.device))
     F.mse_loss(model(x), y).backward()
     same_gradients(model, wanted)
 
 
-@sim.ranks(4, backends=("sim",))
+@sim.ranks(4, backends=BACKENDS)
 def test_fsdp2_with_mixed_precision_and_accumulation(ctx):
-    model = layers(2)
-    _, wanted = alone(copy.deepcopy(model))
+    model = layers(2, ctx.device)
+    _, wanted = alone(copy.deepcopy(model), ctx.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=policy)
-    halves = [t.chunk(2) for t in (mine(batch()[0]), mine(batch()[1]))]
+    fully_shard(model, mesh=init_device_mesh(ctx.device_type, (4,)), mp_policy=policy)
+    halves = [t.chunk(2) for t in (mine(batch(ctx.device)[0]), mine(batch(ctx.device)[1]))]
     for step, (x, y) in enumerate(zip(*halves, strict=True)):
         model.set_requires_gradient_sync(step == 1)
         out = model(x)
@@ -250,13 +253,13 @@ class Block(nn.Module):
         return self.head(self.down(self.up(self.norm(x)).relu()))
 
 
-@sim.ranks(4, backends=("sim",))
+@sim.ranks(4, backends=BACKENDS)
 def test_sequence_and_loss_parallel(ctx):
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    model = Block()
+    mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("tp",))
+    model = Block().to(ctx.device)
     whole = copy.deepcopy(model)
-    x = batch()[0].reshape(2, 8, WIDTH)
-    labels = torch.arange(16) % 12
+    x = batch(ctx.device)[0].reshape(2, 8, WIDTH)
+    labels = torch.arange(16, device=ctx.device) % 12
     loss = F.cross_entropy(whole(x).flatten(0, 1), labels)
     loss.backward()
     sequence = Shard(1)

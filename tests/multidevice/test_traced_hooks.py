@@ -208,7 +208,7 @@ def test_the_bits_of_the_engine(ctx):
 @sim.ranks(2)
 def test_no_graph_breaks(ctx):
     if is_late(ctx):
-        pytest.skip("torch takes no graph of a late device")
+        pytest.skip("torch takes no graph while races are looked for")
     x = data(ctx, 0, ctx.rank)
     model = net(ctx)
     nested(model, mesh_of(ctx))

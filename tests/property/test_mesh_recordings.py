@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.job import Job, StagePart
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
@@ -120,6 +121,20 @@ def test_experts_that_are_fewer_than_ranks_do_not_follow_from_others():
         return depends_on(job, part, list(part.layers))
 
     assert kind(4) == kind(8) != kind(16)  # split on dim 0, and inside of each
+
+
+def test_experts_on_nodes_follow_from_each_other():
+    def job(copies: int) -> Job:
+        dims = ParallelDims(dp_replicate=copies, dp_shard=2, ep=4, world_size=8 * copies)
+        return Job(find_model(MoEConfig(num_hidden_layers=2)), dims, 1, 12, Recipe(ranks_per_node=2))
+
+    part, recording = fresh(job(2))
+    anchor = Anchor(job(2), part, tuple(part.layers), recording)
+    part, wanted = fresh(job(3))
+    found = derive([anchor], job(3), part, list(part.layers))
+    assert found is not None
+    assert (found.segments, found.groups) == (wanted.segments, wanted.groups)
+    assert {("ep_nodes", (0, 2)), ("ep_node", (0, 1))} <= {(group.axis, group.ranks) for group in found.groups}
 
 
 def test_both_ranks_of_a_pipeline_follow_from_each_other():

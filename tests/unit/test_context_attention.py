@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
+import weakref
+from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +24,7 @@ from hyper_parallel.core.context_parallel import (
     context_parallel,
     kernels,
 )
-from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined, Ring, triangle
+from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined, Ring, RingShift, TokenSum, triangle
 from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.platform.attention import HostAttention
 
@@ -97,6 +102,76 @@ def test_a_nan_stays(later: bool) -> None:
     for keys, values in zip(k.chunk(2, dim=2), v.chunk(2, dim=2), strict=True):
         found.add(*AttentionBlock(q, keys, values, False, 1.0).forward(), slice(None))
     assert found.out.isnan().all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sum_of_parts_wherever_they_lie(seed: int) -> None:
+    """The first part of a token is copied over what was in memory, later ones are added; others' tokens stay zero."""
+    draw = random.Random(seed)
+    like, begun = torch.full((1, 1, 9, 2), 7.0, dtype=torch.float64), draw.random() < 0.3
+    into = like.clone() if begun or draw.random() < 0.5 else None
+    found, expected = TokenSum(like, into, begun=begun), like.clone() if begun else torch.zeros_like(like)
+    for number in range(draw.randint(0, 4)):
+        start = draw.randint(0, 8)
+        where = draw.choice([slice(start, draw.randint(start + 1, 9)), slice(None)])
+        part = torch.full_like(expected[:, :, where], number + 1)
+        expected[:, :, where] += part
+        found.add(part, where)
+    assert torch.equal(found.result(), expected)
+
+
+def test_a_part_of_all_tokens_becomes_the_sum() -> None:
+    part = torch.ones(1, 1, 4, 2)
+    found = TokenSum(part)
+    found.add(part, slice(None))
+    assert found.result() is part
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_queries_that_no_block_has_get_zeros(order: tuple[int, int]) -> None:
+    q, k, v = qkv()
+    blocks = [(AttentionBlock(q[:, :, rows], k, v, False, 1.0).forward(), rows) for rows in (slice(0, 5), slice(2, 7))]
+    found = Joined.none(q)
+    found.out.fill_(torch.nan)
+    for number in order:
+        (out, lse), rows = blocks[number]
+        found.add(out, lse, rows)
+    found.finish()
+    out, lse = AttentionBlock(q, k, v, False, 1.0).forward()
+    torch.testing.assert_close(found.out[:, :, :7], out[:, :, :7])
+    assert (found.out[:, :, 7:] == 0).all()
+    assert (found.lse[:, :, 7:] == -torch.inf).all()
+    twice = torch.full_like(lse[:, :, 2:5], math.log(2))  # the same keys once more
+    torch.testing.assert_close(found.lse[:, :, 2:5], lse[:, :, 2:5] + twice)
+
+
+def test_what_is_transposed_before_attention_is_transposed_back_without_a_copy() -> None:
+    def body() -> bool:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv())
+        return cp_of(1).attend(q, k, v).transpose(1, 2).is_contiguous()
+
+    assert all(sim.run(body, 2))
+
+
+def test_a_block_is_let_go_once_it_has_left() -> None:
+    """Before memory is taken for the next one: no rank holds more than two."""
+
+    class Counts(Ring):
+        def send(self, x: torch.Tensor) -> RingShift:
+            alive.setdefault(self.rank, []).append(sum(each() is not None for each in seen[self.rank]))
+            return super().send(x)
+
+    def body() -> None:
+        ranks = tuple(range(dist.get_world_size()))
+        ring = Counts(dist.group.WORLD, ranks, dist.get_rank(), SequenceSplit(len(ranks)))
+        for _, x in ring.travel(torch.full((3,), float(ring.rank))):
+            seen[ring.rank].append(weakref.ref(x))
+            del x
+
+    seen: dict[int, list[Any]] = defaultdict(list)
+    alive: dict[int, list[int]] = {}
+    sim.run(body, 4)
+    assert [alive[rank] for rank in range(4)] == [[0, 0, 0]] * 4, "of those before the one that is sent"
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 40])

@@ -311,7 +311,7 @@ def test_a_real_estimate_of_a_module_of_ones_own() -> None:
 def test_a_search_prints_the_ranking(asked: list[dict[str, Any]]) -> None:
     code, output = invoke("search", *SEARCH, "--limit", "6", "--rows", "2", "--json", "found.json")
     assert code == 0, output
-    assert len(asked) == 6
+    assert sum(given["recipe"].tp_chunks == 1 for given in asked) == 6, "chunks of the best come on top"
     assert "Fastest first" in output
     assert "estimates: 0 of 6" in output, "progress"
     assert "Not in the ranking" in output
@@ -347,6 +347,29 @@ def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any
     assert (run.parallel.pp, run.parallel.layers_per_stage) == (2, "3,1")
     assert run.train.accumulate > 1
     assert Job.of_run(run, 8).layers_per_stage == (3, 1)
+
+
+def test_chunks_that_a_search_finds_are_trained(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = sys.modules["sim.mesh.estimate"].estimate
+
+    def faster_in_chunks(**given: Any) -> Any:
+        made = plain(**given)
+        made.time.step = made.time.step._replace(value=made.time.step.value / given["recipe"].tp_chunks)
+        return made
+
+    monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", faster_in_chunks)
+    small = ["[train]", "batch_size = 4", "seq_len = 16", "steps = 2", "[parallel]", "tp = 2", 'checkpointing = "none"']
+    Path("run.toml").write_text("\n".join(small))
+    options = ("--hardware", "h100-sxm", "--devices", "4", "--limit", "2")
+    code, output = invoke("search", "run.toml", *options, "--write", "best.toml")
+    assert code == 0, output
+    assert "4 tp chunks" in output
+    assert load_config("best.toml").parallel.tp_chunks == 4
+    code, output = invoke("train", "best.toml", "--sim", "4")
+    assert code == 0, output
+    asked.clear()
+    assert invoke("search", "run.toml", *options, "--tp-chunks", "2")[0] == 0
+    assert {given["recipe"].tp_chunks for given in asked} == {2}, "what is said stays"
 
 
 ROOT = Path(__file__).parents[2]

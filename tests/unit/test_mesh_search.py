@@ -59,7 +59,7 @@ def space(model: Any = "llama3-8b", devices: int = 64, batch: int = 128, seq_len
 
 
 def find(*arguments: Any, **options: Any) -> Any:
-    return search(*arguments, **{"estimator": fake_estimate, "seq_len": 8192, **options})
+    return search(*arguments, **{"estimator": fake_estimate, "seq_len": 8192, "tp_chunks": (), **options})
 
 
 # Candidates
@@ -91,6 +91,39 @@ def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
     }
     assert all(c.dims.expert_ranks > c.dims.ep for c in found if c.dims.fold_experts)
     assert {c.recipe.schedule for c in found if c.dims.pp > 1} == {"1f1b", "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("per_token", "devices_per_node", "asked", "expected"),
+    [
+        (8, 8, None, {1: None, 8: None, 16: 8, 32: 8}),
+        (2, 8, None, {8: None, 16: 8, 32: None}),  # of 4 nodes a token goes to 1.75, and to 2 experts
+        (1, 8, None, {16: None, 32: None}),
+        (2, 8, 8, {8: None, 16: 8, 32: 8}),
+        (8, 12, None, {8: None, 16: None, 32: None}),  # not equally many on each node
+        (8, 8, 4, {4: None, 8: 4, 16: 4}),
+    ],
+)
+def test_tokens_go_to_each_node_once_where_that_saves_rows(
+    per_token: int, devices_per_node: int, asked: int | None, expected: dict[int, int | None]
+) -> None:
+    model = MoEConfig(num_experts=32, experts_per_token=per_token)
+    where = space(
+        model,
+        devices=64,
+        batch=64,
+        fixed={"tp": 1, "cp": 1, "pp": 1},
+        devices_per_node=devices_per_node,
+        recipes=[Recipe(ranks_per_node=asked)],
+    )
+    found = [entry for entry in enumerate_candidates(where) if isinstance(entry, Candidate)]
+    for ep, on_nodes in expected.items():
+        assert {one.recipe.ranks_per_node for one in found if one.dims.ep == ep} == {on_nodes}
+    once = next((one for one in found if one.recipe.ranks_per_node), None)
+    if once is not None and asked in (None, devices_per_node):
+        assert "tokens once to each node" in str(once)
+        each = dataclasses.replace(once, recipe=dataclasses.replace(once.recipe, ranks_per_node=None))
+        assert guess_seconds(where.shape, once, 8192, H100) < guess_seconds(where.shape, each, 8192, H100)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +389,59 @@ def test_the_ranking_is_by_speed_and_has_all_that_was_estimated() -> None:
     assert shown[0] == (0, 12, str(asked[0]))
     assert shown[-1] == (12, 12, "")
     assert "does not fit" in result.reasons or not result.too_large
+
+
+@pytest.mark.parametrize(
+    ("factors", "chosen", "tried"),
+    [
+        ({2: 0.95, 4: 0.93}, 4, {2, 4}),
+        ({2: 0.95, 4: 0.96}, 2, {2, 4}),
+        ({2: 1.01, 4: 0.90}, 1, {2}),  # more chunks are tried where fewer have paid
+        ({2: 1.0}, 1, {2}),  # as of a model without feed-forwards that are split
+    ],
+)
+def test_the_fastest_is_tried_in_chunks(factors: dict[int, float], chosen: int, tried: set[int]) -> None:
+    asked: list[Recipe] = []
+
+    def chunked(**given: Any) -> Any:
+        asked.append(given["recipe"])
+        made = fake_estimate(**given)
+        made.time.step = quantity(made.time.step.value * factors.get(given["recipe"].tp_chunks, 1.0))
+        return made
+
+    result = find(
+        "llama3-8b", "h100-sxm", 64, 128, estimator=chunked, limit=6, tp_chunks=tuple(factors), fixed={"tp": 4}
+    )
+    assert result.best.candidate.recipe.tp_chunks == chosen
+    assert {one.tp_chunks for one in asked} == {1} | tried
+    assert sum(one.tp_chunks == 1 for one in asked) == 6, "chunks come on top of the limit"
+    assert sum(one.tp_chunks > 1 for one in asked) <= 2 * len(tried)
+    in_chunks = [entry for entry in result.found if entry.candidate.recipe.tp_chunks > 1]
+    assert bool(in_chunks) == (chosen > 1), "what chunks make slower is not in the ranking"
+    assert chosen == 1 or f"{chosen} tp chunks" in str(result)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fixed": {"tp": 1}},
+        {"fixed": {"tp": 4}, "recipes": [Recipe(sequence_parallel=False)]},
+        {"fixed": {"tp": 4}, "recipes": [Recipe(tp_overlap=True)]},
+        {"fixed": {"tp": 4}, "tp_chunks": ()},
+    ],
+)
+def test_chunks_are_tried_where_they_can_hide_something(options: dict[str, Any]) -> None:
+    asked: list[Recipe] = []
+
+    def remembering(**given: Any) -> Any:
+        asked.append(given["recipe"])
+        return fake_estimate(**given)
+
+    find("llama3-8b", "h100-sxm", 64, 128, **{"estimator": remembering, "limit": 4, "tp_chunks": (2, 4), **options})
+    assert {one.tp_chunks for one in asked} == {1}
+    asked.clear()
+    find("llama3-8b", "h100-sxm", 64, 128, estimator=remembering, limit=4, tp_chunks=(3,), fixed={"tp": 4})
+    assert {one.tp_chunks for one in asked} == {1, 3}
 
 
 def test_the_plain_layouts_come_first() -> None:

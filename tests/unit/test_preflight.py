@@ -49,6 +49,12 @@ REFUSED = [
         id="experts that do not divide",
     ),
     pytest.param(
+        run("moe", ExpertsConfig(num_experts=12), ep=4, ranks_per_node=3),
+        4,
+        ["cannot send tokens to each node once", "of which each node has [3, 1]", "try: ranks_per_node=None"],
+        id="more of the experts' ranks on one node than on others",
+    ),
+    pytest.param(
         run("moe", ExpertsConfig(expert_intermediate_size=33), tp=2),
         2,
         [

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -162,6 +163,21 @@ def test_one_kernel_keeps_what_one_of_an_accelerator_keeps():
     assert gate == 8 * 4 * 16 * 4, "the gradient, and nothing on the way to it"
 
 
+def test_masks_of_attention_are_those_that_torch_takes():
+    def body(device: str) -> list:
+        q, found = torch.randn(2, 4, 3, 8).to(device), []
+        for shape in ((3, 5), (3, 1), (1, 5), (2, 4, 3, 5), (2, 1, 1, 5), (4, 3, 5), (1, 1)):
+            mask = torch.rand(shape).gt(0.4).to(device)
+            for each in (mask, mask.float()):
+                found.append(F.scaled_dot_product_attention(q, *q.new_ones(2, 2, 4, 5, 8).cumsum(3), each).cpu())
+        found.append(F.scaled_dot_product_attention(q, q, q, q[0, 0, :, :3], is_causal=True).cpu())
+        with pytest.raises(RuntimeError, match="must match"):
+            F.scaled_dot_product_attention(q, q, q, q.new_zeros(3, 2))
+        return found
+
+    torch.testing.assert_close(late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",)), equal_nan=True)
+
+
 def test_attention_of_dtensors_stays_split():
     def body() -> list:
         whole = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
@@ -201,6 +217,77 @@ def test_training_gives_what_it_gives_on_the_cpu():
         return losses
 
     assert late(body, args=("npu",), check_races=True) == sim.run(body, 1, ("cpu",))
+
+
+def without_autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("npu", enabled=False):
+        return x @ w
+
+
+# What is called under autocast, and the same with every cast written out.
+CAST = {
+    "a product": (lambda x, w: x @ w, lambda x, w: x.half() @ w.half()),
+    "a layer": (lambda x, w: F.linear(x, w, w[0]), lambda x, w: F.linear(x.half(), w.half(), w[0].half())),
+    "attention": (
+        lambda x, w: F.scaled_dot_product_attention(*[x.view(1, 2, 2, 4)] * 3, is_causal=True),
+        lambda x, w: F.scaled_dot_product_attention(*[x.half().view(1, 2, 2, 4)] * 3, is_causal=True),
+    ),
+    "a sum": (lambda x, w: (x @ w).sum(), lambda x, w: (x.half() @ w.half()).sum(dtype=torch.float32)),
+    "softmax": (lambda x, w: (x @ w).softmax(-1), lambda x, w: (x.half() @ w.half()).float().softmax(-1)),
+    "a sum of a dtype": (
+        lambda x, w: (x @ w).sum(0, dtype=torch.float64),
+        lambda x, w: (x.half() @ w.half()).sum(0, dtype=torch.float64),
+    ),
+    "a norm": (
+        lambda x, w: F.layer_norm(x.half(), (4,), w[0]),
+        lambda x, w: F.layer_norm(x.half().float(), (4,), w[0]),
+    ),
+    "two dtypes": (
+        lambda x, w: torch.addcmul(x.half(), x, x.half()),
+        lambda x, w: torch.addcmul(x.half().float(), x, x.half().float()),
+    ),
+    "float64": (lambda x, w: x.double() @ w.double(), lambda x, w: x.double() @ w.double()),
+    "a list": (
+        lambda x, w: torch.linalg.multi_dot([x, w, w]),
+        lambda x, w: torch.linalg.multi_dot([x.half(), w.half(), w.half()]),
+    ),
+    "autocast switched off": (without_autocast, lambda x, w: x @ w),
+    "anything else": (lambda x, w: F.gelu(x.half()), lambda x, w: F.gelu(x.half())),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_autocast_casts_what_it_casts_on_a_gpu(name):
+    def body(device: str) -> list:
+        x, w = (torch.randn(4, 4).to(device).requires_grad_() for _ in range(2))
+        with torch.autocast(device, torch.float16, enabled=device == "npu"):
+            out = CAST[name][device == "cpu"](x, w)
+        grads = torch.autograd.grad(out.square().sum(), (x, w), allow_unused=True)
+        return [each.detach().cpu() for each in (out, *grads) if each is not None]
+
+    (found,), (expected,) = late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",))
+    assert found[0].dtype is expected[0].dtype
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_a_scaler_of_gradients_skips_the_step_that_overflows():
+    def body() -> list:
+        weight = torch.nn.Parameter(torch.ones(4, 4, device="npu"))
+        scaler, optimizer = torch.amp.GradScaler("npu", init_scale=2.0**15), torch.optim.SGD([weight], lr=1.0)
+        seen = []
+        for size in (1e3, 1e-3):
+            with torch.autocast("npu", torch.float16):
+                loss = (torch.full((2, 4), size, device="npu") @ weight).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append([scaler.get_scale(), weight[0, 0].item()])
+        return seen
+
+    ((first, second),) = right(body)
+    assert first == [2.0**14, 1.0], "it has overflown"
+    assert second == [2.0**14, pytest.approx(1 - 1e-3 / 4, rel=1e-5)]
 
 
 def test_a_tensor_says_where_it_is():
@@ -473,6 +560,7 @@ def to_the_host(*, waits: bool):
         x = torch.full((4,), 2.0, device="npu")
         y = torch.empty(4, pin_memory=True)
         assert y.is_pinned()
+        assert not torch.ones(2).is_pinned()
         y.copy_(x, non_blocking=True)
         if waits:
             torch.npu.current_stream().synchronize()

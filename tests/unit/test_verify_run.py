@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,6 +39,7 @@ RIGHT = {
     "cp": (of(DENSE, cp=2, checkpointing="full"), 2),
     "pp, tied, accumulation": (of(TIED, pp=2), 2),
     "ep, etp": (of(EXPERTS, ep=2, tp=2, etp=1), 4),
+    "experts on nodes": (of(EXPERTS, ep=4, ranks_per_node=2), 4),
     "each micro-batch reduced": (of(TIED, tp=2, reduce_each=True), 4),
     "fewer experts than ranks": (of(FEW_EXPERTS, tp=2), 8),
 }
@@ -329,6 +331,16 @@ def test_few_ranks_keep_their_degrees_and_the_report_says_what_became_small() ->
     assert (ranks, small.parallel.tp, small.parallel.dp_shard) == (12, 4, 3)
     assert "hidden_size 128 -> 16" in said
     assert "param_dtype fp32 -> fp64" in said
+
+
+@pytest.mark.parametrize(
+    ("parallel", "per_node", "few"),
+    [({"ep": 64}, 8, 1), ({"ep": 16, "cp": 4, "fold_experts": True}, 8, 2), ({"ep": 64}, 64, None)],
+)
+def test_experts_stay_on_several_nodes(parallel: dict[str, Any], per_node: int, few: int | None) -> None:
+    run = of(EXPERTS.with_changes("experts", {"num_experts": 64}), **parallel, ranks_per_node=per_node)
+    run = run.with_changes("train", {"batch_size": 128, "seq_len": 64})
+    assert reduced_run(run, 128)[0].parallel.ranks_per_node == few
 
 
 def test_a_run_that_is_refused_is_refused_before_anything_runs() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hyper_parallel.core.context_parallel import kernels
 from hyper_parallel.core.context_parallel.flex import Flex, FlexPiece
-from hyper_parallel.core.context_parallel.index import SequenceSplit
+from hyper_parallel.core.context_parallel.index import Gaps, SequenceSplit
 from hyper_parallel.platform import AttentionKernel
 
 # Attention of some queries to some keys, with what it takes to join such blocks: the log of each query's sum ----------
@@ -163,25 +164,46 @@ class Joined:
     Attributes:
         out: (batch, heads, queries, head_dim), in the dtype that sums are kept in.
         lse: log-sum-exp of the scores, (batch, heads, queries).
+        gaps: queries that no block has been added for.
     """
 
     out: Tensor
     lse: Tensor
+    gaps: Gaps = field(default_factory=partial(Gaps, 0))
 
     @classmethod
     def none(cls, q: Tensor) -> Joined:
-        """Queries that have seen nothing yet."""
+        """Queries that no block has been added for."""
         dtype = accumulator(q.dtype)
-        return cls(torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype))
+        # Laid out as the queries are: what a model transposes before attention it transposes back without a copy.
+        return cls(torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype), Gaps(q.shape[2]))
 
     def add(self, out: Tensor, lse: Tensor, rows: slice) -> None:
         """Add a block of further keys that some of the queries see."""
-        so_far = self.lse[:, :, rows]
-        # exp(lse) / (exp(so_far) + exp(lse)). Who sees none of these keys gives them no weight: not that of inf - inf,
+        if not self.gaps.left:
+            self._join(out, lse, self.out[:, :, rows], self.lse[:, :, rows])
+            return
+        for here, there, is_first in self.gaps.fill(rows):
+            outs, sums = self.out[:, :, here], self.lse[:, :, here]
+            if is_first:
+                outs.copy_(out[:, :, there])
+                sums.copy_(lse[:, :, there])
+            else:
+                self._join(out[:, :, there], lse[:, :, there], outs, sums)
+
+    def _join(self, out: Tensor, lse: Tensor, outs: Tensor, sums: Tensor) -> None:
+        # exp(lse) / (exp(sums) + exp(lse)). Who sees none of these keys gives them no weight: not that of inf - inf,
         # where nothing was seen before either. NaN of a score stays.
-        share = torch.sigmoid(lse - so_far).masked_fill_(lse == -torch.inf, 0.0).unsqueeze(-1)
-        self.out[:, :, rows].lerp_(out.to(self.out.dtype), share)  # both in one pass over the outputs
-        so_far.copy_(torch.logaddexp(so_far, lse))
+        share = torch.sigmoid(lse - sums.clamp(min=torch.finfo(sums.dtype).min)).unsqueeze(-1)
+        outs.lerp_(out.to(outs.dtype), share)  # both in one pass over the outputs
+        sums.copy_(torch.logaddexp(sums, lse))
+
+    def finish(self) -> Joined:
+        """Give queries without any block zeros, and return this."""
+        for start, stop in self.gaps.left:
+            self.out[:, :, start:stop].zero_()
+            self.lse[:, :, start:stop].fill_(-torch.inf)
+        return self
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -271,17 +293,20 @@ class RingShift:
     """A tensor on its way to the next rank, and the previous rank's on its way here."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup, before: int, after: int) -> None:
-        self._sent = sent  # must live until it has left
-        self._received = torch.empty_like(sent)
+        received = torch.empty_like(sent)
         there = dist.P2POp(dist.isend, sent, after, group)
-        back = dist.P2POp(dist.irecv, self._received, before, group)
+        back = dist.P2POp(dist.irecv, received, before, group)
         self._works = dist.batch_isend_irecv([there, back])
+        self._tensors = [sent, received]  # the first must live until it has left, and no longer: it is a whole block
 
     def wait(self) -> Tensor:
-        """Return what the previous rank sent."""
+        """Return what the previous rank sent; once."""
         for work in self._works:
             work.wait()
-        return self._received
+        received = self._tensors.pop()
+        self._tensors.clear()
+        self._works.clear()  # which hold them, too
+        return received
 
 
 @dataclass(frozen=True)
@@ -411,81 +436,146 @@ def _with_offsets(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: AttentionCall) -> Tensor:
-        dtype = accumulator(q.dtype)
-        joined: Joined | None = None
+        # The first block is copied, too: it is added to, and selective checkpointing keeps what a kernel has returned.
+        joined, keys_and_values = Joined.none(q), torch.stack((k, v))
         with _as_they_are(q.device):
-            for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
-                for rows, _, block in task.blocks(source, q, keys, values):
-                    out, lse = block.forward()
-                    if joined is None and out.shape == q.shape:
-                        # Copies, as these are added to, and selective checkpointing keeps what the kernel has returned.
-                        joined = Joined(out.to(dtype, copy=True), lse.clone(memory_format=torch.contiguous_format))
-                    else:
-                        joined = joined or Joined.none(q)
-                        joined.add(out, lse, rows)
-        joined = joined or Joined.none(q)
-        result = joined.out.to(q.dtype)
+            for source, pair in task.ring.travel(keys_and_values):
+                _attend(task, source, q, pair, joined)
+                del pair  # before the next one is received
+        result = joined.finish().out.to(q.dtype)
         ctx.task = task
-        ctx.save_for_backward(q, k, v, result, joined.lse)
+        ctx.save_for_backward(q, keys_and_values, result, joined.lse)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, keys_and_values, out, lse = ctx.saved_tensors
+        if grad.stride(-1) != 1 or 0 in grad.stride():  # one that was expanded, which kernels do not take
+            grad = grad.contiguous()
         with _as_they_are(q.device):
-            grad_q, (grad_k, grad_v) = _gradients(ctx.task, q, k, v, out, lse, grad.contiguous())
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+            grads = _gradients(ctx.task, q, keys_and_values, out, lse, grad)
+        grad_q, grad_k, grad_v = (each.to(q.dtype) for each in grads)
+        return grad_q, grad_k, grad_v, None
+
+
+def _attend(task: AttentionCall, source: int, q: Tensor, keys_and_values: Tensor, joined: Joined) -> None:
+    """Add what queries see of the keys of ring rank `source`."""
+    for rows, _, block in task.blocks(source, q, *keys_and_values):
+        joined.add(*block.forward(), rows)
 
 
 def _gradients(
-    task: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients of queries, and of keys and values, in the dtype that sums are kept in."""
-    grad_q: Tensor | None = None
-    own: list[Tensor | None] = [None, None]
-    flight: RingShift | None = None
-    for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
-        shares: list[tuple[slice, list[Tensor]]] = []  # of the keys of others
-        for rows, columns, block in task.blocks(source, q, keys, values):
-            of_q, *of_keys = block.backward(grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
-            grad_q = _added(grad_q, of_q, rows, q)
-            if source == task.ring.rank:
-                own = [_added(so_far, part, columns, k) for so_far, part in zip(own, of_keys, strict=True)]
-            else:
-                shares.append((columns, of_keys))
-        if source != task.ring.rank:
+    task: AttentionCall, q: Tensor, keys_and_values: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, in the dtype that sums are kept in."""
+    of_queries, flight = TokenSum(q), None
+    own: list[KeyShare] = []
+    for source, pair in task.ring.travel(keys_and_values):
+        shares = _shares(task, source, q, pair, (grad, out, lse), of_queries)
+        del pair  # before the next one is received
+        if source == task.ring.rank:
+            own = shares
+        else:
             # What other ranks have added has come while these were computed, and goes on with these.
-            empty = (2, *k.shape)
-            total = k.new_zeros(empty, dtype=accumulator(k.dtype)) if flight is None else flight.wait()
-            for columns, of_keys in shares:
-                for so_far, part in zip(total, of_keys, strict=True):
-                    so_far[:, :, columns] += part
-            flight = task.ring.send(total)
-    if flight is not None:
-        own = [_added(so_far, rest, slice(None), k) for so_far, rest in zip(own, flight.wait(), strict=True)]
-    return _begun(grad_q, q), [_begun(so_far, k) for so_far in own]
+            flight = task.ring.send(_with_shares(flight, shares, keys_and_values))
+        del shares
+    of_keys, of_values = _with_shares(flight, own, keys_and_values)
+    return of_queries.result(), of_keys, of_values
 
 
-def _begun(total: Tensor | None, like: Tensor) -> Tensor:
-    """Return a sum, zeros if nothing has been added yet."""
-    return torch.zeros_like(like, dtype=accumulator(like.dtype)) if total is None else total
+KeyShare = tuple[slice, list[Tensor]]
+"""Gradients of some keys and of their values, and which these are."""
 
 
-def _added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Tensor:
-    """Add gradients of some tokens to a sum, in place.
+def _shares(
+    task: AttentionCall,
+    source: int,
+    q: Tensor,
+    keys_and_values: Tensor,
+    result: tuple[Tensor, Tensor, Tensor],
+    of_queries: TokenSum,
+) -> list[KeyShare]:
+    """Return the gradients of the keys of ring rank `source`, and add those of the queries that see them.
 
     Args:
-        total: shaped as `like`, in the dtype that sums are kept in; None: nothing has been added yet.
-        part: of the tokens at `where`; nobody else has it, and so it may become the sum.
-        where: places of tokens.
-        like: what they are gradients of.
+        task: the attention.
+        source: whose keys they are.
+        q: the queries.
+        keys_and_values: (2, batch, heads, tokens, head_dim).
+        result: the gradient of the output, the output, and its log-sum-exp.
+        of_queries: what is added to.
     """
-    if total is None and part.shape == like.shape:
-        return part.to(accumulator(like.dtype))
-    total = _begun(total, like)
-    total[:, :, where] += part
+    shares: list[KeyShare] = []
+    for rows, columns, block in task.blocks(source, q, *keys_and_values):
+        of_q, *of_keys = block.backward(*(x[:, :, rows] for x in result))
+        of_queries.add(of_q, rows)
+        same = next((parts for place, parts in shares if place == columns), None)
+        if same is None or any(part.dtype != accumulator(q.dtype) for part in same):
+            shares.append((columns, of_keys))
+            continue
+        for so_far, part in zip(same, of_keys, strict=True):  # of the same keys: they need no memory of their own
+            so_far += part
+    return shares
+
+
+def _with_shares(flight: RingShift | None, shares: list[KeyShare], like: Tensor) -> Tensor:
+    """Return what has come of the gradients of some keys and values, and a rank's shares.
+
+    Args:
+        flight: what brings the sum of others; None: nobody has begun one.
+        shares: what is added.
+        like: the keys and values, (2, batch, heads, tokens, head_dim).
+    """
+    dtype = accumulator(like.dtype)
+    total = torch.empty_like(like, dtype=dtype) if flight is None else flight.wait()
+    for place, into in enumerate(total):
+        found = TokenSum(into, into, begun=flight is not None)
+        for columns, parts in shares:
+            found.add(parts[place], columns)
+        found.result()
     return total
+
+
+class TokenSum:
+    """A sum of gradients of tokens, in the dtype that sums are kept in.
+
+    Args:
+        like: what they are gradients of, (batch, heads, tokens, head_dim).
+        into: where the sum is written; None: the first part may become the sum.
+        begun: whether there are gradients in it already.
+    """
+
+    def __init__(self, like: Tensor, into: Tensor | None = None, *, begun: bool = False) -> None:
+        self._like, self._total = like, into
+        self._gaps = Gaps(0 if begun else like.shape[2])
+
+    def add(self, part: Tensor, where: slice) -> None:
+        """Add gradients of the tokens at `where`, which nobody else has."""
+        if self._total is None and part.shape == self._like.shape:
+            self._total, self._gaps = part.to(accumulator(self._like.dtype)), Gaps(0)
+            return
+        total = self._made()
+        if not self._gaps.left:
+            total[:, :, where] += part
+            return
+        for here, there, is_first in self._gaps.fill(where):
+            if is_first:
+                total[:, :, here].copy_(part[:, :, there])
+            else:
+                total[:, :, here] += part[:, :, there]
+
+    def result(self) -> Tensor:
+        """Return the sum; zeros of tokens without a part."""
+        total = self._made()
+        for start, stop in self._gaps.left:
+            total[:, :, start:stop].zero_()
+        return total
+
+    def _made(self) -> Tensor:
+        if self._total is None:
+            self._total = torch.empty_like(self._like, dtype=accumulator(self._like.dtype))
+        return self._total
 
 
 def _as_they_are(device: torch.device) -> AbstractContextManager[Any]:

@@ -6,6 +6,8 @@ A ring rank's *part* is what it works on in the ring; the ranks of its Ulysses g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from hyper_parallel.core.common.checks import check, check_fields, check_least
@@ -132,15 +134,63 @@ class SequenceSplit:
             length: tokens of a part.
             causal: positions see no later ones.
         """
-        check(_ASKED, "int", query_rank=query_rank, key_rank=key_rank, length=length)
-        check(_ASKED, "bool", causal=causal)
-        if not causal:
-            return Visible(0, length, causal=False)
-        if query_rank == key_rank:
-            return Visible(0, length, causal=True)
-        if self.zigzag:
-            # The first half of an earlier rank's part is before all of this one's, its second half after it; of a later
-            # rank's part both halves lie between this one's two.
-            earlier = key_rank < query_rank
-            return Visible(0, length // 2, causal=False) if earlier else Visible(length // 2, length, causal=False)
-        return Visible(0, length, causal=False) if key_rank < query_rank else None
+        return _visible(self.zigzag, query_rank, key_rank, length, causal)
+
+
+@lru_cache(maxsize=1024, typed=True)  # asked for every block of every attention
+def _visible(zigzag: bool, query_rank: int, key_rank: int, length: int, causal: bool) -> Visible | None:
+    check(_ASKED, "int", query_rank=query_rank, key_rank=key_rank, length=length)
+    check(_ASKED, "bool", causal=causal)
+    if not causal:
+        return Visible(0, length, causal=False)
+    if query_rank == key_rank:
+        return Visible(0, length, causal=True)
+    if zigzag:
+        # The first half of an earlier rank's part is before all of this one's, its second half after it; of a later
+        # rank's part both halves lie between this one's two.
+        earlier = key_rank < query_rank
+        return Visible(0, length // 2, causal=False) if earlier else Visible(length // 2, length, causal=False)
+    return Visible(0, length, causal=False) if key_rank < query_rank else None
+
+
+class Gaps:
+    """The tokens of a sum that nothing has been written to yet: what comes first is copied there, the rest is added.
+
+    >>> gaps = Gaps(8)
+    >>> gaps.fill(slice(2, 6))
+    [(slice(2, 6, None), slice(0, 4, None), True)]
+    >>> for here, there, is_first in gaps.fill(slice(4, 8)):
+    ...     print(here.start, here.stop, there.start, there.stop, is_first)
+    4 6 0 2 False
+    6 8 2 4 True
+    >>> gaps.left
+    [(0, 2)]
+
+    Args:
+        tokens: of the sum.
+
+    Attributes:
+        left: intervals [start, stop).
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self.left = [(0, tokens)] if tokens else []
+
+    def fill(self, where: slice) -> list[tuple[slice, slice, bool]]:
+        """Return where a part goes, piece by piece: places in the sum and in the part, and whether nothing is there.
+
+        Args:
+            where: place of the part in the sum.
+        """
+        start, stop, _ = where.indices(self._tokens)
+        if not self.left:
+            return [(slice(start, stop), slice(0, stop - start), False)]
+        ends = [end for gap in self.left for end in gap if start < end < stop]
+        found = [
+            (slice(low, high), slice(low - start, high - start), any(a <= low < b for a, b in self.left))
+            for low, high in pairwise(sorted({start, stop, *ends}))
+        ]
+        cut = [piece for a, b in self.left for piece in ((a, min(b, start)), (max(a, stop), b))]
+        self.left = [(a, b) for a, b in cut if a < b]
+        return found

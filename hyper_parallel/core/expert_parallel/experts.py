@@ -277,7 +277,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, copies_of_rows: torch.Tensor, copies: Copies) -> torch.Tensor:
         ctx.copies = copies
-        return cast(torch.Tensor, torch.embedding_bag(copies_of_rows.detach(), copies.places, copies.starts)[0])
+        return torch.embedding_bag(copies_of_rows.detach(), copies.places, copies.starts)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

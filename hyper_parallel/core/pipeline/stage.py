@@ -205,8 +205,9 @@ class Stage(PipelineStage):
         for group in groups:
             weights = [node.variable for node in group["params"]]  # accumulators of gradients
             yield group
-            for weight in weights if self.reductions is not None else ():
-                self.reductions.arrived(weight)
+            if self.reductions is not None:
+                for weight in weights:
+                    self.reductions.arrived(weight)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a micro-batch, or its part for the inputs."""

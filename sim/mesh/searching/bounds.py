@@ -302,7 +302,13 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     exposed = passes * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
     if dims.ep_enabled:
         speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
-        exposed += 4 * again * passed * shape.experts_per_token * (1 - 1 / dims.expert_ranks) / speed
+        if recipe.ranks_per_node is None:
+            exposed += 4 * again * passed * shape.experts_per_token * (1 - 1 / dims.expert_ranks) / speed
+        else:
+            nodes = max(dims.ep * dims.tp * dims.cp // recipe.ranks_per_node, 1)
+            visited = nodes * (1 - (1 - 1 / nodes) ** shape.experts_per_token)
+            exposed += 4 * again * passed * visited * (1 - 1 / nodes) / machine.between
+            exposed += 4 * again * passed * shape.experts_per_token / machine.inside
     if dims.cp > 1:
         ulysses = dims.ulysses_degree or dims.cp
         ring = dims.cp // ulysses

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
@@ -24,6 +25,7 @@ __all__ = ["enumerate_candidates"]
 _SHORTEST_PART = 4096  # tokens: below it, a part of a sequence is too short for the attention of cp to pay
 _MORE_STAGES = (4, 8)  # on each rank of a pipeline, beside one and two
 _SMALL_BUBBLE = 0.02  # of a step: less is not worth the messages of more stages
+_SAVED_ROWS = 0.75  # of those for each expert: with more of them left, what nodes then send inside may take as long
 _SHARD_GROUPS = (1, 4, 16)  # nodes that one copy of the weights may be sharded over, where there are more
 
 
@@ -174,7 +176,8 @@ def _folded(space: Space, degrees: dict[str, int]) -> list[tuple[int, bool]]:
 
 def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Candidate | Rejected]:
     seen = set()
-    for recipe in [variant for given in space.recipes for variant in _resharded(given, space.shape, dims)]:
+    given = [_over_nodes(recipe, space, dims) for recipe in space.recipes]
+    for recipe in [variant for each in given for variant in _resharded(each, space.shape, dims)]:
         if recipe.zero == 2 and (dims.dp_shard * dims.ep * dims.cp == 1 or dims.pp > 1):
             recipe = dataclasses.replace(recipe, zero=3)  # nothing is sharded, or a stage keeps what it has gathered
         for scheduled in _schedules(recipe, dims, space.shape.layers):
@@ -193,6 +196,19 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
                     yield from _uneven(space, candidate)
                 else:
                     yield Rejected(str(candidate), "the pipeline cannot run", reason, candidate=candidate)
+
+
+def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
+    """Send tokens to each node once where experts lie on several, and that saves many of their rows."""
+    asked, per_token = recipe.ranks_per_node, space.shape.experts_per_token
+    size = asked or space.devices_per_node
+    try:
+        nodes = split_over_nodes("", dims.expert_groups(), size)[0] if dims.ep_enabled else 1
+    except ValueError:
+        nodes = 1
+    visited = nodes * (1 - (1 - 1 / nodes) ** per_token)
+    pays = nodes > 1 and (asked is not None or visited <= _SAVED_ROWS * per_token)
+    return dataclasses.replace(recipe, ranks_per_node=size if pays else None)
 
 
 def _resharded(recipe: Recipe, shape: Shape, dims: ParallelDims) -> list[Recipe]:

@@ -33,6 +33,8 @@ _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell 
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
 _LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3, "offload": 4, "full offload": 5}
 _ORDERED = ("checkpointing", "microbatches", "reduce_each", "reshard_inputs", "zero")  # what keeps more, or less
+_REFINED = 2  # of the fastest: their feed-forwards are tried in chunks
+_EXPOSED = 0.02  # of a step: less exposed communication over tp is not worth what chunks cost
 _PlainKind = tuple[int, int, str]  # degrees of tp and ep, and the checkpointing where both are 1
 _ALIKE = attrgetter(*(field.name for field in fields(Recipe) if field.name not in _ORDERED))
 
@@ -51,6 +53,7 @@ class Exploration:
         limit: most estimates; None: as many as it takes.
         title: what is searched, in words.
         floors: of time and memory; None: every candidate that may fit is estimated.
+        tp_chunks: in which the feed-forwards of the fastest are tried, ascending.
     """
 
     space: Space
@@ -59,6 +62,7 @@ class Exploration:
     limit: int | None
     title: str
     floors: Floors | None = None
+    tp_chunks: tuple[int, ...] = ()
     found: list[Found] = field(default_factory=list)
     too_large: list[Found] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -78,6 +82,7 @@ class Exploration:
                 self._look_at(dataclasses.replace(self.space, recipes=recipes), estimate, progress)
                 if self.found or self.left:
                     break
+            self._try_chunks(estimate, progress)
         except KeyboardInterrupt:
             complete = False
         if not self.found:
@@ -121,6 +126,43 @@ class Exploration:
         if at is not None:
             self.left.insert(0, self.left.pop(at))
             self.first |= {self.left[0]}
+
+    def _try_chunks(self, estimate: Callable[[Candidate], Any], progress: Progress) -> None:
+        """Estimate the fastest anew, with feed-forwards in chunks; those that are faster so come into the ranking.
+
+        Chunks hide communication over tp, and change nothing else: it is enough to try them where that is exposed, and
+        where the step without it would be the fastest. More chunks are tried where fewer have paid.
+        """
+        for entry in self._worth_chunks() if self.tp_chunks else ():
+            fastest = entry.seconds
+            for chunks in self.tp_chunks:
+                recipe = dataclasses.replace(entry.candidate.recipe, tp_chunks=chunks)
+                candidate = dataclasses.replace(entry.candidate, recipe=recipe)
+                self.guesses[candidate] = self.guesses[entry.candidate]
+                before = len(self.found)
+                progress(self._done, self._done + 1, str(candidate))
+                self._add(candidate, estimate)
+                self._done += 1
+                if len(self.found) == before:
+                    break
+                if self.found[-1].seconds >= fastest:
+                    self.found.pop()
+                    break
+                fastest = self.found[-1].seconds
+        progress(self._done, self._done, "")
+
+    def _worth_chunks(self) -> list[Found]:
+        """The fastest that chunks may make the best, or that are it."""
+        ordered = sorted(self.found, key=lambda one: one.seconds)
+        best = ordered[0].seconds if ordered else 0.0
+        worth = []
+        for entry in ordered:
+            over_tp, recipe = entry.estimate.time.exposed.get("tp"), entry.candidate.recipe
+            exposed = 0.0 if over_tp is None else over_tp.value
+            hides = recipe.tp_chunks == 1 and recipe.sequence_parallel and not recipe.tp_overlap
+            if hides and exposed > _EXPOSED * entry.seconds and entry.seconds - exposed < best:
+                worth.append(entry)
+        return worth[:_REFINED]
 
     def _bounded(self, space: Space) -> dict[Candidate, tuple[float, float]]:
         """Candidates that may fit, each with guesses of its time and of its memory."""

@@ -31,6 +31,7 @@ def search(
     fixed: Mapping[str, int] | None = None,
     layers_per_stage: Sequence[int] | None = None,
     limit: int | None = None,
+    tp_chunks: Sequence[int] = (2, 4),
     progress: Progress | None = None,
     estimator: Callable[..., Any] | None = None,
     accepts: Callable[[Candidate], object] | None = None,
@@ -44,8 +45,8 @@ def search(
     Tensor parallelism is tried within a node, context parallelism where sequences are long, the pipeline with one, two,
     four and eight stages on each rank, sharding over all data-parallel ranks and over fewer nodes, micro-batches of 1,
     2, 4 and 8 sequences, each with every recipe. Every candidate is looked at: one whose floor of time or memory says
-    that it cannot be faster than the best, or cannot fit, is not estimated. Ctrl-C ends a search; what it has found so
-    far is returned.
+    that it cannot be faster than the best, or cannot fit, is not estimated. At last the feed-forwards of the fastest
+    are tried in chunks. Ctrl-C ends a search; what it has found so far is returned.
 
     Args:
         model: name, config or `Custom`.
@@ -58,7 +59,9 @@ def search(
             that offload activations are tried if no other one fits.
         fixed: degrees that are given, such as `{"tp": 8}`; also `etp`, `ulysses_degree` and `fold_experts`.
         layers_per_stage: of every pipeline that is tried; None: even in layers, time or memory.
-        limit: most estimates; None: as many as it takes to look at every candidate.
+        limit: most estimates; None: as many as it takes to look at every candidate. Chunks of the fastest come on top.
+        tp_chunks: chunks that the feed-forwards of the two fastest with tp are tried in, ascending; (): none. A recipe
+            that has chunks keeps them.
         progress: called with how far the search is.
         estimator: what estimates one candidate, called as `estimate` is; None: that.
         accepts: called with a candidate before it is estimated; a ValueError rejects it. None: all are accepted.
@@ -69,6 +72,8 @@ def search(
     """
     device, spec = find_hardware(hardware), find_model(model)
     _check(num_devices=num_devices, global_batch=global_batch, seq_len=seq_len, limit=1 if limit is None else limit)
+    for number in tp_chunks:
+        _check(tp_chunks=number)
     fixed = _checked_fixed(fixed or {}, num_devices)
     limit_bytes = device.memory_within("cannot search", memory_limit)
     shape = shape_of(spec, seq_len)
@@ -106,7 +111,8 @@ def search(
             **rest,
         )
 
-    exploration = Exploration(space, machine_of(device), limit_bytes, limit, title, floors)
+    chunks = tuple(tp_chunks)
+    exploration = Exploration(space, machine_of(device), limit_bytes, limit, title, floors, chunks)
     return exploration.run(one, progress or _silent)
 
 

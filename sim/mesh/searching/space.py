@@ -68,8 +68,12 @@ class Candidate:
             texts.append(f"{self.parts} x {self.batch // self.parts} sequences")
         if self.recipe.reduce_each and self.parts > 1:
             texts.append("reduced in each")
+        if self.recipe.ranks_per_node is not None:
+            texts.append("tokens once to each node")
         if self.recipe.reshard_inputs:
             texts.append("inputs gathered again")
+        if self.recipe.tp_chunks > 1:
+            texts.append(f"{self.recipe.tp_chunks} tp chunks")
         texts += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
         return ", ".join(texts)
 

@@ -221,9 +221,9 @@ class _StepTask:
         self, around: AbstractContextManager[Any] | None, taken: Mapping[ChoiceKey, torch.Tensor] | None
     ) -> LoopRecord:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)
             model = converted(self.model_fn(), self.dtype)
-            torch.manual_seed(self.seed + 1)
+            torch.default_generator.manual_seed(self.seed + 1)
             with around or nullcontext():
                 batches = [_copied(batch, self.dtype) for batch in self._batches]
                 wide, is_plain = WidePrecision(self.dtype), around is None
@@ -287,9 +287,9 @@ class _StepTask:
         def make() -> None:
             rank = dist.get_rank()
             mesh = init_device_mesh("cpu", self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)
             model = converted(self.model_fn(), self.dtype)
-            torch.manual_seed(self.seed + 1)
+            torch.default_generator.manual_seed(self.seed + 1)
             with wide.setdefault(rank, WidePrecision(self.dtype)):
                 made = self.parallelize(model, mesh) if self.parallelize is not None else model
             made = model if made is None else made
