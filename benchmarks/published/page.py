@@ -171,9 +171,10 @@ _KNOWN = """Their sources were read once more. Where they name no cause, none is
 - *InternEvo over 512 and 1,024 devices* (m1062 to m1064). 0.5 to 0.7 s of a step are missing where it has one or two
   micro-batches, and 0.3 s with four (m1061): it is no cost that each step has alike.
 - *torchtitan's memory* (m0053, m0054, m0074). With float8 its selective checkpointing kept |W| of unsharded weights
-  until 2025-02-04 (commit 88247277c): in m0074, which is compiled, the 10.8 GiB that are missing; estimates have it where
-  nothing is compiled (m0077: 32 GiB). Of the runs of 2024-03 (commit 83c879f18), those with tp of 2 have 24 GiB more than
-  those with one axis and as many tokens, with full and with selective checkpointing alike. The message does not say why.
+  until 2025-02-04 (commit 88247277c): in m0074, which is compiled, the 10.8 GiB that are missing; estimates have it
+  where nothing is compiled (m0077: 32 GiB). Of the runs of 2024-03 (commit 83c879f18), those with tp of 2 have 24 GiB
+  more than those with one axis and as many tokens, with full and with selective checkpointing alike. The message does
+  not say why.
 - *vTrain's gpt-39.1b* (m0590 to m0597): see above; its gpt-175.0b, of the same cluster and files, is within 6 %.
 """
 
