@@ -228,14 +228,18 @@ class DeviceMemory:
         self._released = waiting
 
     def _poison(self, allocation: Allocation, what: str, line: str, mark: LateTask | None = None) -> None:
+        # The mark has been come by. That orders this memory alone: on a device that is slower it had not been, other
+        # memory had been taken, and whatever else comes behind the mark now had not.
         memory, size = allocation.memory, allocation.size
-        task = self._queue.put(allocation.lane, what, line, lambda: _fill(memory, size), [mark])
+        task = self._queue.put(allocation.lane, what, line, lambda: _fill(memory, size))
         if self._races is not None:
-            self.touch(task, allocation, _bytes_of(memory, size), writes=True)
+            self.touch(task, allocation, _bytes_of(memory, size), writes=True, after=mark)
 
     # -- races ---------------------------------------------------------------------------------------------------------
 
-    def touch(self, task: LateTask, allocation: Allocation, twin: torch.Tensor, *, writes: bool) -> None:
+    def touch(
+        self, task: LateTask, allocation: Allocation, twin: torch.Tensor, *, writes: bool, after: LateTask | None = None
+    ) -> None:
         """Note an access, and raise where it may come before one that it has to come after.
 
         Args:
@@ -243,6 +247,7 @@ class DeviceMemory:
             allocation: Where.
             twin: The tensor, on the host.
             writes: It writes.
+            after: Of which the access is known to come after, too.
 
         Raises:
             InFlightBufferRace: Nothing orders the two; names both lines.
@@ -252,7 +257,8 @@ class DeviceMemory:
         part = extent_of(twin)
         kept = []
         for touch in reversed(allocation.touches):  # the last one says most
-            ordered = task.comes_after(touch.task.lane.index, touch.task.number)
+            lane, number = touch.task.lane.index, touch.task.number
+            ordered = task.comes_after(lane, number) or (after is not None and after.comes_after(lane, number))
             if (writes or touch.writes) and not ordered and overlap(part, touch.part):
                 self._raise(task, twin, touch, writes=writes)
             covers = part.dense and part.first <= touch.part.first and part.last >= touch.part.last

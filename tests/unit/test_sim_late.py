@@ -468,6 +468,26 @@ def test_memory_that_is_used_again_too_early():
     assert "  try: tensor.record_stream(stream), or let the default stream wait for that stream first\n" in text
 
 
+def test_memory_that_can_be_used_again_orders_nothing_else():
+    """Whether a stream is through when the allocator looks is luck."""
+
+    def body() -> float:
+        main, side = torch.npu.current_stream(), torch.npu.Stream()
+        x = torch.full((64,), 2.0, device="npu")
+        side.wait_stream(main)
+        with torch.npu.stream(side):
+            y = x * 3
+        x.record_stream(side)
+        del x
+        torch.ones((), device="npu").item()
+        z = torch.zeros(64, device="npu")
+        return (y + z).sum().item()
+
+    for seed in range(8):
+        with pytest.raises(sim.InFlightBufferRace, match="reads a buffer on the default stream that stream 1 writes"):
+            sim.run(body, 1, device="npu", check_races=True, seed=seed)
+
+
 def test_memory_of_a_stream_may_be_dropped_while_another_uses_it_if_it_waits_before_it_allocates():
     def body(waits: bool) -> float:
         main, side = torch.npu.current_stream(), torch.npu.Stream()
