@@ -65,7 +65,8 @@ def check(config: Config, world_size: int, routing: Routing | None = None, *, li
     config = replace(config, model=replace(config.model, max_seq_len=SEQ))  # tables just as long as the sequences
     config = replace(config, optimizer=replace(config.optimizer, max_grad_norm=limit))
     job = Job.of_run(config, world_size, routing=routing)
-    job = replace(job, recipe=replace(job.recipe, norm="eager"))  # the CPU has no kernel of RMSNorm
+    # The CPU has no kernel of RMSNorm.
+    job = replace(job, recipe=replace(job.recipe, norm="eager"), ring_kernel="cpu")
     programs = trace(job)
     with turns_followed():
         seen = in_real_numbers(steps_of(config, world_size, routing=routing, reads=True), world_size, stands_for="cuda")
