@@ -6,7 +6,6 @@ A ring rank's *part* is what it works on in the ring; the ranks of its Ulysses g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -134,23 +133,18 @@ class SequenceSplit:
             length: tokens of a part.
             causal: positions see no later ones.
         """
-        return _visible(self.zigzag, query_rank, key_rank, length, causal)
-
-
-@lru_cache(maxsize=1024, typed=True)  # asked for every block of every attention
-def _visible(zigzag: bool, query_rank: int, key_rank: int, length: int, causal: bool) -> Visible | None:
-    check(_ASKED, "int", query_rank=query_rank, key_rank=key_rank, length=length)
-    check(_ASKED, "bool", causal=causal)
-    if not causal:
-        return Visible(0, length, causal=False)
-    if query_rank == key_rank:
-        return Visible(0, length, causal=True)
-    if zigzag:
-        # The first half of an earlier rank's part is before all of this one's, its second half after it; of a later
-        # rank's part both halves lie between this one's two.
-        earlier = key_rank < query_rank
-        return Visible(0, length // 2, causal=False) if earlier else Visible(length // 2, length, causal=False)
-    return Visible(0, length, causal=False) if key_rank < query_rank else None
+        check(_ASKED, "int", query_rank=query_rank, key_rank=key_rank, length=length)
+        check(_ASKED, "bool", causal=causal)
+        if not causal:
+            return Visible(0, length, causal=False)
+        if query_rank == key_rank:
+            return Visible(0, length, causal=True)
+        if self.zigzag:
+            # The first half of an earlier rank's part is before all of this one's, its second half after it; of a later
+            # rank's part both halves lie between this one's two.
+            earlier = key_rank < query_rank
+            return Visible(0, length // 2, causal=False) if earlier else Visible(length // 2, length, causal=False)
+        return Visible(0, length, causal=False) if key_rank < query_rank else None
 
 
 class Gaps:
