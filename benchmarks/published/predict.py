@@ -66,8 +66,8 @@ def _ring_kernel(case: Case) -> str:
 def hardware_of(case: Case, calibration: Calibration) -> Hardware:
     """Return the description of a case's device, with the network of its cluster and the kernels of its time."""
     hardware = replace(find_hardware(case.hardware), allocator=case.allocator)
-    if case.attention_kernel is not None:
-        hardware = hardware.with_attention(case.attention_kernel)
+    kernel = case.attention_kernel or ("flash2" if hardware.family == "hopper" else None)  # torch's before 2.11
+    hardware = hardware if kernel is None else hardware.with_attention(kernel)
     share = float(calibration.section("framework", case.framework).get(hardware.family, 1.0))
     if share != 1.0:
         rate = float(calibration.of(hardware, "matmul", hardware.family).get("sustained", 1.0))

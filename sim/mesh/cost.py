@@ -30,12 +30,13 @@ from sim.mesh.pricing.comm_cost import (
 )
 from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.hardware_file import GRADES
-from sim.mesh.program import HOST_COPIES, Comm, CommGroup, Event, Op
+from sim.mesh.program import HOST_COPIES, MEMORY_KINDS, Comm, CommGroup, Event, Op
 
 __all__ = ["Price", "Pricing", "UnknownOperation", "ring_kernel_of", "weakest"]
 
 _ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "fp8": 1}
-_STREAMED = {"memory": "stream", "random": "random", "optimizer": "optimizer", "fused": "fused"}
+_OWN_SHARES = {"softmax": "softmax", "_foreach_": "several", "norm_backward": "norm_backward", "_norm": "norm"}
+_STREAMED = dict.fromkeys(MEMORY_KINDS, "stream") | {name: name for name in ("random", "optimizer", "fused")}
 
 
 class UnknownOperation(ValueError):
@@ -163,8 +164,12 @@ class Pricing:
             return self._attention_price(op)
         if op.kind in _STREAMED:
             curve = self._memory
-            share = "softmax" if "softmax" in op.name and op.kind == "memory" else _STREAMED[op.kind]
+            share = _STREAMED[op.kind]
+            if op.kind == "memory":
+                share = next((own for word, own in _OWN_SHARES.items() if word in op.name and own in curve), share)
             seconds, bound = stream_seconds(curve, moved, self.hardware.memory_bandwidth, share)
+            if op.kind in curve and op.shape:  # elements per second, whatever their size
+                seconds = max(seconds, float(curve["floor_us"]) * 1e-6 + op.shape[0] / (1e9 * float(curve[op.kind])))
             grade = _of_curve(curve["grade"], self.hardware.grade("device.bandwidth"))
             if op.flops:  # a kernel that does compute: no faster than its arithmetic
                 arithmetic = op.flops / (self._matmul["cap"] * self.hardware.peak(op.dtype))

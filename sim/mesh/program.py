@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 __all__ = [
     "COMPUTE",
     "HOST_COPIES",
+    "MEMORY_KINDS",
     "Alloc",
     "Await",
     "Comm",
@@ -34,6 +35,8 @@ __all__ = [
 
 COMPUTE = 0
 """The stream that operations are queued on unless the engine says otherwise."""
+MEMORY_KINDS = ("memory", "scalar", "general")
+"""Of operations that are bounded by what they read and write, from the fastest to the slowest."""
 HOST_COPIES = MappingProxyType(
     {
         "copy_to_device": "host to device",
@@ -62,15 +65,16 @@ class Op(NamedTuple):
 
     Attributes:
         name: torch's, such as `aten.mm`.
-        kind: `matmul`, `attention`, `attention_backward`, `memory` (bounded by what it reads and writes),
-            `random`, `optimizer`, `fused` (several of them as one kernel), `host` (nothing on the device), or
-            `on_host` (computed by the host, in its memory).
+        kind: `matmul`, `attention`, `attention_backward`, `memory` (bounded by what it reads and writes), `scalar`,
+            `general` (the same, slower for how operands lie in memory, see `memory_kind`), `random`, `optimizer`,
+            `fused` (several of them as one kernel), `host` (nothing on the device), or `on_host` (computed by the host,
+            in its memory).
         flops: floating-point operations.
         reads: what it reads.
         writes: what it writes.
         dtype: that it computes in, such as `bfloat16`.
         shape: of a matmul `(batch, m, n, k)`; of an attention `(batch, heads, kv_heads, queries, keys, head_dim,
-            is_causal)`; of a `host` one perhaps `(how many of them,)`; else ().
+            is_causal)`; of `scalar` and `general` `(elements,)`; of a `host` one perhaps `(how many,)`; else ().
         stream: where it is queued.
         place: number of its `Place`.
     """

@@ -123,10 +123,11 @@ def stream_seconds(
             hold, and `cache_speedup`, how much faster they are.
         moved: bytes read and written.
         bandwidth: of the memory.
-        share: name of the share: `stream`, `softmax`, `random`, `optimizer`, `fused`.
+        share: name of the share: `stream`, `several` (tensors), `softmax`, `norm`, `norm_backward`, `random`,
+            `optimizer`, `fused`; one that the curve lacks is that of `stream`.
     """
     floor = curve["floor_us"] * 1e-6
-    memory = moved / (curve[share] * bandwidth)
+    memory = moved / (curve.get(share, curve["stream"]) * bandwidth)
     if moved and curve.get("cache_mib"):
         cached = 1 / (1 + (moved / 2**20 / curve["cache_mib"]) ** 2)
         memory *= 1 - cached + cached / curve["cache_speedup"]

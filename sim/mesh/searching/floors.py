@@ -20,7 +20,7 @@ from sim.mesh.cost import Pricing, ring_kernel_of
 from sim.mesh.hardware import Hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
-from sim.mesh.program import COMPUTE, Op, Program
+from sim.mesh.program import COMPUTE, MEMORY_KINDS, Op, Program
 from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import held_by_model, machine_of, message_seconds
 from sim.mesh.searching.space import Candidate, Shape
@@ -341,7 +341,7 @@ def _recomputed(program: Program, pricing: Pricing) -> float:
 
 def _is_of_engine(op: Op, program: Program) -> bool:
     """Whether an operation moves weights or gradients: how many there are depends on how these are sharded."""
-    moves = op.kind == "memory" and any(word in op.name for word in _MOVES)
+    moves = op.kind in MEMORY_KINDS and any(word in op.name for word in _MOVES)
     return moves and not _OF_WEIGHTS.isdisjoint(_categories(op, program))
 
 

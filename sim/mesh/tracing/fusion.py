@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sim.mesh.program import Alloc, Event, Free, Op, Place, Program, Segment, Touch
+from sim.mesh.program import MEMORY_KINDS, Alloc, Event, Free, Op, Place, Program, Segment, Touch
 
 __all__ = [
     "fuse",
@@ -318,7 +318,7 @@ def _side(argument: fx.Node, dims: Any) -> str:
 #    is as
 #    large: a compiler writes there.
 
-_FUSABLE = frozenset({"memory", "random", "host", "fused"})
+_FUSABLE = frozenset({*MEMORY_KINDS, "random", "host", "fused"})
 _NAMES_SHOWN = 4
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ __all__ = [
     "count_flops",
     "kind_of",
     "matmul_shape",
+    "memory_kind",
     "one_kernel",
     "reads_only_its_output",
     "recomputes",
@@ -297,6 +298,53 @@ def kind_of(func: Any) -> str:
     if torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags:
         return "memory"
     return "unknown"
+
+
+def memory_kind(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> str:
+    """Return the kind of a kernel that is bounded by what it moves, by how its operands lie in memory.
+
+    torch's elementwise kernels take several elements at a time where all operands lie alike and without gaps
+    (`memory`). Else, and where they make elements larger, they take one by one (`scalar`). Those that are broadcast, or
+    have gaps, and are converted on the way, and `cat` of inner dims, are of a general form that is slower (`general`).
+
+    >>> x, row, rows = torch.ones(4, 6), torch.ones(6), torch.ones(4, 9)[:, :6]
+    >>> others = {"alike": x, "half": x.bfloat16(), "row": row, "half a row": row.bfloat16(), "gaps": rows}
+    >>> add = torch.ops.aten.add.Tensor
+    >>> {name: memory_kind(add, (x, other), [x, other], [x]) for name, other in others.items()}
+    {'alike': 'memory', 'half': 'scalar', 'row': 'scalar', 'half a row': 'general', 'gaps': 'scalar'}
+
+    Args:
+        func: the overload.
+        args: what it was called with.
+        given: its tensors.
+        results: those that it returns.
+    """
+    name = func._schema.name.rpartition("::")[2]
+    if name == "cat":
+        dim = args[1] if len(args) > 1 else 0
+        return "memory" if all(size == 1 for size in results[0].shape[: dim % results[0].dim()]) else "general"
+    if not results or not (torch.Tag.pointwise in getattr(func, "tags", ()) or name in _CONVERTS):
+        return "memory"
+    out, wanted = results[0], _steps(results[0])
+    operands = [each for each in (*given, *results) if each.dim() and each.numel() > 1]
+    lie_alike = _is_dense(out) and all(_steps(each) == wanted for each in operands)
+    if lie_alike:
+        return "scalar" if any(each.dtype.itemsize < out.dtype.itemsize for each in operands) else "memory"
+    return "scalar" if all(each.dtype == out.dtype for each in operands) else "general"
+
+
+_CONVERTS = frozenset({"copy_", "_to_copy"})
+
+
+def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The size and stride of each dim that is one."""
+    return [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie without gaps, in whatever order."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 == tensor.numel()
 
 
 _REPORTED = {

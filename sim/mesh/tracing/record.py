@@ -41,7 +41,14 @@ from sim.mesh.program import (
 )
 from sim.mesh.tracing import compiled
 from sim.mesh.tracing.kernels import fused_attention
-from sim.mesh.tracing.kinds import attention_shape, count_flops, kind_of, matmul_shape, reads_only_its_output
+from sim.mesh.tracing.kinds import (
+    attention_shape,
+    count_flops,
+    kind_of,
+    matmul_shape,
+    memory_kind,
+    reads_only_its_output,
+)
 from sim.mesh.tracing.lone import Listener
 
 __all__ = ["Recorder", "RecordedEvent", "RecordedStream"]
@@ -54,7 +61,7 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {}  # a cache of a pure function
 class _Kernel:
     """What is known of an overload, worked out once."""
 
-    __slots__ = ("attention", "by_output", "kind", "matmul", "name", "space")
+    __slots__ = ("attention", "by_index", "by_output", "kind", "matmul", "name", "several", "space")
 
     def __init__(self, func: Any) -> None:
         space, _, name = func._schema.name.rpartition("::")
@@ -63,6 +70,8 @@ class _Kernel:
         self.matmul = self.kind == "matmul"
         self.attention = self.kind in ("attention", "attention_backward")
         self.by_output = reads_only_its_output(func)
+        self.by_index = name in ("scatter_", "scatter_add_")
+        self.several = name.startswith(("_foreach_", "_fused_"))
 
 
 class _Fakes(TorchDispatchMode):
@@ -352,9 +361,14 @@ class Recorder(Listener):
             return out  # a view, whatever it is called
         if kernel.by_output and sources and targets:
             sources[0] = Touch(sources[0].block, min(sources[0].bytes, targets[0].bytes))
-        writes = tuple(dict.fromkeys([*[self._touch(t) for t in written], *targets]))
+        if kernel.by_index:  # of what it writes to, it touches as many elements as it has indices
+            index = max(given[1:], key=torch.Tensor.numel, default=given[0])
+            targets = [Touch(sources[0].block, min(sources[0].bytes, index.numel() * given[0].dtype.itemsize))]
+            sources[0], written, results = targets[0], [], given[:1]
+        writes = self._each_once(kernel, [*written, *results], [*[self._touch(t) for t in written], *targets])
         overwritten = {touch.block for touch in writes} if kernel.name in _OVERWRITES else set()
-        reads = tuple(touch for touch in dict.fromkeys(sources) if touch.block not in overwritten)
+        reads = self._each_once(kernel, given, sources)
+        reads = tuple(touch for touch in reads if touch.block not in overwritten) if overwritten else reads
         if self.on_host and self._is_done_by_host((*sources, *writes)):
             kind = "on_host"
             self.on_host.update([touch.block for touch in targets])
@@ -364,6 +378,9 @@ class Recorder(Listener):
             flops, shape = count_flops(func, args, kwargs, out), matmul_shape(func, args, out)
         elif kernel.attention:
             flops, shape = count_flops(func, args, kwargs, out), attention_shape(func, args, kwargs)
+        if kind == "memory":
+            kind = memory_kind(func, args, given, results)
+            shape = () if kind == "memory" else (results[0].numel(),)
         leading = given[0] if given else results[0]
         place = self._compiled_place(compiled.region()) if compiled.region() else self._place
         self.events.append(Op(kernel.name, kind, flops, reads, writes, _name(leading.dtype), shape, self.stream, place))
@@ -379,6 +396,14 @@ class Recorder(Listener):
         for tensor in _tensors((out,)):
             if tensor.device.type != "meta":  # no memory of anybody's
                 self._block(tensor.untyped_storage())
+
+    def _each_once(
+        self, kernel: _Kernel, tensors: Sequence[torch.Tensor], touches: Sequence[Touch]
+    ) -> tuple[Touch, ...]:
+        """What is touched, without what is given twice; lists may have several parts of a block of the same size."""
+        if not kernel.several:
+            return tuple(dict.fromkeys(touches))
+        return tuple({id(tensor): touch for tensor, touch in zip(tensors, touches, strict=True)}.values())
 
     def _touch(self, tensor: torch.Tensor) -> Touch:
         block = self._block(tensor.untyped_storage())
@@ -622,6 +647,7 @@ _OVERWRITES = frozenset(
         "aten.copy_",
         "aten.normal_",
         "aten.uniform_",
+        "aten._foreach_copy_",
         "aten._foreach_zero_",
         "aten.bernoulli_",
     }
@@ -684,7 +710,8 @@ def _written(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> 
     del results
     found: list[torch.Tensor] = []
     for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        # Fused optimizers say that they write gradients, which they do only to unscale them.
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             found.extend(_tensors((value,)))
     return found
