@@ -48,6 +48,34 @@ def test_a_product_with_its_shape_flops_and_bytes():
     assert [touch.bytes for touch in product.writes] == [4 * 2 * 2]
 
 
+def test_each_part_of_a_block_that_a_list_has_counts():
+    def body() -> None:
+        parts, others = torch.ones(4, 8).unbind(), [torch.ones(8) for _ in range(4)]
+        torch._foreach_mul_(parts, 2.0)
+        torch._foreach_copy_(parts, others)
+        torch._foreach_norm(parts)
+        steps = [torch.ones(()) for _ in range(4)]
+        rates = {"lr": 1.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+        torch._fused_adamw_(parts, others, others, others, [], steps, amsgrad=False, maximize=False, **rates)
+
+    events, _, _ = record(body)
+    moved = {op.name: op.bytes for op in only(events, Op) if "_f" in op.name}
+    whole = 4 * 8 * 4
+    assert moved["aten._foreach_mul_"] == 2 * whole, "read and written"
+    assert moved["aten._foreach_copy_"] == 2 * whole, "what is overwritten is not read"
+    assert moved["aten._foreach_norm"] == whole + 4 * 4
+    assert moved["aten._fused_adamw_"] == 4 * whole + 4 * 4, "here gradients are moments too; only these are written"
+
+
+def test_a_scatter_moves_what_its_indices_say():
+    def body() -> None:
+        torch.ones(16, 1024).scatter_(1, torch.zeros(16, 1, dtype=torch.int64), -1.0)
+
+    events, _, _ = record(body)
+    (op,) = [op for op in only(events, Op) if op.name == "aten.scatter_"]
+    assert op.bytes == 16 * (4 + 8 + 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("one", "other", "ends"),
