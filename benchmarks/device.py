@@ -29,6 +29,7 @@ import traceback
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,11 @@ class Place:
     def ranks(self) -> int:
         """Those of a world."""
         return 2 if self.small else RANKS
+
+    def world(self, ranks: int | None = None) -> sim.World:
+        """Ranks that share the device, on one processor: one of them runs at a time, and hands on sooner there."""
+        core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        return sim.world(ranks or self.ranks, device=self.of_world, pin=core)
 
     @property
     def alone(self) -> Place:
@@ -188,12 +194,18 @@ _SELECTED = {
 def _pytest(place: Place, files: Sequence[str], what: str, *options: str) -> Iterator[Found]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", *files, *_SELECTED[place.device], *options, "-q", "--maxfail=60"]
-        command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *_plugin(), *files, *_SELECTED[place.device], *options, "-q"]
+        command += ["--maxfail=60", "-p", "no:cacheprovider", f"--junitxml={report}"]
         done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
         if not report.exists():
             raise RuntimeError(f"pytest has ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
         yield from outcomes(report.read_text(), what)
+
+
+def _plugin() -> list[str]:
+    """Name the library's plugin to pytest, which finds it by itself only where the library is installed."""
+    known = {entry.value for entry in entry_points(group="pytest11")}
+    return [] if (plugin := "hyper_parallel.pytest_plugin") in known else ["-p", plugin]
 
 
 def outcomes(report: str, what: str) -> Iterator[Found]:
@@ -270,7 +282,7 @@ def _calls_with(x: torch.Tensor) -> dict[str, Callable[[torch.Tensor], Any]]:
 
 def engine(place: Place) -> Iterator[Found]:
     """The training step of the engine beside FSDP2's, on ranks that share the device and on one rank alone."""
-    with sim.world(place.ranks, device=place.of_world) as world:
+    with place.world() as world:
         yield from _engine(f"{place.ranks} ranks, one device", world.run(_steps, (place,))[0])
     with one_rank(place.alone):
         yield from _engine(f"one rank, {dist.get_backend()}", _steps(place.alone))
@@ -282,18 +294,22 @@ def _steps(place: Place) -> Row:
     sequences, length = (1, 8) if place.small else (1, 1024)
     names = tuple(name for name in engines() if name != "part")
     blocks = {"steps": 1, "blocks": 2, "warmup": 1} if place.small else {"steps": 3, "blocks": 7, "warmup": 2}
-    seconds = contest(sequences, length, Protocol(names, device=place.device, shape=shape, **blocks))
-    alone = {name: _alone(name, place, shape, sequences, length) for name in names}
+    protocol = Protocol(names, device=place.device, shape=shape, bf16=not place.small, **blocks)
+    seconds = contest(sequences, length, protocol)
+    alone = {name: _alone(name, protocol, sequences, length) for name in names}
     return {"seconds": seconds, "alone": alone}
 
 
-def _alone(name: str, place: Place, shape: Shape, sequences: int, length: int) -> Row:
-    platform = get_platform(place.device)
-    gc.collect()
+def _alone(name: str, protocol: Protocol, sequences: int, length: int) -> Row:
+    platform = get_platform(protocol.device)
+    for _ in range(2):  # garbage of all ranks counts where it is collected: before any of them is looked at
+        dist.barrier()
+        gc.collect()
+    dist.barrier()
     before = platform.memory_stats().allocated
-    mesh = init_device_mesh(place.device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    model, optimizer = build(name, mesh, shape=shape)
-    tokens = batch(dist.get_rank(), sequences, length).to(place.device)
+    mesh = init_device_mesh(protocol.device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    model, optimizer = protocol.build(name, mesh)
+    tokens = batch(dist.get_rank(), sequences, length).to(protocol.device)
     for _ in range(2):
         step(model, optimizer, tokens)
     platform.synchronize()
@@ -302,7 +318,7 @@ def _alone(name: str, place: Place, shape: Shape, sequences: int, length: int) -
     platform.synchronize()
     # A CPU has no allocator to ask.
     peak = platform.memory_stats().peak_allocated - before if platform.has_streams else None
-    found = watched(lambda: step(model, optimizer, tokens), place.device)
+    found = watched(lambda: step(model, optimizer, tokens), protocol.device)
     return {"peak": peak, "kernels": found}
 
 
@@ -341,7 +357,7 @@ def redistributed(place: Place) -> Iterator[Found]:
     if place.small:
         todo = [redistribute.Case(each.sizes, (8, *each.shape[1:]), each.src, each.pending, each.dst) for each in todo]
     repeats = 1 if place.small else redistribute.REPEATS
-    with sim.world(ranks, device=place.of_world) as world:
+    with place.world(ranks) as world:
         seconds = world.run(redistribute.contest, (todo, place.device, repeats))[0]
     ratios = [ours / theirs for ours, theirs in seconds]
     for case, (ours, theirs) in zip(todo, seconds, strict=True):
@@ -360,7 +376,7 @@ def ring(place: Place) -> Iterator[Found]:
     shapes = [(1, 32)] if place.small else [(1, 8192), (1, 32768)]
     for sequences, length in shapes:
         ranks = 2 if place.small else 4
-        with sim.world(ranks, device=place.of_world) as world:
+        with place.world(ranks) as world:
             found = world.run(attention.beside_sdpa, (sequences, length, place.device, 1 if place.small else 5))[0]
         shape = {"ranks": ranks, "tokens": f"{sequences}x{length}"}
         yield "attention", {**shape, **{f"{name}, ms": seconds * 1e3 for name, seconds in found.items()}}
@@ -381,7 +397,7 @@ def expert(place: Place) -> Iterator[Found]:
 def overhead(place: Place) -> Iterator[Found]:
     """What the world adds to the kernels of its ranks, with two layers of the 8B shape on each."""
     ranks = place.ranks
-    with sim.world(ranks, device=place.of_world) as world:
+    with place.world(ranks) as world:
         seconds, kernels = world.run(_layers, (place,))[0]
     row: Row = {"ranks": ranks, "step, ms": seconds * 1e3}
     if kernels is not None:

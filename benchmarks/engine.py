@@ -44,7 +44,10 @@ STEPS_PER_BLOCK, BLOCKS, WARMUP_BLOCKS = 3, 9, 2
 
 @dataclass(frozen=True)
 class Protocol:
-    """How many steps are timed, of whom, on what device, and of a model of which shape (None: the small one)."""
+    """How many steps are timed, of whom, on what device, of a model of which shape (None: the small one) and dtypes.
+
+    With `bf16`, engines compute in bfloat16 and keep and reduce in float32; the plain model is bfloat16 altogether.
+    """
 
     contestants: tuple[str, ...]
     steps: int = STEPS_PER_BLOCK
@@ -52,6 +55,15 @@ class Protocol:
     warmup: int = WARMUP_BLOCKS
     device: str = "cpu"
     shape: Shape | None = None
+    bf16: bool = False
+
+    def build(self, engine: str, mesh: Any) -> tuple[nn.Module, Any]:
+        """The model and its optimizer, wrapped by an engine."""
+        if not self.bf16:
+            return build(engine, mesh, shape=self.shape)
+        if engine in ("plain", "part"):
+            return build(engine, mesh, shape=self.shape, prepare=nn.Module.bfloat16)
+        return build(engine, mesh, shape=self.shape, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @dataclass
@@ -95,7 +107,7 @@ def engines() -> tuple[str, ...]:
 def contest(sequences: int, length: int, protocol: Protocol) -> dict[str, list[float]]:
     """Run the protocol on the calling rank; the same times come back on every rank."""
     mesh = init_device_mesh(protocol.device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    built = {engine: build(engine, mesh, shape=protocol.shape) for engine in protocol.contestants}
+    built = {engine: protocol.build(engine, mesh) for engine in protocol.contestants}
     return _in_turns(built, sequences, length, protocol)
 
 

@@ -35,8 +35,8 @@ def times_of(
     """Milliseconds of a forward and backward of both, the medians over blocks: on a CPU those of the processor."""
     now, finish = time.process_time if device == "cpu" else time.perf_counter, get_platform(device).synchronize
     sizes = ((rows, hidden), (count, inner, hidden), (count, hidden, inner), (count, inner, hidden))
-    given = [torch.randn(size).to(device, torch.bfloat16).requires_grad_() for size in sizes]
-    grad = torch.randn(rows, hidden).to(device, torch.bfloat16)
+    given = [torch.randn(size, device=device).to(torch.bfloat16).requires_grad_() for size in sizes]
+    grad = torch.randn(rows, hidden, device=device).to(torch.bfloat16)
     counts = torch.full((count,), rows // count, device=device)
     each = counts.tolist()
     ways: list[Callable[[], torch.Tensor]] = [

@@ -149,7 +149,7 @@ def _kernels() -> dict[tuple[str, str], Callable[..., Any]]:
         schema = torch._C._get_schema(full, "")
         if all(argument.name != "process_group" for argument in schema.arguments):
             continue
-        for key in ("CPU", "SparseCPU", "PrivateUse1"):  # the last is that of late devices
+        for key in ("CPU", "SparseCPU", "CUDA", "PrivateUse1"):  # the last is that of late devices
             if torch._C._dispatch_has_kernel_for_dispatch_key(full, key):
                 found[name, key] = _kernel(name, schema, torch.library.get_kernel(full, key).call_boxed)
         found[name, "Meta"] = _meta_kernel(name, schema)

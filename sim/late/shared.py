@@ -107,7 +107,7 @@ class SharedDevice:
 
     @contextlib.contextmanager
     def on_thread(self) -> Iterator[None]:
-        """Let a thread of the rank issue to the rank's own stream; autograd's backward stays on the thread, too."""
+        """Let a thread of the rank issue to the rank's own stream."""
         before = self.module.current_stream()
         if self.default is None:
             self.default = self.module.Stream()
@@ -118,7 +118,7 @@ class SharedDevice:
         if self._threads == 1:
             self.enter()
         try:
-            with self.module.stream(self.default), torch.autograd.set_multithreading_enabled(False):
+            with self.module.stream(self.default):
                 yield
         finally:
             self.leave()

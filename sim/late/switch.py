@@ -171,8 +171,7 @@ def _runs_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **options)
         device.raised = None
         try:
-            with torch.autograd.set_multithreading_enabled(False):  # `torch.inference_mode(False)` has enabled it
-                return original(*args, **options)
+            return original(*args, **options)
         except SystemError:
             raised, device.raised = device.raised, None
             if raised is None:

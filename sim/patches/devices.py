@@ -436,18 +436,20 @@ def _mapped_device(host: Host) -> Undo:
 
 
 def _backward_modes(host: Host) -> Undo:
-    """What backward calls (hooks, layers that are computed again) runs in the modes of the rank's thread.
+    """What backward calls (hooks, layers that are computed again) runs on the rank's thread, in its modes.
 
-    While a mode of functions handles one, torch switches it off, and `Tensor.backward` is such a function.
+    While a mode of functions handles one, torch switches it off, and `Tensor.backward` is such a function. Torch has
+    threads for the backward of a device, which would be no rank's; `torch.inference_mode(False)` switches them on.
     """
     original = torch.autograd._engine_run_backward
 
     def run(*args: Any, **options: Any) -> Any:
         context = current_context()
-        if context is None or torch._C._len_torch_function_stack():
+        if context is None:
             return original(*args, **options)
         with contextlib.ExitStack() as stack:
-            for mode in context.function_modes:
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for mode in () if torch._C._len_torch_function_stack() else context.function_modes:
                 stack.enter_context(mode)
             return original(*args, **options)
 

@@ -35,7 +35,6 @@ def modes(context: RankContext) -> Iterator[None]:
             stack.enter_context(MapDevice(host.map_device))
         if context.late is not None:
             stack.enter_context(LateMode(context.late))
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # backward is the rank's own work
         if context.shared is not None:
             stack.enter_context(context.shared.on_thread())
         elif context.late is None and host.device is not None:

@@ -536,6 +536,7 @@ def test_seam_operators():
 def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
     from sim.comm import dispatcher
 
+    assert {key for _, key in dispatcher._kernels()} >= {"CPU", "CUDA", "PrivateUse1", "Meta"}
     monkeypatch.delitem(dispatcher._METHODS, "_allgather_base_")
 
     def body() -> None:
@@ -575,7 +576,7 @@ def test_seam_late_device():
 
 
 def test_seam_backward_modes():
-    made = []
+    made, threaded = [], []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         made.append(torch.zeros(1, device="cuda").device.type)
@@ -583,6 +584,11 @@ def test_seam_backward_modes():
 
     def body() -> float:
         x = torch.ones(2, requires_grad=True)
+        with torch.inference_mode(False):  # lets backward have threads of a device
+            y = x * 1
+            y.register_hook(lambda grad: threaded.append(torch._C._is_multithreading_enabled()))
+            torch.autograd.grad(y.sum(), x)
+            assert torch._C._is_multithreading_enabled()
         loss = checkpoint(layer, x, use_reentrant=False).sum()
         loss.backward()
         torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sum(), x)
@@ -594,6 +600,7 @@ def test_seam_backward_modes():
         assert torch.autograd._engine_run_backward is not before
         assert world.run(body) == [8.0]
     assert made == ["cpu"] * 6
+    assert threaded == [False], "the backward of a device runs on the rank's thread, too"
     assert torch.autograd._engine_run_backward is before
 
 

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from hyper_parallel import init_parameters
+from hyper_parallel import fully_shard, init_parameters
+from hyper_parallel.core.fully_shard import MixedPrecisionPolicy
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.accelerator import NpuPlatform
 from sim.late import switch
@@ -342,6 +344,33 @@ def test_values_are_written_to_tensors_of_the_device():
         return init_parameters(model, 0, device="npu").weight.tolist()
 
     assert late(body) == [[[1.0, 0.0], [0.0, 1.0]]]
+
+
+def test_the_engine_packs_the_gradients_of_a_unit_at_once():
+    calls: list[str] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._opname in ("_chunk_cat", "_foreach_copy_", "copy_"):
+                calls.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    def body(ranks: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7)).to("npu")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=init_device_mesh("npu", (ranks,)), mp_policy=policy)
+        loss = model(torch.ones(2, 5, device="npu")).square().sum()
+        with Counting():
+            loss.backward()
+        return [each.grad.full_tensor().cpu() for each in model.parameters()]
+
+    (alone,) = late(body, args=(1,))
+    assert calls == ["_chunk_cat"], "one launch for all parameters of a unit"
+    calls.clear()
+    for grads in late(body, 2, args=(2,), check_races=True):
+        torch.testing.assert_close(grads, alone)
+    assert calls == ["_chunk_cat"] * 2
 
 
 def test_backward_is_the_rank_s_own_after_inference():

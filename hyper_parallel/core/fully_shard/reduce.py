@@ -488,6 +488,9 @@ class GradientReducer:
         width = self._starts[-1] + len(pending)
         buffer = place if place.numel() else place.new_empty(self.rows * width)
         rows = buffer.view(self.rows, width)
+        if self._pack_at_once(pending, used, rows):
+            pending[:] = [None] * len(pending)
+            return buffer
         for index, (param, start) in enumerate(zip(self._plan_for, self._starts, strict=False)):
             gradient, pending[index] = pending[index], None  # its memory goes as soon as it is packed
             columns = rows[:, start : start + self._width(param)]
@@ -502,6 +505,29 @@ class GradientReducer:
                     where.copy_(source)
         _fill(rows[:, self._starts[-1] :], used)
         return buffer
+
+    def _pack_at_once(self, pending: list[torch.Tensor | None], used: list[bool], rows: torch.Tensor) -> bool:
+        """The same in one kernel, or a few, on a device; False, and nothing is done, where there is none for it.
+
+        A launch for each parameter takes a host longer than what is launched takes a device.
+        """
+        gradients = [gradient for gradient in pending if gradient is not None and gradient.numel()]
+        if rows.device.type in ("cpu", "meta") or not all(used) or len(gradients) < len(pending):
+            return False
+        if self.scatter is None:
+            torch._foreach_copy_(list(rows[0, : self._starts[-1]].split(self._sizes[:-1])), gradients)
+            rows[:, self._starts[-1] :].fill_(1.0)
+            return True
+        if len({gradient.dtype for gradient in gradients}) > 1 or not all(
+            param.contiguous_on_dim_0 for param in self._plan_for
+        ):
+            return False
+        matrices = [
+            gradient.view(param.size, param.after) for param, gradient in zip(self._plan_for, gradients, strict=True)
+        ]
+        flags = self._flags(used, gradients[0].new_empty(0))
+        torch._chunk_cat([*matrices, flags], dim=0, num_chunks=self.rows, out=rows)
+        return True
 
     def _flags(self, used: list[bool], like: torch.Tensor) -> torch.Tensor:
         """One flag per parameter for each receiving rank: whether this rank has used it."""
