@@ -47,7 +47,7 @@ from sim.observers.partials import Partials
 from sim.observers.races import Races
 from sim.observers.replicas import Replicas
 from sim.patches import install, rank_thread
-from sim.patches.devices import KINDS
+from sim.patches.devices import KINDS, has_named
 from sim.patches.dtensor import clear_thread_caches, thread_has_caches
 from sim.patches.messages import copy_of_filters, enter_filters, leave_filters
 from sim.patches.process_groups import new_c10d_state
@@ -222,6 +222,11 @@ class World:
                 asked, blame = "cannot make a world", str(missing).partition(": ")[2].partition(";")[0]
                 hint = f"map_device={kind!r} (--map-device), which puts on the CPU what names that device"
                 raise ValueError(explain(asked, blame, f"device: {kind!r}", hint)) from missing
+            if has_named("npu"):  # for torch's engine that is the accelerator now: it would end in an assertion
+                blame = "torch has been told of a simulated npu, and backward on another device no longer works"
+                seen = f"device: {kind!r}   npu: named by an earlier device='npu' or map_device='npu' in this process"
+                hint = "a process of its own, in which no world has had an npu"
+                raise ValueError(explain("cannot make a world", blame, seen, hint))
             self._share(kind, races)
         return None
 

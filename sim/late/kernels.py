@@ -39,6 +39,7 @@ class Traits(NamedTuple):
         names: Of its arguments.
         wants_tensors: Places of arguments in which it takes no number for a tensor.
         takes_host_tensors: Tensors of the host may come with those of the device.
+        steps_by_address: It is an optimizer's fused kernel, which reads numbers of steps where the parameters are.
     """
 
     is_view: bool
@@ -48,6 +49,7 @@ class Traits(NamedTuple):
     names: tuple[str, ...]
     wants_tensors: tuple[int, ...]
     takes_host_tensors: bool
+    steps_by_address: bool
 
 
 @cache
@@ -73,6 +75,7 @@ def _traits(op: Any) -> Traits:
         if torch._C._should_allow_numbers_as_tensors(schema.name.split("::")[-1])
         else tuple(place for place, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"),
         takes_host_tensors=op._opname in _TAKE_HOST_TENSORS,
+        steps_by_address=op._opname.startswith("_fused_") and "state_steps" in {each.name for each in schema.arguments},
     )
 
 
@@ -91,6 +94,8 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
             traits = _traits(op)
             if traits.is_view:
                 return _view_of(device, op, args, kwargs)
+            if traits.steps_by_address:
+                _check_fused(op, args)
             return _issue(device, op, traits, _with_numbers(traits, args), kwargs)
     except Exception as error:
         device.raised = error  # in backward it would be lost on its way through C++
@@ -155,9 +160,7 @@ def _on_host(device: LateDevice, op: Any, args: Any, kwargs: Any, *, takes_host_
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         if not _is_here(tensor):
             if tensor.dim() and not takes_host_tensors:
-                raise RuntimeError(
-                    f"{_name(op)}: expected all tensors to be on the same device, but found npu:0 and {tensor.device}"
-                )
+                raise _on_two_devices(op, tensor)
             return tensor.clone()  # a number is handed over with the call, a host's index is copied first
         found = twins.get(id(tensor))
         if found is None:
@@ -228,6 +231,18 @@ def _like(device: LateDevice, meta: Any) -> Any:
     return None if meta is None else [_like(device, each) for each in meta]
 
 
+def _check_fused(op: Any, lists: Any) -> None:
+    """Refuse what a GPU would read from an address of the host: a number in a list, such as one of steps."""
+    on_host = [each for given in lists for each in _tensors_or_none(given) if given is not each and not _is_here(each)]
+    if on_host:
+        raise _on_two_devices(op, on_host[0])
+
+
+def _on_two_devices(op: Any, tensor: torch.Tensor) -> RuntimeError:
+    place = f"npu:0 and {tensor.device}"
+    return RuntimeError(f"{_name(op)}: expected all tensors to be on the same device, but found {place}")
+
+
 def _touch(device: LateDevice, task: LateTask, op: Any, args: Any, kwargs: Any, twins: dict[int, torch.Tensor]) -> None:
     if not device.memory.watched:
         return
@@ -263,7 +278,7 @@ def _with_random_state(call: HostCall) -> Callable[[], Any]:
 
 def _at_once(device: LateDevice, op: Any, args: Any, kwargs: Any) -> Any:
     """Wait for the stream, then compute."""
-    call = _on_host(device, op, args, kwargs, takes_host_tensors=True)
+    call = _on_host(device, op, args, kwargs, takes_host_tensors=_traits(op).takes_host_tensors)
     task = device.put(device.current, _name(op))
     _touch(device, task, op, args, kwargs, call.twins)
     device.finish(task)
@@ -430,6 +445,15 @@ def _is_pinned(x: torch.Tensor, device: Any = None) -> Any:
     return _ATEN.is_pinned.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, x, device)
 
 
+def _equal(npu: LateDevice, x: torch.Tensor, other: torch.Tensor) -> Any:
+    """Whether all elements are the same; no device compares with what is on the host, be it one number."""
+    op = _ATEN.equal.default
+    for tensor in (x, other):
+        if not _is_here(tensor):
+            raise _on_two_devices(op, tensor)
+    return _at_once(npu, op, (x, other), {})
+
+
 def _record_stream(npu: LateDevice, x: torch.Tensor, stream: Any) -> None:
     npu.use_on(x, npu.stream(stream.stream_id))
 
@@ -535,6 +559,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _ATEN._to_copy.default: _to_copy,
     _ATEN._local_scalar_dense.default: _item,
     _ATEN._has_compatible_shallow_copy_type.default: _may_take_memory_of,
+    _ATEN.equal.default: _equal,
     _ATEN.record_stream.default: _record_stream,
     _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
     _ATEN._scaled_dot_product_fused_attention_overrideable.default: _attention,

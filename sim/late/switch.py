@@ -22,7 +22,7 @@ from sim.late.fused import FUSED
 from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
 from sim.late.shadow import EVENT, STREAM, Shadow
 from sim.late.shared import SHARED, SharedDevice
-from sim.patches.devices import device_module, importable
+from sim.patches.devices import device_module, has_named, importable
 from sim.patches.rank import Host, Undo
 
 __all__ = ["LATE_PATCHES", "LateMode", "why_not"]
@@ -59,8 +59,7 @@ def why_not() -> str:
     """Why this torch cannot have such a device; empty if it can."""
     if not hasattr(getattr(torch._C, "_acc", None), "create_empty_tensor"):
         return f"torch {torch.__version__} has no torch._C._acc.create_empty_tensor, as torch 2.13 has"
-    real = getattr(torch, "npu", None)
-    if real is not None and not hasattr(real, "simulated"):
+    if hasattr(torch, "npu") and not has_named("npu"):
         return "torch_npu is loaded in this process, and has the name npu"
     return ""
 

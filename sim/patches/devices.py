@@ -41,6 +41,7 @@ __all__ = [
     "answer",
     "device_module",
     "documented",
+    "has_named",
     "importable",
     "mapped",
 ]
@@ -343,6 +344,11 @@ def device_module(kind: str) -> ModuleType:
         torch.utils.generate_methods_for_privateuse1_backend()
     module: ModuleType = found
     return module
+
+
+def has_named(kind: str) -> bool:
+    """Whether this process has made the name of a device known to torch that is not there: for good."""
+    return hasattr(getattr(torch, kind, None), "simulated")
 
 
 def importable(kind: str) -> Undo:

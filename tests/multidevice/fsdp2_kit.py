@@ -270,7 +270,7 @@ class Behaviour:
         one: Compare with one device, too.
         dtype: The coarsest one computed in, which gives the rounding bound; None: float64, or what is in its place.
         without_fsdp2: What FSDP2 does instead, which is then not run.
-        only: Backends it can run on.
+        reduces: The dtype of gradients that FSDP2 reduces and scatters, where not every backend takes it.
     """
 
     name: str
@@ -280,7 +280,11 @@ class Behaviour:
     one: bool
     dtype: torch.dtype | None
     without_fsdp2: str
-    only: tuple[str, ...]
+    reduces: torch.dtype | None
+
+    def runs_on(self, ctx: Any) -> bool:
+        """Whether the rank's backend reduces what is reduced."""
+        return self.reduces is None or ctx.reductions.takes(self.reduces, collective="reduce_scatter")
 
 
 @dataclass
@@ -297,7 +301,7 @@ class Theme:
         one: bool = True,
         dtype: torch.dtype | None = None,
         without_fsdp2: str = "",
-        only: tuple[str, ...] = ("sim", "gloo", "gpu", "npu"),
+        reduces: torch.dtype | None = None,
     ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
         """Declare a behaviour, named as the function that it decorates."""
 
@@ -306,7 +310,7 @@ class Theme:
             assert name in BEHAVIOURS, f"{name} is not in BEHAVIOURS of fsdp2_kit.py"
             assert name not in self.checks, name
             assert one or not without_fsdp2, f"{name} would be compared with nothing"
-            self.checks[name] = Behaviour(name, body, ranks, exact, one, dtype, without_fsdp2, only)
+            self.checks[name] = Behaviour(name, body, ranks, exact, one, dtype, without_fsdp2, reduces)
             return body
 
         return add
@@ -345,7 +349,7 @@ class Theme:
         """Run all behaviours that need so many ranks, one after the other, and name the first one that fails."""
         meshes: dict[Any, DeviceMesh] = {}
         for name in self.names(ranks):
-            if ctx.backend not in self.checks[name].only:
+            if not self.checks[name].runs_on(ctx):
                 continue
             try:
                 self.check(ctx, name, meshes)

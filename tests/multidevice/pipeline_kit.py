@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from rounding_kit import measured, results, tolerances
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from hyper_parallel import DTensor, Layout, fully_shard, init_device_mesh, shard_module
+from hyper_parallel import DTensor, Layout, full_tensor, fully_shard, init_device_mesh, shard_module
+from hyper_parallel.core.fully_shard.api import Owner
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy
 from hyper_parallel.core.pipeline import Pipeline, TiedWeights, clip_grad_norm, stage_slices
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models import Llama, LlamaConfig, llama_plan
@@ -42,7 +44,8 @@ class Case:
         tp: ranks that share layers.
         each: stages per rank.
         micro_batches: of a rank's rows.
-        shard: what splits parameters over dp: None, "fully_shard", or "layers": embedding and head, too, are units.
+        shard: what splits parameters over dp: None, "fully_shard", or "layers": embedding and head, too, are units;
+            "offloaded": their shards are on the host; "owned": the last rank has all of each.
         sizes: layers per stage.
         layers: of the model.
         tied: whether the head is the embedding.
@@ -129,10 +132,14 @@ def wrap(stage: Llama, case: Case, mesh: Any) -> None:
     """Split the parameters of a stage over dp."""
     if case.shard is None:
         return
-    ends = [stage] if case.shard == "fully_shard" else [stage.embed, stage.norm, stage.head]
+    options: dict[str, Any] = {
+        "offloaded": {"offload_policy": CPUOffloadPolicy()},
+        "owned": {"shard_placement_fn": lambda param: Owner(case.dp - 1)},
+    }.get(case.shard, {})
+    ends = [stage.embed, stage.norm, stage.head] if case.shard == "layers" else [stage]
     for unit in (*stage.layers, *ends):
         if unit is not None:
-            fully_shard(unit, mesh=mesh["dp"]).set_reduce_op_type("sum")
+            fully_shard(unit, mesh=mesh["dp"], **options).set_reduce_op_type("sum")
 
 
 def make(case: Case, device: torch.device, dtype: torch.dtype, mesh: Any) -> Pipeline:
@@ -155,7 +162,7 @@ def make(case: Case, device: torch.device, dtype: torch.dtype, mesh: Any) -> Pip
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()).cpu()
+    return (full_tensor(tensor.detach()) if isinstance(tensor, DTensor) else tensor.detach().clone()).cpu()
 
 
 def named(pipeline: Pipeline) -> list[tuple[str, torch.nn.Parameter]]:
@@ -187,7 +194,8 @@ def train(case: Case, device: torch.device, dtype: torch.dtype) -> Outcome:
         if isinstance(tied, TiedWeights):
             tied.add_gradients()
         found.norms.append(float(clip_grad_norm(pipeline.stages, MAX_NORM, pipeline.group, tied=tied)))
-        found.gradients.append({name: full(param.grad) for name, param in named(pipeline)})
+        grads = {name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in named(pipeline)}
+        found.gradients.append({name: full(grad) for name, grad in grads.items()})
         optimizer.step()
         optimizer.zero_grad()
     found.parameters = {name: full(param) for name, param in named(pipeline)}

@@ -83,8 +83,8 @@ def a_unit_for_each_dtype(run):
     assert [p.dtype for p in model.parameters()] == [BF16, FP32, FP32, run.dtype, run.dtype]
 
 
-# On hccl, FSDP2 reduces complex64, which there is not; ours is compared with one device in test_fully_shard_kinds.py.
-@THEME.behaviour(dtype=FP32, only=("sim", "gloo", "gpu"))
+# Where FSDP2 cannot reduce complex64, ours is compared with one device in test_fully_shard_kinds.py.
+@THEME.behaviour(dtype=FP32, reduces=torch.complex64)
 def complex_parameters(run):
     class Phases(nn.Module):
         def __init__(self):
@@ -168,7 +168,7 @@ def reduce_in_fp16(run):
     trained(run, FP32, reduce_dtype=FP16)
 
 
-@THEME.behaviour(dtype=FP32, only=("sim", "gloo", "gpu"))
+@THEME.behaviour(dtype=FP32, reduces=FP64)
 def reduce_in_fp64(run):
     trained(run, FP32, reduce_dtype=FP64)
 

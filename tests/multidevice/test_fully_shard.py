@@ -843,7 +843,8 @@ def test_fp16_gradients_are_scaled_before_they_could_overflow(ctx):
         if not sync_first:
             model.set_requires_gradient_sync(True)
             (model(torch.full((1, 4), 40000.0, device=ctx.device)) * 0.75).sum().backward()
-        assert torch.equal(full(model.weight.grad), torch.full((3, 4), 30000.0 * (1 if sync_first else 2)))
+        wanted = torch.full((3, 4), 30000.0 * (1 if sync_first else 2), device=ctx.device)
+        assert torch.equal(full(model.weight.grad), wanted)
 
 
 # -- when parameters are unsharded ---------------------------------------------------------------------------------

@@ -95,3 +95,9 @@ def test_a_few_of_them_on_all_arms(ctx):
     ]
     for case in available(some):
         check(case, ctx)
+
+
+@sim.ranks(4, backends=("sim", "gpu", "npu"))
+def test_tied_weights_that_are_on_the_host_or_of_one_rank(ctx):
+    for shard in ("offloaded", "owned"):
+        check(Case("1f1b", dp=2, shard=shard, tied=True, layers=2, micro_batches=2), ctx)

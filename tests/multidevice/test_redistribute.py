@@ -4,10 +4,12 @@ import math
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import execute, plan, topology
+from hyper_parallel.core.mesh.device_mesh import OwnerMesh
+from hyper_parallel.core.redistribute import execute, from_local, full_tensor, plan, redistribute, topology
 
 SQUARE = Layout((2, 2), ("dp", "tp"))
 CUBE = Layout((2, 2, 2), ("dp", "cp", "tp"))
@@ -158,3 +160,31 @@ def test_two_meshes(ctx):
         (some("dp"), others(partial={"ep": "sum"}), (4,)),
     ]:
         check(ctx, src, dst, shape)
+
+
+@sim.ranks(4, backends=("sim", "gpu", "npu"))
+def test_parts_that_are_on_the_host(ctx):
+    """With nothing but a device's backend they travel by way of the device, where the result is."""
+    mesh, full = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("tp",)), whole_of((8, 4), torch.float32)
+    layout = Layout.from_device_mesh(mesh)
+    part = sim.scatter_full(full, layout("tp"))
+    of_parts = from_local(part, layout("tp"))  # whose shape the ranks agree on
+    for x in (of_parts, of_parts.cpu()):
+        turned = redistribute(x, layout(None, "tp"))
+        assert turned.to_local().device == full_tensor(x).device == ctx.device
+        assert torch.equal(turned.to_local().cpu(), sim.scatter_full(full, layout(None, "tp")))
+        assert torch.equal(full_tensor(x).cpu(), full)
+
+
+@sim.ranks(4, backends=("sim", "gpu", "npu"))
+def test_one_rank_has_all_of_it(ctx):
+    """What torch's operators return for the other ranks is on the host."""
+    among = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("tp",))
+    mesh, full = OwnerMesh(among, 2), whole_of((8, 4), torch.float32)
+    own = full.to(ctx.device) if ctx.rank == 2 else torch.empty(0, device=ctx.device)
+    x = DTensor.from_local(own, mesh, (Shard(0),), run_check=False, shape=full.shape, stride=full.stride())
+    for held in (x, x * 1, x.cpu()):
+        found = redistribute(held, Layout.from_device_mesh(among)("tp")).to_local()
+        assert found.device == full_tensor(held).device == ctx.device
+        assert torch.equal(found.cpu(), full[2 * ctx.rank : 2 * ctx.rank + 2])
+        assert torch.equal(full_tensor(held).cpu(), full)

@@ -93,7 +93,7 @@ def assert_holds(model, wanted):
     found = tensors(model.state_dict())
     assert found.keys() == wanted.keys()
     for name, value in found.items():
-        assert torch.equal(full(value), wanted[name].to(value.dtype)), name
+        assert torch.equal(full(value), wanted[name].to(value.device, value.dtype)), name
 
 
 def changed(ctx):

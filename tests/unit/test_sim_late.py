@@ -426,6 +426,30 @@ class Fails(torch.autograd.Function):
         return ctx.how(grad), None
 
 
+def test_what_no_device_takes_from_the_host():
+    def steps(device: str) -> None:
+        x, grad, first, second = (torch.ones(3, device="npu") for _ in range(4))
+        step = torch.zeros((), device=device)
+        options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+        torch._fused_adamw_([x], [grad], [first], [second], [], [step], amsgrad=False, maximize=False, **options)
+
+    def body() -> list[bool]:
+        x = torch.ones(3, device="npu")
+        for refused in (
+            lambda: torch.equal(x, torch.ones(3)),
+            lambda: torch.equal(x.sum(), torch.tensor(3.0)),
+            lambda: torch.equal(torch.tensor(3.0), x.sum()),
+            lambda: x.masked_select(torch.ones(3, dtype=torch.bool)),
+            lambda: steps("cpu"),
+        ):
+            with pytest.raises(RuntimeError, match="same device, but found npu:0 and cpu"):
+                refused()
+        steps("npu")
+        return [torch.equal(x, x.clone()), torch.equal(x, x * 2), x[torch.ones(3, dtype=torch.bool)].numel() == 3]
+
+    assert right(body) == [[True, False, True]]
+
+
 def test_an_exception_of_what_backward_computes_is_that_of_backward():
     def body(how) -> None:
         Fails.apply(torch.ones(4, device="npu", requires_grad=True), how).sum().backward()

@@ -6,6 +6,8 @@ vendor, and torch's allocator, are played by a module that notes what is called.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -448,6 +450,13 @@ def test_a_world_on_a_device_that_is_not_here():
         sim.world(2, device="cuda", map_device="cuda")
 
 
+def test_a_gpu_is_not_shared_once_torch_has_the_name_of_a_simulated_npu(monkeypatch):
+    sim.run(dist.get_rank, 1, map_device="npu")
+    monkeypatch.setattr(sys.modules["sim.world"], "get_platform", lambda kind: None)  # as where there is a GPU
+    with pytest.raises(ValueError, match=r"(?s)simulated npu.*device: 'cuda'.*map_device='npu'.*try: a process of its"):
+        sim.world(2, device="cuda")
+
+
 SCRIPT = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("hccl")
@@ -473,6 +482,12 @@ def test_a_script_on_a_device(tmp_path, capfd):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu():
+    """In a process of its own: in this one, torch may have been told of an npu."""
+    body = f"import sys; sys.path[:] = {sys.path!r}; import {__name__}; {__name__}.on_a_gpu()"
+    subprocess.run([sys.executable, "-c", body], check=True, timeout=300)
+
+
+def on_a_gpu() -> None:
     wanted = sim.run(all_that_ranks_communicate, 2, ("cpu",))
     assert sim.run(all_that_ranks_communicate, 2, ("cuda",), device="cuda") == wanted
     for engine in ("ours", "fsdp2"):

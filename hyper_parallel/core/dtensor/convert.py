@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.placements import check_even, uneven_dim
 from hyper_parallel.core.mesh.device_mesh import reorder_axes
+from hyper_parallel.platform import get_platform
 
 layout_of = Layout.of
 
@@ -181,3 +182,19 @@ def local_tensor(x: DTensor) -> torch.Tensor:
     """Return the local tensor of x, with its gradient, once its communication is complete."""
     local = x.to_local()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def on_mesh_device(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a local tensor where the groups of its mesh communicate; itself if it is there, or on meta.
+
+    A shard may be kept on the host. And torch puts what its operators return for a rank off the mesh there, whatever
+    the mesh's device: with nothing but nccl or hccl an empty tensor on the CPU cannot even be received into.
+    """
+    if local.device.type in (mesh.device_type, "meta"):
+        return local
+    return local.to(device_of(local, mesh))
+
+
+def device_of(local: torch.Tensor, mesh: DeviceMesh) -> torch.device:
+    """Return where a rank with this local tensor communicates over a mesh: there, if its mesh is of such devices."""
+    return local.device if local.device.type == mesh.device_type else get_platform(mesh.device_type).device()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 from torch.distributed.tensor import distribute_tensor as distribute_by_torch
 from torch.nn.parameter import is_lazy
 
+from hyper_parallel.core.dtensor.convert import on_mesh_device
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.param import dtensor_like
 from hyper_parallel.core.fully_shard.unit import is_wrapped, nested_units
@@ -315,8 +316,13 @@ def fit(key: str, value: Any, target: torch.Tensor) -> Any:
     if not isinstance(target, DTensor):
         return whole_of(value) if isinstance(value, DTensor) else value
     if not isinstance(value, DTensor) and target.device_mesh.get_coordinate() is None:
-        return target.detach()  # this rank has nothing of it
-    return dtensor_like(_shard_of(value.detach(), target), target)
+        return _detached(target)  # this rank has nothing of it
+    return dtensor_like(_shard_of(_detached(value), target), target)
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    """`value` without autograd; torch's own `detach` of a DTensor puts what a rank off its mesh has on the host."""
+    return dtensor_like(value._local_tensor.detach(), value) if isinstance(value, DTensor) else value.detach()
 
 
 def _shard_of(value: torch.Tensor, target: DTensor) -> torch.Tensor:
@@ -354,10 +360,7 @@ def whole_of(value: DTensor) -> torch.Tensor:
 
 def _on_its_mesh(value: DTensor) -> DTensor:
     """`value` where its mesh can send it: shards may have been kept on the host."""
-    local = value._local_tensor
-    if local.is_meta or local.device.type == _device_of(value).type:
-        return value
-    return dtensor_like(local.to(_device_of(value)), value)
+    return dtensor_like(on_mesh_device(value._local_tensor, value.device_mesh), value)
 
 
 def _device_of(value: DTensor) -> torch.device:

@@ -61,6 +61,7 @@ class OwnerMesh(DeviceMesh):
             ranks = among.mesh[..., owner : owner + 1].contiguous()
             super().__init__(among.device_type, ranks, mesh_dim_names=among.mesh_dim_names, _init_backend=False)
         self.among = among
+        self.owner = owner
 
     def __eq__(self, other: object) -> bool:
         # Never equal to a plain mesh of these ranks: torch caches layouts by their mesh, and would give the plain one.

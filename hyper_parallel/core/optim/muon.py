@@ -166,6 +166,8 @@ class Muon(Optimizer):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=_local(param).device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
             local = _local(param)
+            # The fused kernel reads it where the parameter is; torch loads it to wherever it was saved.
+            state["step"] = state["step"].to(local.device)
             by_kind.setdefault((local.device, local.dtype), []).append((local, grad.to(local.dtype), state))
         for entries in by_kind.values():
             beta1, beta2 = group["betas"]

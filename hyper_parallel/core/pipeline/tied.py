@@ -20,6 +20,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_, get_total_norm
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
+from hyper_parallel.core.mesh.device_mesh import OwnerMesh
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.redistribute.api import redistribute
 
@@ -56,7 +57,7 @@ class TiedWeights:
     def __init__(self, pipeline: Pipeline, first: str = "embed.weight", last: str = "head.weight") -> None:
         check(_ASKED, Pipeline, pipeline=pipeline)
         check(_ASKED, "str", first=first, last=last)
-        self._group = pipeline.group
+        self._group, self._device = pipeline.group, pipeline.device
         self._first = _Owned(pipeline.stages[0], first) if pipeline.has_first else None
         self._last = _Owned(pipeline.stages[-1], last) if pipeline.has_last else None
         first_seen, last_seen = (None if owned is None else owned.describe() for owned in (self._first, self._last))
@@ -97,10 +98,10 @@ class TiedWeights:
         """
         if self._first is not None and self._last is not None:
             self._last.values.copy_(self._first.values)
-        elif self._first is not None:
-            dist.send(self._first.values.contiguous(), group=self._group, group_dst=self._ranks[1])
-        elif self._last is not None:
-            received = torch.empty_like(self._last.values, memory_format=torch.contiguous_format)
+        elif self._first is not None and self._first.is_here:
+            dist.send(self._sent(self._first.values), group=self._group, group_dst=self._ranks[1])
+        elif self._last is not None and self._last.is_here:
+            received = torch.empty_like(self._sent(self._last.values))
             dist.recv(received, group=self._group, group_src=self._ranks[0])
             self._last.values.copy_(received)
 
@@ -111,24 +112,26 @@ class TiedWeights:
         Communication: its part of the gradient, between each rank of the first stage and one of the last, both ways.
         """
         hsdp_sync_stream()
-        if self._is_one:
+        owned, peer = (self._first, 1) if self._first is not None else (self._last, 0)
+        if self._is_one or owned is None or not owned.is_here or not owned.parameter.requires_grad:
             return
         if self._first is not None and self._last is not None:
             mine, other = self._first.gradient(), self._last.gradient()
             mine.add_(other)
             other.copy_(mine)
             return
-        owned, peer = (self._first, 1) if self._first is not None else (self._last, 0)
-        if owned is None or not owned.parameter.requires_grad:
-            return
         own = owned.gradient()
-        sent = own.contiguous()
+        sent = self._sent(own)
         received = torch.empty_like(sent)
         to = dist.get_global_rank(self._group, self._ranks[peer])
         exchange = [dist.P2POp(dist.isend, sent, to, self._group), dist.P2POp(dist.irecv, received, to, self._group)]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
-        own.add_(received)  # both compute the same sum: it does not depend on the order of two
+        own.add_(received.to(own.device))  # both compute the same sum: it does not depend on the order of two
+
+    def _sent(self, local: torch.Tensor) -> torch.Tensor:
+        """What is sent of a shard: where the pipeline communicates, as it may be kept on the host."""
+        return (local if local.is_meta else local.to(self._device)).contiguous()
 
 
 class _Owned:
@@ -142,9 +145,15 @@ class _Owned:
         return self._stage.get_parameter(self._name)
 
     @property
+    def is_here(self) -> bool:
+        """Whether this rank has any of it: of one that has an owner, other ranks have nothing."""
+        param = self.parameter
+        return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
+
+    @property
     def values(self) -> torch.Tensor:
-        param = self.parameter.detach()
-        return param._local_tensor if isinstance(param, DTensor) else param
+        param = self.parameter
+        return (param._local_tensor if isinstance(param, DTensor) else param).detach()
 
     def gradient(self) -> torch.Tensor:
         """This rank's part of the gradient, to be changed in place; zeros where there was none."""
@@ -169,6 +178,8 @@ class _Owned:
         if isinstance(param, DTensor):
             where = Layout.of(param)
             layout = f" {where.alias_placements} on {where.alias_name}"
+            if isinstance(param.device_mesh, OwnerMesh):
+                layout += f", of rank {param.device_mesh.owner} alone"
         frozen = "" if param.requires_grad else ", frozen"
         return True, f"{tuple(param.shape)} {str(param.dtype).removeprefix('torch.')}{layout}{frozen}"
 

@@ -16,7 +16,7 @@ from hyper_parallel.core.common.checks import check, check_shape, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
-from hyper_parallel.core.dtensor.convert import build, in_split_order, to_placements, torch_form
+from hyper_parallel.core.dtensor.convert import build, device_of, in_split_order, to_placements, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
@@ -461,6 +461,8 @@ def _check_alike(asked: str, layout: Layout, ranks: tuple[int, ...], parts: list
 
 def _all_parts(local: torch.Tensor, ranks: tuple[int, ...], layout: Layout) -> list[tuple[tuple[int, ...], str]]:
     """Return shape and dtype of every rank's part, exchanged over the mesh."""
+    mesh = layout.mesh
+    assert mesh is not None, "read_layout sees to a mesh"
     mine = [local.dim(), *local.shape, *[0] * (_MOST_DIMS - local.dim()), _DTYPES.index(local.dtype)]
-    rows = gather_numbers(mine, group_of(ranks, layout.alias_name, layout.mesh), local.device)
+    rows = gather_numbers(mine, group_of(ranks, layout.alias_name, mesh), device_of(local, mesh))
     return [(tuple(row[1 : 1 + row[0]]), str(_DTYPES[row[-1]]).removeprefix("torch.")) for row in rows]

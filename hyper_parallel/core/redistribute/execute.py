@@ -70,7 +70,7 @@ def start(plan: Plan, local: torch.Tensor | None, mesh: DeviceMesh | None = None
         rank = plan.ranks[0]
     else:
         rank = _check_rank(plan)
-    local = _check_local(plan, local, rank)
+    local = _check_local(plan, local, rank, mesh)
     return _run(plan, local, rank, mesh)
 
 
@@ -331,14 +331,15 @@ def _check_rank(plan: Plan) -> int:
     return rank
 
 
-def _check_local(plan: Plan, local: torch.Tensor | None, rank: int) -> torch.Tensor:
+def _check_local(plan: Plan, local: torch.Tensor | None, rank: int, mesh: DeviceMesh | None) -> torch.Tensor:
     expected = _shape_at(plan, plan.before, rank)
     if isinstance(local, torch.Tensor) and local.dtype == plan.dtype and expected in (None, tuple(local.shape)):
         return local
     if expected is None and local is None:
         from hyper_parallel.platform import get_platform
 
-        return torch.empty(0, dtype=plan.dtype, device=get_platform().device())
+        platform = get_platform(None if mesh is None else mesh.device_type)
+        return torch.empty(0, dtype=plan.dtype, device=platform.device())
     asked, seen = f"cannot redistribute rank {rank}'s part", f"global_shape: {plan.global_shape}   layout: {plan.src}"
     check(asked, "tensor", "the rank's shard of the source", local=local)
     assert local is not None, "refused as no tensor"

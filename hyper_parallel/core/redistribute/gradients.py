@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import is_set_to, runs_eagerly
-from hyper_parallel.core.dtensor.convert import build, local_tensor, torch_form
+from hyper_parallel.core.dtensor.convert import build, local_tensor, on_mesh_device, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial
@@ -70,7 +70,7 @@ def _started(x: DTensor, target: Layout, terms: Terms) -> PendingRedistribute:
     on = topology if topology is not None else default_topology(x.device_mesh.device_type)
     steps = plan(src, target, x.shape, x.dtype, on, max_extra_bytes=limit)
     with torch.no_grad():
-        working = start(steps, local_tensor(x), _mesh_for_groups(src, target))
+        working = start(steps, on_mesh_device(local_tensor(x), x.device_mesh), _mesh_for_groups(src, target))
     return PendingRedistribute(x, working, target, terms=terms)
 
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import has_saved_tensors_hooks, is_set_to, runs_eagerly
-from hyper_parallel.core.dtensor.convert import build, contiguous_stride, stride_like, torch_form
+from hyper_parallel.core.dtensor.convert import build, contiguous_stride, device_of, stride_like, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
@@ -334,7 +334,7 @@ def _all_shapes(local: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
     assert mesh is not None, "the callers see to a mesh"
     ranks = tuple(sorted(layout.rank_list))
     mine = [local.dim(), *local.shape, *[0] * (_MOST_DIMS - local.dim())]
-    device = "cpu" if mesh.device_type == "cpu" else local.device  # not meta: its values are read
+    device = device_of(local, mesh)  # not meta: its values are read
     rows = dict(zip(ranks, gather_numbers(mine, group_of(ranks, layout.alias_name, mesh), device), strict=True))
     return [tuple(rows[rank][1 : 1 + rows[rank][0]]) for rank in layout.rank_list]
 
