@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -517,10 +518,7 @@ class Recipe:
     @property
     def activations(self) -> ActivationPolicy:
         """The policy of blocks, for a stage's layers numbered from 0 on; with no layer at all, "none"."""
-        if self.checkpoint_layers == 0:
-            return ActivationPolicy()
-        policy = ActivationPolicy.of(self.checkpointing)
-        return dataclasses.replace(policy, every=self.checkpoint_every, first=self.checkpoint_layers)
+        return _policy(self.checkpointing, self.checkpoint_every, self.checkpoint_layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -597,6 +595,13 @@ class Recipe:
             else:
                 words.append(f"{word} {value}")
         return "; ".join(words)
+
+
+@functools.lru_cache(maxsize=256)  # a search asks each of its candidates several times
+def _policy(checkpointing: str, every: int, layers: int | None) -> ActivationPolicy:
+    if layers == 0:
+        return ActivationPolicy()
+    return dataclasses.replace(ActivationPolicy.of(checkpointing), every=every, first=layers)
 
 
 def _dtype(name: str, given: Any) -> str:

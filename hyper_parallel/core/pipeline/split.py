@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -63,10 +64,11 @@ def split_layers(
             blame = f"{name} must be a number of layers, from 0 up"
             raise ValueError(explain(_ASKED, blame, f"{name}: {extra!r}", f"{name}=1"))
         extras[place] += extra
-    return _ranges(_balanced(num_layers, extras))
+    return _ranges(_balanced(num_layers, tuple(extras)))
 
 
-def _balanced(num_layers: int, extras: Sequence[float]) -> list[int]:
+@functools.lru_cache(maxsize=4096)  # a search asks for the same splits with thousands of candidates
+def _balanced(num_layers: int, extras: tuple[float, ...]) -> tuple[int, ...]:
     """Return the layers per stage: the heaviest stage as light as can be, and then as even as can be."""
     stages = range(len(extras))
     counts = [1 for _ in stages]
@@ -77,7 +79,7 @@ def _balanced(num_layers: int, extras: Sequence[float]) -> list[int]:
     for _ in range(num_layers - len(extras)):
         able = [stage for stage in stages if counts[stage] + 1 + extras[stage] <= heaviest]
         counts[min(able, key=lambda stage: (counts[stage], -stage))] += 1
-    return counts
+    return tuple(counts)
 
 
 def _checked(sizes: list[int], num_layers: int, stages: int) -> list[int]:
@@ -93,7 +95,7 @@ def _checked(sizes: list[int], num_layers: int, stages: int) -> list[int]:
 
 
 def _ranges(counts: Sequence[int]) -> list[range]:
-    starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    starts = itertools.accumulate(counts, initial=0)
     return [range(first, last) for first, last in itertools.pairwise(starts)]
 
 

@@ -7,8 +7,10 @@ of the pipeline), so a candidate that comes out of this file is one that the tra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
@@ -179,13 +181,13 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
     given = [_over_nodes(recipe, space, dims) for recipe in space.recipes]
     for recipe in [variant for each in given for variant in _resharded(each, space.shape, dims)]:
         if recipe.zero == 2 and (dims.dp_shard * dims.ep * dims.cp == 1 or dims.pp > 1):
-            recipe = dataclasses.replace(recipe, zero=3)  # nothing is sharded, or a stage keeps what it has gathered
+            recipe = _changed(recipe, zero=3)  # nothing is sharded, or a stage keeps what it has gathered
         for scheduled in _schedules(recipe, dims, space.shape.layers):
             for cut in _cuts(scheduled, batch):
                 if recipe.stages_per_rank is None and not _is_worth_its_stages(cut, dims):
                     continue
                 if cut.reduce_each and (dims.pp > 1 or cut.microbatches == 1 or dims.token_ranks == dims.dp_replicate):
-                    cut = dataclasses.replace(cut, reduce_each=False)  # likewise
+                    cut = _changed(cut, reduce_each=False)  # likewise
                 if cut in seen:
                     continue
                 seen.add(cut)
@@ -198,6 +200,12 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
                     yield Rejected(str(candidate), "the pipeline cannot run", reason, candidate=candidate)
 
 
+@functools.lru_cache(maxsize=4096)
+def _changed(recipe: Recipe, **changes: Any) -> Recipe:
+    """As `dataclasses.replace`: the same few recipes belong to all degrees, and each one that is made is checked."""
+    return dataclasses.replace(recipe, **changes)
+
+
 def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
     """Send tokens to each node once where experts lie on several, and that saves many of their rows."""
     asked, per_token = recipe.ranks_per_node, space.shape.experts_per_token
@@ -208,7 +216,7 @@ def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
         nodes = 1
     visited = nodes * (1 - (1 - 1 / nodes) ** per_token)
     pays = nodes > 1 and (asked is not None or visited <= _SAVED_ROWS * per_token)
-    return dataclasses.replace(recipe, ranks_per_node=size if pays else None)
+    return _changed(recipe, ranks_per_node=size if pays else None)
 
 
 def _resharded(recipe: Recipe, shape: Shape, dims: ParallelDims) -> list[Recipe]:
@@ -216,7 +224,7 @@ def _resharded(recipe: Recipe, shape: Shape, dims: ParallelDims) -> list[Recipe]
     keeps = dims.tp > 1 and recipe.sequence_parallel and recipe.checkpointing == "none" and shape.heads > 0
     if not keeps or recipe.reshard_inputs:
         return [recipe]
-    return [recipe, dataclasses.replace(recipe, reshard_inputs=True)]
+    return [recipe, _changed(recipe, reshard_inputs=True)]
 
 
 def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
@@ -238,7 +246,7 @@ def _schedules(recipe: Recipe, dims: ParallelDims, layers: int) -> list[Recipe]:
     if dims.pp == 1 or recipe.schedule != "1f1b" or recipe.stages_per_rank is not None:
         return [recipe]
     more = [None, *(count for count in _MORE_STAGES if count * dims.pp <= layers)]
-    return [recipe, *(dataclasses.replace(recipe, schedule="interleaved", stages_per_rank=count) for count in more)]
+    return [recipe, *(_changed(recipe, schedule="interleaved", stages_per_rank=count) for count in more)]
 
 
 def _is_worth_its_stages(recipe: Recipe, dims: ParallelDims) -> bool:
@@ -253,7 +261,7 @@ def _cuts(recipe: Recipe, batch: int) -> list[Recipe]:
     if recipe.microbatches is not None:
         return [recipe] if batch % recipe.microbatches == 0 else []
     sizes = sorted({size for size in (*range(1, 9), batch) if batch % size == 0})
-    return [dataclasses.replace(recipe, microbatches=batch // size) for size in sizes]
+    return [_changed(recipe, microbatches=batch // size) for size in sizes]
 
 
 def _unschedulable(shape: Shape, candidate: Candidate) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
@@ -29,6 +31,17 @@ class Candidate:
     recipe: Recipe
     batch: int
     layers_per_stage: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # of 50 fields, and a search looks each candidate up once for each estimate
+        return hash((self.dims, self.recipe, self.batch, self.layers_per_stage))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the hash: that of a text is another one in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def degrees(self) -> str:
