@@ -41,6 +41,7 @@ from torch.profiler import record_function
 
 from benchmarks.engine_counts import watch_memory
 from benchmarks.mesh_probe import status_bytes
+from hyper_parallel.core.init import api as init
 from hyper_parallel.core.init import filling
 from hyper_parallel.core.init.tiles import FillTarget
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -208,14 +209,15 @@ def _trainer(case: Case) -> Trainer:
 def _drawn_on_device() -> Iterator[None]:
     """Let a device draw the weights at once: the host takes a minute for 3 billion, which are the same everywhere."""
 
-    def whole(target: FillTarget, into: torch.Tensor, region: object) -> None:
-        for write, number in target._writes:
-            write(into, number)
+    def whole(targets: Sequence[FillTarget]) -> None:
+        for target in targets:
+            for write, _ in target._writes:
+                write(target.local, None)
 
-    def draw(tile: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0) -> None:
-        tile.normal_(mean, std)
+    def draw(weights: torch.Tensor, numbers: None, mean: float = 0.0, std: float = 1.0) -> None:
+        weights.normal_(mean, std)
 
-    with patch.object(FillTarget, "_carry_out", whole), patch.object(filling, "_DRAWS", {"normal_": draw}):
+    with patch.object(init, "flush", whole), patch.object(filling, "_DRAWS", {"normal_": draw}):
         yield
 
 

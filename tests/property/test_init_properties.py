@@ -1,5 +1,9 @@
 """init_parameters on drawn meshes, layouts and shapes: each shard is a slice of what is filled unsharded."""
 
+import math
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -10,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import sim
 from hyper_parallel import DTensor, Layout
 from hyper_parallel.core.dtensor import to_torch
+from hyper_parallel.core.init import tiles as tiles_file
 from hyper_parallel.core.init.api import init_parameters
-from hyper_parallel.core.init.tiles import tiles
+from hyper_parallel.core.init.tiles import FillTarget, digest, flush, normal, tiles, truncated, uniform
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim
@@ -120,3 +125,91 @@ def test_tiles_overlap_a_region_and_cover_it_once(data):
         counts[tile] += 1
     assert bool((counts[region] == 1).all())
     assert all(max(a.start, b.start) < min(a.stop, b.stop) for t in found for a, b in zip(t, region, strict=True))
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+def philox(key):
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def plain_normal(tile, key, mean, std):
+    kind = np.float64 if tile.dtype == torch.float64 else np.float32
+    values = philox(key).standard_normal(tile.numel(), np.float32).astype(kind) * kind(std) + kind(mean)
+    tile.copy_(torch.from_numpy(values).view(tile.shape))
+
+
+def plain_uniform(tile, key, low, high):
+    values = philox(key).random(tile.numel()) * (high - low) + low
+    tile.copy_(torch.from_numpy(values).view(tile.shape))
+    ends = torch.tensor([high, low], dtype=tile.dtype)
+    tile.clamp_(max=torch.nextafter(ends[0], ends[1]))
+
+
+def plain_truncated(tile, key, mean, std, low, high):  # of bounds below the mean
+    least, most = (0.5 * math.erfc((mean - x) / std / math.sqrt(2)) for x in (low, high))
+    chance = torch.from_numpy(philox(key).random(tile.numel()) * (most - least) + least).view(tile.shape)
+    tile.copy_(torch.special.ndtri(chance).mul_(std).add_(mean).clamp_(low, high))
+
+
+# Each with a write, what the write is by hand, and whether it sets every element.
+WRITES = {
+    "normal": (lambda t, n: normal(t, n, 0.5, 0.02), lambda t, key: plain_normal(t, key, 0.5, 0.02), True),
+    "uniform": (lambda t, n: uniform(t, n, -2, 3), lambda t, key: plain_uniform(t, key, -2, 3), True),
+    "tail": (lambda t, n: truncated(t, n, 1, 2, -3, 0), lambda t, key: plain_truncated(t, key, 1, 2, -3, 0), True),
+    "sevens": (lambda t, n: t.fill_(7), lambda t, key: t.fill_(7), True),
+    "tanh": (lambda t, n: t.mul_(3).tanh_(), lambda t, key: t.mul_(3).tanh_(), False),
+}
+
+
+def one_by_one(full, writes, seed, name):
+    """Do to a full tensor what writes do, tile by tile, each with a generator of its own."""
+    for tile in tiles(full.shape, tuple(slice(0, size) for size in full.shape)):
+        values = full[tile].clone(memory_format=torch.contiguous_format)
+        for number, write in enumerate(writes):
+            WRITES[write][1](values, digest(seed, name, number, [part.start for part in tile]))
+        full[tile] = values
+    return full
+
+
+class Part(FillTarget):
+    """A tensor of which a rank holds a region, without ranks."""
+
+    def __init__(self, name, full, region, seed):
+        super().__init__(name, full.to("meta"), region, seed, sharded=True)
+        self.part = full[region].clone()
+
+    @property
+    def local(self):
+        return self.part
+
+
+@st.composite
+def fills(draw):
+    """A tensor of up to a dozen tiles, a region of it and what is written."""
+    sizes = draw(st.sampled_from([(), (5000,), (40, 2500), (5000, 20), (3, 20, 1200), (2, 3, 4, 5)]))
+    shape = tuple(draw(st.integers(0, size)) for size in sizes)
+    bounds = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    region = tuple(slice(low, high) for low, high in bounds)
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16]))
+    writes = draw(st.lists(st.sampled_from(sorted(WRITES)), min_size=1, max_size=3))
+    return shape, region, dtype, writes, draw(st.integers(0, 2**70))
+
+
+@examples(1)
+@given(st.lists(fills(), min_size=1, max_size=3), st.integers(1, 5), st.sampled_from([1, 2**15, 2**19]))
+@example([((40, 3000), (slice(5, 37), slice(700, 2900)), torch.float32, ["normal", "tanh"], 3)], 3, 2**15)
+def test_any_number_of_threads_draws_what_one_tile_after_the_other_does(drawn, threads, block):
+    targets, expected = [], []
+    for number, (shape, region, dtype, writes, seed) in enumerate(drawn):
+        full = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).to(dtype).view(shape)
+        target = Part(f"w{number}", full, region, seed)
+        expected.append(one_by_one(full, writes, seed, target.name)[region])
+        for write in writes:
+            target.write(WRITES[write][0], covers=WRITES[write][2])
+        targets.append(target)
+    with mock.patch.object(tiles_file, "_BLOCK", block):
+        flush(targets, threads)
+    for target, wanted in zip(targets, expected, strict=True):
+        assert torch.equal(target.local, wanted), target.name

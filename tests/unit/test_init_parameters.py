@@ -1,6 +1,8 @@
 """init_parameters on one process, and on simulated ranks: draws by tile, what fills what, what is refused."""
 
+import contextlib
 import math
+import threading
 import weakref
 
 import numpy as np
@@ -14,7 +16,7 @@ import sim
 from hyper_parallel import DTensor, Layout, Partial, fully_shard
 from hyper_parallel.core.dtensor import to_torch
 from hyper_parallel.core.init.api import init_parameters
-from hyper_parallel.core.init.tiles import digest, normal, tiles, truncated, uniform
+from hyper_parallel.core.init.tiles import FillTarget, Numbers, digest, flush, normal, tiles, truncated, uniform
 from hyper_parallel.models import Llama, LlamaConfig
 
 SMALL = LlamaConfig(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, max_seq_len=8)
@@ -65,7 +67,7 @@ class Own(nn.Module):
 
 def drawn(fill, count=100_000, key=0):
     tile = torch.empty(count, dtype=torch.float64)
-    fill(tile, key)
+    fill(tile, Numbers().begin(key))
     return tile
 
 
@@ -107,15 +109,15 @@ def gauss(x):
     ("fill", "distribution"),
     [
         (normal, gauss),
-        (lambda tile, key: normal(tile, key, 3, 0.5), lambda x: gauss((x - 3) / 0.5)),
+        (lambda tile, numbers: normal(tile, numbers, 3, 0.5), lambda x: gauss((x - 3) / 0.5)),
         (uniform, lambda x: x),
-        (lambda tile, key: uniform(tile, key, -2, 2), lambda x: (x + 2) / 4),
+        (lambda tile, numbers: uniform(tile, numbers, -2, 2), lambda x: (x + 2) / 4),
         (
-            lambda tile, key: truncated(tile, key, 1, 2, 0, 2),
+            lambda tile, numbers: truncated(tile, numbers, 1, 2, 0, 2),
             lambda x: (gauss((x - 1) / 2) - gauss(-0.5)) / (gauss(0.5) - gauss(-0.5)),
         ),
         (  # a tail that 1 - 2^-53 lies before
-            lambda tile, key: truncated(tile, key, 0, 1, 9, 12),
+            lambda tile, numbers: truncated(tile, numbers, 0, 1, 9, 12),
             lambda x: (gauss(-9) - gauss(-x)) / (gauss(-9) - gauss(-12)),
         ),
     ],
@@ -196,6 +198,50 @@ def test_the_upper_end_of_a_uniform_draw_is_not_reached(dtype):
     values = init_parameters(low).w.detach()
     assert -1 <= values.min() < -0.97
     assert 1.45 < values.max() < 1.5
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "count"),
+    [(2**21, None, 4), (2**21, "2", 2), (2**21, "8", 1), (2**21, "none", 4), (2**19, None, 1)],
+)
+def test_threads_are_a_processs_share_of_the_cpus(monkeypatch, size, processes, count):
+    """And none beside the calling one where there is little to do."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 2, 3, 5}, raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    together = threading.Barrier(count)
+
+    def draw(tile, numbers):
+        threads.add(threading.get_ident())
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(timeout=20)  # each of them has a block
+            together.abort()
+
+    threads, target = set(), FillTarget("w", torch.empty(size), (slice(0, size),), 0)
+    target.write(draw, covers=True)
+    flush([target])
+    assert len(threads) == count
+
+
+def test_a_simulated_rank_draws_alone():
+    def body():
+        threads, target = set(), FillTarget("w", torch.empty(2**21), (slice(0, 2**21),), 0)
+        target.write(lambda tile, numbers: threads.add(threading.get_ident()), covers=True)
+        flush([target])
+        return threads == {threading.get_ident()}
+
+    assert sim.run(body, world_size=1) == [True]
+
+
+def test_of_tensors_that_share_memory_the_last_wins():
+    """As without threads."""
+    memory = torch.zeros(2000)
+    targets = [FillTarget(name, memory[:size], (slice(0, size),), 0) for name, size in (("a", 2000), ("b", 1000))]
+    targets[0].write(lambda tile, numbers: (threading.Event().wait(0.05), tile.fill_(1)), covers=True)
+    targets[1].write(lambda tile, numbers: tile.fill_(2), covers=True)
+    flush(targets, 2)
+    assert memory.tolist() == [2] * 1000 + [1] * 1000
 
 
 # -- plain models ----------------------------------------------------------------------------------------------------

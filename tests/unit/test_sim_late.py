@@ -373,6 +373,30 @@ def test_the_engine_packs_the_gradients_of_a_unit_at_once():
     assert calls == ["_chunk_cat"] * 2
 
 
+def test_draws_on_the_device_are_those_on_the_host():
+    class Drawn(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.long = (torch.nn.Parameter(torch.empty(size)) for size in ((40, 2500), (300_000,)))
+
+        def reset_parameters(self) -> None:
+            torch.nn.init.normal_(self.wide, std=0.02)
+            torch.nn.init.uniform_(self.long)
+
+    def filled(device: str, again: bool = False) -> list[torch.Tensor]:
+        with torch.device("meta"):
+            model = Drawn()
+        init_parameters(model, 0, device=device)
+        if again:  # changes what is there
+            init_parameters(model, 0, init_fn=lambda module: [w.detach().mul_(3).tanh_() for w in module.parameters()])
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    def both() -> list[torch.Tensor]:
+        return [*filled("npu"), *filled("npu", again=True)]
+
+    assert all(map(torch.equal, late(both)[0], [*filled("cpu"), *filled("cpu", again=True)]))
+
+
 def test_backward_is_the_rank_s_own_after_inference():
     def body() -> list[float]:
         x = torch.ones(2, device="npu", requires_grad=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.init.filling import DefaultsToCpu, Filling
-from hyper_parallel.core.init.tiles import FillTarget, Region
+from hyper_parallel.core.init.tiles import FillTarget, Region, flush
 from hyper_parallel.platform import get_platform
 
 __all__ = ["init_parameters"]
@@ -48,6 +48,9 @@ def init_parameters(
     on the CPU of each rank, one module at a time. A parameter under several names is filled once, by the module that
     has it first.
 
+    Several threads draw, as many as the process has CPUs; `LOCAL_WORLD_SIZE` processes, as torchrun has them, share
+    those of a machine. Their number changes no bit. What goes to a device passes through a few MB of the host.
+
     Under torch's FakeTensorMode, where no tensor has values, this fills nothing.
 
     Args:
@@ -72,23 +75,28 @@ def init_parameters(
         return model  # tensors have no values here
     where = _device(model, device)
     targets = _targets(model, int(seed))
-    with torch.inference_mode(False), torch.no_grad(), DefaultsToCpu(), torch.random.fork_rng(devices=[]):
-        for target in targets:
-            if target.fresh:
-                _materialise(model, target, where)
-        mode = Filling(int(seed), targets)
-        owners = _owners(model)
-        for path, module in _children_first(model, "", set()):
-            fill = _filler(module, init_fn)
-            if fill is None:
-                continue
+    with torch.inference_mode(False), torch.no_grad():
+        with DefaultsToCpu(), torch.random.fork_rng(devices=[]):
             for target in targets:
-                target.locked = _is_elsewhere(owners[id(target.tensor)], path)
-            mode.fill(fill, plain_name(path), type(module).__name__)
-        for target in targets:
-            target.flush()
+                if target.fresh:
+                    _materialise(model, target, where)
+            _fill(model, Filling(int(seed), targets), targets, init_fn)
+        flush(targets)
     _check_filled(model, targets, init_fn)
     return model
+
+
+def _fill(model: nn.Module, mode: Filling, targets: Sequence[FillTarget], init_fn: Any) -> None:
+    """Let each module fill its tensors; what is done to all of their elements alike is only noted."""
+    owners = _owners(model)
+    shared = [target for target in targets if len(owners[id(target.tensor)]) > 1]
+    for path, module in _children_first(model, "", set()):
+        fill = _filler(module, init_fn)
+        if fill is None:
+            continue
+        for target in shared:
+            target.locked = _is_elsewhere(owners[id(target.tensor)], path)
+        mode.fill(fill, plain_name(path), type(module).__name__)
 
 
 def _filler(module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> Callable[[], Any] | None:
@@ -247,4 +255,8 @@ def _check_filled(model: nn.Module, targets: list[FillTarget], init_fn: Any) -> 
 
 
 def _has_nan(local: torch.Tensor) -> bool:
-    return local.is_floating_point() and bool(local.isnan().any())
+    if not local.is_floating_point():
+        return False
+    if local.dtype.itemsize > 1 and not local.sum().isnan():  # one pass; a sum may overflow, but hides no NaN
+        return False
+    return bool(local.isnan().any())

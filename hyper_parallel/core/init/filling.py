@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.init.tiles import FillTarget, digest, normal, truncated, uniform
+from hyper_parallel.core.init.tiles import FillTarget, Write, digest, normal, truncated, uniform
 
 __all__ = ["DefaultsToCpu", "Filling"]
 
@@ -53,7 +53,7 @@ class Filling(TorchDispatchMode):
         super().__init__()
         self._seed = seed
         self._where = ""
-        self._targets = targets
+        self._begun: list[FillTarget] = []  # what the module at hand does with unsharded values
         self._by_id = {id(target.tensor): (target, target.tensor) for target in targets}
         self._by_storage = {_storage(target.local): target for target in targets if target.local.numel()}
 
@@ -69,15 +69,16 @@ class Filling(TorchDispatchMode):
         torch.default_generator.manual_seed(digest(self._seed, path) % 2**63)
         with _truncated_by_tiles(), self:
             fill()
-        for target in self._targets:
+        for target in self._begun:
             target.reshard()
+        self._begun.clear()
 
     def truncate(self, tensor: torch.Tensor, mean: float, std: float, low: float, high: float) -> bool:
         """Note a draw of `trunc_normal_`, whose loop needs all elements at once; False if it has to be done in full."""
         target = self._target(tensor)
         if target is None or target.unsharded is not None or not (std > 0 and low < high):
             return False
-        target.write(lambda tile, key: truncated(tile, key, mean, std, low, high), covers=True)
+        target.write(lambda tile, numbers: truncated(tile, numbers, mean, std, low, high), covers=True)
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,6 +125,7 @@ class Filling(TorchDispatchMode):
             if target is None:
                 return value
             found = True
+            self._begun.append(target)
             if name.endswith("_like") or name.startswith("new_"):  # of which no values are read
                 target.begin()
                 return torch.empty(value.shape, dtype=value.dtype, device="cpu")
@@ -156,12 +158,12 @@ def _is_tilewise(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str,
     return torch.Tag.pointwise in func.tags or name in _CONSTANTS
 
 
-def _write(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[torch.Tensor, int], Any]:
+def _write(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Write:
     func(torch.empty(0, dtype=args[0].dtype, device="cpu"), *args[1:], **kwargs)  # raises what torch does not allow
     if name not in _DRAWS:
-        return lambda tile, key: func(tile, *args[1:], **kwargs)
+        return lambda tile, numbers: func(tile, *args[1:], **kwargs)
     given = [*args[1:], *(value for word, value in kwargs.items() if word != "generator")]
-    return lambda tile, key: _DRAWS[name](tile, key, *given)
+    return lambda tile, numbers: _DRAWS[name](tile, numbers, *given)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

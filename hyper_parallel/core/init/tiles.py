@@ -5,8 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +19,11 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "FillTarget",
+    "Numbers",
     "Region",
+    "Write",
     "digest",
+    "flush",
     "normal",
     "tiles",
     "truncated",
@@ -35,6 +43,10 @@ Region = tuple[slice, ...]
 # torch compute so few elements in one thread, and of one number of them always in the same way.
 _ELEMENTS, _LAST = 2**14, 2**10
 
+# What one thread computes at a time, and what one copy to a device takes: about so many elements. For fewer than the
+# second number, which take one thread some 20 ms, no others are started.
+_BLOCK, _ENOUGH = 2**18, 2**20
+
 
 def tiles(shape: Sequence[int], region: Region) -> Iterator[Region]:
     """Return the tiles of a tensor that overlap a region.
@@ -42,15 +54,37 @@ def tiles(shape: Sequence[int], region: Region) -> Iterator[Region]:
     >>> list(tiles((40, 3000), (slice(16, 32), slice(0, 1000))))
     [(slice(16, 32, None), slice(0, 1024, None))]
     """
-    if any(part.start >= part.stop for part in region):
-        return
+    edges = _edges(shape)
+    for corner in _corners(region, edges, edges):
+        yield tuple(slice(a, min(a + edge, size)) for a, edge, size in zip(corner, edges, shape, strict=True))
+
+
+def _blocks(shape: Sequence[int], region: Region) -> Iterator[Region]:
+    """Cut a region into boxes of about `_BLOCK` elements, none of which cuts a tile inside the region."""
+    edges = _edges(shape)
+    steps = list(edges)
+    for dim in reversed(range(len(shape))):
+        across = -(-region[dim].stop // edges[dim]) - region[dim].start // edges[dim]
+        steps[dim] *= max(1, min(across, _BLOCK // math.prod(steps)))
+    for corner in _corners(region, edges, steps):
+        boxes = zip(corner, steps, region, strict=True)
+        yield tuple(slice(max(a, part.start), min(a + step, part.stop)) for a, step, part in boxes)
+
+
+def _edges(shape: Sequence[int]) -> list[int]:
     edges: list[int] = []
     for size in reversed(shape):
         left = _ELEMENTS // math.prod(edges) if edges else _LAST
         edges.insert(0, max(1, min(size, left)))
-    starts = [range(part.start // edge * edge, part.stop, edge) for part, edge in zip(region, edges, strict=True)]
-    for corner in itertools.product(*starts):
-        yield tuple(slice(a, min(a + edge, size)) for a, edge, size in zip(corner, edges, shape, strict=True))
+    return edges
+
+
+def _corners(region: Region, edges: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Where boxes begin that overlap a region: at its first tile, and so many elements on."""
+    if any(part.start >= part.stop for part in region):
+        return iter(())
+    zipped = zip(region, edges, steps, strict=True)
+    return itertools.product(*(range(part.start // edge * edge, part.stop, step) for part, edge, step in zipped))
 
 
 def digest(*values: object) -> int:
@@ -58,47 +92,69 @@ def digest(*values: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:16], "little")
 
 
-def normal(tile: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0) -> None:
+class Numbers:
+    """Random numbers by key: numpy's Philox, begun anew with each key. For one thread."""
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(0)  # one for each key would take longer than the numbers of a small tile
+        self._generator, self._state = np.random.Generator(self._bits), self._bits.state
+
+    def begin(self, key: int) -> np.random.Generator:
+        """Return the generator at the first number of a key of 128 bits, as a new one would be."""
+        self._state["state"]["key"] = np.array([key % 2**64, key >> 64], np.uint64)
+        self._bits.state = self._state
+        return self._generator
+
+
+def normal(tile: torch.Tensor, numbers: np.random.Generator, mean: float = 0.0, std: float = 1.0) -> None:
     """Draw a tile from the normal distribution: the same float32 numbers for every dtype, up to its rounding.
 
     Args:
-        tile: where to.
-        key: 128 bits, for one tile and one draw.
+        tile: where to; contiguous, on the CPU.
+        numbers: at the first number of a key, for one tile and one draw.
         mean: of the distribution.
         std: of the distribution.
     """
     kind = np.float64 if tile.dtype == torch.float64 else np.float32
     # numpy draws other numbers in float64; a float64 reference must start from what is trained in float32.
-    values = _generator(key).standard_normal(tile.numel(), np.float32).astype(kind, copy=False) * kind(std) + kind(mean)
-    tile.copy_(torch.from_numpy(values).view(tile.shape))
+    drawn = tile.numpy().reshape(-1) if tile.dtype == torch.float32 else np.empty(tile.numel(), np.float32)
+    values = numbers.standard_normal(dtype=np.float32, out=drawn).astype(kind, copy=False)
+    values *= kind(std)
+    values += kind(mean)
+    if tile.dtype != torch.float32:
+        tile.copy_(torch.from_numpy(values).view(tile.shape))
 
 
-def uniform(tile: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0) -> None:
+def uniform(tile: torch.Tensor, numbers: np.random.Generator, low: float = 0.0, high: float = 1.0) -> None:
     """Draw a tile from [low, high)."""
-    values = _generator(key).random(tile.numel()) * (high - low) + low
-    tile.copy_(torch.from_numpy(values).view(tile.shape))
+    tile.copy_(torch.from_numpy(_between(numbers, tile.numel(), low, high)).view(tile.shape))
     if low < high:  # rounding may have reached the end, which is not in it
         ends = torch.tensor([high, low], dtype=tile.dtype, device="cpu")
         tile.clamp_(max=torch.nextafter(ends[0], ends[1]))
 
 
-def truncated(tile: torch.Tensor, key: int, mean: float, std: float, low: float, high: float) -> None:
+def truncated(
+    tile: torch.Tensor, numbers: np.random.Generator, mean: float, std: float, low: float, high: float
+) -> None:
     """Draw a tile from the part of a normal distribution that lies between two bounds, by the inverse of its CDF."""
     first, last, step = (low - mean) / std, (high - mean) / std, std
     if first + last > 0:  # near 0 a probability has digits that it lacks near 1
         first, last, step = -last, -first, -std
     least, most = (0.5 * math.erfc(-x / math.sqrt(2)) for x in (first, last))
-    chance = torch.from_numpy(_generator(key).random(tile.numel()) * (most - least) + least).view(tile.shape)
-    tile.copy_(torch.special.ndtri(chance).mul_(step).add_(mean).clamp_(low, high))
+    chance = torch.from_numpy(_between(numbers, tile.numel(), least, most)).view(tile.shape)
+    tile.copy_(torch.special.ndtri(chance, out=chance).mul_(step).add_(mean).clamp_(low, high))
 
 
-def _generator(key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=key))
+def _between(numbers: np.random.Generator, count: int, low: float, high: float) -> np.ndarray[Any, np.dtype[Any]]:
+    values = numbers.random(count)
+    values *= high - low
+    values += low
+    return values
 
 
 # A parameter or buffer that is being filled: writes that can be done tile by tile, and its unsharded values -----------
 
-Write = Callable[[torch.Tensor, int], object]  # computes a tile in place; the int is a key for random numbers
+Write = Callable[[torch.Tensor, np.random.Generator], object]  # computes a tile in place
 
 
 @dataclass(eq=False)
@@ -165,7 +221,8 @@ class FillTarget:
                 return None
             self.begin()
             self.unsharded = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
-            self._carry_out(self.unsharded, tuple(slice(0, size) for size in self.tensor.shape))
+            everything = tuple(slice(0, size) for size in self.tensor.shape)
+            _carry_out(self.blocks(self.unsharded, everything), _threads(self.tensor.numel()))
         return self.unsharded
 
     def reshard(self) -> None:
@@ -177,26 +234,131 @@ class FillTarget:
         self.filled = self.filled or not (unsharded.is_floating_point() and bool(unsharded.isnan().any()))
         self._writes, self._covered, self._stored = [], False, True
 
-    def flush(self) -> None:
-        """Carry out all writes that are still pending."""
+    def flushed(self) -> Iterator[_Block]:
+        """Return blocks that carry out all writes that are still pending."""
         if self._writes:
-            self._carry_out(self.local, self.region)
+            yield from self.blocks(self.local, self.region)
         self._writes, self._covered, self._stored = [], False, True
 
-    def _carry_out(self, into: torch.Tensor, region: Region) -> None:
-        """Compute a region tile by tile; tiles are computed in full, so that the ends of a shard change nothing."""
-        own, shape = self.local, self.tensor.shape
-        for tile in tiles(shape, region):
-            values = torch.empty([part.stop - part.start for part in tile], dtype=into.dtype, device="cpu")
+    def blocks(self, into: torch.Tensor, region: Region) -> Iterator[_Block]:
+        """Return the blocks of a region that `into` gets; on a device each has memory on the host for itself."""
+        own, writes = self.local, tuple(self._writes)
+        for box in _blocks(self.tensor.shape, region):
+            before, held = None, _overlap(box, self.region)
             if not self._covered:
-                values.fill_(float("nan") if values.is_floating_point() or values.is_complex() else 0)
-                held = _overlap(tile, self.region)
-                if all(part.start < part.stop for part in held):
-                    values[_within(held, tile)] = own[_within(held, self.region)].cpu()
-            for write, number in self._writes:
-                write(values, digest(self.seed, self.name, number, [part.start for part in tile]))
-            wanted = _overlap(tile, region)
-            into[_within(wanted, region)] = values[_within(wanted, tile)].to(into.device)
+                has_some = all(part.start < part.stop for part in held)
+                before = own[_within(held, self.region)].cpu() if has_some else torch.empty(0, device="cpu")
+            target = into[_within(box, region)]
+            host = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=into.dtype, device="cpu")
+            yield _Block(self, writes, box, target, host, before, held)
+
+
+def flush(targets: Sequence[FillTarget], threads: int | None = None) -> None:
+    """Carry out all writes that are pending.
+
+    Args:
+        targets: of which.
+        threads: how many compute. Default: as many as there are CPUs for this process.
+    """
+    in_memory: dict[int, list[FillTarget]] = {}
+    for target in targets:
+        in_memory.setdefault(target.local.untyped_storage()._cdata, []).append(target)
+    for apart in [targets]:  # one tensor of those that share memory
+        chosen = [target for target in apart if target is not None]
+        blocks = (block for target in chosen for block in target.flushed())
+        _carry_out(blocks, threads or _threads(sum(target.local.numel() for target in chosen)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A box of a tensor that a thread computes tile by tile.
+
+    Tiles are computed in full, so that the ends of a shard change nothing.
+
+    Args:
+        target: the tensor.
+        writes: to carry out, each with its number.
+        box: the elements, none of whose tiles is in another block.
+        into: what gets them, on its device.
+        host: the same memory, or, of a device, some on the host.
+        before: what this rank has of the box before the writes, on the CPU; None: they set every element.
+        held: where that lies; an end before its start, where it is nothing.
+    """
+
+    target: FillTarget
+    writes: Sequence[tuple[Write, int]]
+    box: Region
+    into: torch.Tensor
+    host: torch.Tensor
+    before: torch.Tensor | None
+    held: Region
+
+    @torch.no_grad()  # of the calling thread, whichever that is
+    def compute(self) -> None:
+        """Compute the tiles, on the host."""
+        numbers, values, dtype = Numbers(), torch.empty(0, device="cpu"), self.host.dtype
+        for tile in tiles(self.target.tensor.shape, self.box):
+            size = tuple(part.stop - part.start for part in tile)
+            if values.shape != size or values.dtype != dtype:
+                values = torch.empty(size, dtype=dtype, device="cpu")
+            self._begin(values, tile)
+            for write, number in self.writes:
+                key = digest(self.target.seed, self.target.name, number, [part.start for part in tile])
+                write(values, numbers.begin(key))
+            wanted = _overlap(tile, self.box)
+            drawn = values if wanted == tile else values[_within(wanted, tile)]
+            self.host[_within(wanted, self.box)].copy_(drawn)
+
+    def _begin(self, values: torch.Tensor, tile: Region) -> None:
+        """Set a tile to what was there, and to no value where this rank has none."""
+        if self.before is None:
+            return
+        values.fill_(float("nan") if values.is_floating_point() or values.is_complex() else 0)
+        held = _overlap(tile, self.held)
+        if all(part.start < part.stop for part in held):
+            values[_within(held, tile)] = self.before[_within(held, self.held)]
+
+    def store(self) -> None:
+        """Copy them to the device; for the thread whose stream that is."""
+        if self.host is not self.into:
+            self.into.copy_(self.host)
+
+
+def _carry_out(blocks: Iterable[_Block], threads: int) -> None:
+    """Compute and store blocks; of those on a device, few are on the host at a time."""
+    if threads == 1:
+        for block in blocks:
+            block.compute()
+            block.store()
+        return
+    with ThreadPoolExecutor(threads, "hyper_parallel.init") as pool:
+        running: deque[tuple[_Block, Future[None]]] = deque()
+        for block in blocks:
+            running.append((block, pool.submit(block.compute)))
+            if len(running) == 2 * threads:
+                _finish(*running.popleft())
+        while running:
+            _finish(*running.popleft())
+
+
+def _finish(block: _Block, computed: Future[None]) -> None:
+    computed.result()
+    block.store()
+
+
+def _threads(elements: int) -> int:
+    """How many threads compute so many elements: this process's share of the CPUs that it may run on."""
+    if elements < _ENOUGH or threading.current_thread() is not threading.main_thread():
+        return 1  # a rank that is itself a thread, beside others, has no CPUs of its own
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, cpus // _processes())
+
+
+def _processes() -> int:
+    """How many processes torchrun has started on this machine."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(said)) if said.isdecimal() else 1
 
 
 def _overlap(one: Region, other: Region) -> Region:
