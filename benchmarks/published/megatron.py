@@ -13,7 +13,7 @@ import torch
 from benchmarks.published.lifetimes import allocate_as_fsdp2, free_after_last_use
 from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from sim.mesh.job import Job
-from sim.mesh.program import Alloc, Comm, Event, Free, HostWait, Op, Program, Segment, Touch, Wait
+from sim.mesh.program import MEMORY_KINDS, Alloc, Comm, Event, Free, HostWait, Op, Program, Segment, Touch, Wait
 from sim.mesh.recipe import Conventions
 
 __all__ = [
@@ -314,7 +314,7 @@ def _with_all_heads(program: Program, segment: Segment, along_tp: int, handle: i
             )
             changed += [Wait(handle, norm.stream), _copy(norm, block, whole, whole)]
             handle += 1
-        changed += [_wider(one, parts) if isinstance(one, Op) and one.kind == "memory" else one for one in behind]
+        changed += [_wider(one, parts) if isinstance(one, Op) and one.kind in MEMORY_KINDS else one for one in behind]
         (block, mine), (_, fewer) = queries.writes[0], keys.writes[0]
         changed += [_copy(queries, block, parts * fewer, parts * mine), *[_copy(queries, block, mine, mine)] * 2, event]
         norms.clear()
@@ -412,7 +412,7 @@ def keep_float8_weights(program: Program) -> Program:
     gone: set[int] = set()
     for op in operations:
         read = {touch.block for touch in op.reads}
-        if op.kind in ("fused", "memory") and read & weights and not (read - weights) & large:
+        if op.kind in ("fused", *MEMORY_KINDS) and read & weights and not (read - weights) & large:
             gone.update(touch.block for touch in op.writes if touch.block in multiplied and touch.block not in weights)
     return _without(program, gone)
 
@@ -447,7 +447,11 @@ def copy_gradients(program: Program) -> Program:
     copies: dict[int, None] = {}
     for key in keys:
         for event in program.segments[key].events:
-            if isinstance(event, Op) and event.kind == "memory" and {each.block for each in event.reads} & gradients:
+            if (
+                isinstance(event, Op)
+                and event.kind in MEMORY_KINDS
+                and {each.block for each in event.reads} & gradients
+            ):
                 copies.update(dict.fromkeys(touch.block for touch in event.writes if touch.block not in gradients))
     if not copies:
         return program

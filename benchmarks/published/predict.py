@@ -41,6 +41,10 @@ __all__ = [
     "seconds_of",
 ]
 
+_FUSED_BY_HAND = {"scalar": 1e9, "general": 1e9} | dict.fromkeys(("several", "norm", "norm_backward"), 0.86)
+_FUSED_BY_HAND |= {"optimizer": 0.8}
+"""Figures of memory of frameworks that have kernels of their own where torchtitan has torch's, one for each operation:
+their rows are fitted with these, and nobody has published what theirs attain."""
 _TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
 _HOOKS = ("gpt.py", "lifetimes.py", "megatron.py", "zero.py")
@@ -68,6 +72,8 @@ def hardware_of(case: Case, calibration: Calibration) -> Hardware:
     hardware = replace(find_hardware(case.hardware), allocator=case.allocator)
     kernel = case.attention_kernel or ("flash2" if hardware.family == "hopper" else None)  # torch's before 2.11
     hardware = hardware if kernel is None else hardware.with_attention(kernel)
+    if hardware.family == "hopper" and not case.framework.startswith("torchtitan"):
+        hardware = replace(hardware, curves={**hardware.curves, "memory": _FUSED_BY_HAND})
     share = float(calibration.section("framework", case.framework).get(hardware.family, 1.0))
     if share != 1.0:
         rate = float(calibration.of(hardware, "matmul", hardware.family).get("sustained", 1.0))

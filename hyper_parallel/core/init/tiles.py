@@ -263,7 +263,7 @@ def flush(targets: Sequence[FillTarget], threads: int | None = None) -> None:
     in_memory: dict[int, list[FillTarget]] = {}
     for target in targets:
         in_memory.setdefault(target.local.untyped_storage()._cdata, []).append(target)
-    for apart in [targets]:  # one tensor of those that share memory
+    for apart in itertools.zip_longest(*in_memory.values()):  # one tensor of those that share memory
         chosen = [target for target in apart if target is not None]
         blocks = (block for target in chosen for block in target.flushed())
         _carry_out(blocks, threads or _threads(sum(target.local.numel() for target in chosen)))
