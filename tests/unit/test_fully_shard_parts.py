@@ -50,6 +50,7 @@ from hyper_parallel.core.fully_shard.policy import FullyShardParamMode, MixedPre
 from hyper_parallel.core.fully_shard.reduce import ALIGNMENT, FusedAllReduce, FusedAllReduces, GradientReducer
 from hyper_parallel.core.fully_shard.schedule import followers
 from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.platform import get_platform
 
 pytestmark = pytest.mark.sim
@@ -279,6 +280,38 @@ def bucket_contents(draw):
     return [numbered(shape).detach() + 100 * i for i, (shape, _, _) in enumerate(members)], [
         dim for _, dim, _ in members
     ]
+
+
+@pytest.mark.parametrize("engine", ["fully_shard", "hsdp", "hsdp, traced"])
+def test_recurrent_modules_do_not_move_what_is_gathered(engine, monkeypatch):
+    def flatten(module: nn.RNNBase) -> None:
+        """As with cuDNN, which the CPU lacks: the weights get memory of their own, and no version tells."""
+        for weight in module._flat_weights:
+            weight.data = weight.detach().clone()
+
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
+
+    def losses(wrap) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LSTM(5, 4, batch_first=True))
+        wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        found = []
+        for _ in range(3):
+            loss = model(torch.linspace(-1, 1, 30).view(3, 2, 5))[0].square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def sharded() -> list[float]:
+        if engine == "fully_shard":
+            return losses(lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
+        return losses(lambda model: hsdp(model, threshold=0, use_eager_hook=engine == "hsdp"))
+
+    for found in sim.run(sharded, 2):
+        assert found == pytest.approx(losses(lambda model: None), rel=1e-4)
 
 
 @few

@@ -286,6 +286,9 @@ def make_unit(
     grouping: Grouping,
 ) -> Unit:
     """Make the unit and let the modules show its sharded parameters; nothing else is changed."""
+    for found, _ in placed:
+        for slot in found.slots:
+            slot.keep_in_place()
     buckets, reducers = make_buckets(placed, storage, options.mp_policy, grouping)
     unit = Unit(roots, buckets, reducers, storage.platform, options)
     unit.wrapping.storage, unit.wrapping.grouping = storage, grouping

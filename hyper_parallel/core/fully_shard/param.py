@@ -42,6 +42,18 @@ class Slot:
         else:  # the module wants to know: recurrent ones keep a second list of their weights
             setattr(self.module, self.name, parameter)
 
+    def keep_in_place(self) -> None:
+        """Keep a recurrent module from moving its weights to memory of its own, where cuDNN is faster with them.
+
+        It does so in each forward in which its weights are other ones, and what is gathered later would not get there.
+        """
+        if isinstance(self.module, nn.RNNBase):
+            self.module.flatten_parameters = _stay  # type: ignore[method-assign]
+
+
+def _stay() -> None:
+    """Weights stay where they are."""
+
 
 def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
     """A DTensor over `local` with the layout and global shape of `model`; no autograd, no checks.

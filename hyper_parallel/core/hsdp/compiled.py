@@ -382,6 +382,7 @@ def _traced_class(base: Any, names: tuple[str, ...]) -> Any:
     members |= {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
     if issubclass(base, nn.RNNBase):
         members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+        members["flatten_parameters"] = lambda self: None  # what is gathered stays where it is
     traced: Any = type(base.__name__, (base,), members)
     traced.__qualname__ = base.__qualname__
     return traced
