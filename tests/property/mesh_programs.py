@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hyper_parallel.core.pipeline.stage import Stage
-from sim.mesh.program import Alloc, Comm, Event, Free, Op, Program
+from sim.mesh.program import MEMORY_KINDS, Alloc, Comm, Event, Free, Op, Program
 from sim.mesh.replay.allocator import MemoryPlan
 from sim.mesh.tracing.kinds import attention_shape, kind_of, matmul_shape
 from sim.trace import Event as TraceEvent
@@ -212,7 +212,7 @@ class Operations(TorchDispatchMode):
         changed = [
             value
             for place, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
             for value in tensors_of(args[place] if place < len(args) else kwargs.get(argument.name))
         ]
         if not changed and (not made or {memory(each) for each in made} <= {memory(each) for each in given}):
@@ -223,6 +223,10 @@ class Operations(TorchDispatchMode):
         elif kind_of(func) in ("attention", "attention_backward"):
             shape = attention_shape(func, args, kwargs)
         written = sum(size for _, size in {(memory(each), extent(each)) for each in (*changed, *made)})
+        if func._opname.startswith(("_foreach_", "_fused_")):  # lists may have several parts of one block
+            written = sum(map(extent, {id(each): each for each in (*changed, *made)}.values()))
+        elif func._opname in ("scatter_", "scatter_add_"):
+            written = min(extent(args[0]), args[2].numel() * args[0].dtype.itemsize)
         leading = (given or made)[0]
         name = func._schema.name.replace("::", ".")
         self.kernels[Kernel(name, str(leading.dtype).removeprefix("torch."), shape, written)] += 1
@@ -343,7 +347,8 @@ def kernels_of(program: Program) -> tuple[Counter[Kernel], Counter[Kernel]]:
 
 
 def kernel_of(event: Op) -> Kernel:
-    return Kernel(event.name, event.dtype, event.shape, sum(touch.bytes for touch in event.writes))
+    shape = () if event.kind in MEMORY_KINDS else event.shape
+    return Kernel(event.name, event.dtype, shape, sum(touch.bytes for touch in event.writes))
 
 
 def _of_equal_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Size]:

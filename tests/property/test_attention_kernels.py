@@ -298,6 +298,10 @@ TINY = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_hea
     [
         (
             "h100-sxm",
+            ("aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_cudnn_attention_backward"),
+        ),
+        (
+            "a100-80gb",
             ("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward"),
         ),
         ("ascend-910b", ("npu.npu_fusion_attention", "npu.npu_fusion_attention_grad")),
@@ -312,9 +316,18 @@ def test_a_step_with_a_ring_has_the_attention_of_its_device_and_no_other(hardwar
     assert found == {(names[0], "attention"): 2 * 4, (names[1], "attention_backward"): 2 * 4}
 
 
+NAMED = ("h100-sxm", "a100-80gb", "b200", "ascend-910b", "laptop-cpu")
+
+
 def test_whose_attention_a_hardware_has() -> None:
-    found = {name: ring_kernel_of(find_hardware(name)) for name in ("h100-sxm", "b200", "ascend-910b", "laptop-cpu")}
-    assert found == {"h100-sxm": "flash", "b200": "cudnn", "ascend-910b": "npu", "laptop-cpu": "cpu"}
+    found = {name: ring_kernel_of(find_hardware(name)) for name in NAMED}
+    assert found == {
+        "h100-sxm": "cudnn",
+        "a100-80gb": "flash",
+        "b200": "cudnn",
+        "ascend-910b": "npu",
+        "laptop-cpu": "cpu",
+    }
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ def reducer_of(params, ranks):
         _plan_for=params,
         _starts=[0, *itertools.accumulate(widths)],
         _width=lambda param: param.chunk if split else param.numel,
+        _sizes=[*widths, len(params)],
+        _flags=lambda used, like: like.new_ones((ranks or 1) * len(used)),
     )
 
 
@@ -196,6 +198,14 @@ def test_gradients_are_packed_row_by_row_and_padded_with_zeros(members, ranks, d
     assert got.data_ptr() == place.data_ptr() or not has_place
     assert got.view(ranks, width).tolist() == [brute_row(params, dims, gradients, ranks, r) for r in range(ranks)]
     assert held == [None] * len(held)  # freed one by one
+    held = [None if gradient is None else gradient.reshape(-1) for gradient in gradients]
+    rows = torch.full((ranks, width), 7.0)
+    at_once = GradientReducer._pack_at_once(reducer, held, [used for _, used in members], rows)
+    possible = (
+        used and param.numel and param.contiguous_on_dim_0 for param, (_, used) in zip(params, members, strict=True)
+    )
+    assert at_once == all(possible)
+    assert not at_once or torch.equal(rows, got.view(ranks, width))
 
 
 def test_gradients_that_are_not_split_are_packed_as_one_row():

@@ -488,7 +488,7 @@ class GradientReducer:
         width = self._starts[-1] + len(pending)
         buffer = place if place.numel() else place.new_empty(self.rows * width)
         rows = buffer.view(self.rows, width)
-        if self._pack_at_once(pending, used, rows):
+        if rows.device.type not in ("cpu", "meta") and self._pack_at_once(pending, used, rows):
             pending[:] = [None] * len(pending)
             return buffer
         for index, (param, start) in enumerate(zip(self._plan_for, self._starts, strict=False)):
@@ -507,12 +507,12 @@ class GradientReducer:
         return buffer
 
     def _pack_at_once(self, pending: list[torch.Tensor | None], used: list[bool], rows: torch.Tensor) -> bool:
-        """The same in one kernel, or a few, on a device; False, and nothing is done, where there is none for it.
+        """The same in one kernel, or a few, for devices; False, and nothing is done, where there is none for it.
 
         A launch for each parameter takes a host longer than what is launched takes a device.
         """
         gradients = [gradient for gradient in pending if gradient is not None and gradient.numel()]
-        if rows.device.type in ("cpu", "meta") or not all(used) or len(gradients) < len(pending):
+        if not all(used) or len(gradients) < len(pending):
             return False
         if self.scatter is None:
             torch._foreach_copy_(list(rows[0, : self._starts[-1]].split(self._sizes[:-1])), gradients)

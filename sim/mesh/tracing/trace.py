@@ -499,6 +499,7 @@ class _LonePipeline(Pipeline):
     def __init__(self, job: Job, part: StagePart, module: nn.Module, run: Callable[..., torch.Tensor]) -> None:
         self.stages = [module]
         self.group = job.dims.get_mesh("pp").get_group()
+        self.device = torch.device("cpu")  # where tensors without values are
         self.stage_indices, self.num_stages = (part.index,), len(job.stages())
         self._step = run
 
