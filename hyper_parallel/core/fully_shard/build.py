@@ -285,7 +285,7 @@ def make_unit(
     options: UnitOptions,
     grouping: Grouping,
 ) -> Unit:
-    """Make the unit and let the modules show its sharded parameters; nothing else is changed."""
+    """Make the unit; modules show its sharded parameters, and leave them in place. Nothing else is changed."""
     for found, _ in placed:
         for slot in found.slots:
             slot.keep_in_place()
