@@ -296,6 +296,8 @@ _KINDS: dict[str, str] = {
     "attention": "attention, forward",
     "attention_backward": "attention, backward",
     "memory": "memory-bound operations",
+    "scalar": "broadcast or converting operations",
+    "general": "general elementwise kernels",
     "fused": "fused operations",
     "random": "random numbers",
     "optimizer": "the optimizer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from rich.console import Console
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from sim.mesh.explain import explain
+from sim.mesh.program import MEMORY_KINDS
 from sim.mesh.recipe import Recipe
-from sim.mesh.report import estimate_dict, estimate_text
+from sim.mesh.report import estimate_dict, estimate_text, kinds
 from sim.mesh.searching.advice import advise
 from sim.mesh.searching.ranking import SearchBar, search_dict, search_text
 from sim.mesh.searching.search import search
@@ -219,3 +221,10 @@ def test_every_advice_is_one_that_can_be_asked_for() -> None:
                     assert advice.dims.world_size == 8
                     assert advice.recipe.parts(advice.batch, advice.dims)
                     assert (advice.dims, advice.recipe) != (dims, Recipe(checkpointing=checkpointing))
+
+
+def test_every_kind_of_kernel_is_called_by_what_it_does():
+    seconds = dict.fromkeys(MEMORY_KINDS, 1.0)
+    found = kinds(SimpleNamespace(timeline=SimpleNamespace(slowest=SimpleNamespace(kinds=seconds))))
+    assert len(found) == len(MEMORY_KINDS)
+    assert all(" " in title for title, _ in found), "a phrase, and no name of the code"
