@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain, nearest
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Positions
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss, reshard_gathered
 from sim.mesh.models import ConfigSpec, short_count

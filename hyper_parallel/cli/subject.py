@@ -24,8 +24,8 @@ from hyper_parallel.cli.runs import one_thread
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import NOT_SPLIT, parse_dtype, parse_layout, parse_mesh, parse_shape, write_layout
-from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.core.shard.plan_file import load_plan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.huggingface import CountedOnce
 from hyper_parallel.models.lora import Adapter, add_adapters
 

@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.api import from_local, redistribute, to_local
 from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import LOGITS, MeshLike, Streams, add_entries, check_heads
 
 __all__ = ["huggingface_plan", "parallelize_huggingface"]

@@ -20,7 +20,7 @@ from torch import nn
 
 from hyper_parallel.core.common.checks import check_fields, check_least
 from hyper_parallel.core.common.errors import explain, nearest
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.hf_names import place_of
 from hyper_parallel.models.llama import Llama
 

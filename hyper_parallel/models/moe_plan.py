@@ -17,7 +17,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.expert_parallel.api import exchange_of, expert_parallel, nodes_of, read_axes
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.lora import add_adapters
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, cut, llama_plan, reshard_gathered

@@ -27,7 +27,7 @@ from hyper_parallel.core.dtensor.text import parse_mesh
 from hyper_parallel.core.mesh.device_mesh import axes_of
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.lora import add_adapters
 

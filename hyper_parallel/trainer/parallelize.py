@@ -20,7 +20,7 @@ from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline

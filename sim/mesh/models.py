@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hyper_parallel.core.common.errors import explain, nearest
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import moe_plan

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import MeshLike
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.plan import Reading, ShardingPlan, read_plan
+from hyper_parallel.core.shard.sharding_plan import Reading, ShardingPlan, read_plan
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves, read_layouts
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from sim.explain.errors import RankFailed, SimError
 from sim.prove.bound import Perturbed
 from sim.prove.compare import Comparison

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from hyper_parallel import DTensor, Layout, full_tensor, fully_shard, init_device_mesh, shard_module
 from hyper_parallel.core.fully_shard.api import Owner
-from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy
+from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy
 from hyper_parallel.core.mesh.device_mesh import OwnerMesh
 from hyper_parallel.core.pipeline import Pipeline, TiedWeights, clip_grad_norm, stage_slices
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy

@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placements import STRIDED
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_, get_total_norm
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.redistribute.api import distribute_tensor as distribute
 
 NO_GLOO = ("sim", "gpu", "npu")

@@ -26,8 +26,8 @@ from units_kit import assert_freed, assert_near, full, gradients, mesh_of, value
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 
 NO_GLOO = ("sim", "gpu", "npu")
 

@@ -25,8 +25,8 @@ from units_kit import assert_near, gradients, mesh_of, values
 import sim
 from hyper_parallel.core.fully_shard import reduce as reduce_file
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, FullyShardParamMode, MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, FullyShardParamMode, MixedPrecisionPolicy
 
 NO_GLOO = ("sim", "gpu", "npu")
 MODES = FullyShardParamMode

@@ -17,7 +17,7 @@ from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata, s
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.fully_shard.api import Owner, fully_shard, get_model_state_dict, whole_parameters
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
-from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy
 from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.redistribute.api import full_tensor
 

@@ -23,8 +23,8 @@ from units_kit import full, mesh_of
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, OffloadPolicy
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
+from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, OffloadPolicy
 
 SIM_ONLY = ("sim",)
 NO_GLOO = ("sim", "gpu", "npu")

@@ -18,7 +18,7 @@ from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import Grouping, find_parameters
 from hyper_parallel.core.fully_shard.placement import DataParallelMesh, plain_placement
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, OptimizerLevel, UnitOptions
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, OptimizerLevel, UnitOptions
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.hsdp.compiled import install
 from hyper_parallel.platform import get_platform

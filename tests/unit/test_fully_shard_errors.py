@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, Owner, fully_shard
-from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module

@@ -46,10 +46,10 @@ from hyper_parallel.core.fully_shard.placement import (
     plain_placement,
     resolve_mesh,
 )
-from hyper_parallel.core.fully_shard.policy import FullyShardParamMode, MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.reduce import ALIGNMENT, FusedAllReduce, FusedAllReduces, GradientReducer
 from hyper_parallel.core.fully_shard.schedule import followers
 from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.fully_shard.utils import FullyShardParamMode, MixedPrecisionPolicy
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.platform import get_platform
 

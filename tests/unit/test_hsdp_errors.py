@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.policy import OptimizerLevel
+from hyper_parallel.core.fully_shard.utils import OptimizerLevel
 from hyper_parallel.core.hsdp.api import HSDPCell, hsdp
 
 pytestmark = pytest.mark.sim

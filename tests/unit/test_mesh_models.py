@@ -13,7 +13,7 @@ import sim
 from benchmarks.published.gpt import GPT, GPTConfig, GPTSpec, gpt3_175b, gpt_plan, gpt_tiny
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.hf_names import config_to_json
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama

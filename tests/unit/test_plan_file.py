@@ -6,8 +6,8 @@ import pytest
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
-from hyper_parallel.core.shard.plan import ShardingPlan, names_of, read_plan
 from hyper_parallel.core.shard.plan_file import load_plan, plan_text, write_plan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan, names_of, read_plan
 from hyper_parallel.models import Llama, LlamaConfig, llama_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))

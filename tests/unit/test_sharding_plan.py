@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.boundaries import Arguments, remade, spread
 from hyper_parallel.core.shard.local_module import shared_axes
-from hyper_parallel.core.shard.plan import ShardingPlan, matches, names_of, read_plan, resolve
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan, matches, names_of, read_plan, resolve
 from hyper_parallel.core.shard.spelling import describe, leaves, read_layout, read_layouts
 
 MESH = Layout((2, 4), ("dp", "tp"))

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sim
 from hyper_parallel import checkpoint_blocks, fully_shard
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.platform.cpu import CpuPlatform
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))

@@ -46,7 +46,7 @@ from zoo_kit import (
 
 import sim
 from hyper_parallel import ShardingPlan, custom_shard, fully_shard, hsdp, shard_module
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy as Policy
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy as Policy
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models import huggingface_plan, llama_loss, llama_plan, parallelize_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig

@@ -16,7 +16,7 @@ from zoo_case import Case, register
 from zoo_kit import WIDTH, Net, axis, draw, megatron, summed, tokens
 
 from hyper_parallel import fully_shard, hsdp
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy as Policy
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy as Policy
 
 CASES: list[Case] = []
 case = register(CASES)

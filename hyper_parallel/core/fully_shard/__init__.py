@@ -2,7 +2,7 @@
 
 api -> build (find, check, copy) -> module (methods of wrapped modules), state_dict -> unit (where the parameters are)
 unit -> hooks (when), schedule (in which order) -> reduce (gradients) -> bucket (gathers) -> comm, param
-param, build -> placement (which mesh, which dim) -> policy; clip stands beside the engine.
+param, build -> placement (which mesh, which dim) -> utils (policies); clip stands beside the engine.
 """
 
 from hyper_parallel.core.fully_shard.api import (
@@ -18,8 +18,8 @@ from hyper_parallel.core.fully_shard.api import (
 )
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
 from hyper_parallel.core.fully_shard.module import HSDPModule
-from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
+from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "CPUOffloadPolicy",

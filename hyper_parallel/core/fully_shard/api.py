@@ -56,15 +56,15 @@ from hyper_parallel.core.fully_shard.placement import (
     unpackable,
     whole_parameters,
 )
-from hyper_parallel.core.fully_shard.policy import (
+from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
+from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
+from hyper_parallel.core.fully_shard.utils import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     UnitOptions,
 )
-from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
-from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
 from hyper_parallel.platform import Platform
 
 __all__ = [

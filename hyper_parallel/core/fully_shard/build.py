@@ -25,9 +25,9 @@ from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, Owne
 from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
 from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
 from hyper_parallel.core.fully_shard.placement import DataParallelMesh, ParameterPlacement, has_extension, unpackable
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.platform import Platform
 
 __all__ = [

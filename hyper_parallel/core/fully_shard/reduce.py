@@ -20,7 +20,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket
 from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_each, reduce_scatter, reduce_scatter_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
-from hyper_parallel.core.fully_shard.policy import UnitOptions
+from hyper_parallel.core.fully_shard.utils import UnitOptions
 
 __all__ = [
     "ALIGNMENT",

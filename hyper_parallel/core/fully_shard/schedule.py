@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket, CopyStreams
-from hyper_parallel.core.fully_shard.policy import UnitOptions
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
+from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
 
 __all__ = [

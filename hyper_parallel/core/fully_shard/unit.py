@@ -35,9 +35,9 @@ from hyper_parallel.core.fully_shard.hooks import (
     watch_outputs,
 )
 from hyper_parallel.core.fully_shard.param import ManagedParam
-from hyper_parallel.core.fully_shard.policy import UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
+from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
 
 __all__ = [

@@ -33,8 +33,8 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import FoundParameter, Grouping, make_buckets, own_modules
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, UnitOptions
 
 __all__ = ["TracedUnit", "install"]
 

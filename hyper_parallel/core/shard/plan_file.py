@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import parse_layout, parse_mesh, write_layout
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layouts
 
 __all__ = ["load_plan", "plan_text", "write_plan"]

@@ -1,5 +1,347 @@
-"""Kept path of `ShardingPlan`, which lives in `plan`."""
+"""The layouts of a whole model as data: of its parameters, and of what goes into and comes out of its modules."""
 
-from hyper_parallel.core.shard.plan import ShardingPlan
+from __future__ import annotations
 
-__all__ = ["ShardingPlan"]
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import translate
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layout, read_layouts
+
+
+@dataclass
+class ShardingPlan:
+    """Which parameter, input and output of a model has which layout; `shard_module` makes it so.
+
+        plan = ShardingPlan(
+            plan={"mlp.w1.weight": ("tp", "None"), "mlp.w2.weight": ("None", "tp")},
+            input_plan={"input": ("dp", "None"), "mlp.input": ("dp", "None", "None")},
+            output_plan={"mlp.output": ("dp", "None", "None"), "output": ("dp", "None")},
+            return_local_tensor=["head"],
+        )
+
+    One layout is a non-empty tuple of axis names, "None", None and tuples of names, one per dim; or of torch's
+    placements, one per axis; or a `Layout`. Several are a list by position, in which None leaves one alone, or a dict
+    by name. A tuple that holds tuples of placements or Layouts is read as a list; `(("dp", "None"), ("None", "tp"))` is
+    one layout, whose dims are split over two axes each.
+
+    In paths `*` stands for one part, or a piece of one, and `**` for any number of parts: `layers.*.mlp.w1.weight`. An
+    exact path counts before one with `*`, and that before one with `**`. None values are skipped.
+
+    Attributes:
+        plan: parameter path -> layout. What is not named stays as it is.
+        input_plan: "<module path>.input", of the model itself "input" -> layouts of the arguments.
+        output_plan: "<module path>.output", of the model itself "output" -> layouts of what it returns.
+        return_local_tensor: paths of modules whose DTensors are returned as this rank's shards; "" is the model itself.
+        wrap_inputs: take a plain tensor at a declared input as that layout's local shard.
+        local_plan: module path -> layouts of what the module's own code returns when it computes on local tensors. In
+            such a module DTensor arguments, once in the layouts of `input_plan`, and all parameters are this rank's
+            parts; what it returns is taken as a shard of the layout given here, and then brought to that of
+            `output_plan`. Torch's dispatch of DTensors, some 20 us per operation, does not take place inside.
+        reshard_inputs: paths of modules in `local_plan` that keep for backward only the shards of those inputs that
+            were gathered for them, and gather them again in backward: one gather more for the memory of the rest.
+        chunks: path of a module in `local_plan` -> how many chunks its rows are cut into, of which one is gathered or
+            reduced while another is computed. The module takes one tensor, gathered over a dim; of what it returns, the
+            sum is scattered over the same dim; and each row of that depends on the same row of the tensor alone.
+    """
+
+    plan: dict[str, Any] | None = None
+    input_plan: dict[str, Any] | None = None
+    output_plan: dict[str, Any] | None = None
+    return_local_tensor: list[str] | None = None
+    wrap_inputs: bool = False
+    local_plan: dict[str, Any] | None = None
+    reshard_inputs: list[str] | None = None
+    chunks: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A plan, read for a model and a mesh; keys are names without globs, the model itself is ""."""
+
+    parameters: Mapping[str, Layout]
+    inputs: Mapping[str, LayoutTree]
+    outputs: Mapping[str, LayoutTree]
+    returned: Sequence[str]
+    local: Mapping[str, LayoutTree]
+    wrap_inputs: bool
+    resharded: frozenset[str]
+    chunks: Mapping[str, int]
+
+
+def read_plan(
+    asked: str,
+    plan: object,
+    mesh: DeviceMesh | Layout,
+    modules: Sequence[str],
+    parameters: Mapping[str, int],
+) -> Reading:
+    """Read a plan for a model.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        plan: a `ShardingPlan`.
+        mesh: the mesh, or a layout of it without an assignment.
+        modules: names of the modules, the model itself as "".
+        parameters: names of the parameters, with their numbers of dims.
+
+    Raises:
+        TypeError: not a `ShardingPlan`, a field of another type.
+        ValueError: what does not exist, is no layout, or has more entries than the parameter has dims.
+    """
+    checked = _check_fields(asked, plan)
+    base = mesh if isinstance(mesh, Layout) else layout_on(mesh)
+    weights = _section(asked, "plan", checked.plan, base, one=True)
+    chosen = resolve(f"{asked}: plan", weights, list(parameters), "parameter")
+    for name, match in chosen.items():
+        _check_entries(asked, name, match.key, match.value, parameters[name])
+    inputs, outputs = (_boundary(asked, checked, word, base, modules) for word in ("input", "output"))
+    results = _section(asked, "local_plan", checked.local_plan, base)
+    local = resolve(f"{asked}: local_plan", results, modules, "module")
+    resharded = resolve(
+        f"{asked}: reshard_inputs",
+        {path: (path, True) for path in checked.reshard_inputs or []},
+        modules,
+        "module",
+    )
+    _check_local(f"{asked}: reshard_inputs", list(resharded), local, "whose gathered inputs alone can be freed")
+    chunks = resolve(
+        f"{asked}: chunks", {path: (path, count) for path, count in (checked.chunks or {}).items()}, modules, "module"
+    )
+    _check_local(f"{asked}: chunks", list(chunks), local, "whose input alone can be cut")
+    returned = {path: (path, True) for path in checked.return_local_tensor or []}
+    return Reading(
+        parameters={name: match.value for name, match in chosen.items()},
+        inputs=inputs,
+        outputs=outputs,
+        returned=list(resolve(f"{asked}: return_local_tensor", returned, modules, "module")),
+        local={name: match.value for name, match in local.items()},
+        wrap_inputs=checked.wrap_inputs,
+        resharded=frozenset(resharded),
+        chunks={name: match.value for name, match in chunks.items()},
+    )
+
+
+def names_of(model: nn.Module) -> tuple[list[str], dict[str, int]]:
+    """Return the names of a model's modules, and of its parameters, with dims; what is shared under all its names."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return modules, {name: param.dim() for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def _check_fields(asked: str, plan: Any) -> ShardingPlan:
+    hint = "ShardingPlan(plan=<that dict>)" if isinstance(plan, Mapping) else "ShardingPlan(plan={...})"
+    check(asked, ShardingPlan, hint, plan=plan)
+    examples = {"plan": "mlp.w1.weight", "input_plan": "mlp.input", "output_plan": "mlp.output", "local_plan": "mlp"}
+    special = {
+        "return_local_tensor": ("list | None", '["head"]'),
+        "wrap_inputs": ("bool", "True"),
+        "reshard_inputs": ("list | None", '["layers.*.mlp"]'),
+        "chunks": ("mapping | None", '{"layers.*.mlp": 4}'),
+    }
+    for field in fields(ShardingPlan):
+        name, value = field.name, getattr(plan, field.name)
+        kinds, example = special.get(name, ("mapping | None", f'{{"{examples.get(name)}": ("tp", "None")}}'))
+        check(asked, kinds, f"{name}={example}", **{name: value})
+        for key in () if isinstance(value, bool) else value or ():
+            check(asked, "str", "'layers.*.mlp'", **{f"a path in {name}": key})
+    for path, count in (plan.chunks or {}).items():
+        check(asked, "int", f'chunks={{"{path}": 4}}', **{f"chunks[{path!r}]": count})
+        check_least(asked, 1, **{f"chunks[{path!r}]": count})
+    return plan
+
+
+def _check_local(asked: str, paths: Sequence[str], local: Mapping[str, Match], why: str) -> None:
+    """Refuse modules whose code sees DTensors: what becomes of these is up to torch's operations on them."""
+    for path in paths:
+        if path not in local:
+            blame = f"module {path!r} does not compute on local tensors, {why}"
+            seen = f"local_plan: {_short(list(local))}"
+            raise ValueError(explain(asked, blame, seen, f"an entry for {path!r} in local_plan"))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _section(
+    asked: str, field: str, entries: Mapping[str, Any] | None, base: Layout, *, one: bool = False
+) -> dict[str, tuple[str, Any]]:
+    """Return the entries of a field with their layouts read."""
+    found: dict[str, tuple[str, Any]] = {}
+    for path, value in (entries or {}).items():
+        if value is None:
+            continue
+        here = f"{asked}: {field}[{path!r}]"
+        if one and isinstance(value, (list, Mapping)):
+            blame = "a parameter has one layout"
+            hint = f"{tuple(value)!r}, a tuple" if isinstance(value, list) and value else '("tp", "None")'
+            raise ValueError(explain(here, blame, f"given: {value!r}", hint))
+        found[path] = path, read_layout(here, value, base) if one else read_layouts(here, value, base)
+    return found
+
+
+def _boundary(asked: str, plan: ShardingPlan, word: str, base: Layout, modules: Sequence[str]) -> dict[str, LayoutTree]:
+    """Return the layouts of the inputs, or of the outputs, by module."""
+    field = f"{word}_plan"
+    entries: dict[str, tuple[str, Any]] = {}
+    given = getattr(plan, field)
+    for key in given or {}:
+        path, _, last = key.rpartition(".")
+        if last != word:
+            blame = f"the last part of a key is {word!r}, and {key!r} ends in {last!r}"
+            near = key if matches_any(key, modules) else path
+            hint = f"{near + '.' if near else ''}{word}"
+            raise ValueError(explain(f"{asked}: {field}", blame, f"keys: {_short(list(given))}", repr(hint)))
+    for key, (_, tree) in _section(asked, field, given, base).items():
+        entries[key.rpartition(".")[0]] = key, tree
+    found = resolve(f"{asked}: {field}", entries, modules, "module")
+    return {name: match.value for name, match in found.items()}
+
+
+def matches_any(path: str, names: Sequence[str]) -> bool:
+    """Tell whether a path means any of some names."""
+    return any(matches(path, name) for name in names) if is_glob(path) else path in names
+
+
+def _check_entries(asked: str, name: str, key: str, layout: Layout, ndim: int) -> None:
+    if layout.is_partial():
+        blame = f"parameter {name!r} would have a reduction pending, and optimizers change it as values"
+        hint = "a layout without pending reductions: split, or replicated"
+        raise ValueError(explain(f"{asked}: plan[{key!r}]", blame, f"layout: {layout}", hint))
+    try:
+        layout.splits(ndim)
+    except ValueError:
+        written = layout.alias_placements or layout.placements or ()
+        blame = f"the layout is for more dims than the {ndim} of parameter {name!r}"
+        hint = "one entry per dim" if layout.alias_placements is not None else f"Shard dims below {ndim}"
+        if ndim == 0:
+            whole = "Replicate(), " * len(layout.mesh_shape)
+            hint = f"({whole.rstrip(', ') if len(layout.mesh_shape) > 1 else whole.rstrip()}), one per axis"
+        raise ValueError(explain(f"{asked}: plan[{key!r}]", blame, f"layout: {written!r}", hint)) from None
+
+
+# -- paths: the parameters or modules that `layers.*.mlp.w1.weight` names ----------------------------------------------
+
+
+_MOST_SHOWN = 12
+
+
+class Match(NamedTuple):
+    """What a plan says about one name.
+
+    Attributes:
+        key: the entry's own key in the plan.
+        value: the entry.
+    """
+
+    key: str
+    value: Any
+
+
+@lru_cache(maxsize=4096)
+def _pattern(path: str) -> re.Pattern[str]:
+    """Return the expression for a path whose parts may hold globs."""
+    parts = []
+    for part in path.split("."):
+        if part == "**":
+            parts.append(r"(?:[^.]+\.)*")
+        else:
+            glob = translate(part).replace(r"(?s:", "(?:", 1)
+            glob = glob.removesuffix(r"\Z").removesuffix(r"\z").replace(".*", "[^.]*")
+            parts.append(glob + r"\.")
+    return re.compile("".join(parts) + r"\Z")
+
+
+def matches(path: str, name: str) -> bool:
+    """Tell whether a path means a name: `*` stands for any one part or piece of one, `**` for any number of parts.
+
+    The model itself, "", is meant by "" only.
+
+    >>> matches("layers.*.w1.weight", "layers.0.w1.weight"), matches("layers.*.weight", "layers.0.w1.weight")
+    (True, False)
+    >>> matches("**.weight", "layers.0.w1.weight"), matches("**.weight", "weight"), matches("**", "a.b")
+    (True, True, True)
+
+    Args:
+        path: as in a plan.
+        name: the name of a parameter or module, without globs.
+    """
+    return path == name or (name != "" and is_glob(path) and bool(_pattern(path).match(f"{name}.")))
+
+
+def is_glob(path: str) -> bool:
+    """Tell whether a path holds a `*`.
+
+    >>> is_glob("layers.*.w1"), is_glob("layers.0.w1")
+    (True, False)
+    """
+    return "*" in path
+
+
+def resolve(asked: str, entries: Mapping[str, tuple[str, Any]], names: Sequence[str], kind: str) -> dict[str, Match]:
+    """Return what a plan says about each name, in the order of the names.
+
+    >>> entries = {"**": ("**", "a"), "l.*.w": ("l.*.w", "b"), "l.0.w": ("l.0.w", "c")}
+    >>> {name: match.value for name, match in resolve("", entries, ["l.0.w", "l.1.w", "n"], "parameter").items()}
+    {'l.0.w': 'c', 'l.1.w': 'b', 'n': 'a'}
+
+    The exact path counts before one with `*`, and that before one with `**`.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        entries: path -> (key as the user wrote it, value).
+        names: what there is.
+        kind: "parameter" or "module".
+
+    Raises:
+        ValueError: a path that means nothing; two of the same kind that mean the same and do not say the same.
+    """
+    found: dict[str, tuple[int, Match]] = {}
+    for path, (key, value) in entries.items():
+        hit = [name for name in names if matches(path, name)]
+        if not hit:
+            raise ValueError(_nothing(asked, path, key, names, kind))
+        for name in hit:
+            rank = 0 if path == name else 2 if "**" in path.split(".") else 1
+            known = found.get(name)
+            if known is not None and known[0] == rank and known[1].value != value:
+                blame = f"{kind} {name!r} is meant by {known[1].key!r} and by {key!r}, which say different things"
+                seen = f"{known[1].key}: {known[1].value}   {key}: {value}"
+                hint = f"an entry for {name + key[len(path) :]!r} as well, which counts before both"
+                raise ValueError(explain(asked, blame, seen, hint))
+            if known is None or rank < known[0]:
+                found[name] = rank, Match(key, value)
+    return {name: found[name][1] for name in names if name in found}
+
+
+def _nothing(asked: str, path: str, key: str, names: Iterable[str], kind: str) -> str:
+    known, tail = [name for name in names if name], key[len(path) :]
+    if not known:
+        hint = f"{tail[1:]!r}, for the model itself" if kind == "module" else "a model with parameters"
+        return explain(asked, f"{key!r} is for a {kind} inside, and there is none", f"{kind}s: none", hint)
+    blame = f"{key!r} means no {kind} of the model" if is_glob(path) else f"{path!r} is no {kind} of the model"
+    shown = known if len(known) <= _MOST_SHOWN else [*known[:_MOST_SHOWN], f"... ({len(known)} in all)"]
+    return explain(asked, blame, f"{kind}s: {', '.join(shown)}", _instead(path, tail, known, kind))
+
+
+def _instead(path: str, tail: str, known: Sequence[str], kind: str) -> str:
+    """Return the path that was probably meant."""
+    if any(matches(f"**.{path}", name) for name in known):
+        return f"{'**.' + path + tail!r}, as '*' stands for one part of a path only"
+    inside = [name for name in known if name.startswith(f"{path}.")]
+    if inside and len(inside) <= _MOST_SHOWN:
+        return "one of " + ", ".join(map(repr, inside))
+    near = nearest(path.replace("*", "0") + tail, [name + tail for name in known])
+    if near.startswith("one of ") and len(known) > _MOST_SHOWN:
+        return f"a name that model.named_{kind}s() has"
+    return near

@@ -25,7 +25,7 @@ from hyper_parallel.core.mesh.axes import MeshAxes, compact_ranks, describe_rank
 from hyper_parallel.core.mesh.device_mesh import axes_of
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.show import plan_view, readable, shape_words
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.core.shard.spelling import describe
 
 __all__ = ["show", "view"]

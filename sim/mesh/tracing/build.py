@@ -16,7 +16,7 @@ from hyper_parallel.core.activations.offload import ActivationOffload
 from hyper_parallel.core.activations.policy import ActivationPolicy
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.expert_parallel.api import expert_parallel
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.pipeline.split import StageSlice
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models.moe import MoELlama

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.shard.plan import ShardingPlan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Block
 from hyper_parallel.models.moe import MoEBlock, MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import moe_plan
