@@ -1,11 +1,18 @@
 """The one place for devices: streams, events, memory statistics and backend names of cpu, cuda and npu.
 
-registry -> accelerator, cpu -> base -> attention, reductions
+registry -> accelerator, cpu -> platform -> attention
 """
 
 from hyper_parallel.platform.attention import AttentionKernel, attention_operators
-from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
-from hyper_parallel.platform.reductions import Reductions, reductions_of
+from hyper_parallel.platform.platform import (
+    Event,
+    MemoryStats,
+    Platform,
+    PlatformUnavailableError,
+    Reductions,
+    Stream,
+    reductions_of,
+)
 from hyper_parallel.platform.registry import get_platform, register_platform, register_provider, unregister_provider
 
 __all__ = [

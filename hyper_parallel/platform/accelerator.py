@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.attention import AttentionKernel, gpu_attention, npu_attention
-from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
+from hyper_parallel.platform.platform import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
 
 __all__ = [
     "AcceleratorPlatform",

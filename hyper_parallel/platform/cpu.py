@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from hyper_parallel.platform.attention import AttentionKernel, host_attention
-from hyper_parallel.platform.base import MemoryStats, Platform, Stream
+from hyper_parallel.platform.platform import MemoryStats, Platform, Stream
 
 __all__ = ["CpuPlatform", "HostEvent", "HostStream"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform, torch_npu_is_installed
-from hyper_parallel.platform.base import Platform, PlatformUnavailableError
 from hyper_parallel.platform.cpu import CpuPlatform
+from hyper_parallel.platform.platform import Platform, PlatformUnavailableError
 
 __all__ = ["PlatformRegistry", "get_platform", "register_platform", "register_provider", "unregister_provider"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collec
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
-from hyper_parallel.core.dtensor.placements import STRIDED
+from hyper_parallel.core.dtensor.spelling import STRIDED
 from sim.kernel.context import current_context
 from sim.observers import replicas
 from sim.patches.locks import exchange

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placements import STRIDED
+from hyper_parallel.core.dtensor.spelling import STRIDED
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_, get_total_norm
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyper_parallel.core.context_parallel import attention, kernels
+from hyper_parallel.core.context_parallel import attention
 from hyper_parallel.core.context_parallel.attention import AttentionBlock
 from hyper_parallel.platform.attention import (
     AttentionKernel,
@@ -140,14 +140,14 @@ def gpu_operators_on_the_cpu() -> Iterator[None]:
 def blocks_by(name: str) -> Iterator[None]:
     """Let blocks of attention be computed by a kernel of `KERNELS` while it lasts, where it takes their dtype."""
     kernel, dtypes = KERNELS[name]
-    before = kernels.fused
+    before = attention.fused
 
     def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionKernel | None:
         return kernel if q.dtype in dtypes and all(x.numel() for x in (q, k, v)) else None
 
-    attention.kernels.fused = fused
+    attention.fused = fused
     try:
         with nullcontext() if name in ("products", "host") else gpu_operators_on_the_cpu():
             yield
     finally:
-        attention.kernels.fused = before
+        attention.fused = before

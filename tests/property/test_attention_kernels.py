@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sim
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.activations.api import checkpointed
-from hyper_parallel.core.context_parallel import ContextParallel, kernels
+from hyper_parallel.core.context_parallel import ContextParallel, attention
 from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
@@ -208,11 +208,11 @@ def test_torch_chooses_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_devices_without_a_kernel_get_products() -> None:
     q, k, v, _ = drawn(torch.float32, 4, 4)
-    assert isinstance(kernels.fused(q, k, v, True, 1.0), HostAttention)
-    assert kernels.fused(*(x.mT.contiguous().mT for x in (q, k, v)), True, 1.0) is None
-    assert kernels.fused(*(x.to("meta") for x in (q, k, v)), True, 1.0) is None
+    assert isinstance(attention.fused(q, k, v, True, 1.0), HostAttention)
+    assert attention.fused(*(x.mT.contiguous().mT for x in (q, k, v)), True, 1.0) is None
+    assert attention.fused(*(x.to("meta") for x in (q, k, v)), True, 1.0) is None
     with FakeTensorMode():
-        assert kernels.fused(*(torch.empty(1, 1, 2, 8, device="xpu") for _ in range(3)), True, 1.0) is None
+        assert attention.fused(*(torch.empty(1, 1, 2, 8, device="xpu") for _ in range(3)), True, 1.0) is None
 
 
 # -- what an estimate records ------------------------------------------------------------------------------------------

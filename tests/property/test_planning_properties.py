@@ -102,7 +102,7 @@ def done(*args, **options):
 @contextlib.contextmanager
 def without_collectives(backend):
     """Let every collective of the executor return at once."""
-    names = ("group_of", "all_to_all", "_all_gather_single", "_reduce_scatter_single")
+    names = ("group_of", "all_to_all", "all_gather_single", "reduce_scatter_single")
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch(f"{EXECUTE}.{name}", done))

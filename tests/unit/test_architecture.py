@@ -716,7 +716,7 @@ def test_offence_is_found(check: str, path: str, text: str) -> None:
             "import torch\ntorch.cuda.empty_cache()\nimport torch_npu",
         ),
         ("vendor names", "hyper_parallel/core/a.py", "kind = 'torch.cuda'\nself.torch.cuda\ntorch.cudnn"),
-        ("arrows", "hyper_parallel/core/dtensor/a.py", "import hyper_parallel.platform.base\nfrom . import layout"),
+        ("arrows", "hyper_parallel/core/dtensor/a.py", "import hyper_parallel.platform.platform\nfrom . import layout"),
         ("arrows", "hyper_parallel/core/redistribute/a.py", "from hyper_parallel.core.dtensor.layout import Layout"),
         ("arrows", "hyper_parallel/core/hsdp/a.py", "from ..fully_shard.param import P"),
         (

@@ -22,7 +22,6 @@ from hyper_parallel.core.context_parallel import (
     attention,
     attention_traffic,
     context_parallel,
-    kernels,
 )
 from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined, Ring, RingShift, TokenSum, triangle
 from hyper_parallel.models import Llama, LlamaConfig
@@ -55,11 +54,11 @@ def cp_of(degree: int | None = None, balance: bool = True) -> ContextParallel:
 def test_products_and_kernel_agree(monkeypatch: pytest.MonkeyPatch, causal: bool, rows_at_a_time: int) -> None:
     monkeypatch.setattr(attention, "MAX_SCORES", rows_at_a_time * BATCH * HEADS * SEQ)
     block = AttentionBlock(*qkv(), causal, 0.3)
-    assert kernels.fused(block.q, block.k, block.v, causal, 0.3) is not None
+    assert attention.fused(block.q, block.k, block.v, causal, 0.3) is not None
     out, lse = block.forward()
     grads = block.backward(normal(*block.q.shape, seed=5), out, lse)
     with monkeypatch.context() as patched:
-        patched.setattr(kernels, "fused", lambda *_: None)
+        patched.setattr(attention, "fused", lambda *_: None)
         by_hand = block.forward()
         grads_by_hand = block.backward(normal(*block.q.shape, seed=5), out, lse)
     for found, expected in zip((*by_hand, *grads_by_hand), (out, lse, *grads), strict=True):

@@ -19,7 +19,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.experimental import register_sharding
 
 import sim
-from hyper_parallel.core.dtensor.placements import STRIDED
+from hyper_parallel.core.dtensor.spelling import STRIDED
 from sim.kernel.context import current_rank
 from sim.patches import install
 

@@ -1,9 +1,8 @@
 """Activations that blocks keep for backward: computed again, or on the host until backward comes.
 
-api -> policy, offload -> platform, common
+api -> offload -> platform, common
 """
 
-from hyper_parallel.core.activations.api import blocks_of, checkpoint_blocks
-from hyper_parallel.core.activations.policy import ActivationPolicy
+from hyper_parallel.core.activations.api import ActivationPolicy, blocks_of, checkpoint_blocks
 
 __all__ = ["ActivationPolicy", "blocks_of", "checkpoint_blocks"]

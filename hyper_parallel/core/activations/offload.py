@@ -27,8 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.common.torch_compat import calls_compiled, runs_eagerly
-from hyper_parallel.platform import Platform, get_platform
-from hyper_parallel.platform.base import Event, Stream
+from hyper_parallel.platform import Event, Platform, Stream, get_platform
 
 __all__ = ["ActivationOffload", "OffloadedBlock"]
 

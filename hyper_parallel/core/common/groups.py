@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["attempt_store", "gather_numbers", "group_of", "init_process_group"]
+__all__ = [
+    "all_gather_single",
+    "attempt_store",
+    "gather_numbers",
+    "group_of",
+    "init_process_group",
+    "reduce_scatter_single",
+]
+
+# torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Guards the table below, and is held for no longer than a look into it; it is no state of a rank, but a lock.
 _LOCK = threading.Lock()
@@ -103,8 +114,7 @@ def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.
     """
     own = torch.tensor(list(mine), dtype=torch.int64).to(device)
     gathered = torch.empty(group.size() * len(mine), dtype=torch.int64, device=device)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, own, group=group)
+    all_gather_single(gathered, own, group=group)
     if isinstance(gathered, FakeTensor):
         return [list(mine)] * group.size()
     rows: list[list[int]] = gathered.view(group.size(), -1).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,10 +13,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.core.context_parallel import kernels
 from hyper_parallel.core.context_parallel.flex import Flex, FlexPiece
 from hyper_parallel.core.context_parallel.index import Gaps, SequenceSplit
-from hyper_parallel.platform import AttentionKernel
+from hyper_parallel.platform import AttentionKernel, PlatformUnavailableError, get_platform
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> AttentionKernel | None:
+    """Return what the tensors' device computes such a block with; None: it has nothing for it, so products do.
+
+    It is one below `scaled_dot_product_attention`, which keeps log-sums to itself.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, key and value heads, keys, head_dim).
+        v: as `k`.
+        causal: query i sees keys up to i.
+        scale: of the scores.
+    """
+    if q.device.type == "meta":
+        return None
+    try:
+        platform = get_platform(q.device.type)
+    except (ValueError, PlatformUnavailableError):  # a device that nobody has registered, or one without values
+        return None
+    return platform.attention(q, k, v, causal, scale)
+
 
 # Attention of some queries to some keys, with what it takes to join such blocks: the log of each query's sum ----------
 #
@@ -77,7 +97,7 @@ class AttentionBlock:
     def _kernel(self) -> AttentionKernel | None:
         if self.documents is not None or self.flex is not None:
             return None
-        return kernels.fused(self.q, self.k, self.v, self.causal, self.scale)
+        return fused(self.q, self.k, self.v, self.causal, self.scale)
 
     # -- matrix products and nothing else: any device, any dtype -----------------------------------------------------
 
@@ -266,21 +286,6 @@ def to_sequence(x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
     return received.movedim(0, 1).flatten(1, 2)
 
 
-def shared_heads(heads: int, degree: int) -> int:
-    """Return how often key and value heads must be repeated so that ranks can share them evenly.
-
-    >>> shared_heads(8, 4), shared_heads(2, 8), shared_heads(6, 4)
-    (1, 4, 2)
-
-    This divides the number of query heads of each, wherever the query heads themselves can be shared.
-
-    Args:
-        heads: number of key and value heads.
-        degree: number of ranks.
-    """
-    return degree // math.gcd(heads, degree)
-
-
 # Attention of every rank's queries to all ranks' keys, which travel around a ring (Liu, Zaharia and Abbeel 2023) ------
 #
 #     step 0: own keys       step 1: those of the rank before       step 2: of the one before that ...
@@ -369,7 +374,7 @@ class AttentionCall:
         ids = self.documents
         documents = None if ids is None else (ids[self.ring.rank, :, first:], ids[source, :, :stop])
         if seen.causal and documents is None:
-            kernel = kernels.fused(q, k, v, True, self.scale)
+            kernel = fused(q, k, v, True, self.scale)
             limit = None if kernel is None else kernel.most_causal
             for rows, columns, causal in triangle(0, stop, limit or stop):
                 parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])

@@ -1,10 +1,11 @@
-"""Sequence positions held by each rank, and the visibility between them: arithmetic without tensors.
+"""Sequence positions held by each rank, the visibility between them, and what attention moves, without tensors.
 
 A ring rank's *part* is what it works on in the ring; the ranks of its Ulysses group hold a slice of the part each.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -188,3 +189,74 @@ class Gaps:
         cut = [piece for a, b in self.left for piece in ((a, min(b, start)), (max(a, stop), b))]
         self.left = [(a, b) for a, b in cut if a < b]
         return found
+
+
+def shared_heads(heads: int, degree: int) -> int:
+    """Return how often key and value heads must be repeated so that ranks can share them evenly.
+
+    >>> shared_heads(8, 4), shared_heads(2, 8), shared_heads(6, 4)
+    (1, 4, 2)
+
+    This divides the number of query heads of each, wherever the query heads themselves can be shared.
+
+    Args:
+        heads: number of key and value heads.
+        degree: number of ranks.
+    """
+    return degree // math.gcd(heads, degree)
+
+
+class AttentionTraffic(NamedTuple):
+    """Bytes that each rank receives in one `ContextParallel.attend`, and sends, by what carries them.
+
+    Attributes:
+        exchanged: forward, by all_to_all among Ulysses ranks; backward moves as much.
+        around: forward, from the previous rank of the ring.
+        around_backward: the same once more, and gradients.
+    """
+
+    exchanged: int
+    around: int
+    around_backward: int
+
+    @property
+    def total(self) -> int:
+        """Forward and backward together."""
+        return 2 * self.exchanged + self.around + self.around_backward
+
+
+def attention_traffic(
+    split: SequenceSplit, *, seq: int, heads: int, kv_heads: int, head_dim: int, batch: int = 1, itemsize: int = 2
+) -> AttentionTraffic:
+    """Return what one attention moves, without documents (which cost an all_gather of their ids).
+
+    >>> llama = dict(seq=131072, heads=32, kv_heads=8, head_dim=128)  # of 8 billion parameters, in bfloat16
+    >>> [bytes_ >> 20 for bytes_ in attention_traffic(SequenceSplit(1, 8), **llama)]
+    [280, 0, 0]
+    >>> [bytes_ >> 20 for bytes_ in attention_traffic(SequenceSplit(8, 1), **llama)]
+    [0, 448, 1344]
+
+    Args:
+        split: how the sequence is cut.
+        seq: tokens of a whole sequence, a multiple of `split.multiple`.
+        heads: query heads of a rank (under tensor parallelism: its own), a multiple of `split.ulysses`.
+        kv_heads: key and value heads, likewise.
+        head_dim: size of a head.
+        batch: sequences.
+        itemsize: bytes of an element.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: a size below one.
+    """
+    asked, sizes = "cannot count the traffic of an attention", {"seq": seq, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"head_dim": head_dim, "batch": batch, "itemsize": itemsize}
+    check(asked, SequenceSplit, split=split)
+    check(asked, "int", **sizes)
+    check_least(asked, 1, **sizes)
+    per_head = batch * (seq // split.size) * head_dim * itemsize  # of this rank's tokens
+    kv_heads *= shared_heads(kv_heads, split.ulysses)
+    exchanged = per_head * (2 * heads + 2 * kv_heads) // split.ulysses * (split.ulysses - 1)
+    around = (split.ring - 1) * per_head * 2 * kv_heads  # as many tokens more as heads less, by Ulysses
+    sums = max(itemsize, 4)  # gradients travel in the dtype of sums
+    return AttentionTraffic(exchanged, around, around + around // itemsize * sums)

@@ -1,11 +1,10 @@
 """Layouts: the part of a tensor that each rank holds.
 
-    text, convert -> layout -> placements -> spelling -> ownership
+    text, convert -> layout -> spelling -> ownership
     layout, convert -> core.mesh -> core.common
 
 ownership       who owns which slice: arithmetic on ints, for one rank or for all
-spelling        alias entries, reductions, tensor maps and dicts, read and written
-placements      torch's placements, likewise, and what a DTensor cannot say
+spelling        alias entries, reductions, tensor maps, dicts and torch's placements, read and written
 layout          `Layout`, the value
 convert         a layout as the placements and the mesh of a DTensor
 text            meshes and layouts as typed on a command line

@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor import ownership
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.placements import check_even, uneven_dim
+from hyper_parallel.core.dtensor.spelling import check_even, uneven_dim
 from hyper_parallel.core.mesh.device_mesh import reorder_axes
 from hyper_parallel.platform import get_platform
 

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_rank, check_shape, read_int
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.dtensor import ownership, placements, spelling
+from hyper_parallel.core.dtensor import ownership, spelling
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.mesh.axes import MeshAxes, check_axes
-from hyper_parallel.core.mesh.device_mesh import axes_of
+from hyper_parallel.core.mesh.device_mesh import MeshAxes, axes_of, check_axes
 
 
 class Layout:
@@ -135,14 +134,14 @@ class Layout:
             ValueError: an axis that does not exist, is used twice, or both splits and is partial; the two forms mixed;
                 a number of placements that is not the number of axes; a reduction that does not exist.
         """
-        if len(entries) == 1 and isinstance(entries[0], tuple | list) and any(map(placements.is_placement, entries[0])):
+        if len(entries) == 1 and isinstance(entries[0], tuple | list) and any(map(spelling.is_placement, entries[0])):
             entries = tuple(entries[0])
         axes, splits = self._axes, None
         reductions: spelling.Reductions = (None,) * len(axes.sizes)
-        if any(map(placements.is_placement, entries)):
-            specs, reductions = placements.read_placements(axes, entries)
+        if any(map(spelling.is_placement, entries)):
+            specs, reductions = spelling.read_placements(axes, entries)
             if all(spec is None or spec[0] >= 0 for spec in specs):  # then an impossible order shows at once
-                placements.resolve(axes, specs, max((spec[0] + 1 for spec in specs if spec), default=0))
+                spelling.resolve(axes, specs, max((spec[0] + 1 for spec in specs if spec), default=0))
         else:
             splits = spelling.read_alias(axes, entries)
             specs = ownership.to_specs(axes.sizes, splits)
@@ -197,7 +196,7 @@ class Layout:
         A dim split against mesh order gives torch's strided shards, which are right when the split is even;
         `convert.to_placements` also checks that, and the other limits of a DTensor.
         """
-        return None if self._specs is None else placements.write_placements(self._specs, self._partial)
+        return None if self._specs is None else spelling.write_placements(self._specs, self._partial)
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...] | None:
@@ -284,7 +283,7 @@ class Layout:
         specs = self._assigned("place a tensor")
         ndim = read_int("cannot place a tensor", "ndim", ndim, 0, "ndim=tensor.ndim")
         if self._splits is None:
-            return placements.resolve(self._axes, specs, ndim)
+            return spelling.resolve(self._axes, specs, ndim)
         if len(self._splits) > ndim:
             entry = spelling.write_alias(self._axes, self._splits)[ndim]
             blame = f"entry {ndim}, {entry!r}, is for a dim that a tensor of ndim {ndim} does not have"
@@ -391,7 +390,7 @@ class Layout:
         partial = fields.get("partial")
         if fields.get("placements") is not None:
             specs = spelling.read_specs(mesh._axes, fields["placements"])
-            return mesh(*placements.write_placements(specs, mesh._partial), partial=partial)
+            return mesh(*spelling.write_placements(specs, mesh._partial), partial=partial)
         if fields.get("tensor_map") is None:
             return mesh
         return mesh(*spelling.read_tensor_map(mesh._axes, fields["tensor_map"]), partial=partial)
@@ -413,7 +412,7 @@ class Layout:
         if self._specs is None:
             return head
         if self._splits is None:
-            return f"{head}({placements.source(self._specs, self._partial)})"
+            return f"{head}({spelling.source(self._specs, self._partial)})"
         words = [repr(entry) for entry in spelling.write_alias(self._axes, self._splits)]
         words += [f"partial={self.partial!r}"] if self.is_partial() else []
         return f"{head}({', '.join(words)})"
@@ -481,7 +480,7 @@ class Layout:
         if self._specs is None:
             return "(no assignment)"
         if self._splits is None:
-            return f"({placements.source(self._specs, (None,) * len(self._specs))})"
+            return f"({spelling.source(self._specs, (None,) * len(self._specs))})"
         return spelling.describe_entries(self._axes, self._splits)
 
 
@@ -490,7 +489,7 @@ def _read_spec(
     axes: MeshAxes, given: tuple[Placement, ...], order: Sequence[tuple[int, Sequence[int]]] | None, shape: Any
 ) -> Layout:
     """Return the layout that some placements mean, without a DeviceMesh, which the cache would keep alive."""
-    splits, reductions = placements.read_dtensor(axes, given, order, shape)
+    splits, reductions = spelling.read_dtensor(axes, given, order, shape)
     return Layout._make(axes, splits, ownership.to_specs(axes.sizes, splits), reductions)
 
 

@@ -19,8 +19,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each, broadcast_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
-from hyper_parallel.platform import Platform
-from hyper_parallel.platform.base import Stream
+from hyper_parallel.platform import Platform, Stream
 
 __all__ = [
     "Bucket",

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hyper_parallel.platform.base import Event
+from hyper_parallel.core.common.groups import all_gather_single, reduce_scatter_single
+from hyper_parallel.platform import Event
 
 __all__ = [
     "Pending",
@@ -22,12 +23,6 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_each",
 ]
-
-# torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
@@ -78,7 +73,7 @@ def all_gather(target: torch.Tensor, source: torch.Tensor, group: dist.ProcessGr
     if group.size() == 1:
         target.copy_(source)
         return Pending(None, target)
-    return Pending(_all_gather_single(target, source, group=group, async_op=True), target)
+    return Pending(all_gather_single(target, source, group=group, async_op=True), target)
 
 
 def reduce_scatter(
@@ -110,7 +105,7 @@ def reduce_scatter(
 
         return Pending(work, result, add)
     own, sent = _real([result, source])
-    return Pending(_reduce_scatter_single(own, sent, group=group, async_op=True), result)
+    return Pending(reduce_scatter_single(own, sent, group=group, async_op=True), result)
 
 
 def all_gather_each(

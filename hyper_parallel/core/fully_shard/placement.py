@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.core.common.checks import check, check_modules, read_int
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.dtensor.placements import is_strided
+from hyper_parallel.core.dtensor.spelling import is_strided
 from hyper_parallel.core.fully_shard.utils import DataParallelMeshDims, FullyShardParamMode
 from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh, flatten_axes
 from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of

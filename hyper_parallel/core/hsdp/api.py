@@ -42,12 +42,7 @@ from hyper_parallel.core.fully_shard.placement import (
 )
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.fully_shard.unit import nested_traced_units, nested_units, unit_of
-from hyper_parallel.core.fully_shard.utils import (
-    FullyShardParamMode,
-    MixedPrecisionPolicy,
-    OptimizerLevel,
-    UnitOptions,
-)
+from hyper_parallel.core.fully_shard.utils import FullyShardParamMode, MixedPrecisionPolicy, OptimizerLevel, UnitOptions
 from hyper_parallel.core.hsdp.compiled import install as install_traced
 from hyper_parallel.core.mesh.spmd_mesh import divisor, split_replicated, split_world
 from hyper_parallel.platform import Platform, get_platform

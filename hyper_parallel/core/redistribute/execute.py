@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,19 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.groups import group_of
-from hyper_parallel.core.mesh.axes import describe_ranks
-from hyper_parallel.core.mesh.device_mesh import mesh_among
+from hyper_parallel.core.common.groups import all_gather_single, group_of, reduce_scatter_single
+from hyper_parallel.core.mesh.device_mesh import describe_ranks, mesh_among
 from hyper_parallel.core.redistribute.holdings import Located
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.steps import BufferBox, Moves, Step, local_moves, moves, shape_of
 
 Working = Generator[dist.Work, None, torch.Tensor]
 """Yields each collective as soon as it is under way; the caller waits for it. Returns the result."""
-
-# torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # What every backend moves as it is; anything else travels as bytes.
 _WIRE = frozenset({torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64})
@@ -126,7 +121,7 @@ def _all_gather(work: Moves, held: torch.Tensor, group: dist.ProcessGroup) -> Wo
     """Gather parts of one size."""
     flat = held.contiguous().view(-1)
     gathered = held.new_empty(len(work.group) * flat.numel())
-    yield _all_gather_single(gathered, flat, group=group, async_op=True)
+    yield all_gather_single(gathered, flat, group=group, async_op=True)
     return _unpacked(work, held, gathered)
 
 
@@ -138,7 +133,7 @@ def _reduce_scatter(step: Step, work: Moves, held: torch.Tensor, group: dist.Pro
         own, parts = result.view(-1), packed
         if packed.is_complex():  # as torch's all_reduce sends them; nccl and hccl have no complex dtype
             own, parts = torch.view_as_real(own), torch.view_as_real(parts)
-        yield _reduce_scatter_single(own, parts, _reduce_op(step.reduction), group=group, async_op=True)
+        yield reduce_scatter_single(own, parts, _reduce_op(step.reduction), group=group, async_op=True)
         return _averaged(result, ways, step.reduction)
     # On gloo an exchange and a local sum take half the time of its reduce_scatter, and uneven parts need it anyway.
     rows = held.new_empty((ways, *work.need))

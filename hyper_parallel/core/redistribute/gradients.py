@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.convert import build, local_tensor, on_mesh_dev
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial
-from hyper_parallel.core.dtensor.placements import is_strided
+from hyper_parallel.core.dtensor.spelling import is_strided
 from hyper_parallel.core.mesh.device_mesh import axes_of
 from hyper_parallel.core.redistribute.cost import Topology, default_topology
 from hyper_parallel.core.redistribute.execute import Working, drive, start

@@ -34,7 +34,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
-from hyper_parallel.core.dtensor.placements import is_strided
+from hyper_parallel.core.dtensor.spelling import is_strided
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.cost import default_topology
 from hyper_parallel.core.redistribute.execute import drive, start

@@ -14,7 +14,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import ADDS_UP
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placements import is_strided
+from hyper_parallel.core.dtensor.spelling import is_strided
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.gradients import FromLocal
 from hyper_parallel.core.shard.entry_exit import local_redistributed, waited_for, wrapped

@@ -21,8 +21,7 @@ from hyper_parallel.core.common.tables import View, display, fold, plain_table
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
-from hyper_parallel.core.mesh.axes import MeshAxes, compact_ranks, describe_ranks
-from hyper_parallel.core.mesh.device_mesh import axes_of
+from hyper_parallel.core.mesh.device_mesh import MeshAxes, axes_of, compact_ranks, describe_ranks
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.show import plan_view, readable, shape_words
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placements import is_placement
+from hyper_parallel.core.dtensor.spelling import is_placement
 from hyper_parallel.core.mesh.device_mesh import axes_of
 
 LayoutTree = Union[Layout, None, tuple["LayoutTree", ...], Mapping[str, "LayoutTree"]]  # noqa: UP007

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hyper_parallel.core.activations.api import checkpointed
+from hyper_parallel.core.activations.api import ActivationPolicy, checkpointed
 from hyper_parallel.core.activations.offload import ActivationOffload
-from hyper_parallel.core.activations.policy import ActivationPolicy
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy

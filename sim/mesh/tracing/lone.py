@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.attention import AttentionKernel, host_attention
-from hyper_parallel.platform.base import Stream
 from hyper_parallel.platform.cpu import HostEvent, HostStream
+from hyper_parallel.platform.platform import Stream
 from sim.comm.collectives import Call
 from sim.comm.endpoint import Endpoint
 from sim.comm.group import Group, Message, Slot
