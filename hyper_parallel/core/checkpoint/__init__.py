@@ -1,11 +1,11 @@
 """Checkpoints: saved from any mesh, loaded on any other, complete or not there at all.
 
-    checkpointer -> api -> reader, writer, planning -> shards, record -> files
+    checkpointer -> api -> reader, writer -> shards, record -> files
                     checkpointer, api -> folders, errors
 
 `api` has `save_checkpoint` and `load_checkpoint`, `checkpointer` the folder of a run. `shards` are the local
-shards of tensors, `planning` the plans of torch.distributed.checkpoint, `writer`, `reader` and `files`
-safetensors with checksums as its storage, `record` the checkpoint.json that says what lies where, `folders` names
+shards of tensors, `writer` and `reader` the plans of torch.distributed.checkpoint and, with `files`, safetensors with
+checksums as its storage, `record` the checkpoint.json that says what lies where, `folders` names
 that appear and vanish at once, and the lease of the run that writes them.
 """
 

@@ -96,8 +96,7 @@ def write(
 
     With `run`, which rank 0 alone knows, a checkpoint of another run is not replaced.
     """
-    from hyper_parallel.core.checkpoint.planning import SavePlanner  # torch's checkpoints take time to import
-    from hyper_parallel.core.checkpoint.writer import Writer
+    from hyper_parallel.core.checkpoint.writer import SavePlanner, Writer  # torch's checkpoints take time to import
 
     on_stage = (lambda _: None) if on_stage is None else on_stage
     attempt = ""
@@ -214,8 +213,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
 ) -> CheckpointMetadata:
     """Load, and return all that the checkpoint says of itself; see `load_checkpoint`."""
-    from hyper_parallel.core.checkpoint.planning import LoadPlanner
-    from hyper_parallel.core.checkpoint.reader import Reader, check_files
+    from hyper_parallel.core.checkpoint.reader import LoadPlanner, Reader, check_files
 
     peers = Peers.of(process_group)
     path, asked = Path(), "cannot load a checkpoint"

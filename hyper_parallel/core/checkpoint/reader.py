@@ -12,21 +12,78 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import planner as torch_planner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.files import DTYPES, checksums, open_plain
-from hyper_parallel.core.checkpoint.planning import metadata_of
 from hyper_parallel.core.checkpoint.record import NAME, Box, CheckpointMetadata, FileEntry, TensorEntry
 from hyper_parallel.core.checkpoint.shards import key_in_file
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["Reader", "check_files"]
+__all__ = ["LoadPlanner", "Reader", "check_files"]
 
 _PIECE = 2**19  # bytes that are read at once where they cannot be read into their place: they stay in a core's cache
+
+
+# As in `writer`, plans are made from our own boxes; which saved box overlaps which wanted one is torch's to say.
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans a load into `LocalShard`s."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Take the shards to fill, by name, and what the checkpoint has."""
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Ask for the overlap of each shard with each saved box."""
+        assert self.metadata is not None, "the driver reads it first"
+        items: list[ReadItem] = []
+        for name, shard in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata), "all entries are tensors"
+            if shard.local.numel() == 0:
+                continue
+            if shard.shape:
+                wanted = [ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))]
+                items += create_read_items_for_chunk_list(name, saved, wanted)
+            else:
+                none = torch.Size()
+                index = MetadataIndex(name, none, 0)
+                items.append(ReadItem(LoadItemType.TENSOR, index, none, index, none, none))
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the shard that is to be filled."""
+        return self.state_dict[index.fqn].local
+
+
+def metadata_of(entries: Mapping[str, TensorEntry]) -> Metadata:
+    """Return what torch's planners know of a checkpoint."""
+    return Metadata(
+        {
+            key: TensorStorageMetadata(
+                TensorProperties(dtype=entry.dtype),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in entry.boxes],
+            )
+            for key, entry in entries.items()
+        }
+    )
 
 
 class Reader(StorageReader):
@@ -59,7 +116,7 @@ class Reader(StorageReader):
         """Never stand in for torch's own."""
         return False
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: torch_planner.LoadPlanner) -> Future[None]:
         """Copy each range to where it is wanted, file by file, in the order of their bytes."""
         reads: list[tuple[int, int, int, tuple[int, ...], ReadItem]] = []
         for item in plan.items:

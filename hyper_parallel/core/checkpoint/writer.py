@@ -1,4 +1,4 @@
-"""Writer of a checkpoint: copies of the tensors, and the files."""
+"""Writer of a checkpoint: the plan of who writes what, copies of the tensors, and the files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint import planner as torch_planner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -24,10 +32,68 @@ from hyper_parallel.core.checkpoint.shards import LocalShard, key_in_file
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import get_platform
 
-__all__ = [
-    "Staging",
-    "Writer",
-]
+__all__ = ["SavePlanner", "Staging", "Writer"]
+
+# Who writes what: a plan of torch.distributed.checkpoint --------------------------------------------------------------
+#
+# torch computes the box of a DTensor for even splits in mesh order; for others it contradicts itself. So plans are made
+# from the boxes of our own layouts. All else is torch's: that replicas are written once, and completeness.
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans a save of `LocalShard`s."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._asked = asked
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Take the shards, by name."""
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """Offer to write what this rank has, unless it knows that another does."""
+        shards: Mapping[str, LocalShard] = self.state_dict
+        self.plan = SavePlan(
+            [_write_item(name, shard) for name, shard in shards.items() if shard.writes and shard.is_there]
+        )
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Let each box be written once, and check that they make up the tensors."""
+        self._check_alike(all_plans)
+        try:
+            plans, metadata = super().create_global_plan(all_plans)
+        except ValueError as error:
+            blame = "the shards that the ranks have do not make up full tensors"
+            hint = "save from all ranks of every mesh that the tensors lie on"
+            raise ValueError(explain(self._asked, blame, str(error), hint)) from None
+        return plans, metadata
+
+    def _check_alike(self, all_plans: list[SavePlan]) -> None:
+        first: dict[str, tuple[int, Any]] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                data = item.tensor_data
+                assert data is not None, "all items are tensors"
+                kind = (tuple(data.size), data.properties.dtype)
+                other, known = first.setdefault(item.index.fqn, (rank, kind))
+                if known != kind:
+                    blame = f"{item.index.fqn!r} is not the same tensor on all ranks"
+                    seen = f"rank {other}: {known[0]} {known[1]}\n  rank {rank}: {kind[0]} {kind[1]}"
+                    hint = "a DTensor, a name of its own for each, or per_rank"
+                    raise ValueError(explain(self._asked, blame, seen, hint))
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """Return what is to be written."""
+        return self.state_dict[write_item.index.fqn].local
+
+
+def _write_item(name: str, shard: LocalShard) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=shard.dtype), torch.Size(shard.shape))
+    return WriteItem(MetadataIndex(name, shard.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 # Copies on the host of what is to be saved, so that training can go on and change it ----------------------------------
@@ -120,13 +186,13 @@ class Writer(StorageWriter):
         """Never stand in for torch's own."""
         return False
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: torch_planner.SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if it has anything to write."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan.items, planner) if plan.items else [])
         return done
 
-    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, items: list[WriteItem], planner: torch_planner.SavePlanner) -> list[WriteResult]:
         items = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn, tuple(item.index.offset or ())))
         sizes = [_dtype(item).itemsize * _data(item).chunk.sizes.numel() for item in items]
         entries = [
