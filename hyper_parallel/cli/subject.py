@@ -30,7 +30,6 @@ from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 
 __all__ = [
-    "LlamaSizes",
     "Subject",
     "llama_subject",
     "named_object",
@@ -105,59 +104,10 @@ class Subject:
         ]
 
 
-@dataclass(frozen=True)
-class LlamaSizes:
-    """The size of the Llama that is compared; None: small, and as the mesh needs it.
-
-    Args:
-        layers: blocks of the Llama.
-        hidden: width of its residual stream.
-        heads: query heads; None: at least two per rank along tp.
-        kv_heads: key and value heads.
-        vocab: number of tokens.
-        seq_len: tokens per sequence.
-        batch: sequences, over all ranks together.
-        tied: the embedding is the head, too.
-    """
-
-    layers: int = 2
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    vocab: int | None = None
-    seq_len: int | None = None
-    batch: int | None = None
-    tied: bool = False
-
-    def config(self, degree: int) -> LlamaConfig:
-        """Return the shape of the model.
-
-        >>> LlamaSizes().config(degree=4).num_key_value_heads, LlamaSizes(heads=8).config(degree=4).head_dim
-        (4, 8)
-
-        Args:
-            degree: how many ranks share the heads.
-        """
-        heads = self.heads or (2 * self.kv_heads if self.kv_heads else 2 * max(2, degree))
-        kv_heads = self.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
-        hidden = self.hidden or 8 * heads
-        seq_len = self.seq_len or max(8, 2 * degree)
-        return LlamaConfig(
-            vocab_size=self.vocab or 16 * max(8, degree),
-            hidden_size=hidden,
-            intermediate_size=max(1, -(-3 * hidden // degree) * degree),
-            num_hidden_layers=self.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            max_seq_len=seq_len,
-            tie_embeddings=self.tied,
-        )
-
-
 def llama_subject(
     mesh: str,
-    sizes: LlamaSizes,
     *,
+    seq_len: int | None = None,
     plan_path: Path | None = None,
     tp: str = "tp",
     options: Mapping[str, Any] | None = None,
@@ -165,11 +115,14 @@ def llama_subject(
     dtype: str = "float64",
     seed: int = 0,
 ) -> Subject:
-    """Return the Llama with its shipped plan, or with one from a file.
+    """Return a Llama as small as the mesh allows, with its shipped plan, or with one from a file.
+
+    >>> llama_subject("dp=2,tp=4").title.partition(":")[2]
+    ' 2 layers, hidden 64, 8 heads (4 key/value), the shipped plan'
 
     Args:
         mesh: names and sizes of the axes, "dp=2,tp=4".
-        sizes: of the model and of the batch.
+        seq_len: tokens per sequence; None: two for each rank along tp, and at least 8.
         plan_path: a TOML file; None: the shipped plan.
         tp: the axis that splits modules; "None" or "-": none does. The others split the batch.
         options: of `llama_plan`.
@@ -192,12 +145,23 @@ def llama_subject(
         command = f"hyper-parallel verify --devices {math.prod(base.mesh_shape)} {degrees}"
         hint = f"{command}, which proves the run of these degrees"
         raise ValueError(explain("cannot verify the llama", blame, f"--mesh {mesh}", hint))
-    for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq_len", "batch"):
-        _check_size(name, getattr(sizes, name))
-    config = sizes.config(sizes_of.get(axis or "", 1))
+    if seq_len is not None and seq_len < 1:
+        seen = f"--seq-len {seq_len}"
+        raise ValueError(explain("cannot build the Llama", "--seq-len is below 1", seen, "--seq-len 4"))
+    degree = sizes_of.get(axis or "", 1)
+    heads = 2 * max(2, degree)
+    config = LlamaConfig(
+        vocab_size=16 * max(8, degree),
+        hidden_size=8 * heads,
+        intermediate_size=-(-24 * heads // degree) * degree,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_seq_len=seq_len or max(8, 2 * degree),
+    )
     shipped = llama_plan(config, base, tp=axis, **(options or {}))
     plan = shipped if plan_path is None else load_plan(plan_path, base)
-    batch = sizes.batch or 2 * max(2, math.prod(sizes_of[name] for name in rows))
+    batch = 2 * max(2, math.prod(sizes_of[name] for name in rows))
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (batch, config.max_seq_len), generator=generator)
     layouts = _layouts(base, input_layouts, (tokens,))
@@ -409,9 +373,3 @@ def _dtype(name: str) -> torch.dtype:
         hint = "float64, in which no fault hides, or float32; bfloat16 and float16, which hide small ones"
         raise ValueError(explain("cannot verify", f"models do not compute in {name}", f"--dtype {name}", hint))
     return found
-
-
-def _check_size(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        option = f"--{name.replace('_', '-')}"
-        raise ValueError(explain("cannot build the Llama", f"{option} is below 1", f"{option} {value}", f"{option} 4"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, stdout_console
-from hyper_parallel.cli.options import Given, options, with_options
+from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
 from hyper_parallel.core.common.errors import explain
 
@@ -22,17 +22,7 @@ _PLAN = "A plan"
 _OF_RUN = tuple(option for option in RUN_OPTIONS if (option.group, option.field) != ("train", "model"))
 
 
-@with_options(
-    *options(
-        "sizes",
-        "hyper_parallel.cli.subject",
-        "LlamaSizes",
-        *("layers", "hidden", "heads", "kv_heads", "vocab", "batch", "tied"),
-        panel=_PLAN,
-        optional=True,
-    ),
-    *_OF_RUN,
-)
+@with_options(*_OF_RUN)
 def verify(
     config: ConfigFile = None,
     devices: Annotated[int | None, typer.Option(help="Ranks of the run; default: as many as its degrees need.")] = None,
@@ -58,7 +48,6 @@ def verify(
     tp_axis: Annotated[str, typer.Option(help="Axis that splits heads, width and vocabulary; None: none does.")] = "tp",
     sequence_parallel: Annotated[bool, typer.Option(help="Split the residual stream over the sequence.")] = True,
     vocab_parallel: Annotated[bool, typer.Option(help="Split embedding and head.")] = True,
-    dtensors: Annotated[bool, typer.Option("--dtensors", help="Compute on DTensors, not on local tensors.")] = False,
     inputs: Annotated[
         list[str] | None,
         typer.Option("--input", help="Argument of a model of your own: 4,16 floats, 4,16:100 numbers below 100."),
@@ -89,13 +78,12 @@ def verify(
     of_plan |= {"--loss": loss, "--optimizer": optimizer}
     of_plan["--model"] = model if model is not None and ":" in model else None
     named = [name for name, value in of_plan.items() if value is not None]
-    sizes = {name: value for name, value in given["sizes"].items() if value is not None}
-    run_options = {name: value for section in given for name, value in given[section].items() if section != "sizes"}
+    run_options = {name: value for section in given for name, value in given[section].items()}
     only_of_run = [name for name in run_options if name not in ("seq_len", "seed", "steps")]
     if config is not None or devices is not None or start_from is not None or only_of_run:
         with mistakes_as_messages():
-            if named or sizes:
-                given_too = ", ".join([*named, *(f"--{name.replace('_', '-')}" for name in sizes)])
+            if named:
+                given_too = ", ".join(named)
                 blame = "it is about a plan, and a run has its own"
                 seen = f"of a run: {', '.join(only_of_run) or config or devices}   of a plan: {given_too}"
                 raise ValueError(explain("cannot verify a run with " + given_too, blame, seen, "one of the two"))
@@ -104,7 +92,7 @@ def verify(
             run = read_run(config, given, start_from)
             correct = _verify_run(run, devices_of(run, devices), everything)
         raise typer.Exit(0 if correct else FAILURE)
-    from hyper_parallel.cli.subject import LlamaSizes, Subject, llama_subject, named_object, own_subject, verify_subject
+    from hyper_parallel.cli.subject import Subject, llama_subject, named_object, own_subject, verify_subject
     from hyper_parallel.core.shard.plan_file import plan_text
 
     mesh, model, seed = mesh or "dp=2,tp=4", model or "llama", int(run_options.get("seed", 0))
@@ -114,18 +102,14 @@ def verify(
             if inputs or parallelize is not None:
                 raise ValueError(
                     f"cannot verify the llama: {'--input' if inputs else '--parallelize'} is for a model of your own\n"
-                    f"  --model {model}\n  try: --model module:function, or --batch and --seq-len, or --plan"
+                    f"  --model {model}\n  try: --model module:function, or --seq-len, or --plan"
                 )
             subject = llama_subject(
                 mesh,
-                LlamaSizes(**sizes, seq_len=run_options.get("seq_len")),
+                seq_len=run_options.get("seq_len"),
                 plan_path=plan_file,
                 tp=tp_axis,
-                options={
-                    "sequence_parallel": sequence_parallel,
-                    "vocab_parallel": vocab_parallel,
-                    "local": not dtensors,
-                },
+                options={"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel},
                 input_layouts=input_layout or (),
                 dtype=dtype,
                 seed=seed,

@@ -50,7 +50,6 @@ def llama_plan(
     vocab_parallel: bool = True,
     embedding: str = "vocabulary",
     logits: str = "split",
-    local: bool = True,
     reshard_inputs: bool = False,
     chunks: int = 1,
 ) -> ShardingPlan:
@@ -89,9 +88,6 @@ def llama_plan(
             place of an all_reduce); not where head and embedding are one parameter.
         logits: "split": as the head computes them, for `llama_loss`. "whole": gathered over tp. "local": gathered, and
             a plain tensor of this rank's rows.
-        local: let modules compute on local tensors (see `ShardingPlan.local_plan`); False: only attention, which not
-            every device's torch has for DTensors, and the rest by DTensor operations, each of which takes 20 us more.
-
         reshard_inputs: with sequence_parallel, keep for backward this rank's shard of what attention, feed-forward and
             head gather, and gather it again in backward, while the gradients of what comes after it are computed
             (Korthikanti et al. 2022, section 4.2.2). One all_gather more for each of them, and of each gathered input
@@ -104,7 +100,7 @@ def llama_plan(
     Raises:
         TypeError: no Llama or config, no mesh.
         ValueError: axes that do not exist, heads that the ranks along tp cannot share evenly, no such kind of logits,
-            reshard_inputs or chunks without sequence_parallel or local.
+            reshard_inputs or chunks without sequence_parallel.
     """
     asked = "cannot plan the Llama"
     config: object = model.config if isinstance(model, Llama) else model
@@ -112,9 +108,8 @@ def llama_plan(
         blame = f"model is a {type(model).__name__}, not a Llama or a LlamaConfig"
         hint = "llama_plan(model, mesh); huggingface_plan(model, mesh) for a model of transformers"
         raise TypeError(explain(asked, blame, f"model: {type(model)!r}", hint))
-    flags = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel, "local": local}
-    flags["reshard_inputs"] = reshard_inputs
-    check(asked, "bool", **flags)
+    check(asked, "bool", sequence_parallel=sequence_parallel, vocab_parallel=vocab_parallel)
+    check(asked, "bool", reshard_inputs=reshard_inputs)
     check(asked, "int", chunks=chunks)
     check_least(asked, 1, chunks=chunks)
     check_choice(asked, "logits", logits, LOGITS)
@@ -130,7 +125,7 @@ def llama_plan(
     begins, ends = (model.embed is not None, model.head is not None) if isinstance(model, Llama) else (True, True)
     plan = ShardingPlan(
         input_plan={"input": (streams.rows, "None") if begins else streams.residual},
-        wrap_inputs=not local or not begins,
+        wrap_inputs=not begins,
     )
     if not isinstance(model, Llama) or len(model.layers):  # a stage may have none
         _add_layers(plan, streams)
@@ -144,13 +139,11 @@ def llama_plan(
         streams.add_along(plan, ("norm",))
         streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
     if reshard_inputs:
-        reshard_gathered(asked, plan, streams, local=local)
+        reshard_gathered(asked, plan, streams)
     if chunks > 1:
-        cut(asked, plan, streams, {"layers.*.mlp": chunks}, local=local)
+        cut(asked, plan, streams, {"layers.*.mlp": chunks})
     if isinstance(model, Llama):
         add_adapters(plan, model)
-    if not local:
-        plan.local_plan = {path: streams.pending for path in plan.local_plan or {} if path == "layers.*.attention"}
     return plan
 
 
@@ -326,27 +319,25 @@ def add_module(plan: ShardingPlan, path: str, inputs: Any, produced: Any, output
         add_entries(plan, output_plan={f"{path}.output": outputs})
 
 
-def reshard_gathered(asked: str, plan: ShardingPlan, streams: Streams, *, local: bool = True) -> None:
+def reshard_gathered(asked: str, plan: ShardingPlan, streams: Streams) -> None:
     """Let the modules of a plan that gather their input over tp gather it again in backward, in place of keeping it.
 
     Args:
         asked: the start of an error message, "cannot ...".
         plan: complete but for this.
         streams: the mesh.
-        local: whether modules compute on local tensors.
 
     Raises:
-        ValueError: no input is gathered, or what is kept of it is up to torch's operations on DTensors.
+        ValueError: no input is gathered.
     """
-    if not streams.sequence_parallel or not local:
-        blames = "gather again", "torch's operations on DTensors decide what is kept"
-        raise _not_gathered(asked, "reshard_inputs", (True, False), streams, local, blames)
+    if not streams.sequence_parallel:
+        raise _not_gathered(asked, "reshard_inputs=True", "reshard_inputs=False", "gather again")
     inputs = plan.input_plan or {}
     gathered = [path for path in plan.local_plan or {} if inputs.get(f"{path}.input") == streams.whole]
     plan.reshard_inputs = gathered if streams.degree > 1 else None
 
 
-def cut(asked: str, plan: ShardingPlan, streams: Streams, chunks: Mapping[str, int], *, local: bool = True) -> None:
+def cut(asked: str, plan: ShardingPlan, streams: Streams, chunks: Mapping[str, int]) -> None:
     """Let modules of a plan that gather their input over tp compute one chunk of the sequence after another.
 
     Args:
@@ -354,38 +345,21 @@ def cut(asked: str, plan: ShardingPlan, streams: Streams, chunks: Mapping[str, i
         plan: complete but for this.
         streams: the mesh.
         chunks: how many, by path.
-        local: whether modules compute on local tensors.
 
     Raises:
-        ValueError: no input is gathered, or modules compute on DTensors.
+        ValueError: no input is gathered.
     """
-    if not streams.sequence_parallel or not local:
-        blames = "overlap", "modules compute on DTensors, which are not cut"
-        raise _not_gathered(asked, "chunks", (max(chunks.values()), 1), streams, local, blames)
+    if not streams.sequence_parallel:
+        raise _not_gathered(asked, f"chunks={max(chunks.values())}", "chunks=1", "overlap")
     if streams.degree > 1 and plan.local_plan:
         plan.chunks = {path: count for path, count in chunks.items() if path in plan.local_plan} or None
         plan.reshard_inputs = [path for path in plan.reshard_inputs or [] if path not in chunks] or None
 
 
-def _not_gathered(
-    asked: str, option: str, values: tuple[int, int], streams: Streams, local: bool, blames: tuple[str, str]
-) -> ValueError:
-    """Return the error of an option about inputs that are gathered over tp, where none is, or not by the plan.
-
-    Args:
-        asked: the start of an error message, "cannot ...".
-        option: its name.
-        values: what was given, and what switches it off.
-        streams: the mesh.
-        local: whether modules compute on local tensors.
-        blames: what there is nothing to do where none is gathered; what else modules do on DTensors.
-    """
-    given, off = values
-    blame = f"with local=False, {blames[1]}"
-    if not streams.sequence_parallel:
-        blame = f"without sequence parallelism no input is gathered, so that there is nothing to {blames[0]}"
-    seen = f"{option}={given}, sequence_parallel={streams.sequence_parallel}, local={local}"
-    return ValueError(explain(asked, blame, seen, f"sequence_parallel=True and local=True, or {option}={off}"))
+def _not_gathered(asked: str, given: str, off: str, nothing_to: str) -> ValueError:
+    """Return the error of an option about inputs that are gathered over tp, where none is."""
+    blame = f"without sequence parallelism no input is gathered, so that there is nothing to {nothing_to}"
+    return ValueError(explain(asked, blame, f"{given}, sequence_parallel=False", f"sequence_parallel=True, or {off}"))
 
 
 def check_heads(asked: str, counts: Mapping[str, int], streams: Streams) -> None:

@@ -146,7 +146,6 @@ CASES = [
     Case({"dp": 2, "tp": 2}, options={"logits": "local"}),
     Case({"dp": 2, "tp": 2}, options={"vocab_parallel": False}),
     Case({"tp": 2, "dp": 2}, config=TIED, options={"vocab_parallel": False, "sequence_parallel": False}),
-    Case({"dp": 2, "tp": 2}, config=TIED, options={"local": False}),
     Case({"dp": 2, "tp": 4}, seq=7),
     Case({"replicas": 2, "shards": 2, "tp": 2}, config=TIED),
     Case({"dp": 2, "tp": 2}, "hsdp"),
@@ -302,16 +301,8 @@ def test_what_a_step_communicates(sequence_parallel: bool, reshard_inputs: bool,
             {"chunks": 2, "sequence_parallel": False},
             "cannot plan the Llama: without sequence parallelism no input is gathered, "
             "so that there is nothing to overlap\n"
-            "  chunks=2, sequence_parallel=False, local=True\n"
-            "  try: sequence_parallel=True and local=True, or chunks=1",
-        ),
-        (
-            ValueError,
-            {"tp": 2},
-            {"chunks": 2, "local": False},
-            "cannot plan the Llama: with local=False, modules compute on DTensors, which are not cut\n"
-            "  chunks=2, sequence_parallel=True, local=False\n"
-            "  try: sequence_parallel=True and local=True, or chunks=1",
+            "  chunks=2, sequence_parallel=False\n"
+            "  try: sequence_parallel=True, or chunks=1",
         ),
         (
             ValueError,

@@ -23,7 +23,6 @@ CONFIG = "hyper_parallel.trainer.config"
     [
         *((CONFIG, f"{section}Config") for section in ("Train", "Optimizer", "Parallel", "Checkpoint", "Data")),
         ("sim.mesh.recipe", "Recipe"),
-        ("hyper_parallel.cli.subject", "LlamaSizes"),
     ],
 )
 def test_what_the_source_declares_is_what_the_class_has(module: str, name: str) -> None:

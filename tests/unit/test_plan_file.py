@@ -28,9 +28,7 @@ def error_of(tmp_path, text):
 # What is written is read back
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"sequence_parallel": False}, {"local": False}, {"logits": "local"}, {"chunks": 2}]
-)
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}, {"logits": "local"}, {"chunks": 2}])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_shipped_plan_survives(tmp_path, options, tied):
     config = LlamaConfig(num_key_value_heads=4, tie_embeddings=tied)
