@@ -18,8 +18,9 @@ from torch import nn
 
 import hyper_parallel as hp
 import sim
+from hyper_parallel.core.common.errors import readable_bytes
 from hyper_parallel.core.redistribute import lower_bound, plan
-from hyper_parallel.trainer.report import read_log, readable_bytes, readable_seconds
+from hyper_parallel.trainer.report import read_log, readable_seconds
 
 FOLDER = Path(__file__).parent / "pictures"
 INK, FAINT, RED = "#333333", "#bbbbbb", "#c23b22"

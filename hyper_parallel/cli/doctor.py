@@ -18,6 +18,7 @@ from rich.text import Text
 
 from hyper_parallel import __version__
 from hyper_parallel.cli.kit import FAILURE, busy, print_wide
+from hyper_parallel.core.common.errors import readable_bytes
 from hyper_parallel.core.common.tables import View, plain_table
 
 __all__ = ["doctor"]
@@ -38,7 +39,7 @@ _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)(?:;(.*))?")
 _BOUND = re.compile(r"(<=|>=|<|>|==|!=|~=)\s*([\d.]+)")
 
 
-class Finding(NamedTuple):
+class DoctorFinding(NamedTuple):
     """A line of the report.
 
     Attributes:
@@ -73,7 +74,7 @@ def doctor() -> None:
         raise typer.Exit(FAILURE)
 
 
-def _view(found: list[Finding]) -> View:
+def _view(found: list[DoctorFinding]) -> View:
     table = plain_table("", "", "found", "", left=4)
     table.columns[-1].no_wrap = False
     before = ""
@@ -99,34 +100,31 @@ def _view(found: list[Finding]) -> View:
 # -- without torch -----------------------------------------------------------------------------------------------------
 
 
-def _machine() -> Iterator[Finding]:
-    yield Finding("machine", "system", f"{platform.system()} {platform.machine()}")
+def _machine() -> Iterator[DoctorFinding]:
+    yield DoctorFinding("machine", "system", f"{platform.system()} {platform.machine()}")
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     there = os.cpu_count() or usable
     few = "" if usable == there else f"of {there}: the others are not for this process"
-    yield Finding("machine", "cores", f"{usable}", few)
+    yield DoctorFinding("machine", "cores", f"{usable}", few)
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" in names:
-        yield Finding("machine", "memory", _gib(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        yield DoctorFinding("machine", "memory", readable_bytes(memory))
     beside = os.path.dirname(sys.executable)
     started = shutil.which("torchrun", path=os.pathsep.join([beside, os.environ.get("PATH", "")])) or ""
     other = "" if started else "python -m torch.distributed.run does the same"
-    yield Finding("machine", "torchrun", started, other)
+    yield DoctorFinding("machine", "torchrun", started, other)
 
 
-def _gib(count: float) -> str:
-    return f"{count / 2**30:,.1f} GiB"
-
-
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[DoctorFinding]:
     """Yield Python, this library, what it requires, and what its extras are for."""
-    yield Finding("package", "Python", platform.python_version())
-    yield Finding("package", "hyper_parallel", __version__)
+    yield DoctorFinding("package", "Python", platform.python_version())
+    yield DoctorFinding("package", "hyper_parallel", __version__)
     try:
         required = metadata.requires("hyper_parallel") or []
     except metadata.PackageNotFoundError:  # a folder on PYTHONPATH: its requirements are written nowhere
         required = ["torch", "numpy", "rich", "typer", "safetensors"]
-    listed: dict[str, Finding] = {}
+    listed: dict[str, DoctorFinding] = {}
     for text in required:
         match = _REQUIREMENT.fullmatch(text)
         assert match is not None, text
@@ -141,17 +139,17 @@ def _packages() -> Iterator[Finding]:
     yield from sorted(listed.values(), key=lambda each: (each.about != "", [*_EXTRAS.values(), ""].index(each.about)))
     there = _version("triton")
     why = "kernels that torch.compile makes for GPUs" + ("" if there else "; comes with a torch for CUDA")
-    yield Finding("package", "triton", there, why)
+    yield DoctorFinding("package", "triton", there, why)
 
 
-def _package(name: str, versions: str, extra: str | None) -> Finding:
+def _package(name: str, versions: str, extra: str | None) -> DoctorFinding:
     """Look for a package: one without an extra is required, and must be of a version that is supported."""
     there = _version(name)
     fits = bool(there) and _satisfies(there, versions)
     shown = f"{there} (supported: {versions})" if there and not fits else there
     about = "" if extra is None else _EXTRAS[extra]
     own = f"pip install '{name}{versions}'" if extra is None else f"pip install 'hyper_parallel[{extra}]'"
-    return Finding("package", name, shown, about, "" if fits else own, stops=extra is None and not fits)
+    return DoctorFinding("package", name, shown, about, "" if fits else own, stops=extra is None and not fits)
 
 
 def _version(name: str) -> str:
@@ -194,20 +192,20 @@ def _numbers(version: str) -> list[int]:
 # -- with torch --------------------------------------------------------------------------------------------------------
 
 
-def _torch_fails() -> Finding | None:
+def _torch_fails() -> DoctorFinding | None:
     """Import torch, and say why it cannot be imported, if so."""
     try:
         import torch  # noqa: F401
     except Exception as error:  # a library that is missing shows up as ImportError or OSError
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         wanted = "pip install --force-reinstall torch"
-        return Finding(
+        return DoctorFinding(
             "device", "torch", "", f"its import failed ({type(error).__name__}: {first})", wanted, stops=True
         )
     return None
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[DoctorFinding]:
     """Yield the kinds of devices, in the order in which training takes them."""
     from hyper_parallel.platform import PlatformUnavailableError, get_platform
 
@@ -216,14 +214,14 @@ def _devices() -> Iterator[Finding]:
             here = get_platform(kind)
         except PlatformUnavailableError as error:
             why, _, hint = str(error).partition(": ")[2].rpartition("; ")
-            yield Finding("device", kind, "", f"{why}; {hint}")
+            yield DoctorFinding("device", kind, "", f"{why}; {hint}")
             continue
         count = here.device_count()
         many = f"{count} x " if count > 1 else ""
-        yield Finding("device", kind, f"{many}{here.name()}, {_gib(here.total_memory())}")
+        yield DoctorFinding("device", kind, f"{many}{here.name()}, {readable_bytes(here.total_memory())}")
 
 
-def _backends() -> Iterator[Finding]:
+def _backends() -> Iterator[DoctorFinding]:
     """Yield the backends of communication; that of a device that is there must be, too."""
     import torch.distributed as dist
 
@@ -238,12 +236,12 @@ def _backends() -> Iterator[Finding]:
     for kind, name in _BACKENDS.items():
         stops = name == needed and not there[name]
         remedy = "pip install --force-reinstall torch" if stops else ""
-        yield Finding("backend", name, "yes" if there[name] else "", f"ranks on {kind}", remedy, stops)
+        yield DoctorFinding("backend", name, "yes" if there[name] else "", f"ranks on {kind}", remedy, stops)
     simulates = util.find_spec("sim") is not None
-    yield Finding("backend", "sim", "yes" if simulates else "", "ranks in one process, without a device")
+    yield DoctorFinding("backend", "sim", "yes" if simulates else "", "ranks in one process, without a device")
 
 
-def _hardware() -> Iterator[Finding]:
+def _hardware() -> Iterator[DoctorFinding]:
     """Yield the description that estimates take for the device that training takes."""
     from hyper_parallel.cli.runs import hardware_here
 
@@ -253,6 +251,6 @@ def _hardware() -> Iterator[Finding]:
         lines = str(error).splitlines()
         hint = lines[-1].strip().removeprefix("try: ")
         remedy = f"hyper-parallel train {hint}" if hint.startswith("--") else hint
-        yield Finding("estimates", "hardware", "", lines[0].partition(": ")[2], remedy)
+        yield DoctorFinding("estimates", "hardware", "", lines[0].partition(": ")[2], remedy)
     else:
-        yield Finding("estimates", "hardware", known.name, known.title)
+        yield DoctorFinding("estimates", "hardware", known.name, known.title)

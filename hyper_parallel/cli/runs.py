@@ -29,7 +29,7 @@ from hyper_parallel.cli.kit import (
     stderr_console,
 )
 from hyper_parallel.core.checkpoint.errors import CheckpointError
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
 from hyper_parallel.models.hf_weights import other_model
 from hyper_parallel.models.lora import Adapter, with_lora
@@ -51,7 +51,6 @@ from hyper_parallel.trainer.report import (
     loss_table,
     plot_losses,
     prediction_table,
-    readable_bytes,
     readable_seconds,
     traffic_table,
 )

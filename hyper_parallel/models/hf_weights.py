@@ -358,7 +358,7 @@ def _own(asked: str, name: str, tensor: Tensor) -> tuple[Tensor, tuple[slice, ..
     return local, own
 
 
-class _Job(NamedTuple):
+class _Fill(NamedTuple):
     """Memory to fill, a tensor of a file, and the slice of it that belongs there."""
 
     memory: Tensor
@@ -379,17 +379,17 @@ class _Slices:
         self.asked, self.files, self.stack = asked, files, stack
         self.open: dict[Path, Any] = {}
 
-    def jobs(self, name: str, tensor: Tensor) -> list[_Job]:
+    def jobs(self, name: str, tensor: Tensor) -> list[_Fill]:
         """Return what is to be read for one of our tensors; refuse another shape."""
         local, own = _own(self.asked, name, tensor)
         shape = tuple(tensor.shape)
         place = _source(name, tensor, self.files)
         if not place.is_stacked:
             stored = self._slice_of(place.names[0], shape)
-            return [_Job(local, stored, own)] if local.numel() else []
+            return [_Fill(local, stored, own)] if local.numel() else []
         each = [self._slice_of(theirs, shape[1:]) for theirs in place.names]
         mine = range(own[0].start, own[0].stop) if local.numel() else ()
-        return [_Job(local[index - own[0].start], each[index], own[1:]) for index in mine]
+        return [_Fill(local[index - own[0].start], each[index], own[1:]) for index in mine]
 
     def _slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         from safetensors import safe_open

@@ -393,7 +393,7 @@ def _some(values: object, *names: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _ConfigText:
     """The text of a config file, to point at."""
 
     path: Path
@@ -457,7 +457,7 @@ def load_config(path: str | Path) -> Config:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"cannot read the config '{path}': it is not UTF-8 text") from None
-    source = _Source(path, tuple(text.splitlines()))
+    source = _ConfigText(path, tuple(text.splitlines()))
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -487,7 +487,7 @@ def _toml(value: bool | int | float | str) -> str:
     return repr(value) if type(value) in (int, float) else json.dumps(value, ensure_ascii=False)
 
 
-def _build_config(table: dict[str, Any], source: _Source) -> Config:
+def _build_config(table: dict[str, Any], source: _ConfigText) -> Config:
     sections = _sections()
     built: dict[str, Any] = {}
     for name, values in table.items():
@@ -508,7 +508,7 @@ def _sections() -> dict[str, type]:
     return {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config)}
 
 
-def _build_section(cls: type, section: str, values: dict[str, Any], source: _Source) -> Any:
+def _build_section(cls: type, section: str, values: dict[str, Any], source: _ConfigText) -> Any:
     known = typing.get_type_hints(cls)
     for key, value in values.items():
         if key not in known:

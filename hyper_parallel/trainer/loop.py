@@ -47,7 +47,7 @@ from hyper_parallel.trainer.report import (
     TrainResult,
 )
 from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape, model_of_folder
-from hyper_parallel.trainer.watchdog import Watchdog, default_store
+from hyper_parallel.trainer.watchdog import RunWatchdog, default_store
 
 OnStep = Callable[[StepRecord], None]
 MakeLoader = Callable[[], Iterable[Any]]
@@ -131,13 +131,13 @@ def train(
             return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted, **made).run(on_step)
 
 
-def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None, platform: Platform) -> Watchdog:
+def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None, platform: Platform) -> RunWatchdog:
     """Return what ends this rank when it cannot go on; one without others may take its time, as in a debugger."""
     seconds = config.train.stuck_after_s
     if seconds is None:
         seconds = STUCK_AFTER_S if place.world_size > 1 else 0
     ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
-    return Watchdog(
+    return RunWatchdog(
         seconds or math.inf, _out(config) / "stuck", **ranks, stop=stop, recording=platform.flight_recording
     )
 
@@ -184,7 +184,7 @@ class Trainer:
         place: RankPlace,
         mesh: DeviceMesh | None,
         stop: StopRequest | None = None,
-        watchdog: Watchdog | None = None,
+        watchdog: RunWatchdog | None = None,
         predicted: Prediction | None = None,
         data: MakeLoader | None = None,
         lr_scheduler: MakeScheduler | None = None,

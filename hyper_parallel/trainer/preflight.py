@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from hyper_parallel.core.activations import ActivationPolicy
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -366,14 +366,14 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
         limit, what = int(config.train.memory_limit_gb * GB), "allowed by memory_limit_gb"
     least = least_memory(config, dims)
     if limit is not None and least * local_ranks > limit:
-        state, gradients, activations = map(_size, _least_parts(config, dims))
-        asked = f"cannot run in {_size(limit)}, which are {what}"
+        state, gradients, activations = map(readable_bytes, _least_parts(config, dims))
+        asked = f"cannot run in {readable_bytes(limit)}, which are {what}"
         seen = (
             f"{config.shape().num_parameters():,} parameters   ranks on this machine: {local_ranks}, of which each has "
             f"{state} of weights and AdamW moments, {gradients} of gradients, {activations} of activations"
         )
         hint = "fewer ranks, a smaller hidden_size, num_hidden_layers, batch_size or seq_len, or checkpointing='full'"
-        raise ValueError(explain(asked, f"it needs at least {_size(least * local_ranks)}", seen, hint))
+        raise ValueError(explain(asked, f"it needs at least {readable_bytes(least * local_ranks)}", seen, hint))
 
 
 def available_memory() -> int | None:
@@ -405,10 +405,6 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def _size(amount: int) -> str:
-    return f"{amount / GB:,.1f} GiB" if amount >= GB else f"{amount / 2**20:,.1f} MiB"
 
 
 def _check_log(path: Path) -> None:

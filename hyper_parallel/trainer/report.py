@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hyper_parallel.core.common.drawing import blank_figure, quiet, whole_steps
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import explain, readable_bytes
 
 MIB = 2**20
 KEPT = 10_000
@@ -471,7 +471,7 @@ def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
     table.add_column("")
     for name in ("measured", "predicted", ""):
         table.add_column(name, justify="right")
-    rows = [
+    rows: list[tuple[str, float, float, Callable[[float], str]]] = [
         ("step", statistics.median(record.seconds for record in steps), predicted.seconds, readable_seconds),
         (
             "tokens/s",
@@ -509,22 +509,6 @@ def traffic_table(rows: Sequence[Traffic]) -> Table:
         table.add_row(row.axis, row.op, f"{row.count:,}", *moved)
     table.add_row("all", "", f"{sum(row.count for row in rows):,}", readable_bytes(sum(row.bytes for row in rows)), "")
     return table
-
-
-def readable_bytes(amount: float) -> str:
-    """Write a number of bytes for people.
-
-    >>> readable_bytes(12_582_912)
-    '12.0 MiB'
-
-    Args:
-        amount: bytes.
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
 
 
 def readable_seconds(amount: float) -> str:

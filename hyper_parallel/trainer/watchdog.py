@@ -29,7 +29,7 @@ __all__ = [
     "STUCK_EXIT",
     "RankLostError",
     "RankReport",
-    "Watchdog",
+    "RunWatchdog",
     "all_stacks",
     "default_store",
     "line_of",
@@ -71,10 +71,10 @@ class _Progress:
     longest: float = 0.0  # time between two beats so far, but for what may take long
 
 
-class Watchdog:
+class RunWatchdog:
     """Ends a process whose run has made no progress for some time, together with those of the other ranks.
 
-        with Watchdog(300.0, "out/stuck", rank=rank, world_size=world_size, store=default_store()) as watchdog:
+        with RunWatchdog(300.0, "out/stuck", rank=rank, world_size=world_size, store=default_store()) as watchdog:
             for step in range(steps):
                 watchdog.beat(step)
                 ...
@@ -139,7 +139,7 @@ class Watchdog:
 
     # -- the main thread's side
 
-    def start(self) -> Watchdog:
+    def start(self) -> RunWatchdog:
         """Start watching with the next beat; on a thread that is not the process's main one, do nothing."""
         needed = self.world_size > 1 or self.timeout_s < math.inf
         if needed and not self._threads and threading.current_thread() is threading.main_thread():
@@ -152,7 +152,7 @@ class Watchdog:
         """Let the watchdogs of all ranks talk over a store from now on; all ranks do so.
 
         Args:
-            store: see `Watchdog`.
+            store: see `RunWatchdog`.
         """
         if self._threads and store is not None and self.world_size > 1:
             # A connection of its own: the main thread may be waiting in the other one.
@@ -210,7 +210,7 @@ class Watchdog:
                 thread.join(self.grace_s)
             faulthandler.cancel_dump_traceback_later()
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> RunWatchdog:
         return self.start()
 
     def __exit__(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.watchdog import Watchdog, default_store
+from hyper_parallel.trainer.watchdog import RunWatchdog, default_store
 
 port, rank, world_size, stuck = map(int, sys.argv[1:5])
 mode, folder = sys.argv[5:]
@@ -49,7 +49,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 model = Model()
 kept = dict(rank=rank, world_size=world_size, store=default_store(), grace_s=GRACE)
 kept["recording"] = get_platform("cpu").flight_recording
-with Watchdog(1.0, folder, **kept) as watchdog:
+with RunWatchdog(1.0, folder, **kept) as watchdog:
     for step in range(4):
         model.step = step
         watchdog.beat(step, "training")

@@ -45,7 +45,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             *("draw_mesh", "draw_parts", "draw_plan", "draw_receipt", "draw_svg", "draw_transfers"),
-            *("plan_view", "readable", "shape_words"),
+            *("plan_view", "shape_words"),
         ),
         "draw what a plan holds, and are given nothing else",
     ),

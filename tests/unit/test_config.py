@@ -349,7 +349,7 @@ LARGE = Config(model=LlamaConfig(hidden_size=8_192, num_hidden_layers=80, interm
 def test_a_model_that_is_too_large_is_refused_with_the_numbers(tmp_path: Path) -> None:
     config = LARGE.with_changes("train", {"memory_limit_gb": 64.0})
     message = (
-        r"cannot run in 64.0 GiB, which are allowed by memory_limit_gb: it needs at least 8,640\.\d GiB\n"
+        r"cannot run in 64.0 GiB, which are allowed by memory_limit_gb: it needs at least 8\.4 TiB\n"
         r"  72,483,086,336 parameters   ranks on this machine: 8, of which each has 810.1 GiB of weights and AdamW "
         r"moments, 270.0 GiB of gradients, [\d.]+ GiB of activations\n  try: fewer ranks"
     )

@@ -39,7 +39,7 @@ from hyper_parallel.core.fully_shard.hooks import (
     tensors_in,
     watch_outputs,
 )
-from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
+from hyper_parallel.core.fully_shard.param import ManagedParam, ParamSlot
 from hyper_parallel.core.fully_shard.placement import (
     DataParallelMesh,
     ParameterPlacement,
@@ -250,7 +250,7 @@ def test_slots_tell_a_module_that_keeps_its_own_list():
     plain, lstm = nn.Linear(2, 2), nn.LSTM(2, 2)
     for module, name in ((plain, "weight"), (lstm, "weight_ih_l0")):
         new = nn.Parameter(torch.zeros_like(getattr(module, name)))
-        Slot(module, name).show(new)
+        ParamSlot(module, name).show(new)
         assert getattr(module, name) is new
     assert any(weight is lstm.weight_ih_l0 for weight in lstm._flat_weights)
 
@@ -266,7 +266,7 @@ def make_bucket(mesh, values, dims, *, flat=False, param_dtype=None, on_host=Fal
     params = [
         ManagedParam(
             f"p{index}",
-            [Slot(owner, str(index))],
+            [ParamSlot(owner, str(index))],
             full,
             plain_placement(full, f"p{index}", data, lambda p, d=dim: Shard(d or 0), None, replicate=dim is None),
         )

@@ -36,7 +36,7 @@ from hyper_parallel.trainer.guards import (
     nonfinite_error,
     stop_on_signals,
 )
-from hyper_parallel.trainer.watchdog import RankLostError, RankReport, Watchdog, default_store, report_of, verdict
+from hyper_parallel.trainer.watchdog import RankLostError, RankReport, RunWatchdog, default_store, report_of, verdict
 from sim.script.launch import main as run_script
 
 # -- starting anew ----------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_the_first_to_notice_tells_all_and_the_others_end_with_it(tmp_path: Path
     store = HashStore()
     # Two processes' watchdogs in one: rank 1 is the one that has not come as far.
     dogs = [
-        Watchdog(
+        RunWatchdog(
             0.2 if rank == 0 else 60.0,
             tmp_path,
             rank=rank,
@@ -329,7 +329,7 @@ def test_the_first_to_notice_tells_all_and_the_others_end_with_it(tmp_path: Path
 
 def test_a_process_without_a_store_reports_itself(tmp_path: Path) -> None:
     said: queue.Queue[str] = queue.Queue()
-    with Watchdog(0.05, tmp_path, on_stuck=said.put) as watchdog:
+    with RunWatchdog(0.05, tmp_path, on_stuck=said.put) as watchdog:
         watchdog.beat(5)
         assert said.get(timeout=60).startswith("cannot go on in step 5: it makes no progress")
 
@@ -337,11 +337,11 @@ def test_a_process_without_a_store_reports_itself(tmp_path: Path) -> None:
 GLOO = "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:43180: Connection reset by peer."
 
 
-def dogs_of(store: HashStore, world_size: int, tmp_path: Path) -> list[Watchdog]:
-    return [Watchdog(60.0, tmp_path, rank=rank, world_size=world_size, store=store) for rank in range(world_size)]
+def dogs_of(store: HashStore, world_size: int, tmp_path: Path) -> list[RunWatchdog]:
+    return [RunWatchdog(60.0, tmp_path, rank=rank, world_size=world_size, store=store) for rank in range(world_size)]
 
 
-def raised(dog: Watchdog, error: BaseException) -> BaseException | None:
+def raised(dog: RunWatchdog, error: BaseException) -> BaseException | None:
     try:
         with dog.telling():
             raise error
@@ -390,7 +390,7 @@ def test_errors_of_the_ranks_own_are_left_alone(tmp_path: Path) -> None:
     dogs, unsupported = dogs_of(HashStore(), 2, tmp_path), RuntimeError("ReduceOp.AVG: not with gloo")
     with dogs[0], dogs[1], ThreadPoolExecutor() as threads:
         assert list(threads.map(raised, dogs, [unsupported] * 2)) == [unsupported] * 2
-    alone = Watchdog(60.0, tmp_path, world_size=2)
+    alone = RunWatchdog(60.0, tmp_path, world_size=2)
     with alone:
         assert raised(alone, unsupported) is unsupported, "nobody to ask"
 
@@ -409,11 +409,11 @@ def test_a_store_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: p
 
     said: queue.Queue[str] = queue.Queue()
     kept: dict[str, Any] = {"world_size": 2, "store": Stopped(), "grace_s": 0.05}
-    with Watchdog(60.0, tmp_path, **kept) as dog:
+    with RunWatchdog(60.0, tmp_path, **kept) as dog:
         error = raised(dog, RuntimeError(GLOO))
         assert str(error).endswith("step 0: rank 0 does not answer, which holds the ranks' store")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with Watchdog(0.05, tmp_path, on_stuck=said.put, **kept) as dog:
+    with RunWatchdog(0.05, tmp_path, on_stuck=said.put, **kept) as dog:
         dog.beat(2)
         reported = said.get(timeout=60)
     assert "the other ranks could not be asked: torchrun does not answer, which holds the ranks' store" in reported
@@ -426,7 +426,7 @@ def test_a_disk_that_does_not_answer_keeps_nobody(
     hangs, said = threading.Event(), queue.Queue[str]()
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: hangs.wait())
     kept: dict[str, Any] = {"world_size": 2, "store": HashStore(), "grace_s": 0.05}
-    with Watchdog(0.05, tmp_path, on_stuck=said.put, **kept) as dog:
+    with RunWatchdog(0.05, tmp_path, on_stuck=said.put, **kept) as dog:
         dog.beat(4, "saving")
         assert said.get(timeout=60).startswith("cannot go on in step 4: rank 1 does not answer")
     assert capfd.readouterr().err.startswith("watchdog: no progress of rank 0, step 4 (saving), 0 s, ")
@@ -437,7 +437,7 @@ def test_a_rank_that_is_asked_to_stop_and_ends_no_step_ends(tmp_path: Path, monk
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stop = StopRequest()
-    dog = Watchdog(900.0, tmp_path, rank=1, world_size=2, stop=stop)
+    dog = RunWatchdog(900.0, tmp_path, rank=1, world_size=2, stop=stop)
     assert not dog._is_late_to_stop()
     dog.beat(1, "training")
     now = 4.0
@@ -459,7 +459,7 @@ def test_a_rank_that_is_asked_to_stop_and_ends_no_step_ends(tmp_path: Path, monk
         "rank 1 ends: SIGTERM asks it to stop, and it makes no progress in step 3 for 400 s: "
         "another rank is gone, or stuck"
     )
-    alone = Watchdog(900.0, tmp_path, stop=stop)
+    alone = RunWatchdog(900.0, tmp_path, stop=stop)
     alone.beat(1)
     now = 10_000.0
     assert not alone._is_late_to_stop(), "it waits for nobody"
@@ -478,7 +478,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_handl
 
 
 def test_progress_a_pause_and_no_beat_raise_no_alarm(tmp_path: Path) -> None:
-    hasty, patient = Watchdog(1e-9, tmp_path), Watchdog(3600.0, tmp_path)
+    hasty, patient = RunWatchdog(1e-9, tmp_path), RunWatchdog(3600.0, tmp_path)
     assert not hasty._is_late(), "it watches from the first beat on"
     for dog in (hasty, patient):
         dog.beat(1)
@@ -490,7 +490,7 @@ def test_progress_a_pause_and_no_beat_raise_no_alarm(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_run_that_went_well(tmp_path: Path) -> None:
-    with Watchdog(3600.0, tmp_path / "new") as watchdog:
+    with RunWatchdog(3600.0, tmp_path / "new") as watchdog:
         watchdog.beat(1)
     assert not (tmp_path / "new").exists()
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
@@ -498,7 +498,7 @@ def test_nothing_is_left_of_a_run_that_went_well(tmp_path: Path) -> None:
 
 def test_on_simulated_ranks_it_does_nothing(tmp_path: Path) -> None:
     def watched() -> None:
-        with Watchdog(1e-9, tmp_path / "new", rank=dist.get_rank(), world_size=2, store=default_store()) as watchdog:
+        with RunWatchdog(1e-9, tmp_path / "new", rank=dist.get_rank(), world_size=2, store=default_store()) as watchdog:
             watchdog.beat(1)
             dist.barrier()
             watchdog.beat(2)
@@ -511,4 +511,4 @@ def test_on_simulated_ranks_it_does_nothing(tmp_path: Path) -> None:
 
 def test_a_timeout_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="timeout_s is not above 0"):
-        Watchdog(0.0, tmp_path)
+        RunWatchdog(0.0, tmp_path)

@@ -1,9 +1,12 @@
-"""The four parts of an error message: what was asked, what is to blame, what was seen, what to try."""
+"""Texts of messages: the four parts of an error, spellings that are close, numbers of bytes.
+
+An error says what was asked, what is to blame, what was seen, and what to try.
+"""
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["explain", "nearest"]
+__all__ = ["explain", "nearest", "readable_bytes"]
 
 
 def explain(asked: str, blame: str, seen: str, hint: str) -> str:
@@ -47,3 +50,19 @@ def nearest(wrong: object, right: Iterable[str]) -> str:
     if likeness(best) >= 0.5:
         return repr(best)
     return "one of " + ", ".join(map(repr, names))
+
+
+def readable_bytes(count: float) -> str:
+    """Write a number of bytes for people.
+
+    >>> readable_bytes(0), readable_bytes(1_023), readable_bytes(12_582_912), readable_bytes(1.5)
+    ('0 B', '1023 B', '12.0 MiB', '1.5 B')
+
+    Args:
+        count: bytes, or a mean of several numbers of bytes.
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" or count != int(count) else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -20,7 +20,7 @@ from hyper_parallel.core.redistribute.api import to_local
 __all__ = [
     "Copies",
     "CountRows",
-    "Flight",
+    "RowFlight",
     "GroupedExperts",
     "Loads",
     "NodeGroups",
@@ -72,11 +72,11 @@ def exchange_rows(
 
     Communication: forward one all_to_all, backward one the other way, of gradients.
     """
-    flight = Flight(sent, received, group)
+    flight = RowFlight(sent, received, group)
     return flight.arrived(flight.start(rows))
 
 
-class Flight:
+class RowFlight:
     """Rows on their way between the ranks of a group, so that a device computes in the meantime.
 
     Args:
@@ -88,7 +88,7 @@ class Flight:
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> None:
         self.sent, self.received, self.group = tuple(sent), tuple(received), group
         self.work: dist.Work | None = None
-        self.grad: tuple[Tensor, Flight] | None = None  # on its way back
+        self.grad: tuple[Tensor, RowFlight] | None = None  # on its way back
 
     def start(self, rows: Tensor) -> Tensor:
         """Send the rows; returns those that come, whose values nobody may look at before `arrived`."""
@@ -114,7 +114,7 @@ class Flight:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, flight: RowFlight) -> Tensor:
         ctx.flight = flight
         there = rows.new_empty((sum(flight.received), *rows.shape[1:]))
         into, out_of = list(flight.received), list(flight.sent)
@@ -130,15 +130,15 @@ class _Start(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, there: Tensor, flight: Flight, *after: Tensor) -> Tensor:
+    def forward(ctx: Any, there: Tensor, flight: RowFlight, *after: Tensor) -> Tensor:
         ctx.flight, ctx.after = flight, len(after)
         flight.wait()
         return there.view_as(there)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        flight: Flight = ctx.flight
-        back = Flight(flight.received, flight.sent, flight.group)
+        flight: RowFlight = ctx.flight
+        back = RowFlight(flight.received, flight.sent, flight.group)
         flight.grad = back.start(grad), back
         return grad, None, *[None] * ctx.after
 
@@ -181,20 +181,20 @@ def _counted(bins_of_rows: torch.Tensor, bins: int) -> torch.Tensor:
 
 def sorted_rows(rows: torch.Tensor, order: Order) -> torch.Tensor:
     """Return rows in an order."""
-    return cast(torch.Tensor, _Move.apply(rows, order.places, order.back, 1))
+    return cast(torch.Tensor, _RowMove.apply(rows, order.places, order.back, 1))
 
 
 def sorted_copies(rows: torch.Tensor, order: Order, copies: int) -> torch.Tensor:
     """Return so many copies of each row, next to each other, in an order of these."""
-    return cast(torch.Tensor, _Move.apply(rows, order.places, order.back, copies))
+    return cast(torch.Tensor, _RowMove.apply(rows, order.places, order.back, copies))
 
 
 def restored(rows: torch.Tensor, order: Order) -> torch.Tensor:
     """Return rows that are in an order as they were before it."""
-    return cast(torch.Tensor, _Move.apply(rows, order.back, order.places, 1))
+    return cast(torch.Tensor, _RowMove.apply(rows, order.back, order.places, 1))
 
 
-class _Move(torch.autograd.Function):
+class _RowMove(torch.autograd.Function):
     """Rows by index. Each is used a known number of times, so gradients are gathered as well, in the same order on
     every device, where torch's own index would scatter them."""
 
@@ -256,7 +256,7 @@ def copied(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 def summed(copies_of_rows: torch.Tensor, copies: Copies) -> torch.Tensor:
     """Return for each row the sum of its copies; of none it is 0."""
-    return cast(torch.Tensor, _Sum.apply(copies_of_rows, copies))
+    return cast(torch.Tensor, _RowSum.apply(copies_of_rows, copies))
 
 
 class _Copy(torch.autograd.Function):
@@ -270,7 +270,7 @@ class _Copy(torch.autograd.Function):
         return summed(grad, ctx.copies), None
 
 
-class _Sum(torch.autograd.Function):
+class _RowSum(torch.autograd.Function):
     """Sums by torch's embedding bag: in one kernel that adds up in the order of copies, in float32 for narrower dtypes.
     Adding by index would add in any order on a GPU."""
 
@@ -343,7 +343,7 @@ class Sent:
     order: Order
     come: Tensor
     loads: Loads
-    flight: Flight
+    flight: RowFlight
     rows: Tensor
 
 
@@ -365,9 +365,9 @@ class SentToNodes:
     copies: Copies
     come: Tensor
     loads: Loads
-    marks: Flight
+    marks: RowFlight
     experts: Tensor
-    flight: Flight
+    flight: RowFlight
     rows: Tensor
 
 
@@ -496,7 +496,7 @@ class GroupedExperts(nn.Module):
         to = order.counts.view(group.size(), -1)
         come = exchange_counts(to, group)
         loads = self.count_rows(self, chosen, to, come)
-        flight = Flight(loads.sent, loads.received, group)
+        flight = RowFlight(loads.sent, loads.received, group)
         rows = sorted_copies(x.flatten(0, -2), order, chosen.shape[-1])
         return Sent(order, come, loads, flight, flight.start(rows))
 
@@ -517,7 +517,7 @@ class GroupedExperts(nn.Module):
         first = node.flatten().index_select(0, copies.slots).unsqueeze(1) * per_node
         experts = chosen.index_select(0, copies.rows) - first
         experts = experts.masked_fill((experts < 0) | (experts > per_node), per_node).to(torch.int32)
-        marks, flight = (Flight(loads.sent, loads.received, between) for _ in range(2))
+        marks, flight = (RowFlight(loads.sent, loads.received, between) for _ in range(2))
         experts = marks.start(experts)
         return SentToNodes(copies, taken, loads, marks, experts, flight, flight.start(copied(x.flatten(0, -2), copies)))
 

@@ -23,7 +23,7 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, OwnedBucket, Storage, computed_in
 from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
-from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
+from hyper_parallel.core.fully_shard.param import ManagedParam, ParamSlot
 from hyper_parallel.core.fully_shard.placement import DataParallelMesh, ParameterPlacement, has_extension, unpackable
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units
@@ -224,7 +224,7 @@ class FoundParameter:
 
     parameter: nn.Parameter
     name: str
-    slots: tuple[Slot, ...]
+    slots: tuple[ParamSlot, ...]
 
 
 @dataclass(frozen=True)
@@ -246,14 +246,14 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list
     Raises:
         ValueError: One cannot be managed; some are on the meta device and others are not.
     """
-    found: dict[int, tuple[nn.Parameter, str, list[Slot]]] = {}
+    found: dict[int, tuple[nn.Parameter, str, list[ParamSlot]]] = {}
     for path, owner in own_modules(roots):
         for name, parameter in owner._parameters.items():
             if parameter is None or id(parameter) in ignored:
                 continue
             full_name = f"{path}{name}"
             _check_parameter(parameter, full_name, api)
-            found.setdefault(id(parameter), (parameter, full_name, []))[2].append(Slot(owner, name))
+            found.setdefault(id(parameter), (parameter, full_name, []))[2].append(ParamSlot(owner, name))
     _check_same_data([(parameter, name) for parameter, name, _ in found.values()])
     return [FoundParameter(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
 
@@ -502,7 +502,7 @@ def _check(module: nn.Module, units: list[Unit]) -> None:
             raise ValueError(explain(asked, blame, seen, "copy the module that contains them"))
 
 
-def _slots(unit: Unit) -> list[Slot]:
+def _slots(unit: Unit) -> list[ParamSlot]:
     return [slot for param in unit.params for slot in param.slots]
 
 
@@ -555,7 +555,7 @@ def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, A
         if param.placement.view_mesh is not None:
             unsharded = _as_dtensor(unsharded, param)
         unsharded.__dict__.update(copy.deepcopy(param.attributes | param.sharded.__dict__, memo))
-        slots = tuple(Slot(memo[id(slot.module)], slot.name) for slot in param.slots)
+        slots = tuple(ParamSlot(memo[id(slot.module)], slot.name) for slot in param.slots)
         placed.append((FoundParameter(unsharded, param.name, slots), param.placement))
     roots = [memo[id(root)] for root in unit.modules]
     made = make_unit(roots, placed, unit.wrapping.storage, replace(unit.options), unit.wrapping.grouping)

@@ -23,13 +23,13 @@ from hyper_parallel.core.redistribute.api import redistribute
 
 __all__ = [
     "ManagedParam",
-    "Slot",
+    "ParamSlot",
     "dtensor_like",
 ]
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSlot:
     """One place where a parameter is registered: `module._parameters[name]`. Tied weights have several."""
 
     module: nn.Module
@@ -106,7 +106,9 @@ class ManagedParam:
         unsharded: The unsharded parameter, that forward and backward see; its storage is empty while resharded.
     """
 
-    def __init__(self, name: str, slots: list[Slot], unsharded: nn.Parameter, placement: ParameterPlacement) -> None:
+    def __init__(
+        self, name: str, slots: list[ParamSlot], unsharded: nn.Parameter, placement: ParameterPlacement
+    ) -> None:
         self.name = name
         self.slots = slots
         # What a tensor consists of is no attribute of users: one with an extension, or a fake one, which would go on

@@ -41,7 +41,7 @@ class StagePosition:
     splits_backward: bool
 
 
-class _Plain(nn.Module):
+class _HiddenUnits(nn.Module):
     """A stage with units in it, of which torch is not to know: when to gather and to reduce is said here."""
 
     module: nn.Module
@@ -101,7 +101,7 @@ class Stage(PipelineStage):
         outputs = tuple(meta.on_meta() for meta in sent) or (Meta((), torch.float32).on_meta(),)
         self.wrapped = module
         super().__init__(
-            _Plain(module) if nested_units(module) else module,
+            _HiddenUnits(module) if nested_units(module) else module,
             place.index,
             place.count,
             place.device,

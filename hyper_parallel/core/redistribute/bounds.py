@@ -22,7 +22,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
 from hyper_parallel.core.redistribute.holdings import Counts
-from hyper_parallel.core.redistribute.transition import MeshTransition, Side, Transition, on_one_mesh, read
+from hyper_parallel.core.redistribute.transition import LayoutSide, MeshTransition, Transition, on_one_mesh, read
 
 NO_PLANNER = "this torch has no planner to ask"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -111,14 +111,14 @@ def _between_meshes(transition: Transition) -> npt.NDArray[Any]:
     return np.full(len(ranks), total / len(ranks))
 
 
-def _first_only(side: Side) -> set[int]:
+def _first_only(side: LayoutSide) -> set[int]:
     """Return the ranks at coordinate 0 of the pending axes: the others need nothing."""
     mesh = np.asarray(side.ranks).reshape(side.sizes)
     index = tuple(slice(0, 1) if axis in side.pending else slice(None) for axis in range(len(side.sizes)))
     return set(mesh[index].ravel().tolist())
 
 
-def _cells(before: Side, after: Side) -> tuple[list[Counts], Counts]:
+def _cells(before: LayoutSide, after: LayoutSide) -> tuple[list[Counts], Counts]:
     """Return per dim the first index of each cell, and the number of elements of every cell."""
     starts, lengths = [], []
     slices = [_slices(side) for side in (before, after)]
@@ -132,12 +132,12 @@ def _cells(before: Side, after: Side) -> tuple[list[Counts], Counts]:
     return starts, sizes
 
 
-def _slices(side: Side) -> Counts:
+def _slices(side: LayoutSide) -> Counts:
     parts = [side.held.holding.part(at) for at in np.ndindex(*side.sizes)]
     return np.array([[pieces[0] if pieces else (0, 0) for pieces in part] for part in parts], dtype=np.int64)
 
 
-def _held(side: Side, starts: list[Counts]) -> dict[int, npt.NDArray[np.bool_]]:
+def _held(side: LayoutSide, starts: list[Counts]) -> dict[int, npt.NDArray[np.bool_]]:
     held = {}
     for rank, part in zip(side.ranks, _slices(side), strict=True):
         mask = np.ones((), dtype=bool)

@@ -20,7 +20,7 @@ from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.builder import Builder
 from hyper_parallel.core.redistribute.holdings import Counts, Holding, Located, coordinate, extent
 from hyper_parallel.core.redistribute.steps import Fill, Step, price
-from hyper_parallel.core.redistribute.transition import MeshTransition, Side, Transition, on_one_mesh
+from hyper_parallel.core.redistribute.transition import LayoutSide, MeshTransition, Transition, on_one_mesh
 
 
 def candidates(transition: Transition, on: cost.Topology) -> tuple[range | tuple[int, ...], list[list[Step]]]:
@@ -437,7 +437,7 @@ def _between_meshes(transition: Transition, on: cost.Topology) -> Iterator[list[
 # -- on each of the meshes -------------------------------------------------------------------------------------------
 
 
-def _openings(transition: Transition, on: cost.Topology) -> Iterator[tuple[Side, list[Step]]]:
+def _openings(transition: Transition, on: cost.Topology) -> Iterator[tuple[LayoutSide, list[Step]]]:
     """Yield layouts after all reductions, each with the steps to it: spread over the ranks that had copies, or not."""
     before = transition.before
     if not before.pending:
@@ -448,7 +448,7 @@ def _openings(transition: Transition, on: cost.Topology) -> Iterator[tuple[Side,
         yield target, _cheapest(replace(transition, after=target), on)
 
 
-def _closings(transition: Transition, on: cost.Topology) -> Iterator[tuple[Side, list[Step]]]:
+def _closings(transition: Transition, on: cost.Topology) -> Iterator[tuple[LayoutSide, list[Step]]]:
     """Yield the layouts to exchange into, each with the steps from there to the destination."""
     after = transition.after
     yield after, []
@@ -463,7 +463,7 @@ def _closings(transition: Transition, on: cost.Topology) -> Iterator[tuple[Side,
             yield spread, _cheapest(replace(transition, before=spread), on)
 
 
-def _spread(side: Side, axes: tuple[int, ...]) -> Side:
+def _spread(side: LayoutSide, axes: tuple[int, ...]) -> LayoutSide:
     """Return a layout that also splits the dim which divides best over some axes that it does not split over."""
     local = [-(-size // side.ways(chain)) for size, chain in zip(side.shape, side.splits, strict=True)]
     ways = side.ways(axes)
@@ -478,7 +478,7 @@ def _cheapest(transition: Transition, on: cost.Topology) -> list[Step]:
     return min(ways(task, Builder(task, on)), key=lambda steps: price(steps, on))
 
 
-def _made_pending(side: Side, itemsize: int) -> list[Step]:
+def _made_pending(side: LayoutSide, itemsize: int) -> list[Step]:
     """Return the local step that makes pending copies of what the first rank along these axes has got."""
     if side.reduction is None:
         return []

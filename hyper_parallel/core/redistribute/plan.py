@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.core.common.checks import check, check_shape, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.candidates import candidates
@@ -22,8 +22,6 @@ from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
 from hyper_parallel.core.redistribute.holdings import Counts, Located, extent
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 from hyper_parallel.core.redistribute.transition import Transition, read
-
-_SUFFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +86,9 @@ class Plan:
                 step.kind + (f" x{step.rounds}" if step.rounds > 1 else ""),
                 "+".join(step.axes) or "-",
                 str(step.group_size),
-                _size(int(step.recv_bytes.max(initial=0))),
-                _size(int(step.send_bytes.max(initial=0))),
-                _size(step.peak_extra_bytes),
+                readable_bytes(int(step.recv_bytes.max(initial=0))),
+                readable_bytes(int(step.send_bytes.max(initial=0))),
+                readable_bytes(step.peak_extra_bytes),
                 f"{step.seconds * 1e6:.1f}",
             )
             for step in self.steps
@@ -197,15 +195,6 @@ def _total(counts: Sequence[Counts], ranks: int) -> Counts:
         total += count
     total.setflags(write=False)
     return total
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for suffix in _SUFFIXES:
-        if size < 1024 or suffix == _SUFFIXES[-1]:
-            return f"{size:.0f} {suffix}" if suffix == "B" else f"{size:.1f} {suffix}"
-        size /= 1024
-    raise AssertionError
 
 
 # -- bounded memory: exchanges cut into rounds until their buffers fit -------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.core.common.tables import View, plain_table
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.bounds import TorchPlan, lower_bound, torch_plan
@@ -28,7 +28,6 @@ __all__ = [
     "draw_svg",
     "draw_transfers",
     "plan_view",
-    "readable",
     "shape_words",
     "torch_plan",
 ]
@@ -114,19 +113,6 @@ def plan_view(plan: Plan, device_type: str = "cuda") -> View:
     )
 
 
-def readable(count: float) -> str:
-    """Write a number of bytes for people.
-
-    >>> readable(0), readable(1_023), readable(12_582_912), readable(1.5)
-    ('0 B', '1023 B', '12.0 MiB', '1.5 B')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" or count != int(count) else f"{count:.0f} B"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +137,7 @@ def _kind(step: StepLike) -> str:
 def _amounts(moves: Movement, *, timed: bool) -> Iterator[str]:
     yield _spread(moves.recv_bytes)
     yield _spread(moves.send_bytes)
-    yield readable(moves.peak_extra_bytes)
+    yield readable_bytes(moves.peak_extra_bytes)
     if timed:
         yield f"{moves.seconds * 1e6:,.1f} us"
 
@@ -159,7 +145,7 @@ def _amounts(moves: Movement, *, timed: bool) -> Iterator[str]:
 def _spread(counts: npt.NDArray[Any]) -> str:
     """Return the most that a rank moves and, if another moves less, the least."""
     most, least = counts.max(), counts.min()
-    return readable(most) if most == least else f"{readable(most)} (min {readable(least)})"
+    return readable_bytes(most) if most == least else f"{readable_bytes(most)} (min {readable_bytes(least)})"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -167,14 +153,14 @@ def _spread(counts: npt.NDArray[Any]) -> str:
 
 def _layouts(plan: Plan) -> Iterator[str]:
     shape, size = plan.global_shape, math.prod(plan.global_shape) * plan.dtype.itemsize
-    yield f"{str(plan.dtype).removeprefix('torch.')} tensor of {shape_words(shape)}, {readable(size)}"
+    yield f"{str(plan.dtype).removeprefix('torch.')} tensor of {shape_words(shape)}, {readable_bytes(size)}"
     for word, layout in (("from", plan.src), ("to", plan.dst)):
         yield f"{word:<4}  {layout}"
         yield f"      {'; '.join(_words(layout, len(shape)))}"
         ranks = layout.rank_list[:: len(layout.rank_list) - 1] if len(layout.rank_list) > 1 else layout.rank_list
         held = [(rank, layout.local_shape(shape, rank)) for rank in ranks]
         yield "      " + ", ".join(
-            f"rank {rank} holds {shape_words(local)} ({readable(math.prod(local) * plan.dtype.itemsize)})"
+            f"rank {rank} holds {shape_words(local)} ({readable_bytes(math.prod(local) * plan.dtype.itemsize)})"
             for rank, local in held
         )
 
@@ -217,10 +203,10 @@ def _comparison(plan: Plan, theirs: TorchPlan, least: npt.NDArray[Any]) -> str:
     if theirs.refused is not None:
         said, ratio = "torch refuses", "-"
     else:
-        said = f"torch {readable(theirs_mean)}"
+        said = f"torch {readable_bytes(theirs_mean)}"
         ratio = f"{theirs_mean / ours:.2f}" if ours else "-" if not theirs_mean else "infinite"
     head = "received per rank" if alike else "received per rank on average"
-    return f"{head}: ours {readable(ours)}, {said}, least possible {readable(bound)}; torch / ours: {ratio}"
+    return f"{head}: ours {readable_bytes(ours)}, {said}, least possible {readable_bytes(bound)}; torch / ours: {ratio}"
 
 
 # -- drawings ----------------------------------------------------------------------------------------------------------

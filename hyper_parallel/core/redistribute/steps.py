@@ -169,7 +169,7 @@ Key = tuple[int, Part]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExchangedPart:
     """A part that moves, or stays.
 
     Attributes:
@@ -205,9 +205,9 @@ class RankExchange:
     copies: int
     have: Part | None
     need: Part | None
-    sends: tuple[Piece, ...]
-    receives: tuple[Piece, ...]
-    own: tuple[Piece, ...]
+    sends: tuple[ExchangedPart, ...]
+    receives: tuple[ExchangedPart, ...]
+    own: tuple[ExchangedPart, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -241,14 +241,14 @@ def count_sent(step: Step) -> Counts:
     return np.array([sent[rank] for rank in step.ranks], dtype=np.int64)
 
 
-def _in_round(pieces: list[Piece], rounds: int, index: int) -> list[Piece]:
+def _in_round(pieces: list[ExchangedPart], rounds: int, index: int) -> list[ExchangedPart]:
     if rounds == 1:
         return pieces
     found = []
     for piece in pieces:
         part = divide(piece.part, rounds, index)
         if part is not None:
-            found.append(Piece(piece.peer, piece.copy, part, volume(part)))
+            found.append(ExchangedPart(piece.peer, piece.copy, part, volume(part)))
     return found
 
 
@@ -278,7 +278,7 @@ class _View:
             self.owners.setdefault(key, []).append(member)
         self.matches = {key: self._match(key) for key in self.owners} if self.paired else {}
 
-    def between(self, sender: int, receiver: int) -> Iterator[Piece]:
+    def between(self, sender: int, receiver: int) -> Iterator[ExchangedPart]:
         """Yield what one member sends to another, as either of them sees it."""
         key, need = self.keys[sender], self.need[receiver]
         if sender == receiver or key is None or need is None or self.keys[receiver] == key:
@@ -296,21 +296,21 @@ class _View:
             if part is None:
                 return
         # Between two ranks there is one piece at most, so that the other end needs no name for it.
-        yield Piece(receiver, key[0], part, volume(part))
+        yield ExchangedPart(receiver, key[0], part, volume(part))
 
-    def received(self, receiver: int) -> Iterator[Piece]:
+    def received(self, receiver: int) -> Iterator[ExchangedPart]:
         """Yield what a member receives."""
         for sender in range(len(self.keys)):
             for piece in self.between(sender, receiver):
-                yield Piece(sender, piece.copy, piece.part, piece.volume)
+                yield ExchangedPart(sender, piece.copy, piece.part, piece.volume)
 
-    def kept(self, member: int) -> Iterator[Piece]:
+    def kept(self, member: int) -> Iterator[ExchangedPart]:
         """Yield what a member has itself of what it needs."""
         key, need = self.keys[member], self.need[member]
         if key is not None and need is not None:
             part = meet(need, key[1])
             if part is not None:
-                yield Piece(member, key[0], part, volume(part))
+                yield ExchangedPart(member, key[0], part, volume(part))
 
     def _match(self, key: Key) -> dict[int, int]:
         """Match each member that lacks a part with one that has it."""
@@ -471,7 +471,7 @@ def _offset(intervals: Intervals, start: int) -> int:
     raise AssertionError(f"{start} is not in {intervals}")
 
 
-def _places(pieces: Iterable[Piece], holder: Part | None) -> tuple[BufferBox, ...]:
+def _places(pieces: Iterable[ExchangedPart], holder: Part | None) -> tuple[BufferBox, ...]:
     found, at = [], 0
     for piece in pieces:
         shape, all_boxes = shape_of(piece.part), boxes(piece.part)
@@ -482,23 +482,23 @@ def _places(pieces: Iterable[Piece], holder: Part | None) -> tuple[BufferBox, ..
     return tuple(found)
 
 
-def _splits(pieces: Iterable[Piece], size: int) -> tuple[int, ...]:
+def _splits(pieces: Iterable[ExchangedPart], size: int) -> tuple[int, ...]:
     splits = [0] * size
     for piece in pieces:
         splits[piece.peer] += piece.volume
     return tuple(splits)
 
 
-def _by_peer(pieces: Iterable[Piece]) -> list[Piece]:
+def _by_peer(pieces: Iterable[ExchangedPart]) -> list[ExchangedPart]:
     return sorted(pieces, key=lambda piece: piece.peer)
 
 
-def _travels(work: RankExchange, own: Piece) -> bool:
+def _travels(work: RankExchange, own: ExchangedPart) -> bool:
     """Return whether with the own piece among them, what is sent or what arrives lies in order already."""
     return _in_order(_by_peer([*work.sends, own]), work.have) or _in_order(_by_peer([*work.receives, own]), work.need)
 
 
-def _in_order(pieces: Sequence[Piece], whole: Part | None) -> bool:
+def _in_order(pieces: Sequence[ExchangedPart], whole: Part | None) -> bool:
     """Return whether the pieces, one after the other, are the whole in memory order: all of its outermost dim."""
     if whole is None or not pieces:
         return False
@@ -506,14 +506,14 @@ def _in_order(pieces: Sequence[Piece], whole: Part | None) -> bool:
     return _along(pieces, whole, outer)
 
 
-def _joined(pieces: Sequence[Piece], own: Sequence[Piece], whole: Part | None) -> int | None:
+def _joined(pieces: Sequence[ExchangedPart], own: Sequence[ExchangedPart], whole: Part | None) -> int | None:
     """Return the dim along which pieces that arrive, with nothing of one's own, are the whole in order; else None."""
     if whole is None or own or len(pieces) < 2:
         return None
     return next((dim for dim in range(len(whole)) if _along(pieces, whole, dim)), None)
 
 
-def _along(pieces: Sequence[Piece], whole: Part, dim: int) -> bool:
+def _along(pieces: Sequence[ExchangedPart], whole: Part, dim: int) -> bool:
     at = 0
     for piece in pieces:
         if any(piece.part[other] != whole[other] for other in range(len(whole)) if other != dim):

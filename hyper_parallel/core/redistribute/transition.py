@@ -27,7 +27,7 @@ LINEAR = frozenset({"sum", "avg"})
 
 
 @dataclass(frozen=True)
-class Side:
+class LayoutSide:
     """One layout of a tensor. Axes are indices from the left.
 
     Attributes:
@@ -64,7 +64,7 @@ class Side:
         return tuple(axis for axis, size in enumerate(self.sizes) if size > 1)
 
     @property
-    def reduced(self) -> Side:
+    def reduced(self) -> LayoutSide:
         """The same without copies to reduce."""
         return replace(self, pending=(), reduction=None)
 
@@ -72,7 +72,7 @@ class Side:
         """Return how many ranks there are along some axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def is_on_mesh_of(self, other: Side) -> bool:
+    def is_on_mesh_of(self, other: LayoutSide) -> bool:
         """Return whether both lie on one mesh: the same axes and ranks."""
         return (self.sizes, self.names, self.ranks) == (other.sizes, other.names, other.ranks)
 
@@ -89,8 +89,8 @@ class Transition:
         scalar: whether the tensor has no dims.
     """
 
-    before: Side
-    after: Side
+    before: LayoutSide
+    after: LayoutSide
     itemsize: int
     exact: bool
     scalar: bool = False
@@ -234,7 +234,7 @@ def read(asked: str, src: Any, dst: Any, global_shape: Any, dtype: Any) -> Trans
     return Transition(before, after, dtype.itemsize, exact, scalar=not shape)
 
 
-def _read_side(asked: str, name: str, layout: Any, shape: tuple[int, ...], seen: str) -> Side:
+def _read_side(asked: str, name: str, layout: Any, shape: tuple[int, ...], seen: str) -> LayoutSide:
     check(asked, Layout, 'Layout((2, 4), ("dp", "tp"))("dp", "None")', **{name: layout})
     splits, partial, axes = layout.splits(len(shape)), layout.partial, layout.axes
     kinds = list(dict.fromkeys(partial.values()))
@@ -246,13 +246,13 @@ def _read_side(asked: str, name: str, layout: Any, shape: tuple[int, ...], seen:
     real = tuple(tuple(axis for axis in chain if axes.sizes[axis] > 1) for chain in splits)
     over = tuple(axis for axis in map(axes.index, partial) if axes.sizes[axis] > 1)
     kind = kinds[0] if over else None
-    return Side(axes.sizes, axes.names, axes.ranks, shape or (1,), real if shape else ((),), over, kind)
+    return LayoutSide(axes.sizes, axes.names, axes.ranks, shape or (1,), real if shape else ((),), over, kind)
 
 
 _MOST_BYTES = 16  # of an element: complex128
 
 
-def _check_countable(asked: str, before: Side, after: Side, seen: str) -> None:
+def _check_countable(asked: str, before: LayoutSide, after: LayoutSide, seen: str) -> None:
     """Refuse a tensor so large that the bytes of all ranks together are no 64-bit integer."""
     elements = math.prod(before.shape)
     if elements * _MOST_BYTES * (len(before.ranks) + len(after.ranks)) >= 2**63:
@@ -264,7 +264,7 @@ def _check_countable(asked: str, before: Side, after: Side, seen: str) -> None:
 _NO_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
-def _check_reductions(asked: str, before: Side, after: Side, dtype: torch.dtype, seen: str) -> None:
+def _check_reductions(asked: str, before: LayoutSide, after: LayoutSide, dtype: torch.dtype, seen: str) -> None:
     """Refuse to take, or to make, pending copies of a dtype that torch cannot reduce."""
     stay = before.is_on_mesh_of(after) and before.reduction == after.reduction
     for side, other in ((before, after), (after, before)):
@@ -293,7 +293,7 @@ def on_one_mesh(transition: Transition, ranks_per_node: int | None = None) -> Me
     Two meshes of the same ranks in the same order agree when their axes can be cut into the same smaller ones, and the
     tensor divides evenly where that matters. Axes that nodes cut are cut likewise, where that is possible.
     """
-    pair: tuple[Side, Side] | None = (transition.before, transition.after)
+    pair: tuple[LayoutSide, LayoutSide] | None = (transition.before, transition.after)
     if not transition.before.is_on_mesh_of(transition.after):
         pair = on_common_mesh(transition.before, transition.after)
     if pair is None:
@@ -327,7 +327,7 @@ def on_one_mesh(transition: Transition, ranks_per_node: int | None = None) -> Me
 # -- sub-axes: those that two meshes have in common, or that nodes cut an axis into ------------------------------------
 
 
-def on_common_mesh(before: Side, after: Side) -> tuple[Side, Side] | None:
+def on_common_mesh(before: LayoutSide, after: LayoutSide) -> tuple[LayoutSide, LayoutSide] | None:
     """Write two layouts of the same ranks on one mesh, whose axes are sub-axes of those of both.
 
     >>> mesh, flat = Layout((2, 4), ("dp", "tp")), Layout((8,), ("all",))
@@ -355,7 +355,7 @@ def on_common_mesh(before: Side, after: Side) -> tuple[Side, Side] | None:
     return None if first is None or second is None else (first, second)
 
 
-def cut_at_nodes(before: Side, after: Side, ranks_per_node: int) -> tuple[Side, Side]:
+def cut_at_nodes(before: LayoutSide, after: LayoutSide, ranks_per_node: int) -> tuple[LayoutSide, LayoutSide]:
     """Cut each axis of two layouts of one mesh in two, so that along the inner one all ranks share a node.
 
     Where nodes do not cut an axis into equal parts, or the tensor does not divide evenly, nothing is cut.
@@ -403,12 +403,12 @@ def _sub_axes_of(sizes: Sequence[int], places: Sequence[int]) -> list[tuple[int,
 
 
 def _on_sub_axes(
-    side: Side, sizes: tuple[int, ...], names: tuple[str, ...], sub_axes: Sequence[tuple[int, ...]]
-) -> Side | None:
+    side: LayoutSide, sizes: tuple[int, ...], names: tuple[str, ...], sub_axes: Sequence[tuple[int, ...]]
+) -> LayoutSide | None:
     """Write a layout on sub-axes; None where cutting an axis in two would split a dim otherwise."""
     for size, chain in zip(side.shape, side.splits, strict=True):
         if any(len(sub_axes[axis]) > 1 for axis in chain) and size % side.ways(chain):
             return None
     splits = tuple(tuple(sub_axis for axis in chain for sub_axis in sub_axes[axis]) for chain in side.splits)
     pending = tuple(sorted(sub_axis for axis in side.pending for sub_axis in sub_axes[axis]))
-    return Side(sizes, names, side.ranks, side.shape, splits, pending, side.reduction)
+    return LayoutSide(sizes, names, side.ranks, side.shape, splits, pending, side.reduction)

@@ -497,7 +497,7 @@ class _SavedView(NamedTuple):
     offset: int | torch.SymInt
 
 
-class _Noted(NamedTuple):
+class _GatheredInput(NamedTuple):
     """A gathered input during forward: its memory stays its own for as long as it is here."""
 
     gathered: torch.Tensor
@@ -514,7 +514,7 @@ class ReshardedInputs:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._noted: dict[int, _Noted] = {}
+        self._noted: dict[int, _GatheredInput] = {}
         self._hooks: saved_tensors_hooks | None = None
 
     @classmethod
@@ -546,7 +546,7 @@ class ReshardedInputs:
             held, (src, shape) = waited_for(x), mark
         if src.mesh is target.mesh and not src.is_partial() and _gathers(src, target):
             regather = _Regather(self._where, gathered, held.detach(), src, target, shape)
-            self._noted[gathered.untyped_storage()._cdata] = _Noted(gathered, gathered._version, regather)
+            self._noted[gathered.untyped_storage()._cdata] = _GatheredInput(gathered, gathered._version, regather)
 
     def begin(self) -> None:
         """Exchange what autograd saves from here on."""

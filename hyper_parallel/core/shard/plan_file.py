@@ -67,7 +67,7 @@ def load_plan(path: str | Path, mesh: MeshLike) -> ShardingPlan:
         ValueError: the file is missing or is not TOML, a table or setting that does not exist (with the closest name),
             a value of another type, a layout that does not parse, or not on this mesh. The message names the line.
     """
-    file, base = _File.read(Path(path)), _base(mesh)
+    file, base = _PlanText.read(Path(path)), _base(mesh)
     fields: dict[str, Any] = {}
     for name, value in file.table().items():
         if name not in (*TABLES, *SETTINGS):
@@ -137,14 +137,14 @@ def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
 
 
 @dataclass(frozen=True)
-class _File:
+class _PlanText:
     """A plan file, to read and to point at."""
 
     path: Path
     text: str
 
     @classmethod
-    def read(cls, path: Path) -> _File:
+    def read(cls, path: Path) -> _PlanText:
         """Read the text of a file."""
         asked = f"cannot read the plan '{path}'"
         try:
@@ -204,7 +204,7 @@ class _File:
         return self.mistake(f"there is no setting {name!r}", near, number, name)
 
 
-def _setting(file: _File, name: str, value: Any) -> Any:
+def _setting(file: _PlanText, name: str, value: Any) -> Any:
     number = file.line(None, name)
     if name == "wrap_inputs" and not isinstance(value, bool):
         raise file.mistake(f"wrap_inputs is true or false, and not {value!r}", "wrap_inputs = true", number, name)
@@ -217,7 +217,7 @@ def _setting(file: _File, name: str, value: Any) -> Any:
     return value
 
 
-def _entries(file: _File, table: str, value: Any, base: Layout) -> dict[str, Any]:
+def _entries(file: _PlanText, table: str, value: Any, base: Layout) -> dict[str, Any]:
     if not isinstance(value, dict):
         blame = f"{table} is a table, and not {value!r}"
         raise file.mistake(blame, f"a line [{table}], and the entries below it", file.line(None, table), table)
@@ -232,7 +232,7 @@ def _entries(file: _File, table: str, value: Any, base: Layout) -> dict[str, Any
     return read
 
 
-def _check_key(file: _File, table: str, key: str, entry: Any, number: int | None) -> None:
+def _check_key(file: _PlanText, table: str, key: str, entry: Any, number: int | None) -> None:
     """Refuse a path without quotes, which TOML takes apart at its dots, and what belongs above or elsewhere."""
     lines = file.text.splitlines()
     if isinstance(entry, dict) and number and re.match(rf"\s*{re.escape(key)}\s*\.", lines[number - 1]):

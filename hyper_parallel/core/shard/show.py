@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_shape
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.core.common.tables import View, display, fold, plain_table
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.mesh.device_mesh import MeshAxes, axes_of, compact_ranks, describe_ranks
 from hyper_parallel.core.redistribute.plan import Plan
-from hyper_parallel.core.redistribute.show import plan_view, readable, shape_words
+from hyper_parallel.core.redistribute.show import plan_view, shape_words
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.core.shard.spelling import describe
 
@@ -119,7 +119,7 @@ def _layout_view(layout: Layout, shape: tuple[int, ...] | None, itemsize: int = 
     if shape is None:
         title = f"{ranks}: {word}"
     else:
-        size = f", {readable(np.prod(shape, dtype=float) * itemsize)}" if itemsize else ""
+        size = f", {readable_bytes(np.prod(shape, dtype=float) * itemsize)}" if itemsize else ""
         title = f"{what}{shape_words(shape)}{size} on {ranks}: {word}"
     ndim = _least_dims(layout) if shape is None else len(shape)
     parts = _parts_table(layout, ndim, shape, itemsize)
@@ -210,7 +210,7 @@ def _parts_table(layout: Layout, ndim: int, shape: tuple[int, ...] | None, items
             f"{part.start[dim] + 1} of {numbered[dim]}" if shape is None else _span(part.start[dim], part.stop[dim])
             for dim in dims
         ]
-        held = [shape_words(lengths), readable(float(np.prod(lengths, dtype=float)) * itemsize)][: len(sized)]
+        held = [shape_words(lengths), readable_bytes(float(np.prod(lengths, dtype=float)) * itemsize)][: len(sized)]
         summands = [f"{term + 1} of {count}" for term, count in zip(part.terms, terms, strict=True)]
         marked = f"<- rank {here}" if row == mine else ""
         style = _HUES[hues[part.start, part.stop] % len(_HUES)] if len(hues) > 1 else ""
@@ -261,7 +261,7 @@ def _mesh_view(axes: MeshAxes) -> View:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-class _Held(NamedTuple):
+class _TensorRow(NamedTuple):
     """What a table says about a tensor of a model, besides its name; equal for the same tensor of alike layers."""
 
     shape: str
@@ -280,31 +280,33 @@ def _model_view(model: nn.Module) -> View:
     tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters()]
     tensors += [(name, buffer) for name, buffer in model.named_buffers() if isinstance(buffer, DTensor)]
     meshes = dict.fromkeys(axes_of(x.device_mesh) for _, x in tensors if isinstance(x, DTensor))
-    many, rows = len(meshes) > 1, dict[tuple[str, _Held], list[str]]()
+    many, rows = len(meshes) > 1, dict[tuple[str, _TensorRow], list[str]]()
     for name, tensor in tensors:
         rows.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), _held(tensor, many)), []).append(name)
     table = plain_table("parameter", "", "shape", "dtype", "layout", "copies", "full", "on a rank", left=5)
     for (pattern, held), names in list(rows.items())[:_MOST_ROWS]:
-        each = f" (least {readable(held.least * len(names))})" if held.least != held.most else ""
+        each = f" (least {readable_bytes(held.least * len(names))})" if held.least != held.most else ""
         name, times = (pattern, f"x {len(names)}") if len(names) > 1 else (names[0], "")
-        sizes = (readable(held.full * len(names)), readable(held.most * len(names)) + each)
+        sizes = (readable_bytes(held.full * len(names)), readable_bytes(held.most * len(names)) + each)
         table.add_row(name, times, held.shape, held.dtype, held.layout, held.copies, *sizes, style=held.style)
     if len(rows) > _MOST_ROWS:
         table.add_row(f"... and {len(rows) - _MOST_ROWS} more rows")
     full, mine = (
         sum(getattr(held, field) * len(names) for (_, held), names in rows.items()) for field in ("full", "mine")
     )
-    table.add_row("in all", f"{len(tensors):,}", "", "", "", "", readable(full), "", style="bold")
+    table.add_row("in all", f"{len(tensors):,}", "", "", "", "", readable_bytes(full), "", style="bold")
     numel = sum(tensor.numel() for _, tensor in tensors)
     on = "; ".join(f"{axes} ({len(axes.ranks):,} ranks)" for axes in meshes) or "no mesh: no parameter is a DTensor"
     title = f"{type(model).__name__}: {numel:,} numbers in {len(tensors):,} tensors on {on}"
-    return View(Text(title, style="bold"), table, Text(f"this process holds {readable(mine)} of {readable(full)}"))
+    return View(
+        Text(title, style="bold"), table, Text(f"this process holds {readable_bytes(mine)} of {readable_bytes(full)}")
+    )
 
 
-def _held(x: torch.Tensor, many: bool) -> _Held:
+def _held(x: torch.Tensor, many: bool) -> _TensorRow:
     full, dtype = float(x.numel() * x.element_size()), str(x.dtype).removeprefix("torch.")
     if not isinstance(x, DTensor):
-        return _Held(shape_words(x.shape), dtype, "plain tensor", "-", full, full, full, full, "dim")
+        return _TensorRow(shape_words(x.shape), dtype, "plain tensor", "-", full, full, full, full, "dim")
     layout = Layout.of(x)
     slices = layout.slices(tuple(x.shape))
     sizes = np.prod(slices[..., 1] - slices[..., 0], axis=1, dtype=float) * x.element_size()
@@ -312,7 +314,7 @@ def _held(x: torch.Tensor, many: bool) -> _Held:
     word = describe(layout) + (f" on {layout.axes}" if many else "")
     style = _HUES[2] if any(layout.splits(x.dim())) else ""
     shape = shape_words(x.shape)
-    return _Held(shape, dtype, word, f"{layout.repeat_num():,}", full, sizes.max(), sizes.min(), mine, style)
+    return _TensorRow(shape, dtype, word, f"{layout.repeat_num():,}", full, sizes.max(), sizes.min(), mine, style)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
