@@ -137,70 +137,34 @@ __all__ = [
 # --help, or a pytest that only finds this package installed, needs nothing of it.
 _NAMES_OF = MappingProxyType(
     {
-        "torch.distributed.device_mesh": (
-            "DeviceMesh",
-            "init_device_mesh",
-        ),
-        "torch.distributed.distributed_c10d": ("get_process_group_ranks", "init_process_group", "split_group"),
-        "torch.distributed.pipelining": ("PipelineStage", "ScheduleInterleaved1F1B"),
-        "hyper_parallel.core.dtensor.dtensor": ("SkipDTensorDispatch", "distribute_module"),
-        "hyper_parallel.core.activations": ("checkpoint_blocks",),
-        "hyper_parallel.core.checkpoint": ("Checkpointer", "load_checkpoint", "save_checkpoint"),
-        "hyper_parallel.core.context_parallel": ("context_parallel",),
-        "hyper_parallel.core.expert_parallel": ("expert_parallel", "update_expert_bias"),
-        "hyper_parallel.core.optim": ("Muon",),
-        "hyper_parallel.core.pipeline": ("Pipeline", "TiedWeights", "stage_slices"),
-        "hyper_parallel.core.dtensor": (
-            "DTensor",
-            "Layout",
-            "Partial",
-            "Replicate",
-            "Shard",
-            "flatten_axes",
-        ),
+        "torch.distributed.device_mesh": "DeviceMesh init_device_mesh",
+        "torch.distributed.distributed_c10d": "get_process_group_ranks init_process_group split_group",
+        "torch.distributed.pipelining": "PipelineStage ScheduleInterleaved1F1B",
+        "hyper_parallel.core.dtensor.dtensor": "SkipDTensorDispatch distribute_module",
+        "hyper_parallel.core.activations": "checkpoint_blocks",
+        "hyper_parallel.core.checkpoint": "Checkpointer load_checkpoint save_checkpoint",
+        "hyper_parallel.core.context_parallel": "context_parallel",
+        "hyper_parallel.core.expert_parallel": "expert_parallel update_expert_bias",
+        "hyper_parallel.core.optim": "Muon",
+        "hyper_parallel.core.pipeline": "Pipeline TiedWeights stage_slices",
+        "hyper_parallel.core.dtensor": "DTensor Layout Partial Replicate Shard flatten_axes",
         "hyper_parallel.core.fully_shard": (
-            "CPUOffloadPolicy",
-            "DataParallelMeshDims",
-            "FSDPModule",
-            "HSDPModule",
-            "MixedPrecisionPolicy",
-            "OffloadPolicy",
-            "Owner",
-            "UnshardHandle",
-            "clip_grad_norm_",
-            "fully_shard",
-            "get_model_state_dict",
-            "register_forward_method",
-            "register_fsdp_forward_method",
-            "share_comm_ctx",
-            "whole_parameters",
+            "CPUOffloadPolicy DataParallelMeshDims FSDPModule HSDPModule MixedPrecisionPolicy OffloadPolicy Owner "
+            "UnshardHandle clip_grad_norm_ fully_shard get_model_state_dict register_forward_method "
+            "register_fsdp_forward_method share_comm_ctx whole_parameters"
         ),
-        "hyper_parallel.core.hsdp": (
-            "HSDPCell",
-            "hsdp",
-            "hsdp_sync_stream",
-        ),
-        "hyper_parallel.core.redistribute": (
-            "distribute_tensor",
-            "from_local",
-            "full_tensor",
-            "redistribute",
-            "to_local",
-        ),
+        "hyper_parallel.core.hsdp": "HSDPCell hsdp hsdp_sync_stream",
+        "hyper_parallel.core.redistribute": "distribute_tensor from_local full_tensor redistribute to_local",
         "hyper_parallel.core.shard.api": (
-            "ShardingPlan",
-            "custom_shard",
-            "init_parameters",
-            "parallelize_value_and_grad",
-            "shard_module",
+            "ShardingPlan custom_shard init_parameters parallelize_value_and_grad shard_module"
         ),
-        "hyper_parallel.core.shard.loss": ("vocab_parallel_cross_entropy",),
-        "hyper_parallel.core.shard.show": ("show",),
-        "hyper_parallel.platform": ("get_platform",),
-        "hyper_parallel.core.mesh.parallel_dims": ("ParallelDims",),
+        "hyper_parallel.core.shard.loss": "vocab_parallel_cross_entropy",
+        "hyper_parallel.core.shard.show": "show",
+        "hyper_parallel.platform": "get_platform",
+        "hyper_parallel.core.mesh.parallel_dims": "ParallelDims",
     }
 )
-_MODULE_OF = MappingProxyType({name: module for module, names in _NAMES_OF.items() for name in names})
+_MODULE_OF = MappingProxyType({name: module for module, names in _NAMES_OF.items() for name in names.split()})
 
 
 def __getattr__(name: str) -> Any:

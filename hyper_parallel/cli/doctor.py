@@ -21,8 +21,6 @@ from hyper_parallel.cli.kit import FAILURE, busy, print_wide
 from hyper_parallel.core.common.errors import readable_bytes
 from hyper_parallel.core.common.tables import View, plain_table
 
-__all__ = ["doctor"]
-
 # What each extra of the distribution is for; those for work on the library itself are left out.
 _EXTRAS: Mapping[str, str] = MappingProxyType(
     {

@@ -32,8 +32,6 @@ from hyper_parallel.core.common.errors import explain, nearest
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config import Config
 
-__all__ = ["estimate", "search"]
-
 GIB = 2**30
 _RECIPE, _OUT = "Recipe", "What comes out"
 

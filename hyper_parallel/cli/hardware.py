@@ -11,8 +11,6 @@ from rich.table import Table
 
 from hyper_parallel.cli.kit import busy, check_can_write, mistakes_as_messages, print_wide, stdout_console
 
-__all__ = ["hardware"]
-
 GIB = 2**30
 _WIDEST = 240  # columns of the list, with titles in one line each
 

@@ -18,8 +18,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-__all__ = ["Given", "Option", "options", "with_options"]
-
 Given = dict[str, dict[str, Any]]
 """What the options of a command are given: values by group and field, those that are left out left out."""
 

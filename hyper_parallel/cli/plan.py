@@ -8,8 +8,6 @@ import typer
 
 from hyper_parallel.cli.kit import mistakes_as_messages, stdout_console
 
-__all__ = ["plan"]
-
 
 def plan(
     mesh: Annotated[str, typer.Option(help="Axes and their sizes, the last one fastest: dp=2,tp=4")],

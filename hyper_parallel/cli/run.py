@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from hyper_parallel.models.llama import LlamaConfig
     from hyper_parallel.trainer.config import Config
 
-__all__ = ["RUN_OPTIONS", "ConfigFile", "StartFrom", "devices_of", "read_run"]
-
 ConfigFile = Annotated[
     Path | None, typer.Argument(help="TOML file of a run; what it leaves out keeps its default.", show_default=False)
 ]

@@ -57,21 +57,6 @@ from hyper_parallel.trainer.report import (
 from hyper_parallel.trainer.saving import run_to_go_on_from
 from hyper_parallel.trainer.watchdog import RankLostError
 
-__all__ = [
-    "MEASURED",
-    "check_run",
-    "compare_runs",
-    "describe_run",
-    "find_split",
-    "hardware_here",
-    "one_thread",
-    "predict_run",
-    "run_here",
-    "run_simulated",
-    "summarise",
-    "while_ranks_run",
-]
-
 MEASURED = Path("out/hardware.toml")
 """Where `hyper-parallel hardware measure` writes, unless another path is passed."""
 

@@ -9,8 +9,6 @@ import typer
 
 from hyper_parallel.cli.kit import mistakes_as_messages
 
-__all__ = ["simulate"]
-
 
 class _MappedDevice(str, Enum):
     cuda = "cuda"

@@ -29,17 +29,6 @@ from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 
-__all__ = [
-    "Subject",
-    "llama_subject",
-    "named_object",
-    "own_subject",
-    "painted",
-    "say_failed",
-    "verify_subject",
-]
-
-
 _NOT_IN_A_PLAN = ("pp", "cp", "ep")
 """Degrees of a run that the trainer applies, and no plan does."""
 

@@ -20,8 +20,6 @@ from hyper_parallel.cli.kit import (
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, read_run
 
-__all__ = ["demo", "export", "plot", "train"]
-
 _WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 
 

@@ -16,8 +16,6 @@ from hyper_parallel.core.common.errors import explain
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config import Config
 
-__all__ = ["verify"]
-
 _PLAN = "A plan"
 _OF_RUN = tuple(option for option in RUN_OPTIONS if (option.group, option.field) != ("train", "model"))
 

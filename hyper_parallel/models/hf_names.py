@@ -16,17 +16,6 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 
-__all__ = [
-    "CheckpointPlace",
-    "config_from_json",
-    "config_to_json",
-    "empty_tensors",
-    "is_left_out",
-    "is_passed_over",
-    "model_tensors",
-    "place_of",
-]
-
 _HEAD, _EMBEDDING = "head.weight", "embed.weight"
 
 _MODEL = (

@@ -37,8 +37,6 @@ from hyper_parallel.models.hf_names import (
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
 
-__all__ = ["export_huggingface", "import_huggingface", "load_huggingface"]
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """The files of a folder: which file has which tensor; or the only one."""
 

@@ -22,8 +22,6 @@ from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import LOGITS, MeshLike, Streams, add_entries, check_heads
 
-__all__ = ["huggingface_plan", "parallelize_huggingface"]
-
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 """The values of `config.model_type` that there are plans for."""
 

@@ -17,8 +17,6 @@ from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.expert_parallel.router import SCORES, Router
 from hyper_parallel.models.llama import Block, FeedForward, Llama, LlamaConfig
 
-__all__ = ["ExpertsConfig", "MixtureOfExperts", "MoEConfig", "MoELlama"]
-
 
 @dataclass(frozen=True)
 class ExpertsConfig:

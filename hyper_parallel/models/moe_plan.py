@@ -22,8 +22,6 @@ from hyper_parallel.models.lora import add_adapters
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, cut, llama_plan, reshard_gathered
 
-__all__ = ["moe_plan", "parallelize_moe"]
-
 _EVERY = "layers.*.mlp."
 
 

@@ -31,8 +31,6 @@ from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.lora import add_adapters
 
-__all__ = ["MeshLike", "Streams", "llama_loss", "llama_plan"]
-
 MeshLike = DeviceMesh | Layout | Mapping[str, int] | str
 """What has axes with names and sizes: a mesh, a layout of one, {"dp": 2, "tp": 4}, "dp=2,tp=4"."""
 

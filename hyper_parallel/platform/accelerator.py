@@ -17,14 +17,6 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.attention import AttentionKernel, gpu_attention, npu_attention
 from hyper_parallel.platform.platform import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
 
-__all__ = [
-    "AcceleratorPlatform",
-    "CudaPlatform",
-    "NpuPlatform",
-    "torch_npu_is_installed",
-]
-
-
 _ALLOCATIONS = 100_000  # kept of a recording, the last ones: the last steps, in a file of some 100 MB
 
 # The common part of cuda and npu: everything that torch's device modules spell the same -------------------------------

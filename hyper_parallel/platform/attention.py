@@ -20,19 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-__all__ = [
-    "AttentionKernel",
-    "CudnnAttention",
-    "EfficientAttention",
-    "FlashAttention",
-    "HostAttention",
-    "NpuAttention",
-    "attention_operators",
-    "gpu_attention",
-    "host_attention",
-    "npu_attention",
-]
-
 _aten = torch.ops.aten
 
 

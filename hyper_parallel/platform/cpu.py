@@ -19,8 +19,6 @@ from torch.distributed import distributed_c10d
 from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.platform import MemoryStats, Platform, Stream
 
-__all__ = ["CpuPlatform", "HostEvent", "HostStream"]
-
 
 class HostEvent:
     """An event on a device without streams: whatever it marks is already done.

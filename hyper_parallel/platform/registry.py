@@ -12,8 +12,6 @@ from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform, torch
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.platform.platform import Platform, PlatformUnavailableError
 
-__all__ = ["PlatformRegistry", "get_platform", "register_platform", "register_provider", "unregister_provider"]
-
 PlatformFactory = Callable[[], Platform]
 PlatformProvider = Callable[[str | None], Platform | None]
 

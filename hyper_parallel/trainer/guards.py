@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.checks import check_choice, check_least
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["NonFiniteError", "NonFinitePolicy", "StopRequest", "dump_nonfinite", "nonfinite_error", "stop_on_signals"]
-
 POLICIES = ("skip", "stop", "dump")
 
 

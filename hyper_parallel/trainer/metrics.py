@@ -14,15 +14,6 @@ from torch import Tensor
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.platform import Platform
 
-__all__ = [
-    "count_flops",
-    "flops_per_token",
-    "least_kept",
-    "memory_bytes",
-    "model_flops_utilisation",
-    "peak_flops",
-]
-
 _PEAKS = (  # the first that is found in the device's name counts
     (r"A[18]00\b", 312e12),
     (r"H[18]00\b.*PCIe", 756e12),

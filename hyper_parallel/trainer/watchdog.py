@@ -25,19 +25,6 @@ import torch.distributed as dist
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.trainer.guards import StopRequest
 
-__all__ = [
-    "STUCK_EXIT",
-    "RankLostError",
-    "RankReport",
-    "RunWatchdog",
-    "all_stacks",
-    "default_store",
-    "line_of",
-    "lost_ranks",
-    "report_of",
-    "verdict",
-]
-
 T = TypeVar("T")
 
 STUCK_EXIT = 70

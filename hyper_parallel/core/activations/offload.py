@@ -29,8 +29,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hyper_parallel.core.common.torch_compat import calls_compiled, runs_eagerly
 from hyper_parallel.platform import Event, Platform, Stream, get_platform
 
-__all__ = ["ActivationOffload", "OffloadedBlock"]
-
 _SMALLEST = 512  # bytes: an allocator rounds up to it, so that less is not worth a copy
 _BREAKS = (
     "activations go to the host between two blocks: compile without fullgraph=True, or each block before it is wrapped"

@@ -26,8 +26,6 @@ from hyper_parallel.core.checkpoint.writer import Staging
 from hyper_parallel.core.common.checks import check, check_choice, check_least
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["Checkpointer", "Saved"]
-
 _NAME = re.compile(r"step-(\d{8,})")
 
 

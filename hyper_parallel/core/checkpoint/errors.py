@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from hyper_parallel.core.common.checks import check
 
-__all__ = ["CheckpointError", "Peers"]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is not there, or is not what was once written."""

@@ -17,18 +17,6 @@ import torch
 
 from hyper_parallel.core.common.errors import explain
 
-__all__ = [
-    "BLOCK",
-    "DTYPES",
-    "BlockWriter",
-    "bytes_of",
-    "decoded",
-    "from_json",
-    "header_of",
-    "to_json",
-]
-
-
 # Values as JSON and back, exactly: what comes out equals what went in, with the same types ----------------------------
 
 _MARK = "$"  # starts the one key of an object that stands for something JSON does not have

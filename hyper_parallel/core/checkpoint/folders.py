@@ -24,8 +24,6 @@ from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.record import NAME
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["LEASE", "Lease", "clean", "is_complete", "place", "put_in_place", "remove"]
-
 _SAVING, _REPLACED, _DELETED = ".saving-", ".replaced-", ".deleted-"
 _UNDONE = "undone-"
 

@@ -15,8 +15,6 @@ from hyper_parallel.core.common.checks import check, check_modules
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import plain_name
 
-__all__ = ["load_optimizer_scalars", "model_tensors", "optimizer_targets", "optimizer_tensors"]
-
 _ASKED = "cannot name the state of an optimizer"
 
 

@@ -32,8 +32,6 @@ from hyper_parallel.core.checkpoint.record import NAME, Box, CheckpointMetadata,
 from hyper_parallel.core.checkpoint.shards import key_in_file
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["LoadPlanner", "Reader", "check_files"]
-
 _PIECE = 2**19  # bytes that are read at once where they cannot be read into their place: they stay in a core's cache
 
 

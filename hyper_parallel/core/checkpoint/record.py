@@ -18,8 +18,6 @@ from hyper_parallel.core.checkpoint.files import DTYPES, decoded, open_plain
 from hyper_parallel.core.checkpoint.shards import BETWEEN
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["Box", "CheckpointMetadata", "FileEntry", "TensorEntry", "read_record"]
-
 NAME = "checkpoint.json"
 VERSION = 1
 _BEGIN = '{"format": "hyper_parallel checkpoint", "version": %d, "crc32": "%08x", "content":\n'

@@ -15,8 +15,6 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.convert import layout_of
 
-__all__ = ["LocalShard", "shards_of"]
-
 BETWEEN = "|"  # between a tensor's name and what tells its boxes, or the ranks that have one each, apart
 
 

@@ -32,8 +32,6 @@ from hyper_parallel.core.checkpoint.shards import LocalShard, key_in_file
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import get_platform
 
-__all__ = ["SavePlanner", "Staging", "Writer"]
-
 # Who writes what: a plan of torch.distributed.checkpoint --------------------------------------------------------------
 #
 # torch computes the box of a DTensor for even splits in mesh order; for others it contradicts itself. So plans are made

@@ -20,20 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain, nearest
 
-__all__ = [
-    "check",
-    "check_above",
-    "check_choice",
-    "check_fields",
-    "check_int",
-    "check_least",
-    "check_modules",
-    "check_rank",
-    "check_shape",
-    "check_tensors",
-    "read_int",
-]
-
 
 class _Kind(NamedTuple):
     """What an argument may be: how people call it, how to tell, and an example of it."""

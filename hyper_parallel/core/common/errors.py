@@ -6,8 +6,6 @@ An error says what was asked, what is to blame, what was seen, and what to try.
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["explain", "nearest", "readable_bytes"]
-
 
 def explain(asked: str, blame: str, seen: str, hint: str) -> str:
     """Put the four parts of an error message into their fixed order.

@@ -17,15 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = [
-    "all_gather_single",
-    "attempt_store",
-    "gather_numbers",
-    "group_of",
-    "init_process_group",
-    "reduce_scatter_single",
-]
-
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -12,8 +12,6 @@ from rich.console import Console, Group, RenderableType
 from rich.style import Style
 from rich.table import Table
 
-__all__ = ["View", "as_html", "as_text", "display", "fold", "plain_table"]
-
 _WIDTH, _NO_LIMIT = 120, 100_000  # columns
 _CELL = "padding: 1px 10px 1px 0; text-align: "
 

@@ -14,16 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.common.errors import explain
 
-__all__ = [
-    "ADDS_UP",
-    "calls_compiled",
-    "has_saved_tensors_hooks",
-    "is_set_to",
-    "note_replaced",
-    "plain_name",
-    "runs_eagerly",
-]
-
 ADDS_UP = "_hyper_parallel_adds_up"
 """What an attribute of a parameter is called that says: whoever takes its gradients adds up sums that are pending."""
 

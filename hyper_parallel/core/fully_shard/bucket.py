@@ -21,16 +21,6 @@ from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.platform import Platform, Stream
 
-__all__ = [
-    "Bucket",
-    "CopyStreams",
-    "ExtensionBucket",
-    "NoDataError",
-    "OwnedBucket",
-    "Storage",
-    "computed_in",
-]
-
 
 class NoDataError(RuntimeError):
     """Shards are on the meta device; the unit says which."""

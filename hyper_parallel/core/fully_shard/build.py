@@ -30,22 +30,6 @@ from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.platform import Platform
 
-__all__ = [
-    "FoundParameter",
-    "Grouping",
-    "check_parameters",
-    "copy_wrapped",
-    "find_parameters",
-    "install",
-    "make_buckets",
-    "make_unit",
-    "move_buffers",
-    "own_modules",
-    "refuse_gradients",
-    "root_modules",
-]
-
-
 # -- checks of arguments, before anything is changed -------------------------------------------------------------------
 
 

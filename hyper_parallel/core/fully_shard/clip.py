@@ -25,12 +25,6 @@ from hyper_parallel.core.mesh.device_mesh import mesh_among
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform
 
-__all__ = [
-    "clip_grad_norm_",
-    "clip_grads_with_norm_",
-    "get_total_norm",
-]
-
 _WIDER = MappingProxyType(
     {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 )

@@ -13,17 +13,6 @@ import torch.distributed.distributed_c10d as c10d
 from hyper_parallel.core.common.groups import all_gather_single, reduce_scatter_single
 from hyper_parallel.platform import Event
 
-__all__ = [
-    "Pending",
-    "all_gather",
-    "all_gather_each",
-    "all_reduce",
-    "broadcast_each",
-    "reduce_each",
-    "reduce_scatter",
-    "reduce_scatter_each",
-]
-
 
 class Pending:
     """A collective under way: `wait` makes its result usable on the current stream and returns it."""

@@ -11,16 +11,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = [
-    "ForwardCall",
-    "cast",
-    "copy_aliases",
-    "mark_inputs",
-    "restore_containers",
-    "tensors_in",
-    "watch_outputs",
-]
-
 
 class CallListener(Protocol):
     """What a forward call reports to: its unit."""

@@ -35,30 +35,6 @@ from hyper_parallel.core.fully_shard.unit import (
     unit_of,
 )
 
-__all__ = [
-    "HSDPModule",
-    "ManagedModule",
-    "State",
-    "StepReductions",
-    "check_flags",
-    "hold_parameters",
-    "needed_unit",
-    "needed_units",
-    "prefetched_units",
-    "reached_units",
-    "reduce_gradients",
-    "refuse_traced",
-    "register_forward_method",
-    "register_fsdp_forward_method",
-    "register_state",
-    "release_parameters",
-    "share_comm_ctx",
-    "show_shards_in_state_dicts",
-    "state",
-    "units_with_wider_sums",
-    "wrapped_class",
-]
-
 # -- units below a module --------------------------------------------------------------------------------------------
 
 

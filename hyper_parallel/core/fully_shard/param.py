@@ -21,12 +21,6 @@ from hyper_parallel.core.fully_shard.placement import ParameterPlacement
 from hyper_parallel.core.mesh.device_mesh import OwnerMesh
 from hyper_parallel.core.redistribute.api import redistribute
 
-__all__ = [
-    "ManagedParam",
-    "ParamSlot",
-    "dtensor_like",
-]
-
 
 @dataclass(frozen=True)
 class ParamSlot:

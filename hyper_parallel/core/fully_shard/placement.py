@@ -27,25 +27,6 @@ from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh, fl
 from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
 from hyper_parallel.platform import Platform, get_platform
 
-__all__ = [
-    "DataParallelMesh",
-    "Owner",
-    "ParameterPlacement",
-    "PlacementFn",
-    "common_spmd_mesh",
-    "data_axes",
-    "has_extension",
-    "kept_placement",
-    "plain_placement",
-    "platform_of",
-    "refuse_fusion",
-    "resolve_mesh",
-    "shard_dim",
-    "unified_placement",
-    "whole_parameters",
-]
-
-
 PlacementFn = Callable[[nn.Parameter], Any]
 
 

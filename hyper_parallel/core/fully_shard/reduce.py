@@ -22,15 +22,6 @@ from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_eac
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 
-__all__ = [
-    "ALIGNMENT",
-    "Finish",
-    "GradientReducer",
-    "Reduction",
-    "FusedAllReduce",
-    "FusedAllReduces",
-]
-
 # -- all_reduces that take what several reductions leave, of adjacent units --------------------------------------------
 
 # Reductions of adjacent units share an all_reduce up to this size: large enough for the latency not to count, small

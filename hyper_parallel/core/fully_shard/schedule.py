@@ -28,13 +28,6 @@ from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientRedu
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
 
-__all__ = [
-    "Schedule",
-    "Structure",
-    "hsdp_sync_stream",
-    "note_pending_reductions",
-]
-
 
 class ScheduledUnit(Protocol):
     """What a schedule asks of its units; these know the schedule, so the arrow between the two goes one way."""

@@ -33,17 +33,6 @@ from hyper_parallel.core.fully_shard.unit import is_wrapped, nested_units
 from hyper_parallel.core.redistribute import full_tensor, redistribute
 from hyper_parallel.platform import get_platform
 
-__all__ = [
-    "fit",
-    "fits",
-    "get_model_state_dict",
-    "give_memory",
-    "load_into",
-    "load_state_dict",
-    "misfit",
-    "whole_of",
-]
-
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."  # torch's activation checkpointing leaves it out of its keys
 
 

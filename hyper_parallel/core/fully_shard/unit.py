@@ -40,17 +40,6 @@ from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
 
-__all__ = [
-    "ShardedState",
-    "StepControl",
-    "Unit",
-    "is_wrapped",
-    "nested_traced_units",
-    "nested_units",
-    "traced_unit_of",
-    "unit_of",
-]
-
 
 class ShardedState(Enum):
     """Where the data of a unit's parameters is; what its modules show says `Unit.shows_unsharded`.

@@ -36,9 +36,6 @@ from hyper_parallel.core.fully_shard.placement import ParameterPlacement
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, UnitOptions
 
-__all__ = ["TracedUnit", "install"]
-
-
 # -- collectives, in the form that is the same in a graph and out of it -----------------------------------------------
 
 

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.init.tiles import FillTarget, Write, digest, normal, truncated, uniform
 
-__all__ = ["DefaultsToCpu", "Filling"]
-
 _DRAWS: Mapping[str, Callable[..., None]] = MappingProxyType({"normal_": normal, "uniform_": uniform})
 _CONSTANTS = frozenset({"fill_", "zero_"})
 _SAME = frozenset({"alias", "detach", "lift_fresh"})  # `parameter.data` and `parameter.detach()`

@@ -17,20 +17,6 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "FillTarget",
-    "Numbers",
-    "Region",
-    "Write",
-    "digest",
-    "flush",
-    "normal",
-    "tiles",
-    "truncated",
-    "uniform",
-]
-
-
 # Tiles of a tensor, each with random numbers of its own ---------------------------------------------------------------
 #
 # A tile's numbers depend on the seed, the tensor's name, how often it was drawn before and the tile's place in the

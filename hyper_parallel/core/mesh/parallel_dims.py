@@ -26,8 +26,6 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.common.groups import group_of, init_process_group
 from hyper_parallel.platform import get_platform
 
-__all__ = ["ParallelDims"]
-
 AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")  # of the mesh's names
 # Of the ranks, outermost first. Launchers number ranks node by node, so that ranks of tp, which communicate most, are
 # neighbours on one node, and stages, which communicate least, reach over nodes.

@@ -26,14 +26,6 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh
 
-__all__ = [
-    "SpmdMesh",
-    "spmd_mesh_of",
-    "divisor",
-    "split_replicated",
-    "split_world",
-]
-
 Ranks = npt.NDArray[np.int64]
 
 

@@ -31,8 +31,6 @@ from hyper_parallel.core.redistribute.cost import default_topology
 from hyper_parallel.core.redistribute.execute import Working, drive, start
 from hyper_parallel.core.redistribute.plan import plan
 
-__all__ = ["Chunks", "in_chunks"]
-
 
 @dataclass(frozen=True)
 class Chunks:

@@ -41,21 +41,6 @@ from hyper_parallel.core.redistribute.execute import drive, start
 from hyper_parallel.core.redistribute.gradients import FromLocal, back_to, cotangents, refuse_ambiguous
 from hyper_parallel.core.redistribute.plan import plan
 
-__all__ = [
-    "LayoutMark",
-    "ReshardedInputs",
-    "agreed_shape",
-    "cross",
-    "enter",
-    "leave",
-    "local_redistributed",
-    "mark_of",
-    "marked",
-    "shard_shape",
-    "waited_for",
-    "wrapped",
-]
-
 
 @runs_eagerly
 def enter(x: DTensor, target: Layout, grad_layout: Layout | None = None) -> torch.Tensor:

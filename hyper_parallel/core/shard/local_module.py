@@ -38,8 +38,6 @@ from hyper_parallel.core.shard.entry_exit import (
 from hyper_parallel.core.shard.region import LocalParameters, Region, hide
 from hyper_parallel.core.shard.spelling import LayoutTree, describe, leaves
 
-__all__ = ["LocalModule", "Lookup", "begin_lookup", "end_lookup", "shared_axes"]
-
 
 def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
     """Return the axes over which ranks share the work instead of repeating it.

@@ -19,8 +19,6 @@ from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.gradients import FromLocal
 from hyper_parallel.core.shard.entry_exit import local_redistributed, waited_for, wrapped
 
-__all__ = ["OWN_PARTS", "LocalParameters", "Region", "Taken", "hide", "is_unit"]
-
 OWN_PARTS = "_hyper_parallel_own_parts"
 """What an attribute of a module is called that says: its parameters are DTensors on a mesh that the plan need not know,
 and its code takes its shards of them itself, and says what their gradients are. `fully_shard` may be called on it."""

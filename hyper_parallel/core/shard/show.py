@@ -27,8 +27,6 @@ from hyper_parallel.core.redistribute.show import plan_view, shape_words
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.core.shard.spelling import describe
 
-__all__ = ["show", "view"]
-
 _MOST_PARTS, _MOST_ROWS = 32, 60  # rows of a table
 _LEFT = 99  # columns of words: more than there are
 _HUES = ("cyan", "magenta", "green", "yellow", "blue", "red")
