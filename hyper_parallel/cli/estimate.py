@@ -75,8 +75,7 @@ def estimate(
     plot: Annotated[Path | None, _option("PNG file: the timeline and the memory of a step.", _OUT)] = None,
     trace: Annotated[Path | None, _option("JSON file for ui.perfetto.dev: the timeline.", _OUT)] = None,
     compare: Annotated[
-        Path | None,
-        _option("Trace of torch.profiler, as of train --profile-steps, to put beside.", _OUT),
+        Path | None, _option("Trace of torch.profiler, as of train --profile-steps, to put beside.", _OUT)
     ] = None,
     json_file: Json = None,
 ) -> None:

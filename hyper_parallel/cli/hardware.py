@@ -53,9 +53,7 @@ def list_hardware(context: typer.Context) -> None:
 
 
 @hardware.command()
-def show(
-    name: Annotated[str, typer.Argument(help="A name from the list, or the path of a TOML file.")],
-) -> None:
+def show(name: Annotated[str, typer.Argument(help="A name from the list, or the path of a TOML file.")]) -> None:
     """Show every figure of a description, with its source and how good the evidence is."""
     with mistakes_as_messages():
         from sim.mesh.hardware import find_hardware

@@ -21,13 +21,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hyper_parallel.cli.kit import (
-    FAILURE,
-    INTERRUPTED,
-    is_first_rank,
-    say_error,
-    stderr_console,
-)
+from hyper_parallel.cli.kit import FAILURE, INTERRUPTED, is_first_rank, say_error, stderr_console
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs

@@ -76,13 +76,7 @@ def moe_plan(
     degree = streams.degree if etp is None else etp
     _check_etp(asked, streams, degree)
     plan = llama_plan(
-        model,
-        mesh,
-        tp=tp,
-        dp=dp,
-        sequence_parallel=sequence_parallel,
-        vocab_parallel=vocab_parallel,
-        logits=logits,
+        model, mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel, vocab_parallel=vocab_parallel, logits=logits
     )
     for field in ("plan", "input_plan", "output_plan", "local_plan"):
         entries = getattr(plan, field) or {}

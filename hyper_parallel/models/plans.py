@@ -122,8 +122,7 @@ def llama_plan(
     axis, whole = streams.tp or "None", ("None", "None")
     begins, ends = (model.embed is not None, model.head is not None) if isinstance(model, Llama) else (True, True)
     plan = ShardingPlan(
-        input_plan={"input": (streams.rows, "None") if begins else streams.residual},
-        wrap_inputs=not begins,
+        input_plan={"input": (streams.rows, "None") if begins else streams.residual}, wrap_inputs=not begins
     )
     if not isinstance(model, Llama) or len(model.layers):  # a stage may have none
         _add_layers(plan, streams)

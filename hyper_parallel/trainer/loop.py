@@ -225,13 +225,7 @@ class Trainer:
         self.steps_done = self.samples_used = self.skipped = 0
         self._are_same = False  # the batches of the ranks' loaders: looked at once
         self.saver = Saver(
-            config,
-            self.model,
-            self.optimizer,
-            self.device,
-            rank=place.rank,
-            world_size=place.world_size,
-            shape=shape,
+            config, self.model, self.optimizer, self.device, rank=place.rank, world_size=place.world_size, shape=shape
         )
         self._resume()
 

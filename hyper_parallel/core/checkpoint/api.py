@@ -241,12 +241,7 @@ def load(
 
 
 def _that_fit(
-    asked: str,
-    shards: dict[str, LocalShard],
-    record: CheckpointMetadata,
-    per_rank: Tensors,
-    rank: int,
-    strict: bool,
+    asked: str, shards: dict[str, LocalShard], record: CheckpointMetadata, per_rank: Tensors, rank: int, strict: bool
 ) -> dict[str, LocalShard]:
     """Return the shards that the checkpoint has."""
     missing = [key for key in shards if key not in record.by_key]

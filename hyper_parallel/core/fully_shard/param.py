@@ -60,11 +60,7 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 
 
 def _dtensor_where(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
     """A DTensor over `local` where that is: `DTensor.from_local` would move what is offloaded to the mesh's device."""
     on_mesh = local.device.type in (mesh.device_type, "meta")

@@ -160,14 +160,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     return load_into(model, state_dict, load, strict=strict, assign=assign)
 
 
-def load_into(
-    module: nn.Module,
-    state_dict: Any,
-    load: Callable[[Any], Any],
-    *,
-    strict: bool,
-    assign: bool,
-) -> Any:
+def load_into(module: nn.Module, state_dict: Any, load: Callable[[Any], Any], *, strict: bool, assign: bool) -> Any:
     """Check all values, then have `load`, torch's own `load_state_dict` without `strict`, walk the modules."""
     asked = "load_state_dict cannot read its argument"
     check(asked, "mapping", "model.state_dict()", state_dict=state_dict)

@@ -47,12 +47,7 @@ from hyper_parallel.core.hsdp.compiled import install as install_traced
 from hyper_parallel.core.mesh.spmd_mesh import divisor, split_replicated, split_world
 from hyper_parallel.platform import Platform, get_platform
 
-__all__ = [
-    "HSDPCell",
-    "OptimizerLevel",
-    "hsdp",
-    "hsdp_sync_stream",
-]
+__all__ = ["HSDPCell", "OptimizerLevel", "hsdp", "hsdp_sync_stream"]
 
 
 class HSDPCell(ManagedModule):

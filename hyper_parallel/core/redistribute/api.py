@@ -115,11 +115,7 @@ def _is_where_it_should_be(x: DTensor, placements: Sequence[Any] | None, *option
 
 @runs_eagerly
 def distribute_tensor(
-    tensor: torch.Tensor,
-    layout: LayoutLike,
-    placements: Sequence[Any] | None = None,
-    *,
-    src_data_rank: int | None = 0,
+    tensor: torch.Tensor, layout: LayoutLike, placements: Sequence[Any] | None = None, *, src_data_rank: int | None = 0
 ) -> DTensor:
     """Return a DTensor of which every rank holds its part of a full tensor.
 

@@ -244,11 +244,7 @@ def _reduced(step: Step, work: Moves, held: torch.Tensor, arrived: torch.Tensor)
 
 
 def all_to_all(
-    arrived: torch.Tensor,
-    packed: torch.Tensor,
-    receives: Sequence[int],
-    sends: Sequence[int],
-    group: dist.ProcessGroup,
+    arrived: torch.Tensor, packed: torch.Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
 ) -> dist.Work:
     """Start an exchange of parts of any dtype, and return the work to wait for.
 

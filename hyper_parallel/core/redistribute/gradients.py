@@ -126,12 +126,7 @@ class PendingRedistribute:
     """
 
     def __init__(
-        self,
-        x: DTensor,
-        working: Working | None,
-        target: Layout,
-        result: DTensor | None = None,
-        terms: Terms = ANY,
+        self, x: DTensor, working: Working | None, target: Layout, result: DTensor | None = None, terms: Terms = ANY
     ) -> None:
         self._x = x
         self._terms = terms

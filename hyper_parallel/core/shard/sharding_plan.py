@@ -79,11 +79,7 @@ class Reading:
 
 
 def read_plan(
-    asked: str,
-    plan: object,
-    mesh: DeviceMesh | Layout,
-    modules: Sequence[str],
-    parameters: Mapping[str, int],
+    asked: str, plan: object, mesh: DeviceMesh | Layout, modules: Sequence[str], parameters: Mapping[str, int]
 ) -> Reading:
     """Read a plan for a model.
 
@@ -108,10 +104,7 @@ def read_plan(
     results = _section(asked, "local_plan", checked.local_plan, base)
     local = resolve(f"{asked}: local_plan", results, modules, "module")
     resharded = resolve(
-        f"{asked}: reshard_inputs",
-        {path: (path, True) for path in checked.reshard_inputs or []},
-        modules,
-        "module",
+        f"{asked}: reshard_inputs", {path: (path, True) for path in checked.reshard_inputs or []}, modules, "module"
     )
     _check_local(f"{asked}: reshard_inputs", list(resharded), local, "whose gathered inputs alone can be freed")
     chunks = resolve(

@@ -21,9 +21,7 @@ _ASKED = "cannot differentiate"
 
 
 def parallelize_value_and_grad(
-    fn: Callable[..., Any],
-    weights: torch.Tensor | Sequence[torch.Tensor],
-    sens: Sequence[float] | None = None,
+    fn: Callable[..., Any], weights: torch.Tensor | Sequence[torch.Tensor], sens: Sequence[float] | None = None
 ) -> Callable[..., tuple[Any, Any]]:
     """Return a function of the arguments of `fn` that returns what `fn` does, and its gradients for the weights.
 
