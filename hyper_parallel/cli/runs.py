@@ -43,7 +43,7 @@ from hyper_parallel.trainer.report import (
     bits_per_byte,
     largest_difference,
     loss_table,
-    plot_losses,
+    plot_log,
     prediction_table,
     readable_seconds,
     traffic_table,
@@ -397,8 +397,7 @@ def compare_runs(console: Console, runs: dict[str, TrainResult], traffic: list[T
     summarise(console, simulated)
     console.print(f"one device alone: {single.tokens_per_s:,.0f} tokens/s on one core, as the simulated ranks together")
     picture = out / "loss.png"
-    title = f"Llama, {simulated.parameters:,} parameters, on Python source text"
-    if plot_losses(runs, picture, title):
+    if plot_log([out / "8_ranks.jsonl", out / "one_device.jsonl"], picture):
         console.print(f"wrote {picture}, {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
     else:
         console.print(f"no {picture}: matplotlib is not installed; try: pip install 'hyper_parallel[plot]'")

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -171,9 +170,7 @@ class JsonlLog:
     def __enter__(self) -> JsonlLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -262,9 +259,7 @@ class TensorBoardLog:
     def __enter__(self) -> TensorBoardLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._writer is not None:
             self._writer.close()
 
@@ -310,9 +305,7 @@ class ProfilerTrace:
             self._profiler.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._profiler is not None:
             self._profiler.stop()
 
@@ -375,9 +368,7 @@ class TrainingDisplay:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
 
@@ -524,48 +515,11 @@ def readable_seconds(amount: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
 
 
-def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
-    """Draw training and validation losses of several runs into one picture.
-
-    Args:
-        runs: the runs by title; later ones are drawn dashed on top, so that equal curves show both.
-        path: PNG file to write.
-        title: headline of the picture.
-
-    Returns:
-        False when matplotlib is not installed; nothing is written then.
-    """
-    figure = blank_figure(path, 8, 4.5, dpi=120)
-    if figure is None:
-        return False
-    axes = figure.add_subplot()
-    styles = [("tab:blue", "-", 3.0, 0.45), ("black", "--", 1.0, 1.0)]
-    for (name, run), (color, dash, width, alpha) in zip(runs.items(), styles, strict=False):
-        steps = [record.step for record in run.steps]
-        axes.plot(steps, run.losses, dash, color=color, linewidth=width, alpha=alpha, label=f"train, {name}")
-        points = [(record.step, record.valid_loss) for record in run.steps if record.valid_loss is not None]
-        filled = color if dash == "-" else "none"
-        axes.plot(
-            *zip(*points, strict=True),
-            "o",
-            color="tab:orange" if dash == "-" else color,
-            markersize=7,
-            markerfacecolor="tab:orange" if dash == "-" else filled,
-            label=f"validation, {name}",
-        )
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
-    axes.set_xlim(0, None)
-    axes.legend(frameon=False)
-    quiet(axes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return True
-
-
 def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     """Draw the JSONL logs of runs, finished or not: loss, norm of the gradient, and tokens per second over the steps.
 
-    Where a log has predictions, step time and memory stand below, and what was predicted is dashed.
+    Where a log has predictions, step time and memory stand below, and what was predicted is dashed. The first log's
+    losses are drawn wide, so that equal curves show both.
 
     Args:
         logs: files that runs have written; two with the same name are distinguished by their folders.
@@ -595,7 +549,8 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     losses, norms, speeds = panels[:3]
     for place, (log, records) in enumerate(runs.items()):
         steps, label, color = [record.step for record in records], Path(log).stem if unique else log, f"C{place}"
-        losses.plot(steps, [record.loss for record in records], color=color, label=label)
+        width = 3.0 if place == 0 and len(runs) > 1 else 1.5
+        losses.plot(steps, [record.loss for record in records], color=color, linewidth=width, label=label)
         measured = [(record.step, record.valid_loss) for record in records if record.valid_loss is not None]
         if measured:
             losses.plot(*zip(*measured, strict=True), "o", color=color, label=f"{label}, validation")

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -167,9 +166,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error, ranks that wait for each other here could wait for ever, unless all ranks raise it.
         if self._files is None:
             return

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import FrameSummary
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -200,9 +199,7 @@ class RunWatchdog:
     def __enter__(self) -> RunWatchdog:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _run(self, name: str, target: Callable[[], None]) -> None:

@@ -33,7 +33,6 @@ from hyper_parallel.trainer.report import (
     TrainResult,
     largest_difference,
     loss_table,
-    plot_losses,
     read_log,
     traffic_table,
 )
@@ -572,15 +571,6 @@ def test_traffic_is_summed_over_axes() -> None:
         "dp all_reduce 2 1.5 KiB 100 B",
         "all 1,202 3.0 MiB",
     ]
-
-
-def test_without_matplotlib_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = {"8 ranks": run_of([5.0, 4.0], 3.0), "one device": run_of([5.0, 4.0], 3.0)}
-    assert plot_losses(runs, tmp_path / "with" / "loss.png", "title")
-    assert (tmp_path / "with" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not plot_losses(runs, tmp_path / "without" / "loss.png", "title")
-    assert not (tmp_path / "without").exists()
 
 
 def test_a_terminal_shows_a_bar_that_moves() -> None:
