@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import BYTES_ONLY, lower_bound, plan, topology
 from hyper_parallel.core.redistribute.builder import Builder
-from hyper_parallel.core.redistribute.candidates import axis_by_axis, gather_everything
+from hyper_parallel.core.redistribute.candidates import axis_by_axis
+from hyper_parallel.core.redistribute.holdings import Holding
 from hyper_parallel.core.redistribute.transition import on_one_mesh, read
 from sim.strategies import layouts, meshes, shapes
 
@@ -156,6 +157,15 @@ CUT = Layout((1, 1, 4, 4), ("dp", "tp", "cp", "pp"))
 def twin_of(twin, case, on):
     task = on_one_mesh(read("cannot plan", *case, torch.float32))
     return twin(task, Builder(task, on))
+
+
+def gather_everything(task, builder):
+    """Return the steps that give every rank the full tensor, reduced, and then slice: the brute-force twin."""
+    replicated = Holding(task.sizes, task.shape, ((),) * len(task.shape))
+    steps = [builder.all_reduce(task.source, task.reduces)] if task.reduces else []
+    axes = tuple(axis for axis in task.live if axis in task.split_axes)
+    gather = builder.exchange(task.source, replicated, axes) if axes else None
+    return [*steps, *([gather] if gather is not None else []), *builder.local(replicated, task.target)]
 
 
 def received(steps):

@@ -397,15 +397,6 @@ def axis_by_axis(task: MeshTransition, builder: Builder) -> list[Step]:
     return [*steps, *builder.local(held, task.target)]
 
 
-def gather_everything(task: MeshTransition, builder: Builder) -> list[Step]:
-    """Return the steps that give every rank the full tensor, reduced, and then slice: the brute-force twin."""
-    replicated = Holding(task.sizes, task.shape, ((),) * len(task.shape))
-    steps = [builder.all_reduce(task.source, task.reduces)] if task.reduces else []
-    axes = tuple(axis for axis in task.live if axis in task.split_axes)
-    gather = builder.exchange(task.source, replicated, axes) if axes else None
-    return [*steps, *([gather] if gather is not None else []), *builder.local(replicated, task.target)]
-
-
 def _append(held: Holding, wanted: Splits, axis: int) -> Holding | None:
     """Return the holding split over one more axis, if that puts the axis where it is wanted; else None."""
     for dim, chain in enumerate(wanted):

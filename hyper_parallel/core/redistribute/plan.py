@@ -80,28 +80,18 @@ class Plan:
         return sum(step.seconds for step in self.steps)
 
     def __str__(self) -> str:
-        head = ("step", "over", "ranks", "receives", "sends", "extra", "us")
-        rows = [
-            (
-                step.kind + (f" x{step.rounds}" if step.rounds > 1 else ""),
-                "+".join(step.axes) or "-",
-                str(step.group_size),
-                readable_bytes(int(step.recv_bytes.max(initial=0))),
-                readable_bytes(int(step.send_bytes.max(initial=0))),
-                readable_bytes(step.peak_extra_bytes),
-                f"{step.seconds * 1e6:.1f}",
-            )
-            for step in self.steps
-        ]
         title = f"{self.src} -> {self.dst}, {tuple(self.global_shape)} {str(self.dtype).removeprefix('torch.')}"
-        if not rows:
+        if not self.steps:
             return f"{title}\nnothing to do"
-        widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(w) if place < 2 else cell.rjust(w) for place, (cell, w) in enumerate(zip(row, widths)))  # noqa: B905
-            for row in [head, *rows]
-        ]
-        return "\n".join([title, *(line.rstrip() for line in lines)])
+        from hyper_parallel.core.common.tables import as_text, plain_table  # rich, which a training script may not need
+
+        table = plain_table("step", "over", "ranks", "receives", "sends", "extra", "us", left=2)
+        for step in self.steps:
+            moved = (int(step.recv_bytes.max(initial=0)), int(step.send_bytes.max(initial=0)), step.peak_extra_bytes)
+            kind = step.kind + (f" x{step.rounds}" if step.rounds > 1 else "")
+            place = (kind, "+".join(step.axes) or "-", str(step.group_size))
+            table.add_row(*place, *map(readable_bytes, moved), f"{step.seconds * 1e6:.1f}")
+        return f"{title}\n{as_text(table, 10_000)}"
 
 
 def plan(

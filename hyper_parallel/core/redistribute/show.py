@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -15,7 +15,7 @@ from rich.text import Text
 from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.core.common.tables import View, plain_table
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.bounds import TorchPlan, lower_bound, torch_plan
+from hyper_parallel.core.redistribute.bounds import TorchPlan, TorchStep, lower_bound, torch_plan
 from hyper_parallel.core.redistribute.holdings import Intervals, Located, Part
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.steps import Step, program
@@ -34,39 +34,6 @@ __all__ = [
 
 _LOCAL = ("slice", "copy")
 _RIGHT = ("ranks", "received per rank", "sent per rank", "extra memory", "time")
-
-
-class Movement(Protocol):
-    """What bytes, memory and time have in common for a step and for a whole plan, ours and torch's."""
-
-    @property
-    def recv_bytes(self) -> npt.NDArray[Any]: ...
-    @property
-    def send_bytes(self) -> npt.NDArray[Any]: ...
-    @property
-    def peak_extra_bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-
-
-class StepLike(Movement, Protocol):
-    """A step of our plan or of torch's."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-    @property
-    def group_size(self) -> int: ...
-
-
-class Drawn(Movement, Protocol):
-    """Our plan or torch's."""
-
-    @property
-    def steps(self) -> Sequence[StepLike]: ...
-    @property
-    def num_collectives(self) -> int: ...
 
 
 def draw_plan(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False) -> str:
@@ -116,12 +83,13 @@ def plan_view(plan: Plan, device_type: str = "cuda") -> View:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _steps(plan: Drawn, *, timed: bool) -> Text | Table:
+def _steps(plan: Plan | TorchPlan, *, timed: bool) -> Text | Table:
     """Return a table of the steps."""
-    if not plan.steps:
+    steps: Sequence[Step | TorchStep] = plan.steps
+    if not steps:
         return Text("nothing to do")
     table = plain_table("step", "kind", "axes", *_RIGHT[: len(_RIGHT) - (not timed)], left=3)
-    for number, step in enumerate(plan.steps, start=1):
+    for number, step in enumerate(steps, start=1):
         ranks = "-" if step.kind in _LOCAL else str(step.group_size)
         table.add_row(str(number), _kind(step), "+".join(step.axes) or "-", ranks, *_amounts(step, timed=timed))
     count = plan.num_collectives
@@ -129,12 +97,12 @@ def _steps(plan: Drawn, *, timed: bool) -> Text | Table:
     return table
 
 
-def _kind(step: StepLike) -> str:
+def _kind(step: Step | TorchStep) -> str:
     rounds = getattr(step, "rounds", 1)
     return f"{step.kind} x{rounds}" if rounds > 1 else step.kind
 
 
-def _amounts(moves: Movement, *, timed: bool) -> Iterator[str]:
+def _amounts(moves: Plan | TorchPlan | Step | TorchStep, *, timed: bool) -> Iterator[str]:
     yield _spread(moves.recv_bytes)
     yield _spread(moves.send_bytes)
     yield readable_bytes(moves.peak_extra_bytes)
