@@ -159,17 +159,6 @@ class RunWatchdog:
         self._progress = _Progress(step, before.beats + 1, now, doing, watched=True, longest=longest)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not watch during the block, for what may take any time; the other ranks must pause there, too."""
-        before = self._progress
-        self._progress = dataclasses.replace(before, watched=False)
-        try:
-            yield
-        finally:
-            if before.watched:
-                self.beat(before.step, before.doing)
-
-    @contextmanager
     def telling(self) -> Iterator[None]:
         """Tell the other ranks of an error of the block; if it is that others are lost, raise which.
 

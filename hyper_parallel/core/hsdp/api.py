@@ -86,8 +86,7 @@ class HSDPCell(ManagedModule):
         """
         needed_units(self)
         chosen = prefetched_units("set_forward_prefetch_cells", HSDPCell, "hsdp", hsdp_cell_list=hsdp_cell_list)
-        unit = unit_of(self)  # type: ignore[arg-type]
-        if unit is not None:  # a traced cell gathers where the graph says
+        if (unit := unit_of(self)) is not None:  # type: ignore[arg-type] # a traced cell gathers where the graph says
             unit.forward_prefetch = chosen
 
     def set_backward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell]) -> None:
@@ -97,8 +96,7 @@ class HSDPCell(ManagedModule):
         """
         needed_units(self)
         chosen = prefetched_units("set_backward_prefetch_cells", HSDPCell, "hsdp", hsdp_cell_list=hsdp_cell_list)
-        unit = unit_of(self)  # type: ignore[arg-type]
-        if unit is not None:
+        if (unit := unit_of(self)) is not None:  # type: ignore[arg-type] # a traced cell gathers where the graph says
             unit.backward_prefetch = chosen
 
 
