@@ -37,7 +37,7 @@ _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)(?:;(.*))?")
 _BOUND = re.compile(r"(<=|>=|<|>|==|!=|~=)\s*([\d.]+)")
 
 
-class DoctorFinding(NamedTuple):
+class _Finding(NamedTuple):
     """A line of the report.
 
     Attributes:
@@ -72,7 +72,7 @@ def doctor() -> None:
         raise typer.Exit(FAILURE)
 
 
-def _view(found: list[DoctorFinding]) -> View:
+def _view(found: list[_Finding]) -> View:
     table = plain_table("", "", "found", "", left=4)
     table.columns[-1].no_wrap = False
     before = ""
@@ -98,31 +98,31 @@ def _view(found: list[DoctorFinding]) -> View:
 # -- without torch -----------------------------------------------------------------------------------------------------
 
 
-def _machine() -> Iterator[DoctorFinding]:
-    yield DoctorFinding("machine", "system", f"{platform.system()} {platform.machine()}")
+def _machine() -> Iterator[_Finding]:
+    yield _Finding("machine", "system", f"{platform.system()} {platform.machine()}")
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     there = os.cpu_count() or usable
     few = "" if usable == there else f"of {there}: the others are not for this process"
-    yield DoctorFinding("machine", "cores", f"{usable}", few)
+    yield _Finding("machine", "cores", f"{usable}", few)
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" in names:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        yield DoctorFinding("machine", "memory", readable_bytes(memory))
+        yield _Finding("machine", "memory", readable_bytes(memory))
     beside = os.path.dirname(sys.executable)
     started = shutil.which("torchrun", path=os.pathsep.join([beside, os.environ.get("PATH", "")])) or ""
     other = "" if started else "python -m torch.distributed.run does the same"
-    yield DoctorFinding("machine", "torchrun", started, other)
+    yield _Finding("machine", "torchrun", started, other)
 
 
-def _packages() -> Iterator[DoctorFinding]:
+def _packages() -> Iterator[_Finding]:
     """Yield Python, this library, what it requires, and what its extras are for."""
-    yield DoctorFinding("package", "Python", platform.python_version())
-    yield DoctorFinding("package", "hyper_parallel", __version__)
+    yield _Finding("package", "Python", platform.python_version())
+    yield _Finding("package", "hyper_parallel", __version__)
     try:
         required = metadata.requires("hyper_parallel") or []
     except metadata.PackageNotFoundError:  # a folder on PYTHONPATH: its requirements are written nowhere
         required = ["torch", "numpy", "rich", "typer", "safetensors"]
-    listed: dict[str, DoctorFinding] = {}
+    listed: dict[str, _Finding] = {}
     for text in required:
         match = _REQUIREMENT.fullmatch(text)
         assert match is not None, text
@@ -137,17 +137,17 @@ def _packages() -> Iterator[DoctorFinding]:
     yield from sorted(listed.values(), key=lambda each: (each.about != "", [*_EXTRAS.values(), ""].index(each.about)))
     there = _version("triton")
     why = "kernels that torch.compile makes for GPUs" + ("" if there else "; comes with a torch for CUDA")
-    yield DoctorFinding("package", "triton", there, why)
+    yield _Finding("package", "triton", there, why)
 
 
-def _package(name: str, versions: str, extra: str | None) -> DoctorFinding:
+def _package(name: str, versions: str, extra: str | None) -> _Finding:
     """Look for a package: one without an extra is required, and must be of a version that is supported."""
     there = _version(name)
     fits = bool(there) and _satisfies(there, versions)
     shown = f"{there} (supported: {versions})" if there and not fits else there
     about = "" if extra is None else _EXTRAS[extra]
     own = f"pip install '{name}{versions}'" if extra is None else f"pip install 'hyper_parallel[{extra}]'"
-    return DoctorFinding("package", name, shown, about, "" if fits else own, stops=extra is None and not fits)
+    return _Finding("package", name, shown, about, "" if fits else own, stops=extra is None and not fits)
 
 
 def _version(name: str) -> str:
@@ -190,20 +190,20 @@ def _numbers(version: str) -> list[int]:
 # -- with torch --------------------------------------------------------------------------------------------------------
 
 
-def _torch_fails() -> DoctorFinding | None:
+def _torch_fails() -> _Finding | None:
     """Import torch, and say why it cannot be imported, if so."""
     try:
         import torch  # noqa: F401
     except Exception as error:  # a library that is missing shows up as ImportError or OSError
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         wanted = "pip install --force-reinstall torch"
-        return DoctorFinding(
+        return _Finding(
             "device", "torch", "", f"its import failed ({type(error).__name__}: {first})", wanted, stops=True
         )
     return None
 
 
-def _devices() -> Iterator[DoctorFinding]:
+def _devices() -> Iterator[_Finding]:
     """Yield the kinds of devices, in the order in which training takes them."""
     from hyper_parallel.platform import PlatformUnavailableError, get_platform
 
@@ -212,14 +212,14 @@ def _devices() -> Iterator[DoctorFinding]:
             here = get_platform(kind)
         except PlatformUnavailableError as error:
             why, _, hint = str(error).partition(": ")[2].rpartition("; ")
-            yield DoctorFinding("device", kind, "", f"{why}; {hint}")
+            yield _Finding("device", kind, "", f"{why}; {hint}")
             continue
         count = here.device_count()
         many = f"{count} x " if count > 1 else ""
-        yield DoctorFinding("device", kind, f"{many}{here.name()}, {readable_bytes(here.total_memory())}")
+        yield _Finding("device", kind, f"{many}{here.name()}, {readable_bytes(here.total_memory())}")
 
 
-def _backends() -> Iterator[DoctorFinding]:
+def _backends() -> Iterator[_Finding]:
     """Yield the backends of communication; that of a device that is there must be, too."""
     import torch.distributed as dist
 
@@ -234,12 +234,12 @@ def _backends() -> Iterator[DoctorFinding]:
     for kind, name in _BACKENDS.items():
         stops = name == needed and not there[name]
         remedy = "pip install --force-reinstall torch" if stops else ""
-        yield DoctorFinding("backend", name, "yes" if there[name] else "", f"ranks on {kind}", remedy, stops)
+        yield _Finding("backend", name, "yes" if there[name] else "", f"ranks on {kind}", remedy, stops)
     simulates = util.find_spec("sim") is not None
-    yield DoctorFinding("backend", "sim", "yes" if simulates else "", "ranks in one process, without a device")
+    yield _Finding("backend", "sim", "yes" if simulates else "", "ranks in one process, without a device")
 
 
-def _hardware() -> Iterator[DoctorFinding]:
+def _hardware() -> Iterator[_Finding]:
     """Yield the description that estimates take for the device that training takes."""
     from hyper_parallel.cli.runs import hardware_here
 
@@ -249,6 +249,6 @@ def _hardware() -> Iterator[DoctorFinding]:
         lines = str(error).splitlines()
         hint = lines[-1].strip().removeprefix("try: ")
         remedy = f"hyper-parallel train {hint}" if hint.startswith("--") else hint
-        yield DoctorFinding("estimates", "hardware", "", lines[0].partition(": ")[2], remedy)
+        yield _Finding("estimates", "hardware", "", lines[0].partition(": ")[2], remedy)
     else:
-        yield DoctorFinding("estimates", "hardware", known.name, known.title)
+        yield _Finding("estimates", "hardware", known.name, known.title)

@@ -25,7 +25,7 @@ _ROOT = Path(__file__).resolve().parents[2]  # `hyper_parallel` and `sim` lie be
 _KINDS = MappingProxyType({"int": int, "float": float, "str": str, "bool": bool, "Any": str})
 
 
-class Declared(NamedTuple):
+class _Declared(NamedTuple):
     """A field of a dataclass, as its source declares it.
 
     Attributes:
@@ -76,7 +76,7 @@ def options(
     return tuple(_option(group, known[text.partition("=")[0]], text, panel, optional) for text in fields or known)
 
 
-def _option(group: str, found: Declared, text: str, panel: str | None, optional: bool) -> Option:
+def _option(group: str, found: _Declared, text: str, panel: str | None, optional: bool) -> Option:
     field, _, called = text.partition("=")
     parameter, default = called or field, None if optional else found.default
     flag = f"--{parameter.replace('_', '-')}"
@@ -123,11 +123,11 @@ def with_options(*chosen: Option) -> Callable[[Callable[..., None]], Callable[..
 
 
 @lru_cache(maxsize=16)
-def declared(module: str, name: str) -> Mapping[str, Declared]:
+def declared(module: str, name: str) -> Mapping[str, _Declared]:
     """Read the fields of a dataclass from the source of its module.
 
     >>> declared("hyper_parallel.trainer.config", "CheckpointConfig")["keep"]
-    Declared(kind=<class 'int'>, default=3, help='How many of the last checkpoints to keep.')
+    _Declared(kind=<class 'int'>, default=3, help='How many of the last checkpoints to keep.')
 
     Args:
         module: its name.
@@ -138,7 +138,7 @@ def declared(module: str, name: str) -> Mapping[str, Declared]:
     said = _said_of_arguments(ast.get_docstring(found) or "")
     return MappingProxyType(
         {
-            node.target.id: Declared(_kind(node.annotation), _value(node.value), said.get(node.target.id, ""))
+            node.target.id: _Declared(_kind(node.annotation), _value(node.value), said.get(node.target.id, ""))
             for node in found.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }

@@ -91,7 +91,7 @@ def export_huggingface(
         blame, seen = "no tensor fits into such a file", f"max_shard_bytes: {max_shard_bytes}"
         raise ValueError(explain(asked, blame, seen, f"max_shard_bytes={5 * 2**30}"))
     expected = {name: x for name, x in model_tensors(config).items() if not is_left_out(name, config)}
-    tensors = _as_expected(asked, plain_names(state), expected, config)
+    tensors = _as_expected(asked, _plain_names(state), expected, config)
     kept = {name: dtype if dtype is not None and not _is_buffer(name) else x.dtype for name, x in tensors.items()}
     settings = config_to_json(config, kept["layers.0.attention.wq.weight"])
     if tokenizer is not None:
@@ -127,11 +127,11 @@ def _as_expected(
         if tensors.pop(name).any():
             blame = f"{name!r} changes what the router chooses, and transformers' model has no such bias"
             raise ValueError(explain(asked, blame, "score: 'softmax'", "train with bias_update_rate=0"))
-    check_known(asked, tensors, expected, config)
+    _check_known(asked, tensors, expected, config)
     missing = [name for name in expected if name not in tensors]
     if missing:
         hint = "all tensors of the model; for stages of a pipeline, save a checkpoint, and export that"
-        raise ValueError(explain(asked, "tensors of the model are missing", f"missing: {some_of(missing)}", hint))
+        raise ValueError(explain(asked, "tensors of the model are missing", f"missing: {_some_of(missing)}", hint))
     return {name: tensors[name] for name in expected}
 
 
@@ -219,7 +219,7 @@ def _make_folder(asked: str, folder: Path) -> None:
     there = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
     if there:
         blame = "it has weights already, and transformers could take those"
-        raise ValueError(explain(asked, blame, f"seen: {some_of(there)}", "a new folder, or remove that one"))
+        raise ValueError(explain(asked, blame, f"seen: {_some_of(there)}", "a new folder, or remove that one"))
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -322,8 +322,8 @@ def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
     files = _locate(asked, folder)
     _check_count(asked, files, config)
     expected = model_tensors(config)
-    tensors = plain_names(state)
-    check_known(asked, tensors, expected, config)
+    tensors = _plain_names(state)
+    _check_known(asked, tensors, expected, config)
     _check_complete(asked, files, expected, config)
     with ExitStack() as stack, torch.no_grad():
         slices = _Slices(asked, files, stack)
@@ -466,13 +466,13 @@ def _locate(asked: str, folder: Path) -> dict[str, Path]:
         files = {}
     missing = list(dict.fromkeys(str(path) for path in files.values() if not path.is_file()))
     if missing:
-        raise ValueError(explain(asked, "files that the index names are missing", some_of(missing), "a complete copy"))
+        raise ValueError(explain(asked, "files that the index names are missing", _some_of(missing), "a complete copy"))
     if not files:
         there = sorted(path.name for path in folder.iterdir())
         pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
         blame = "its weights are pickled, and reading those may run any code" if pickled else "it has no weights"
         hint = f"a folder with {SINGLE}: model.save_pretrained(folder) of transformers writes that"
-        raise ValueError(explain(asked, blame, f"files: {some_of(pickled or there)}", hint))
+        raise ValueError(explain(asked, blame, f"files: {_some_of(pickled or there)}", hint))
     return files
 
 
@@ -494,11 +494,11 @@ def _check_complete(asked: str, files: Mapping[str, Path], expected: Mapping[str
     missing = [name for name in wanted if name not in files]
     if missing:
         hint = "a complete folder, with experts one by one as transformers saves them"
-        raise ValueError(explain(asked, "tensors are missing", f"missing: {some_of(missing)}", hint))
+        raise ValueError(explain(asked, "tensors are missing", f"missing: {_some_of(missing)}", hint))
     others = [name for name in sorted(files) if name not in wanted and not is_passed_over(name, config)]
     if others:
         blame = "it has tensors that the model here does not, and without which it computes something else"
-        raise ValueError(explain(asked, blame, f"tensors: {some_of(others)}", "a model without them"))
+        raise ValueError(explain(asked, blame, f"tensors: {_some_of(others)}", "a model without them"))
 
 
 # -- the tensors that a caller gives, against those that a config's model has ------------------------------------------
@@ -506,7 +506,7 @@ def _check_complete(asked: str, files: Mapping[str, Path], expected: Mapping[str
 _SHOWN = 6
 
 
-def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors by the names that they have in a model without wrappers.
 
     Args:
@@ -515,7 +515,9 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {plain_name(name): tensor for name, tensor in state.items()}
 
 
-def check_known(asked: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: LlamaConfig) -> None:
+def _check_known(
+    asked: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: LlamaConfig
+) -> None:
     """Refuse tensors that the model does not have, or has in another shape, and those without memory.
 
     Args:
@@ -541,10 +543,10 @@ def check_known(asked: str, tensors: Mapping[str, Tensor], expected: Mapping[str
             raise ValueError(explain(asked, blame, f"device: {tensor.device}", hint))
 
 
-def some_of(names: Sequence[str]) -> str:
+def _some_of(names: Sequence[str]) -> str:
     """Write names for people, not too many of them.
 
-    >>> some_of(list("abcdefgh"))
+    >>> _some_of(list("abcdefgh"))
     'a, b, c, d, e, f and 2 more'
 
     Args:

@@ -280,25 +280,25 @@ class Streams:
     def add_shares(self, plan: ShardingPlan, path: str, inputs: Any, *, several: bool = False) -> None:
         """Let a module take replicated inputs and return partial sums, the first of its results if it has several."""
         produced: Any = [self.pending, None] if several else self.pending
-        add_module(plan, path, inputs, produced, [self.residual, None] if several else self.residual)
+        _add_module(plan, path, inputs, produced, [self.residual, None] if several else self.residual)
 
     def add_embedding(self, plan: ShardingPlan, path: str, *, split: bool, by_width: bool = False) -> None:
         """Look tokens up in a table that is split over the vocabulary, or by its width."""
         tokens, axis = (self.rows, "None"), self.tp or "None"
         if split and not by_width:
             add_entries(plan, plan={f"{path}.weight": (axis, "None")})
-            add_module(plan, path, tokens, self.pending, self.residual)
+            _add_module(plan, path, tokens, self.pending, self.residual)
         else:
             add_entries(plan, plan={f"{path}.weight": ("None", axis if split else "None")})
-            add_module(plan, path, tokens, self.columns if split else self.whole, self.residual)
+            _add_module(plan, path, tokens, self.columns if split else self.whole, self.residual)
 
     def add_head(self, plan: ShardingPlan, path: str, *, split: bool, logits: str) -> None:
         """Compute the logits of a rank's part of the vocabulary, or of its part of the residual stream."""
         gathered = None if logits == "split" else self.whole
         if split:
-            add_module(plan, path, self.whole, self.columns, gathered)
+            _add_module(plan, path, self.whole, self.columns, gathered)
         else:
-            add_module(plan, path, self.residual, self.residual, gathered)
+            _add_module(plan, path, self.residual, self.residual, gathered)
         if logits == "local":
             plan.return_local_tensor = [*(plan.return_local_tensor or []), path]
 
@@ -309,7 +309,7 @@ def add_entries(plan: ShardingPlan, /, **sections: Mapping[str, Any]) -> None:
         setattr(plan, field, {**(getattr(plan, field) or {}), **entries})
 
 
-def add_module(plan: ShardingPlan, path: str, inputs: Any, produced: Any, outputs: Any) -> None:
+def _add_module(plan: ShardingPlan, path: str, inputs: Any, produced: Any, outputs: Any) -> None:
     """Let a module compute on local tensors: what it takes, what its code returns, what becomes of that."""
     add_entries(plan, input_plan={f"{path}.input": inputs}, local_plan={path: produced})
     if outputs is not None:

@@ -35,7 +35,7 @@ _BREAKS = (
 )
 
 
-class SavedMemory:
+class _SavedMemory:
     """The memory of tensors that autograd has saved: all of a storage, on the device, on the host, or on both.
 
     Args:
@@ -59,18 +59,18 @@ class SavedMemory:
         self.stays = False
 
 
-class SavedTensor(NamedTuple):
+class _SavedTensor(NamedTuple):
     """A saved tensor as a part of its memory."""
 
-    memory: SavedMemory
-    owner: BlockActivations
+    memory: _SavedMemory
+    owner: _BlockActivations
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     version: int
 
 
-class SavedSubclass(NamedTuple):
+class _SavedSubclass(NamedTuple):
     """A saved tensor that consists of others, such as a DTensor."""
 
     kind: Any
@@ -80,7 +80,7 @@ class SavedSubclass(NamedTuple):
     stride: Any
 
 
-class BlockActivations:
+class _BlockActivations:
     """What one forward of a block has saved.
 
     Autograd alone keeps the memory: a node of the graph that is done drops what it has saved, on the device and on the
@@ -95,13 +95,13 @@ class BlockActivations:
         entered: backward has come here.
     """
 
-    def __init__(self, before: BlockActivations | None) -> None:
+    def __init__(self, before: _BlockActivations | None) -> None:
         self.before = None if before is None else weakref.ref(before)
-        self.memories: dict[int, weakref.ref[SavedMemory]] = {}
+        self.memories: dict[int, weakref.ref[_SavedMemory]] = {}
         self.sent: Event | None = None
         self.entered = False
 
-    def alive(self) -> Iterator[SavedMemory]:
+    def alive(self) -> Iterator[_SavedMemory]:
         """Yield what backward still needs, and what may be moved."""
         for reference in self.memories.values():
             memory = reference()
@@ -117,8 +117,8 @@ class ActivationOffload:
 
     def __init__(self) -> None:
         self._stream: Stream | None = None
-        self._last: BlockActivations | None = None
-        self._known: dict[tuple[int, torch.dtype], weakref.ref[SavedMemory]] = {}
+        self._last: _BlockActivations | None = None
+        self._known: dict[tuple[int, torch.dtype], weakref.ref[_SavedMemory]] = {}
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -137,18 +137,18 @@ class ActivationOffload:
             self._end(block, own)
 
     @runs_eagerly
-    def _begin(self) -> tuple[BlockActivations, saved_tensors_hooks] | None:
+    def _begin(self) -> tuple[_BlockActivations, saved_tensors_hooks] | None:
         platform = get_platform()
         if not (torch.is_grad_enabled() and platform.has_own_memory):
             return None
-        own = BlockActivations(self._last)
+        own = _BlockActivations(self._last)
         if self._last is not None:
             self._send(self._last, platform)
         self._last = own
         return own, saved_tensors_hooks(lambda tensor: self._pack(tensor, own, platform), self._unpack)
 
     @runs_eagerly
-    def _end(self, block: nn.Module, own: BlockActivations) -> None:
+    def _end(self, block: nn.Module, own: _BlockActivations) -> None:
         _find_weights(block, own)
         before = None if own.before is None else own.before()
         if before is not None:
@@ -156,7 +156,7 @@ class ActivationOffload:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Any, own: BlockActivations, platform: Platform) -> Any:
+    def _pack(self, tensor: Any, own: _BlockActivations, platform: Platform) -> Any:
         if not isinstance(tensor, torch.Tensor):  # the mesh of a DTensor
             return tensor
         if isinstance(tensor, AsyncCollectiveTensor):
@@ -164,17 +164,17 @@ class ActivationOffload:
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             inner = {name: self._pack(getattr(tensor, name), own, platform) for name in names}
-            return SavedSubclass(type(tensor), inner, context, tensor.size(), tensor.stride())
+            return _SavedSubclass(type(tensor), inner, context, tensor.size(), tensor.stride())
         is_weight = tensor.is_leaf and tensor.requires_grad
         plain = tensor.detach()
         if is_weight or not _is_movable(plain, platform):
             return plain
         memory = self._memory_of(plain, own)
-        return SavedTensor(
+        return _SavedTensor(
             memory, own, tuple(plain.size()), tuple(plain.stride()), int(plain.storage_offset()), plain._version
         )
 
-    def _memory_of(self, tensor: torch.Tensor, own: BlockActivations) -> SavedMemory:
+    def _memory_of(self, tensor: torch.Tensor, own: _BlockActivations) -> _SavedMemory:
         """Find the memory of a tensor, which several may be saved in: it is moved once."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.dtype
@@ -183,12 +183,12 @@ class ActivationOffload:
         # Of one that has left the device, the address may be somebody else's by now.
         if memory is None or memory.tensor is None or memory.tensor.untyped_storage()._cdata != storage._cdata:
             flat = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-            memory = SavedMemory(flat)
+            memory = _SavedMemory(flat)
             self._known[key] = weakref.ref(memory)
         own.memories[id(memory)] = self._known[key]
         return memory
 
-    def _send(self, group: BlockActivations, platform: Platform) -> None:
+    def _send(self, group: _BlockActivations, platform: Platform) -> None:
         """Issue the copies to the host."""
         self._known = {}
         memories = [m for m in group.alive() if m.tensor is not None and m.host is None]
@@ -201,7 +201,7 @@ class ActivationOffload:
                 memory.host = platform.copy_to_host(memory.tensor, pinned=pinned, wait=False)
         group.sent = stream.record_event()
 
-    def _leave(self, group: BlockActivations, latest: BlockActivations, platform: Platform) -> None:
+    def _leave(self, group: _BlockActivations, latest: _BlockActivations, platform: Platform) -> None:
         """Give the memory on the device back, which is used again behind what computes: that waits for the copies."""
         if group.sent is not None:
             platform.current_stream().wait_event(group.sent)
@@ -215,11 +215,11 @@ class ActivationOffload:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, SavedSubclass):
+        if isinstance(saved, _SavedSubclass):
             inner = {name: self._unpack(each) for name, each in saved.inner.items()}
             made: torch.Tensor = saved.kind.__tensor_unflatten__(inner, saved.context, saved.size, saved.stride)
             return made
-        if not isinstance(saved, SavedTensor):
+        if not isinstance(saved, _SavedTensor):
             plain: torch.Tensor = saved
             return plain
         memory = saved.memory
@@ -239,7 +239,7 @@ class ActivationOffload:
             )
         return memory.tensor.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _enter(self, group: BlockActivations) -> None:
+    def _enter(self, group: _BlockActivations) -> None:
         """Backward has come to a block: have what it needs, and get what the block before it has saved ahead."""
         if group.entered:
             return
@@ -250,7 +250,7 @@ class ActivationOffload:
         if before is not None and not before.entered:
             self._bring(before, platform)
 
-    def _bring(self, group: BlockActivations, platform: Platform) -> None:
+    def _bring(self, group: _BlockActivations, platform: Platform) -> None:
         """Issue the copies to the device."""
         memories = [memory for memory in group.alive() if memory.tensor is None]
         if not memories:
@@ -305,7 +305,7 @@ def _is_movable(tensor: torch.Tensor, platform: Platform) -> bool:
     )
 
 
-def _find_weights(block: nn.Module, group: BlockActivations) -> None:
+def _find_weights(block: nn.Module, group: _BlockActivations) -> None:
     """Let what a block has saved of its parameters and buffers stay where it is.
 
     Those of an engine that splits them are found as they are now, unsharded; or freed, with a storage that is empty

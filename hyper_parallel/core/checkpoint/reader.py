@@ -70,7 +70,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].local
 
 
-def metadata_of(entries: Mapping[str, TensorEntry]) -> Metadata:
+def _metadata_of(entries: Mapping[str, TensorEntry]) -> Metadata:
     """Return what torch's planners know of a checkpoint."""
     return Metadata(
         {
@@ -96,7 +96,7 @@ class Reader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """Return what the record says of the tensors."""
-        return metadata_of(self._record.by_key)
+        return _metadata_of(self._record.by_key)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the record has been read."""
@@ -128,7 +128,7 @@ class Reader(StorageReader):
                 with open(open_plain(path), "rb") as file:
                     for _, at, _, sizes, item in of_file:
                         target = planner.resolve_tensor(item)
-                        copy_range(file.fileno(), at, sizes, item.storage_offsets, item.lengths, target, buffer)
+                        _copy_range(file.fileno(), at, sizes, item.storage_offsets, item.lengths, target, buffer)
                         planner.commit_tensor(item, target)
             except OSError as error:
                 blame = f"{path.name!r} was sound a moment ago, and cannot be read now"
@@ -140,7 +140,7 @@ class Reader(StorageReader):
         return done
 
 
-def copy_range(
+def _copy_range(
     file: int,
     at: int,
     sizes: Sequence[int],
@@ -178,7 +178,7 @@ def copy_range(
             target.narrow(0, first, count).copy_(rows)
     else:
         for index in range(lengths[0]):
-            copy_range(file, begin + index * row, sizes[1:], offsets[1:], lengths[1:], target[index], buffer)
+            _copy_range(file, begin + index * row, sizes[1:], offsets[1:], lengths[1:], target[index], buffer)
 
 
 def _read_into(file: int, at: int, target: torch.Tensor) -> None:

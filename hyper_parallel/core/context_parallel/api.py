@@ -48,7 +48,7 @@ class ContextParallel:
     """
 
     def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None = None, balance: bool = True) -> None:
-        self._mesh = check_mesh(mesh)
+        self._mesh = _check_mesh(mesh)
         self.sequence = split_over(mesh.size(), ulysses_degree, balance)
         self.rank: int = mesh.get_local_rank()
         ranks, name = axes_of(mesh).ranks, axes_of(mesh).names[0]
@@ -93,7 +93,7 @@ class ContextParallel:
         Raises:
             ValueError: ranks cannot have so many each.
         """
-        seq = check_local_length(self.sequence, seq_local) * self.size
+        seq = _check_local_length(self.sequence, seq_local) * self.size
         found = [torch.arange(*ends, device=self._mesh.device_type) for ends in self.sequence.intervals(self.rank, seq)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -110,7 +110,7 @@ class ContextParallel:
             TypeError: not a plain tensor.
             ValueError: no such dim, or a size that cannot be split.
         """
-        x, dim = check_whole(self.sequence, x, dim)
+        x, dim = _check_whole(self.sequence, x, dim)
         ends = self.sequence.intervals(self.rank, x.shape[dim])
         found = [x.narrow(dim, start, stop - start) for start, stop in ends]
         return found[0].contiguous() if len(found) == 1 else torch.cat(found, dim)
@@ -142,12 +142,12 @@ class ContextParallel:
             TypeError: DTensors, or dtypes that do not go together.
             ValueError: shapes that do not go together, heads that the Ulysses ranks cannot share, a bad length.
         """
-        check_kinds(q, k, v, is_causal, scale)
+        _check_kinds(q, k, v, is_causal, scale)
         q, k, v = _autocast(q, k, v)
-        check_attention(self.sequence, q, k, v, documents)
+        _check_attention(self.sequence, q, k, v, documents)
         degree, ids = self.ulysses_degree, self._all_documents(documents)
         q, k, v = self._to_heads(q, k, v)
-        scale = default_scale(q.shape[-1]) if scale is None else scale
+        scale = _default_scale(q.shape[-1]) if scale is None else scale
         if self.ring_degree > 1:
             out = ring_attention(q, k, v, AttentionCall(self._ring, is_causal, scale, ids))
         else:
@@ -186,10 +186,10 @@ class ContextParallel:
             ValueError: as `attend`; a mask of another length, batch or number of heads; key heads without
                 `enable_gqa`; a `score_mod` that looks up tensors that want gradients.
         """
-        check_kinds(q, k, v, is_causal=False, scale=scale)
+        _check_kinds(q, k, v, is_causal=False, scale=scale)
         q, k, v = _autocast(q, k, v)
-        check_attention(self.sequence, q, k, v, None)
-        check_flex(self.sequence, q, k, score_mod, block_mask, enable_gqa)
+        _check_attention(self.sequence, q, k, v, None)
+        _check_flex(self.sequence, q, k, score_mod, block_mask, enable_gqa)
         degree, heads = self.ulysses_degree, q.shape[1]
         q, k, v = self._to_heads(q, k, v)
         first = self.sequence.place(self.rank)[1] * (heads // degree)
@@ -198,7 +198,7 @@ class ContextParallel:
         blocks = None if block_mask is None else BlockStates.of(block_mask).of_heads(mine)
         mask_mod = None if block_mask is None else block_mask.mask_mod
         flex = Flex(score_mod, mask_mod, blocks, numbers, numbers[:0], numbers[:0])
-        scale = default_scale(q.shape[-1]) if scale is None else scale
+        scale = _default_scale(q.shape[-1]) if scale is None else scale
         out = ring_attention(q, k, v, AttentionCall(self._ring, False, scale, None, flex))
         return to_sequence(out, self._heads, degree) if degree > 1 else out
 
@@ -290,7 +290,7 @@ def context_parallel(
 # -- what is wrong with a call, before any communication --------------------------------------------------------------
 
 
-def check_mesh(mesh: object) -> DeviceMesh:
+def _check_mesh(mesh: object) -> DeviceMesh:
     """Return a mesh that context parallelism can run on.
 
     Raises:
@@ -329,7 +329,7 @@ def split_over(size: int, ulysses_degree: object, balance: object) -> SequenceSp
     return SequenceSplit(size // degree, degree, bool(balance))
 
 
-def check_local_length(split: SequenceSplit, seq_local: Any) -> int:
+def _check_local_length(split: SequenceSplit, seq_local: Any) -> int:
     """Return how many tokens a rank has, if a sequence can be split into such parts.
 
     Raises:
@@ -345,7 +345,7 @@ def check_local_length(split: SequenceSplit, seq_local: Any) -> int:
     return seq_local
 
 
-def check_whole(split: SequenceSplit, x: Any, dim: int) -> tuple[Tensor, int]:
+def _check_whole(split: SequenceSplit, x: Any, dim: int) -> tuple[Tensor, int]:
     """Return a tensor that can be split over the sequence, and the dim from 0.
 
     Raises:
@@ -366,7 +366,7 @@ def check_whole(split: SequenceSplit, x: Any, dim: int) -> tuple[Tensor, int]:
     return x, dim % x.ndim
 
 
-def check_heads(split: SequenceSplit, heads: int, kv_heads: int) -> None:
+def _check_heads(split: SequenceSplit, heads: int, kv_heads: int) -> None:
     """Refuse query heads that the ranks cannot share.
 
     Raises:
@@ -379,14 +379,14 @@ def check_heads(split: SequenceSplit, heads: int, kv_heads: int) -> None:
         raise ValueError(explain(asked, "ulysses_degree must divide them", seen, f"ulysses_degree = one of {works}"))
 
 
-def check_kinds(q: object, k: object, v: object, is_causal: object, scale: object) -> None:
+def _check_kinds(q: object, k: object, v: object, is_causal: object, scale: object) -> None:
     """Refuse arguments of another kind: a DTensor, for one."""
     check("cannot attend", "plain tensor", q=q, k=k, v=v)
     check("cannot attend", "bool", is_causal=is_causal)
     check("cannot attend", "float | None", scale=scale)
 
 
-def check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, documents: object) -> None:
+def _check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, documents: object) -> None:
     """Refuse what is no attention, or none that can be split.
 
     Raises:
@@ -406,8 +406,8 @@ def check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, docum
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         seen = f"dtypes: q {q.dtype}, k {k.dtype}, v {v.dtype}"
         raise TypeError(explain(asked, "q, k and v must be of one floating dtype", seen, "k.to(q.dtype)"))
-    check_heads(split, q.shape[1], k.shape[1])
-    check_local_length(split, q.shape[2])
+    _check_heads(split, q.shape[1], k.shape[1])
+    _check_local_length(split, q.shape[2])
     if documents is not None:
         _check_documents(asked, documents, (q.shape[0], q.shape[2]))
 
@@ -422,7 +422,9 @@ def _check_documents(asked: str, documents: Any, shape: Sequence[int]) -> None:
         raise ValueError(explain(asked, "documents must have an id for each token of this rank", seen, hint))
 
 
-def check_flex(split: SequenceSplit, q: Tensor, k: Tensor, score_mod: Any, block_mask: Any, enable_gqa: object) -> None:
+def _check_flex(
+    split: SequenceSplit, q: Tensor, k: Tensor, score_mod: Any, block_mask: Any, enable_gqa: object
+) -> None:
     """Refuse a mask that is not one of the whole sequence, and scores that learn.
 
     Raises:
@@ -457,7 +459,7 @@ def check_flex(split: SequenceSplit, q: Tensor, k: Tensor, score_mod: Any, block
         raise ValueError(explain(asked, "block_mask must be of the whole sequence of all ranks", seen, hint))
 
 
-def default_scale(head_dim: int) -> float:
+def _default_scale(head_dim: int) -> float:
     """Return what scores are multiplied by (Vaswani et al. 2017, section 3.2.1)."""
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 

@@ -137,7 +137,7 @@ def read_reductions(axes: MeshAxes, partial: Any, specs: Specs, base: Reductions
         if spec is not None:
             blame = f"axis {name!r} already splits dim {spec[0]}"
             raise ValueError(explain(asked, blame, seen, f"{name!r} in one of the two places only"))
-        reduction = read_reduction(axes, name, word, given)
+        reduction = _read_reduction(axes, name, word, given)
         if result[axis] not in (None, reduction):
             blame = f"axis {name!r} has {result[axis]!r} pending by its placement and {reduction!r} by partial="
             raise ValueError(explain(asked, blame, seen, "one of the two"))
@@ -145,10 +145,10 @@ def read_reductions(axes: MeshAxes, partial: Any, specs: Specs, base: Reductions
     return tuple(result)
 
 
-def read_reduction(axes: MeshAxes, name: str, word: Any, given: str) -> str:
+def _read_reduction(axes: MeshAxes, name: str, word: Any, given: str) -> str:
     """Return one of REDUCTIONS for a word, torch's "product" included.
 
-    >>> read_reduction(MeshAxes((2,), ("tp",), range(2)), "tp", "product", "")
+    >>> _read_reduction(MeshAxes((2,), ("tp",), range(2)), "tp", "product", "")
     'prod'
 
     Raises:
@@ -322,7 +322,7 @@ def read_placements(axes: MeshAxes, placements: Sequence[object]) -> tuple[Specs
         elif isinstance(placement, Shard):
             spec = (int(placement.dim), 1)
         elif type(placement) is Partial:
-            reduction = read_reduction(axes, name, placement.reduce_op, f"placements: {tuple(placements)!r}")
+            reduction = _read_reduction(axes, name, placement.reduce_op, f"placements: {tuple(placements)!r}")
         elif not isinstance(placement, Replicate):
             blame = f"{placement!r} on axis {name!r} carries more than a layout can say"
             raise ValueError(explain(asked, blame, given, "x.redistribute(...), torch's own, first"))

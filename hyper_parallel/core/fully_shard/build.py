@@ -87,9 +87,9 @@ def check_parameters(
             seen = f"seen: {len(names)} parameters in {', '.join(type(root).__name__ for root in roots)}"
             hint = "replicate_params of this module's own, such as [model.norm.weight]"
             raise ValueError(explain(asked, "it is not in the module", seen, hint))
-        if managed_name(item) is not None and id(item) not in ignored:
+        if _managed_name(item) is not None and id(item) not in ignored:
             asked = f"fully_shard cannot replicate {names[id(item)]!r}"
-            blame, seen = "a unit inside the module manages it already", f"seen: {managed_name(item)!r} there"
+            blame, seen = "a unit inside the module manages it already", f"seen: {_managed_name(item)!r} there"
             raise ValueError(explain(asked, blame, seen, "pass replicate_params to the call that wraps that unit"))
     return ignored, {id(item) for item in replicated}
 
@@ -105,7 +105,7 @@ def _listed(verb: str, error: type[Exception], **argument: Any) -> list[nn.Param
     return parameters
 
 
-def managed_name(parameter: nn.Parameter) -> str | None:
+def _managed_name(parameter: nn.Parameter) -> str | None:
     """The name under which a unit manages a parameter (the original or the sharded one), or None."""
     name: str | None = getattr(parameter, "_hyper_parallel_unit_name", None)
     return name
@@ -132,7 +132,7 @@ def _check_parameter(parameter: nn.Parameter, name: str, api: str) -> None:
             whose shards are no tensors of their own.
     """
     asked = f"{api} cannot manage parameter {name!r}"
-    owner = managed_name(parameter)
+    owner = _managed_name(parameter)
     if owner is not None:
         blame = f"it is the same as {owner!r}, which another unit already manages"
         seen = "seen: one tensor in two units, whose gradients would drift apart"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-class CallListener(Protocol):
+class _CallListener(Protocol):
     """What a forward call reports to: its unit."""
 
     def pre_backward(self, call: ForwardCall) -> None:
@@ -45,7 +45,7 @@ class ForwardCall:
         "version",
     )
 
-    def __init__(self, listener: CallListener) -> None:
+    def __init__(self, listener: _CallListener) -> None:
         self.listener = listener
         self.pre_backward_in = -1
         self.post_backward_in = -1

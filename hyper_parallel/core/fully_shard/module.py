@@ -780,7 +780,7 @@ class Hook:
                     del hooks[number]
 
 
-class ParamGroup:
+class _ParamGroup:
     """A unit as torch's tools see a parameter group of FSDP2.
 
     Attributes:
@@ -804,7 +804,7 @@ class ParamGroup:
         ]
 
 
-class StateContext:
+class _StateContext:
     """What the states below one root share."""
 
     def __init__(self, root: State) -> None:
@@ -836,8 +836,8 @@ class State:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._fsdp_param_groups = [ParamGroup(unit)]
-        self._state_ctx = StateContext(self)
+        self._fsdp_param_groups = [_ParamGroup(unit)]
+        self._state_ctx = _StateContext(self)
         self._modules = tuple(unit.modules)
         self._device = unit.platform.device()
         self._mp_policy = unit.options.mp_policy
@@ -846,7 +846,7 @@ class State:
         self._post_forward_hook_handle = Hook(self._modules, self._post_forward)
 
     @property
-    def _fsdp_param_group(self) -> ParamGroup | None:
+    def _fsdp_param_group(self) -> _ParamGroup | None:
         return self._fsdp_param_groups[0] if self.unit.buckets else None
 
     def _root_post_backward_final_callback(self) -> None:

@@ -29,7 +29,7 @@ from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
 
 
-class ScheduledUnit(Protocol):
+class _ScheduledUnit(Protocol):
     """What a schedule asks of its units; these know the schedule, so the arrow between the two goes one way."""
 
     modules: list[nn.Module]
@@ -57,7 +57,7 @@ class ScheduledUnit(Protocol):
         """Whether all is resharded that has to be after backward."""
 
 
-U = TypeVar("U", bound=ScheduledUnit)
+U = TypeVar("U", bound=_ScheduledUnit)
 
 
 class Schedule(Generic[U]):

@@ -1,7 +1,7 @@
 """The parameters of one `fully_shard` call: gathered, shown, freed and reduced as its modules' hooks say.
 
-`ShardedState` says where the parameters are; a `GatherRecord` what the last gather was for, a `ForwardCall` (of
-`hooks`) what one call of a module has used, a `BackwardRecord` how far the backward under way has come. The hooks are
+`ShardedState` says where the parameters are; a `_GatherRecord` what the last gather was for, a `ForwardCall` (of
+`hooks`) what one call of a module has used, a `_BackwardRecord` how far the backward under way has come. The hooks are
 named in the order of time, as FSDP2's: `pre_forward`, `post_forward`, `pre_backward`, `post_backward`,
 `finalize_backward`.
 
@@ -63,7 +63,7 @@ class StepControl(Enum):
 
 
 @dataclass(slots=True)
-class GatherRecord:
+class _GatherRecord:
     """What the last gather was for, and how long its result may be used.
 
     Attributes:
@@ -85,7 +85,7 @@ class GatherRecord:
 
 
 @dataclass(slots=True)
-class BackwardRecord:
+class _BackwardRecord:
     """How far one backward has come in a unit.
 
     Attributes:
@@ -100,7 +100,7 @@ class BackwardRecord:
 
 
 @dataclass
-class Wrapping:
+class _Wrapping:
     """How a unit was made, for copies of it.
 
     Attributes:
@@ -136,7 +136,7 @@ class Unit:
         self.reducers = reducers
         self.platform = platform
         self.options = options
-        self.wrapping = Wrapping({id(module): type(module) for module in self.modules})
+        self.wrapping = _Wrapping({id(module): type(module) for module in self.modules})
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.wait_for: Any = None  # an event, before the next forward gathers
@@ -147,9 +147,9 @@ class Unit:
         self.state = ShardedState.SHARDED
         self.shows_unsharded = False
         self.control = StepControl.HOOKS
-        self.backward = BackwardRecord()
+        self.backward = _BackwardRecord()
         self.was_in_backward = False  # at any time
-        self._gather = GatherRecord()
+        self._gather = _GatherRecord()
         self._asked_for = False  # by `unshard()`, until `reshard()`
         self._calls: list[ForwardCall | None] = []  # running, one inside the other; None: a recomputation
         self._modules_to_run: set[int] = set()  # of a unit of several: whose forward is still to come
@@ -219,7 +219,7 @@ class Unit:
             # from the host: collectives start behind what the current stream holds, such as an optimizer's step, and
             # run on the process group's stream.
             works = [bucket.storage.gather(bucket.start_gather) for bucket in self.buckets]
-            self._gather = GatherRecord(works, version, number, self._holds_gradients())
+            self._gather = _GatherRecord(works, version, number, self._holds_gradients())
             self.state = ShardedState.UNSHARDING
 
     def gather_by_hand(self) -> None:
@@ -561,7 +561,7 @@ class Unit:
         call.pre_backward_in = number
         backward = self.backward
         if backward.number != number:
-            backward = self.backward = BackwardRecord(number)
+            backward = self.backward = _BackwardRecord(number)
         backward.open_calls += 1
         self.was_in_backward = True
         if backward.under_way:
@@ -621,7 +621,7 @@ class Unit:
             self._reshard_and_reduce(schedule)
         else:
             self._reshard_after_backward()
-        self.backward = BackwardRecord()
+        self.backward = _BackwardRecord()
         self._calls_ahead = 0
         if not self._calls:
             self._modules_to_run.clear()
@@ -767,7 +767,7 @@ class Unit:
 
     def abandon_backward(self) -> None:
         """Drop the state of a backward that ended with an error."""
-        self.backward = BackwardRecord()
+        self.backward = _BackwardRecord()
         self._calls_ahead = 0
         for reducer in self.reducers:
             reducer.forget_new()

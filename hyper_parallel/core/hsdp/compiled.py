@@ -40,7 +40,7 @@ from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, UnitOpti
 
 
 @dataclass(frozen=True)
-class TracedCollectives:
+class _TracedCollectives:
     """How to gather one parameter and reduce its gradient: constants that fit into a graph, so groups go by name.
 
     Attributes:
@@ -62,7 +62,7 @@ class TracedCollectives:
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, reducer: GradientReducer, options: UnitOptions) -> TracedCollectives:
+    def of(cls, reducer: GradientReducer, options: UnitOptions) -> _TracedCollectives:
         """What `reducer` would do, for a graph to do it."""
         placement = reducer.params[0].placement
         size, group = placement.shard_size, reducer.bucket.group
@@ -83,13 +83,13 @@ def _run(collective: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor
     return result
 
 
-def _all_gather(rows: torch.Tensor, recipe: TracedCollectives) -> torch.Tensor:
+def _all_gather(rows: torch.Tensor, recipe: _TracedCollectives) -> torch.Tensor:
     if recipe.shard is None:
         return rows.view_as(rows)
     return _run("all_gather_into_tensor", rows, recipe.size, recipe.shard)
 
 
-def _reduced(gradient: torch.Tensor, recipe: TracedCollectives) -> torch.Tensor:
+def _reduced(gradient: torch.Tensor, recipe: _TracedCollectives) -> torch.Tensor:
     scale = recipe.scale
     if recipe.dtype is not None and gradient.is_floating_point():
         gradient = gradient.to(recipe.dtype)
@@ -115,7 +115,7 @@ class _Unsharded(torch.autograd.Function):
     """`unsharded`; its gradient is reduced and goes to `source`: the rows that it was gathered from, or a sink."""
 
     @staticmethod
-    def forward(ctx: Any, unsharded: torch.Tensor, source: torch.Tensor, recipe: TracedCollectives) -> torch.Tensor:
+    def forward(ctx: Any, unsharded: torch.Tensor, source: torch.Tensor, recipe: _TracedCollectives) -> torch.Tensor:
         ctx.recipe = recipe
         ctx.dtype = source.dtype
         return unsharded.view_as(unsharded)
@@ -248,7 +248,7 @@ class TracedUnit:
 
 
 @torch.no_grad()
-def _gathered_again(rows: torch.Tensor, recipe: TracedCollectives, geometry: Any) -> torch.Tensor:
+def _gathered_again(rows: torch.Tensor, recipe: _TracedCollectives, geometry: Any) -> torch.Tensor:
     return _all_gather(rows, recipe).as_strided(*geometry)
 
 
@@ -263,7 +263,7 @@ class _AccumulatedGradient:
     def __init__(self, unit: TracedUnit, reducer: GradientReducer) -> None:
         self.unit, self.reducer = unit, reducer
         (self.param,) = reducer.params
-        full = self.full = TracedCollectives.of(reducer, unit.options)
+        full = self.full = _TracedCollectives.of(reducer, unit.options)
         self.is_scattered = full.scatter and unit.options.show_sums
         dtype = full.dtype if self.is_scattered else None
         self.recipe = replace(full, scatter=self.is_scattered, groups=(), scale=None, dtype=dtype)

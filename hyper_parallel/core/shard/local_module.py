@@ -101,7 +101,7 @@ def _chunks_of(asked: str, count: int, inputs: LayoutTree, produced: LayoutTree,
         raise ValueError(explain(asked, blame, seen, hint))
     if not live:
         return None
-    grad = grad_layout_of(taken, frozenset(sums))
+    grad = _grad_layout_of(taken, frozenset(sums))
     assert grad is not None, "nothing is pending in it"
     return Chunks(count, dims.pop(), split, taken, grad, pending)
 
@@ -328,7 +328,7 @@ class LocalModule:
         """Return the layout of the gradient of shards: theirs, with a sum pending where the ranks share the work."""
         known = self._grads.get(layout)
         if known is None or known.mesh is not layout.mesh:
-            known = self._grads[layout] = grad_layout_of(layout, self.shared)
+            known = self._grads[layout] = _grad_layout_of(layout, self.shared)
         return known
 
     # -- coming out --------------------------------------------------------------------------------------------------
@@ -403,11 +403,11 @@ class LocalModule:
         return known
 
 
-def grad_layout_of(layout: Layout, shared: frozenset[str]) -> Layout | None:
+def _grad_layout_of(layout: Layout, shared: frozenset[str]) -> Layout | None:
     """Return the layout of the gradient of shards; None: as the shards.
 
     >>> layout = Layout((2, 4), ("dp", "tp"))
-    >>> print(grad_layout_of(layout("dp", "None"), frozenset({"tp"})))
+    >>> print(_grad_layout_of(layout("dp", "None"), frozenset({"tp"})))
     (dp) pending sum over tp on dp=2, tp=4
 
     Of copies to be averaged each gets its share, and shares add up. Of others it depends on all ranks which counts.
