@@ -159,10 +159,7 @@ def _mesh(*, long: bool = False) -> dict[str, str]:
 
 def _mesh_here() -> dict[str, str]:
     shared = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    tables = {"mesh here": f"{shared} ({platform.machine()}) that the processes share.\n\n{mesh_here.here_table()}"}
-    if torch.cuda.is_available():
-        tables["mesh gpu"] = f"torch {torch.__version__}.\n\n{mesh_here.gpu_table()}"
-    return tables
+    return {"mesh here": f"{shared} ({platform.machine()}) that the processes share.\n\n{mesh_here.here_table()}"}
 
 
 def _mesh_drawn() -> dict[str, str]:

@@ -14,8 +14,6 @@ of the same minutes as what it is put beside: a virtual machine's speed may halv
 Ten drawn runs, small ones, are put beside a prediction from a description that was measured once (`drawn_table`). Of
 them, the seconds on the processor count where a process is alone, since they are those of an idle machine; where
 processes wait for each other, the shortest step by the clock does, and both are shown.
-
-On a GPU, *allocated* and *resident* are `torch.cuda.max_memory_allocated` and `max_memory_reserved`.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfi
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from sim.mesh.estimate import Estimate, estimate
-from sim.mesh.hardware import Hardware, hardware_of_device
+from sim.mesh.hardware import Hardware
 from sim.mesh.pricing.measure import measure
 from sim.mesh.recipe import Recipe
 
@@ -65,17 +63,6 @@ MODEL = LlamaConfig(
     max_seq_len=256,
 )
 """46 million parameters: 735 MB with gradients and Adam's moments, beside which Python's own noise is small."""
-GPU_MODEL = LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_seq_len=4096,
-    tie_embeddings=True,
-)
-"""The shape of Llama 3.2 1B."""
 WARMUP, STEPS = 2, 9
 
 
@@ -137,7 +124,6 @@ CASES = (
     Case(ParallelConfig(dp_shard=1, tp=2)),
     Case(ParallelConfig(dp_shard=1, pp=2), micro_batches=4),
 )
-GPU_CASES = (Case(ParallelConfig(dp_shard=1, param_dtype="bf16"), GPU_MODEL, 2, 4096, device="cuda"),)
 
 
 # -- measured --------------------------------------------------------------------------------------------------------
@@ -173,8 +159,6 @@ def run_case(case: Case, steps: int = STEPS, warmup: int = WARMUP) -> Measured:
         warmup: steps before them.
     """
     timed = _in_processes(partial(take_steps, case=case, steps=steps, warmup=warmup), case)
-    if case.device != "cpu":
-        return Measured(tuple(timed[0]["steps"]), max(r["allocated"] for r in timed), max(r["resident"] for r in timed))
     watched = _in_processes(partial(_watched, case=case), case)
     return Measured(tuple(timed[0]["steps"]), max(r["allocated"] for r in watched), max(r["resident"] for r in timed))
 
@@ -214,10 +198,15 @@ def _drawn_on_device() -> Iterator[None]:
             for write, _ in target._writes:
                 write(target.local, None)
 
-    def draw(weights: torch.Tensor, numbers: None, mean: float = 0.0, std: float = 1.0) -> None:
+    def normal(weights: torch.Tensor, numbers: None, mean: float = 0.0, std: float = 1.0) -> None:
         weights.normal_(mean, std)
 
-    with patch.object(init, "flush", whole), patch.object(filling, "_DRAWS", {"normal_": draw}):
+    def uniform(weights: torch.Tensor, numbers: None, low: float = 0.0, high: float = 1.0) -> None:
+        weights.uniform_(low, high)
+
+    # Both: nn.Linear draws uniformly before the model does again, and what is not here is drawn on the host at once.
+    draws = {"normal_": normal, "uniform_": uniform}
+    with patch.object(init, "flush", whole), patch.object(filling, "_DRAWS", draws):
         yield
 
 
@@ -286,11 +275,6 @@ def predict(case: Case, hardware: Hardware) -> Estimate:
     )
     sequences = case.sequences // case.dims.batch_ranks
     return estimate(case.model, case.dims, sequences, case.length, hardware, recipe)
-
-
-def gpu_hardware() -> Hardware:
-    """The description of this machine's GPU: by its name, else measured."""
-    return hardware_of_device(torch.cuda.get_device_name()) or measure(processes=1, device="cuda")
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -374,15 +358,6 @@ def drawn_table(cases: Sequence[Case] | None = None, steps: int = 25, seconds: f
             print(lines[-1], flush=True)
     off = statistics.median(abs(ratio - 1) for ratio in ratios)
     return "\n".join([*lines, "", f"Predicted / measured: median {statistics.median(ratios):.2f}, off by {off:.0%}."])
-
-
-def gpu_table(cases: Sequence[Case] = GPU_CASES, steps: int = STEPS) -> str:
-    """Predicted beside measured on this machine's first GPU, as a Markdown table."""
-    hardware = gpu_hardware()
-    lines = _head()
-    for case in cases:
-        lines.append(_row(case, run_case(case, steps), [predict(case, hardware)]))
-    return "\n".join([f"{torch.cuda.get_device_name()}, priced as {hardware.title}.", "", *lines])
 
 
 def _head() -> list[str]:

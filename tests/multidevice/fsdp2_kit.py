@@ -390,6 +390,7 @@ def compare(
     for a bound of 32. Where there is no float64, `measure` is what to measure the bound on.
     """
     assert list(ours) == list(theirs), f"{engine.name} has noted other names: {list(ours)} and {list(theirs)}"
+    ours, theirs = on_host(ours), on_host(theirs)
     for name, wanted in theirs.items():
         got = ours[name]
         assert (got is None) == (wanted is None), f"{name}: ours {got}, {engine.name} {wanted}"
@@ -409,7 +410,12 @@ def compare(
 
 
 def wanted_precision(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def on_host(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """One copy each, where on a late device each of many comparisons would wait for its stream."""
+    return {name: None if tensor is None else tensor.cpu() for name, tensor in tensors.items()}
 
 
 # -- the table -----------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def measured(alone: Alone, kind: str | None = None) -> float:
 
 def largest(tensors: Iterable[torch.Tensor]) -> float:
     """The largest magnitude among all elements."""
-    return max((tensor.abs().max().item() for tensor in tensors if tensor.numel()), default=0.0)
+    return max((tensor.cpu().abs().max().item() for tensor in tensors if tensor.numel()), default=0.0)
 
 
 def tolerances(
