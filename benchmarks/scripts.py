@@ -124,6 +124,7 @@ def simulated(
     warmup: int = WARMUP,
     steps: int = STEPS,
     arguments: tuple[str, ...] = (),
+    map_device: str | None = None,
 ) -> list[tuple[Any, ...]]:
     """Return what a rank communicates in the same steps of a script, on simulated ranks with real tensors.
 
@@ -134,11 +135,12 @@ def simulated(
         warmup: see there.
         steps: see there.
         arguments: see there.
+        map_device: of the world.
     """
     launch = Launch(str(script), arguments=arguments, nproc=nproc, show=())
     source = read_script(launch)
     assert source is not None
-    ranks = world(nproc, init=False, keep_events=None)
+    ranks = world(nproc, init=False, keep_events=None, map_device=map_device)
     marks: list[int] = []
 
     def on_rank(code: Any) -> None:

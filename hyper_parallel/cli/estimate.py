@@ -287,6 +287,7 @@ def _run_of(run: Config, candidate: Any) -> Config:
         "reduce_each": recipe.reduce_each,
         "reshard_inputs": recipe.reshard_inputs,
         "tp_chunks": recipe.tp_chunks,
+        "whole_parameters": recipe.whole_parameters,
     }
     train = dataclasses.replace(run.train, accumulate=candidate.parts)
     return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **arranged), train=train)

@@ -41,7 +41,7 @@ RUN_OPTIONS = (
     *_of("train", "on_nonfinite", "max_skips", "stuck_after_s=stuck_after", "predict", "hardware"),
     *_of("parallel", *_DEGREES, "ranks_per_node", "schedule", "stages_per_rank", "layers_per_stage", "engine"),
     *_of("parallel", "param_dtype=precision", "reshard_after_forward", "reduce_each", "reshard_inputs", "tp_chunks"),
-    *_of("parallel", "checkpointing", "compile"),
+    *_of("parallel", "checkpointing", "compile", "whole_parameters"),
     *_of("optimizer", "muon", "lr", "warmup_steps", "schedule=lr_schedule", "min_lr_ratio", "beta1", "beta2"),
     *_of("optimizer", "weight_decay", "max_grad_norm"),
     *_of("checkpoint", "folder=checkpoint_dir", "every=save_every", "keep", "background", "resume", "resume_step"),

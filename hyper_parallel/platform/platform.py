@@ -236,6 +236,14 @@ class Platform(ABC):
         """Whether one large message is worth packing for; else many tensors may go as they are in one operation."""
         return self.has_streams
 
+    @property
+    def gathers_uneven(self) -> bool:
+        """Whether an all_gather and a reduce_scatter of lists of uneven tensors are one launch.
+
+        nccl's are. gloo refuses them, and torch_npu makes one operation of each tensor, for each of which it waits.
+        """
+        return self.backend == "nccl"
+
     @abstractmethod
     def new_stream(self, priority: int = 0) -> Stream:
         """Return a new stream on the current device; lower numbers are more urgent, 0 is the normal priority."""

@@ -210,6 +210,8 @@ class ParallelConfig:
             again in backward: one all_gather more for each, for the memory of the rest.
         tp_chunks: with tp, chunks of the sequence that a feed-forward computes one after another, so that one is
             gathered or reduced while another is computed.
+        whole_parameters: with `muon`, leave each parameter of the blocks whole with one rank, so that Muon moves
+            nothing; experts stay split.
         param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
             "selective": all but matrix products and attention; "alternate": every other matrix product as well. With
@@ -236,6 +238,7 @@ class ParallelConfig:
     reduce_each: bool = False
     reshard_inputs: bool = False
     tp_chunks: int = 1
+    whole_parameters: bool = False
     param_dtype: str = "fp32"
     checkpointing: str = "none"
     compile: bool = False

@@ -19,7 +19,8 @@ from hyper_parallel.core.activations import blocks_of
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.api import fully_shard, whole_parameters
+from hyper_parallel.core.fully_shard.placement import PlacementFn
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -225,7 +226,8 @@ def shard_blocks(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> No
         return
     dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    shard_units(model, list(model.layers), dims, policy, reshard_after_forward=parallel.reshard_after_forward)
+    whole, again = parallel.whole_parameters, parallel.reshard_after_forward
+    shard_units(model, list(model.layers), dims, policy, reshard_after_forward=again, whole=whole)
 
 
 def shard_units(
@@ -235,6 +237,7 @@ def shard_units(
     policy: MixedPrecisionPolicy,
     *,
     reshard_after_forward: bool,
+    whole: bool = False,
 ) -> None:
     """Make a unit of `fully_shard` of each block, one of its experts, and one of the rest of the model.
 
@@ -244,7 +247,9 @@ def shard_units(
         dims: the degrees; the mesh is built.
         policy: precision.
         reshard_after_forward: free gathered weights after forward.
+        whole: leave each parameter of the blocks with one rank, but for experts, see `whole_parameters`.
     """
+    owner_of = whole_parameters(blocks, dims.data_mesh().size(-1)) if whole else None
     options: dict[str, Any] = {
         "mp_policy": policy,
         # A pipeline runs each stage many times per step: gathering the weights for each micro-batch would cost more
@@ -254,7 +259,7 @@ def shard_units(
     units: list[Any] = []
     for block in blocks:
         experts = getattr(getattr(block, "mlp", None), "experts", None)
-        placement = None if experts is None else partial(_placement_of_experts, ranks=dims.expert_shards)
+        placement = owner_of if experts is None else partial(_placement_of_experts, dims.expert_shards, owner_of)
         if experts is not None and dims.ep_enabled:  # they are on a mesh of their own
             # Tokens come in the dtype of the block already; the weights of the router stay float32.
             own = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
@@ -266,18 +271,19 @@ def shard_units(
         unit.set_reduce_op_type("sum")
 
 
-def _placement_of_experts(param: nn.Parameter, ranks: int) -> Shard | None:
+def _placement_of_experts(ranks: int, others: PlacementFn | None, param: nn.Parameter) -> Any:
     """Split experts inside of each where there are fewer of them than ranks.
 
     On dim 0 some ranks would hold experts and others none, and each gather would be padded to as many rows as
     there are ranks.
 
     Args:
-        param: of a block; the weights of all its experts are one parameter, (experts, rows, columns).
         ranks: over which it is split.
+        others: places what is no expert; None: on dim 0.
+        param: of a block; the weights of all its experts are one parameter, (experts, rows, columns).
     """
     if param.ndim != 3:
-        return None
+        return None if others is None else others(param)
     local = param.to_local() if isinstance(param, DTensor) else param
     if len(local) >= ranks:
         return None
@@ -382,7 +388,8 @@ def shard_given(
         dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         blocks = list(blocks_of(model))
-        shard_units(model, blocks, dims, policy, reshard_after_forward=parallel.reshard_after_forward)
+        whole, again = parallel.whole_parameters, parallel.reshard_after_forward
+        shard_units(model, blocks, dims, policy, reshard_after_forward=again, whole=whole)
     return Parallelized([model])
 
 

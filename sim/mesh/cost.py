@@ -278,9 +278,14 @@ class Pricing:
             seconds, bound = stream_seconds(self._memory, 2.0 * comm.size, hardware.memory_bandwidth)
             curve = self._memory
         else:
-            exchange = COLLECTIVES[comm.op] == "exchange"
-            moved = comm.moved * sharing if exchange else None
-            seconds, bound = collective_seconds(links, comm.op, comm.size * sharing, spread, moved)
+            pattern = COLLECTIVES[comm.op]
+            moved = comm.moved * sharing if pattern == "exchange" else None
+            op, even = comm.op, comm.size - comm.size / spread.ranks
+            if pattern == "gather" and comm.messages == spread.ranks and abs(comm.moved - even) > spread.ranks:
+                op = (
+                    "broadcast"  # of a list of uneven tensors nccl makes one of each, one after the other in one launch
+                )
+            seconds, bound = collective_seconds(links, op, comm.size * sharing, spread, moved)
             curve = links.curve(comm.op) if spread.nodes == 1 else self._fabric
         if comm.messages > 1:
             seconds += (comm.messages - 1) * float(self._fabric.get("each_message_us", 0)) * 1e-6

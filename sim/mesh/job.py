@@ -251,6 +251,7 @@ def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Reci
         reduce_each=parallel.reduce_each,
         reshard_inputs=parallel.reshard_inputs,
         tp_chunks=parallel.tp_chunks,
+        whole_parameters=parallel.whole_parameters,
         engine=parallel.engine,
         optimizer="muon" if run.optimizer.muon else "adamw",
         clipping=run.optimizer.max_grad_norm > 0,

@@ -328,6 +328,7 @@ _FLAGS = (
     "reduce_each",
     "tp_overlap",
     "graphs",
+    "whole_parameters",
 )
 _COUNTS = ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks", "ranks_per_node")
 _ZERO = MappingProxyType(
@@ -414,6 +415,8 @@ class Recipe:
             "chunked": of one part of the logits at a time; "compiled": one kernel.
         reduce_each: with zero >= 2 and no pipeline: gradients are reduced after every micro-batch, so that they need no
             more memory than their shards; else they add up whole on every rank and are reduced once.
+        whole_parameters: with zero >= 2 and Muon: each parameter of the blocks but experts is whole on one rank, so
+            that Muon moves nothing.
         engine: with zero >= 2, what splits weights: "fully_shard", or "hsdp" where only data and context are parallel.
         clipping: gradients are scaled down to a norm; without, the norm is computed all the same, as the trainer does.
         overlap_grad_reduce: with zero <= 1: gradients are reduced while backward goes on.
@@ -452,6 +455,7 @@ class Recipe:
     sequence_parallel: bool = True
     reshard_inputs: bool = False
     tp_chunks: int = 1
+    whole_parameters: bool = False
     attention: str = "flash"
     norm: str = "fused"
     loss: str = "library"
@@ -500,6 +504,11 @@ class Recipe:
             seen = f"float8=True, param_dtype={self.param_dtype!r}"
             blame = "matrix products in float8 take and return bfloat16"
             raise ValueError(explain(_ASKED, blame, seen, 'param_dtype="bf16"'))
+        if self.whole_parameters and (self.optimizer != "muon" or self.zero < 2 or self.engine != "fully_shard"):
+            seen = f"whole_parameters=True, optimizer={self.optimizer!r}, zero={self.zero}, engine={self.engine!r}"
+            blame = "parameters are left whole with one rank by fully_shard, for Muon"
+            hint = 'optimizer="muon", zero=3, engine="fully_shard"'
+            raise ValueError(explain(_ASKED, blame, seen, hint))
         if self.moments != "fp32" and (self.zero >= 2 or self.optimizer not in ("adamw", "adamw-foreach")):
             seen = f"moments={self.moments!r}, zero={self.zero}, optimizer={self.optimizer!r}"
             blame = "torch's optimizers keep moments in the dtype of the weights that they update"

@@ -48,6 +48,11 @@ class SimPlatform(CpuPlatform):
         """Whether this stands for a device that does: what runs there is what is tried here."""
         return self._stands_for is not None
 
+    @property
+    def gathers_uneven(self) -> bool:
+        """Whether this stands for a device that does, likewise."""
+        return self._stands_for == "cuda"
+
     def name(self) -> str:
         """Return "simulated rank"."""
         return "simulated rank"

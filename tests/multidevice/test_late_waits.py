@@ -143,6 +143,7 @@ RUNS = {
     "replicas": (2, {"dp_replicate": 2}),
     "tp": (2, {"tp": 2}),
     "tp in chunks": (2, {"tp": 2, "tp_chunks": 2, "checkpointing": "selective"}),
+    "whole": (2, {"whole_parameters": True}),
     "cp": (2, {"cp": 2}),
     "pp": (2, {"pp": 2}),
     "ep": (2, {"ep": 2}),
@@ -159,6 +160,7 @@ RUNS = {
 def test_a_run_gives_what_one_device_gives(name):
     ranks, parallel = RUNS[name]
     alone = RUN.with_changes("train", {"model": "moe" if "ep" in parallel else "llama"})
+    alone = alone.with_changes("optimizer", {"muon": "whole_parameters" in parallel})
     config = alone.with_changes("parallel", parallel).with_changes("train", {"device": "npu"})
     found = sim.run(run, ranks, (config,), device="npu", backend="hccl", check_races=True)
     torch.testing.assert_close(found, [run(alone)] * ranks, rtol=1e-4, atol=1e-5)

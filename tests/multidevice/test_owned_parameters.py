@@ -2,9 +2,11 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rounding_kit import tolerances
 from torch import nn
@@ -123,6 +125,36 @@ def test_training_and_clipping(ctx, axes):
         module = sharded(ctx, axes)
         check_norms(train(module, adamw(module, **options), batches(ctx.device)), norms)
         check_equal(values(module), wanted)
+
+
+def trained_in_one_launch(dtype, make):
+    torch.manual_seed(5)
+    module = nn.Sequential(*[make() for _ in range(2)]).to(dtype)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        fully_shard(module, mesh=mesh, shard_placement_fn=whole_parameters(module, 2))
+    for number in range(STEPS):
+        x = torch.arange(12.0).view(2, 6).add(number).sin().to(dtype)
+        module(x).abs().square().mean().backward()
+        with torch.no_grad():
+            for param in module.parameters():
+                if param.grad is not None:  # of an empty one there is none
+                    local, grad = (getattr(t, "_local_tensor", t) for t in (param, param.grad))
+                    local.sub_(grad, alpha=0.1)
+        module.zero_grad()
+    return list(values(module).values())
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("even", [True, False])
+def test_one_launch_for_all_owners_gives_the_same(even, dtype):
+    make = partial(nn.Linear, 6, 6, bias=not even)  # without biases each rank owns as much as the other
+    wanted = trained_in_one_launch(dtype, make)
+    with sim.world(2, map_device="cuda") as world:
+        for found in world.run(trained_in_one_launch, (dtype, make)):
+            torch.testing.assert_close(found, wanted)
+    assert {event.op for event in world.trace.of_rank(0)} >= {"all_gather", "reduce_scatter"}
 
 
 OPTIONS = ({"reshard_after_forward": False}, {"reshard_after_forward": 2}, {"offload_policy": CPUOffloadPolicy()})
@@ -307,10 +339,13 @@ def test_owners_send_and_receive_what_they_own_and_muon_sends_nothing(device):
     with sim.world(4, map_device=device) as world:
         found = world.run(a_step_by_muon, (True,))
     for rank, (own, total, flags) in enumerate(found):
-        received = {"broadcast": 0, "reduce": 0}
-        for event in world.trace.of_rank(rank):
+        gather, reduce = ("broadcast", "reduce") if device is None else ("all_gather", "reduce_scatter")
+        received, events = {gather: 0, reduce: 0}, world.trace.of_rank(rank)
+        for event in events:
             received[event.op] += event.recv_bytes
-        assert received == {"broadcast": 8 * (total - own), "reduce": 3 * 8 * (own + flags)}
+        assert received == {gather: 8 * (total - own), reduce: 3 * 8 * (own + flags)}
+        # The unit is gathered and reduced: once with nccl, which sends a list in one launch; else for each owner.
+        assert len(events) == (8 if device is None else 2)
     assert len({own for own, _, _ in found}) > 1, "the ranks own as much as each other, which padding would not show"
 
 

@@ -81,6 +81,12 @@ EXPERTS_8 = [
     {"cp": 2, "dp_replicate": 2, "pp": 2, "fold_experts": True},
     {"cp": 2, "tp": 2, "pp": 2, "etp": 1, "fold_experts": True, "layers_per_stage": "4,0"},  # no experts on the last
 ]
+WHOLE_4 = [
+    {"dp_shard": 4},
+    {"dp_replicate": 2, "tp": 2},
+    {"pp": 2},
+    {"ep": 2, "checkpointing": "full"},
+]
 GLOO = [
     {"tp": 2},
     {"cp": 2, "ulysses_degree": 1},
@@ -175,6 +181,21 @@ def test_experts_on_eight_simulated_ranks(ctx, experts: Numbers, degrees: Number
     check(ctx, EXPERTS, degrees, experts)
 
 
+def check_whole(ctx, config: Config, degrees: Numbers) -> None:
+    """Train by Muon with parameters that are whole on one rank: the numbers are those of one device, and of shards."""
+    config = config.with_changes("optimizer", {"muon": True})
+    run, alone = replace(config, parallel=replace(config.parallel, whole_parameters=True)), numbers_of(train(config))
+    check(ctx, run, degrees, alone)
+    with pytest.raises(AssertionError, match="losses"):
+        check(ctx, config.with_changes("optimizer", {"muon": False}), degrees, alone)
+
+
+@pytest.mark.parametrize("degrees", WHOLE_4, ids=named)
+@sim.ranks(4, backends=("sim",))
+def test_whole_parameters_on_four_simulated_ranks(ctx, degrees: Numbers):
+    check_whole(ctx, EXPERTS if "ep" in degrees else DENSE, degrees)
+
+
 # On processes and devices, which cost seconds to start, one after the other.
 
 
@@ -200,6 +221,8 @@ def test_four_ranks(ctx, dense: Numbers, experts: Numbers, rounding: float):
         check(ctx, DENSE, degrees, dense, rounding)
     for degrees in on(ctx, EXPERTS_4):
         check(ctx, EXPERTS, degrees, experts, rounding)
+    if ctx.backend == "gloo":
+        check_whole(ctx, DENSE, WHOLE_4[0])
 
 
 @sim.ranks(2, backends=("sim",))

@@ -282,6 +282,10 @@ MUON: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "copies and tp": ("dense", 4, {"dp_replicate": 2, "tp": 2}, 1),
     "experts": ("experts", 4, {"ep": 2}, 1),
     "pipeline": ("dense", 4, {"pp": 2}, 4),
+    "whole": ("dense", 4, {"param_dtype": "bf16", "whole_parameters": True}, 2),
+    "whole, copies and tp": ("dense", 8, {"dp_replicate": 2, "tp": 2, "whole_parameters": True}, 1),
+    "whole, experts": ("experts", 4, {"ep": 2, "whole_parameters": True}, 1),
+    "whole, pipeline": ("dense", 4, {"pp": 2, "whole_parameters": True}, 4),
 }
 
 

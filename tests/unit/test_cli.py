@@ -394,6 +394,7 @@ FLAGS = [
     ("parallel", "reshard_inputs", "--reshard-inputs", None, True),
     ("parallel", "tp_chunks", "--tp-chunks", "2", 2),
     ("optimizer", "muon", "--muon", None, True),
+    ("parallel", "whole_parameters", "--whole-parameters", None, True),
     ("optimizer", "warmup_steps", "--warmup-steps", "3", 3),
     ("optimizer", "schedule", "--lr-schedule", "linear", "linear"),
     ("optimizer", "min_lr_ratio", "--min-lr-ratio", "0.5", 0.5),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sim
 from hyper_parallel.core.context_parallel import (
@@ -420,3 +421,23 @@ def test_attention_between_compiled_graphs(tmp_path) -> None:
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_adding_to_some_tokens_takes_a_view_and_an_addition():
+    total, part = TokenSum(torch.zeros(1, 1, 8, 2), torch.zeros(1, 1, 8, 2), begun=True), torch.ones(1, 1, 8, 2)
+    some = part[:, :, 4:]
+    with Counted() as counted:
+        total.add(part, slice(0, 8))
+        total.add(some, slice(4, 8))
+    assert counted.names == ["add_", "slice", "add_"]
+    assert total.result().sum() == 4 * 2 + 8 * 2

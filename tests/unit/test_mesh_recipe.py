@@ -88,6 +88,7 @@ def test_descriptions():
         ({"routing": "zipf"}, TypeError, ("routing='zipf' is a str, not a Routing", "Routing.zipf(1.0)")),
         ({"checkpoint_layers": 2}, ValueError, ("checkpointing='none'", 'try: checkpointing="full"')),
         ({"float8": True, "param_dtype": "fp32"}, ValueError, ("take and return bfloat16",)),
+        ({"whole_parameters": True}, ValueError, ("optimizer='adamw'", 'try: optimizer="muon", zero=3')),
         ({"moments": "bf16"}, ValueError, ("zero=3", 'zero=1 with optimizer="adamw"')),
         ({"moments": "fp8", "zero": 1}, ValueError, ("moments='fp8' does not exist",)),
         ({"stages_per_rank": 2}, ValueError, ("'1f1b' has 1 stage(s) on each rank", 'try: schedule="interleaved"')),

@@ -173,6 +173,12 @@ REFUSED = [
         id="hsdp with experts over cp",
     ),
     pytest.param(
+        run(whole_parameters=True),
+        2,
+        ["cannot leave parameters whole with one rank", "muon: False", "try: --muon"],
+        id="whole parameters without Muon",
+    ),
+    pytest.param(
         run("moe", train={"batch_size": 6}, dp_replicate=2, ep=2),
         4,
         ["cannot split batch_size=6 sequences over 4 data-parallel ranks", "try: batch_size = 4 or 8"],

@@ -177,6 +177,19 @@ class AttentionBlock:
         return x.unflatten(2, (-1, rows.stop - rows.start)).flatten(1, 2)
 
 
+def tokens(x: Tensor, where: slice) -> Tensor:
+    """Return some tokens of a tensor (batch, heads, tokens ...).
+
+    It is one operation of the host, or none for all of them; `x[:, :, where]` is three, and adding to that is seven.
+
+    Args:
+        x: the tensor.
+        where: which tokens, without a step.
+    """
+    start, stop, _ = where.indices(x.shape[2])
+    return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
+
+
 @dataclass
 class Joined:
     """The outputs of the blocks so far, as one softmax over all their keys.
@@ -201,28 +214,28 @@ class Joined:
     def add(self, out: Tensor, lse: Tensor, rows: slice) -> None:
         """Add a block of further keys that some of the queries see."""
         if not self.gaps.left:
-            self._join(out, lse, self.out[:, :, rows], self.lse[:, :, rows])
+            self._join(out, lse, tokens(self.out, rows), tokens(self.lse, rows))
             return
         for here, there, is_first in self.gaps.fill(rows):
-            outs, sums = self.out[:, :, here], self.lse[:, :, here]
+            outs, sums = tokens(self.out, here), tokens(self.lse, here)
             if is_first:
-                outs.copy_(out[:, :, there])
-                sums.copy_(lse[:, :, there])
+                outs.copy_(tokens(out, there))
+                sums.copy_(tokens(lse, there))
             else:
-                self._join(out[:, :, there], lse[:, :, there], outs, sums)
+                self._join(tokens(out, there), tokens(lse, there), outs, sums)
 
     def _join(self, out: Tensor, lse: Tensor, outs: Tensor, sums: Tensor) -> None:
         # exp(lse) / (exp(sums) + exp(lse)). Who sees none of these keys gives them no weight: not that of inf - inf,
         # where nothing was seen before either. NaN of a score stays.
         share = torch.sigmoid(lse - sums.clamp(min=torch.finfo(sums.dtype).min)).unsqueeze(-1)
         outs.lerp_(out.to(outs.dtype), share)  # both in one pass over the outputs
-        sums.copy_(torch.logaddexp(sums, lse))
+        torch.logaddexp(sums, lse, out=sums)
 
     def finish(self) -> Joined:
         """Give queries without any block zeros, and return this."""
         for start, stop in self.gaps.left:
-            self.out[:, :, start:stop].zero_()
-            self.lse[:, :, start:stop].fill_(-torch.inf)
+            tokens(self.out, slice(start, stop)).zero_()
+            tokens(self.lse, slice(start, stop)).fill_(-torch.inf)
         return self
 
 
@@ -377,11 +390,14 @@ class AttentionCall:
             kernel = fused(q, k, v, True, self.scale)
             limit = None if kernel is None else kernel.most_causal
             for rows, columns, causal in triangle(0, stop, limit or stop):
-                parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+                parts = (tokens(q, rows), tokens(k, columns), tokens(v, columns))
                 yield VisibleBlock(rows, columns, AttentionBlock(*parts, causal, self.scale))
             return
-        block = AttentionBlock(q[:, :, first:], k[:, :, :stop], v[:, :, :stop], seen.causal, self.scale, documents)
-        yield VisibleBlock(slice(first, q.shape[2]), slice(0, stop), block)
+        rows, columns = slice(first, q.shape[2]), slice(0, stop)
+        block = AttentionBlock(
+            tokens(q, rows), tokens(k, columns), tokens(v, columns), seen.causal, self.scale, documents
+        )
+        yield VisibleBlock(rows, columns, block)
 
     def _flex_blocks(self, flex: Flex, source: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[VisibleBlock]:
         split = self.ring.split
@@ -395,7 +411,7 @@ class AttentionCall:
                         for ends, offset in ((piece.queries, before), (piece.keys, before_keys))
                     )
                     change = flex.of(piece)
-                    parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+                    parts = (tokens(q, rows), tokens(k, columns), tokens(v, columns))
                     yield VisibleBlock(rows, columns, AttentionBlock(*parts, False, self.scale, flex=change))
 
 
@@ -513,7 +529,7 @@ def _shares(
     """
     shares: list[KeyShare] = []
     for rows, columns, block in task.blocks(source, q, *keys_and_values):
-        of_q, *of_keys = block.backward(*(x[:, :, rows] for x in result))
+        of_q, *of_keys = block.backward(*(tokens(x, rows) for x in result))
         of_queries.add(of_q, rows)
         same = next((parts for place, parts in shares if place == columns), None)
         if same is None or any(part.dtype != accumulator(q.dtype) for part in same):
@@ -562,19 +578,19 @@ class TokenSum:
             return
         total = self._made()
         if not self._gaps.left:
-            total[:, :, where] += part
+            tokens(total, where).add_(part)
             return
         for here, there, is_first in self._gaps.fill(where):
             if is_first:
-                total[:, :, here].copy_(part[:, :, there])
+                tokens(total, here).copy_(tokens(part, there))
             else:
-                total[:, :, here] += part[:, :, there]
+                tokens(total, here).add_(tokens(part, there))
 
     def result(self) -> Tensor:
         """Return the sum; zeros of tokens without a part."""
         total = self._made()
         for start, stop in self._gaps.left:
-            total[:, :, start:stop].zero_()
+            tokens(total, slice(start, stop)).zero_()
         return total
 
     def _made(self) -> Tensor:

@@ -611,7 +611,8 @@ class OwnedBucket(Bucket):
         self.allocate()
         parts = self.unsharded_buffer.split(sizes)
         self._copy_to(parts[self.params[0].placement.shard_rank].split(self.chunks))
-        return broadcast_each(parts, self.group, self.unsharded_buffer)
+        at_once = self.storage.platform.gathers_uneven
+        return broadcast_each(parts, self.group, self.unsharded_buffer, at_once=at_once)
 
     def finish_gather(self, received: torch.Tensor, *, keep_post_forward_shard: bool = False) -> None:
         """All is in its place; what is kept between forward and backward on fewer ranks is gathered from all again."""

@@ -139,25 +139,40 @@ def reduce_scatter_each(
     return Pending(group.reduce_scatter_tensor_coalesced(targets, sources, options), result, keep=sources)
 
 
-def broadcast_each(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor) -> Pending:
+def broadcast_each(
+    parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor, *, at_once: bool
+) -> Pending:
     """Give each rank's part to all ranks, in place: parts have any sizes, and nothing is padded, packed or copied out.
 
     Args:
         parts: 1-D, contiguous, one for each rank in turn, of the same sizes on all ranks. An empty one is not sent.
         group: The ranks.
-        result: What `wait` returns: the buffer of which the parts are views.
+        result: What `wait` returns: the buffer of which the parts are views, one after the other.
+        at_once: In one launch, see `Platform.gathers_uneven`; else in one for each rank.
     """
+    if at_once and group.size() > 1:
+        parts = _real(parts)
+        own = parts[dist.get_rank(group)]
+        if _even(parts):  # of a list, nccl would gather these elsewhere, and copy them
+            return Pending(_all_gather_single(*_real([result, own]), group=group, async_op=True), result)
+        return Pending(dist.all_gather(list(parts), own, group=group, async_op=True), result, keep=parts)
     return _from_or_to_each(partial(dist.broadcast, group=group, async_op=True), "group_src", parts, group, result)
 
 
-def reduce_each(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor) -> Pending:
+def reduce_each(
+    parts: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor, *, at_once: bool
+) -> Pending:
     """Sum each rank's part to that rank, in place; what the other ranks have of it is lost.
 
     Args:
         parts: As in `broadcast_each`.
         group: The ranks.
         result: What `wait` returns: the own part.
+        at_once: As in `broadcast_each`.
     """
+    if at_once and group.size() > 1:
+        own, *sent = _real([result, *parts])
+        return Pending(dist.reduce_scatter(own, sent, group=group, async_op=True), result, keep=sent)
     return _from_or_to_each(partial(dist.reduce, group=group, async_op=True), "group_dst", parts, group, result)
 
 
@@ -168,6 +183,10 @@ def _from_or_to_each(
         return Pending(None, result)
     works = [send(part, **{root: rank}) for rank, part in enumerate(_real(parts)) if part.numel()]
     return Pending(works, result, keep=parts)
+
+
+def _even(parts: Sequence[torch.Tensor]) -> bool:
+    return all(part.numel() == parts[0].numel() for part in parts)
 
 
 def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

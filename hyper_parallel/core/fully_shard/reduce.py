@@ -455,7 +455,8 @@ class GradientReducer:
                 where.zero_() if gradient is None else where.copy_(gradient)
             _fill(flags, [used[index] for index in indices])
             parts.append(part)
-        return reduce_each(parts, self.scatter, place)
+        at_once = self.bucket.storage.platform.gathers_uneven
+        return reduce_each(parts, self.scatter, place, at_once=at_once)
 
     def _padded(self, pending: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
         """What is sent of each parameter: its gradient where it is, padded if it has to be, or zeros."""

@@ -87,6 +87,8 @@ class Candidate:
             texts.append("inputs gathered again")
         if self.recipe.tp_chunks > 1:
             texts.append(f"{self.recipe.tp_chunks} tp chunks")
+        if self.recipe.whole_parameters:
+            texts.append("whole parameters")
         texts += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
         return ", ".join(texts)
 

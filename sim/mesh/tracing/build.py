@@ -132,7 +132,8 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
     shards = dims.token_ranks > 1 or compute is not None
     if shards:
-        shard_units(module, [block for _, block in outer], dims, policy, reshard_after_forward=recipe.zero == 3)
+        whole, again = recipe.whole_parameters, recipe.zero == 3
+        shard_units(module, [block for _, block in outer], dims, policy, reshard_after_forward=again, whole=whole)
         for unit in (*(block for _, block in outer), module):
             _sum_up(unit)
     return Built(module, blocks, outer)

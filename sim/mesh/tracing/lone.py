@@ -109,6 +109,11 @@ class _LonePlatform(SimPlatform):
         return True
 
     @property
+    def gathers_uneven(self) -> bool:
+        """True, as with nccl."""
+        return True
+
+    @property
     def has_own_memory(self) -> bool:
         """Whether the listener tells it from the host's."""
         return self._listener.has_host

@@ -23,6 +23,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.router import Router, update_expert_bias
 from hyper_parallel.core.fully_shard.comm import all_gather
 from hyper_parallel.core.fully_shard.module import hold_parameters, release_parameters
+from hyper_parallel.core.mesh.device_mesh import mesh_among
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
@@ -269,7 +270,7 @@ class _Run:
         for name, param in self.built.module.named_parameters():
             if not isinstance(param, DTensor) or name in copies:
                 continue
-            mesh, axes = param.device_mesh, enumerate(param.placements)
+            mesh, axes = mesh_among(param.device_mesh), enumerate(param.placements)
             split = [mesh.get_group(axis) for axis, each in axes if not (each.is_replicate() or each.is_partial())]
             ranks = [tuple(dist.get_process_group_ranks(group)) for group in split]
             found[tuple(dict.fromkeys([numbers[each] for each in ranks if each in numbers]))] = None
