@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -33,6 +34,10 @@ COST = "cpu_s"
 RANKS_COST = "ranks_cpu_s"  # of the processes that ran a body, see sim/testing/processes.py
 TIER = pytest.StashKey[str]()
 STARTED = pytest.StashKey[tuple[float, float]]()
+
+# Before torch is loaded, here and in all processes that tests start: a worker has a core, or less. With a thread for
+# each core, those that wait for the next small matrix product spin meanwhile, which was a third of all CPU time.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)  # the same for all who change code
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=EXAMPLES["test"])

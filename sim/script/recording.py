@@ -648,7 +648,21 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
             module._are_we_tracing = lambda: False  # no compiler: collectives are waited for where values are used
         for recorder in recorders.values():
             stack.enter_context(recorder.following())
+        stack.enter_context(_older_objects_left_out())
         yield
+
+
+@contextmanager
+def _older_objects_left_out() -> Iterator[None]:
+    """Let the collection at each step walk over what the script has made, not over all that the process has loaded."""
+    others = gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not others:  # else what somebody has frozen before would be walked over from now on
+            gc.unfreeze()
 
 
 # -- small things --------------------------------------------------------------------------------------------------

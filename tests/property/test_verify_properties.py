@@ -26,14 +26,6 @@ some = settings(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def normal(model):
     """Give all parameters and buffers random values of order one, from torch's generator."""
     for tensor in (*model.parameters(), *model.buffers()):

@@ -15,6 +15,7 @@ import zlib
 
 import pytest
 import torch
+import warm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -700,7 +701,7 @@ print(checkpoints.latest().name)
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limit on the size of files")
 def test_a_limit_of_the_system_is_met(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, check=True)
+    done = warm.run([sys.executable, "-c", LIMITED, str(tmp_path)])
     assert "could not be written: File too large\n  after " in done.stdout, done.stderr
     assert done.stdout.splitlines()[-1] == "step-00000001"
 

@@ -7,13 +7,13 @@ import io
 import json
 import re
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from mesh_fakes import fake_estimate
 from rich.console import Console
 from typer.testing import CliRunner
@@ -386,9 +386,7 @@ def test_the_walk_of_the_docs_from_a_search_to_training(monkeypatch: pytest.Monk
     for words in commands:
         if words[0] == "torchrun":
             few = [*words[: words.index("--steps")], "--steps", "3"]
-            done = subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", *few[1:]], capture_output=True, text=True, check=False
-            )
+            done = warm.run([sys.executable, "-m", "torch.distributed.run", *few[1:]])
             assert done.returncode == 0, done.stderr
             assert re.search(r"^step +[\d.]+ m?s +[\d.]+ m?s +[+-]\d+ %$", done.stdout, re.MULTILINE), done.stdout
         else:

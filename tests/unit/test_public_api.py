@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import linecache
 import pkgutil
 import subprocess
 import sys
@@ -147,6 +148,7 @@ def modules():
 
 @pytest.mark.parametrize("name", list(modules()))
 def test_examples_in_docstrings(name):
+    linecache.clearcache()  # for each docstring, doctest looks at all files in it anew
     outcome = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert outcome.failed == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_ranks_that_send_messages_to_each_other_are_run_together(rank: int) -> N
     assert list(recorded.recorders) == [0, 1, 2]
     for each in range(3):
         assert told(recorded.events[each]) == simulated(script, 3, each)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_what_is_left_out_of_collections_is_as_before_the_estimate(others: bool) -> None:
+    """Estimates leave out of them what was there before; what somebody else has left out stays so."""
+    gc.unfreeze()
+    if others:
+        gc.freeze()
+    record(EXAMPLES / "fsdp2.py")
+    left_out = gc.get_freeze_count()
+    gc.freeze()  # as it is while this suite runs
+    assert bool(left_out) == others
 
 
 def test_tokens_are_routed_evenly_where_their_experts_depend_on_data() -> None:

@@ -16,14 +16,6 @@ from sim.script.options import Launch
 from sim.script.verify import verify_script
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def squared(model, batch):
     loss = model(batch).square().mean()
     loss.backward()

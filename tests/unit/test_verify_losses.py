@@ -16,14 +16,6 @@ ROWS, WIDTH, EXPERTS = 8, 6, 2
 UNTRUE = ("parts of a", "optimizer", "averaged once too often", "counted once per rank")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def on_ranks():
     return dist.is_initialized()
 

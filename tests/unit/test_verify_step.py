@@ -20,14 +20,6 @@ import sim
 WIDTH, HEADS, LENGTH, ROWS = 8, 4, 8, 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def batch(rows=ROWS, length=LENGTH):
     ids = torch.randint(0, 16, (rows, length + 1), generator=torch.Generator().manual_seed(0))
     return ids[:, :-1], ids[:, 1:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 import zoo_by_hand
 import zoo_by_plan
@@ -17,15 +16,6 @@ from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 
 ZOO = [pytest.param(case, id=case.name) for case in (*zoo_by_hand.CASES, *zoo_by_plan.CASES, *zoo_by_wrapper.CASES)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors are small: more threads within an operation only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", ZOO)

@@ -58,15 +58,6 @@ X = draw(4, 6, WIDTH)
 IDS, LABELS = tokens(seed=0), tokens(seed=1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small tensors gain nothing from several threads, and ranks that wait for each other lose."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def is_right(model, inputs, mesh, *, also=(), near=0.5, **options):
     """Verify a model, and that the report leaves nothing out."""
     report = sim.verify_plan(model, inputs, mesh, **options)
