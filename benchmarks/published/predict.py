@@ -89,6 +89,10 @@ def figures_of(case: Case, calibration: Calibration) -> Calibration:
     general = calibration.of(hardware, "estimate", hardware.family)
     unseen = math.hypot(float(general.get("unseen_spread", 0.0)), float(own.get("unseen_spread", 0.0)))
     changes: dict[str, Any] = {f"estimate.{hardware.family}.unseen_spread": unseen}
+    if hardware.family in (memory := own.get("memory_spread", {})):
+        changes[f"estimate.{hardware.family}.memory_spread"] = memory[hardware.family]
+    else:
+        changes[f"estimate.{hardware.family}.unseen_memory_spread"] = own["unseen_memory_spread"]
     if "step_spread" in own:
         changes[f"estimate.{hardware.family}.step_spread"] = own["step_spread"]
     if "op_us" in own:

@@ -18,7 +18,7 @@ from sim.mesh.cost import Pricing, ring_kernel_of, weakest
 from sim.mesh.explain import explain as explain_estimate
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
-from sim.mesh.memory import ClassMemory, replay_memory
+from sim.mesh.memory import ClassMemory, replay_memory, with_workspaces
 from sim.mesh.models import find_model
 from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.program import Program
@@ -395,9 +395,11 @@ def memory_of(programs: Sequence[Program], hardware: Hardware, general: Mapping[
     for program in programs:
         groups = {(group.axis, tuple(group.ranks)) for group in program.groups if len(group.ranks) > 1}
         context = hardware.context_bytes + len(groups) * hardware.bytes_per_group
-        classes.append(replay_memory(program, rules, context_bytes=context))
+        with_all = with_workspaces(program, int(hardware.value("device.workspace", 0)))
+        classes.append(replay_memory(with_all, rules, context_bytes=context))
     host = int(hardware.value("host.memory", 0)) or None
-    return MemoryEstimate(tuple(classes), hardware.memory_bytes, float(general.get("memory_spread", 0.05)), host)
+    spread = math.hypot(float(general.get("memory_spread", 0.05)), float(general.get("unseen_memory_spread", 0.0)))
+    return MemoryEstimate(tuple(classes), hardware.memory_bytes, spread, host)
 
 
 def time_of(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from sim.mesh.program import Comm, Op, Place, Program
+from sim.mesh.program import Alloc, Comm, Event, Op, Place, Program, Segment
 from sim.mesh.replay.allocator import (
     CACHING,
     AllocatorRules,
@@ -17,7 +17,7 @@ from sim.mesh.replay.allocator import (
     find_pattern,
 )
 
-__all__ = ["OTHER", "ROUNDING", "ClassMemory", "CurvePoint", "replay_memory"]
+__all__ = ["OTHER", "ROUNDING", "ClassMemory", "CurvePoint", "replay_memory", "with_workspaces"]
 
 ROUNDING = "rounding"
 """Category of what blocks are larger than asked for, because the allocator did not split them."""
@@ -154,6 +154,32 @@ def replay_memory(
         unmatched=second.unmatched,
         on_host=dict(sorted(on_host.items(), key=lambda item: -item[1])),
     )
+
+
+def with_workspaces(program: Program, size: int) -> Program:
+    """Return a program that has taken, once the model is built, the workspaces of its matrix products.
+
+    Torch gives cuBLAS one for each handle and stream, and never takes it back. Each thread has a handle of its own, and
+    backward runs in a thread of autograd's.
+
+    Args:
+        program: of a rank.
+        size: bytes of a workspace; 0: none is taken.
+    """
+    users = set()
+    last = 0
+    for segment in program.segments.values():
+        for event in segment.events:
+            if type(event) is Alloc:
+                last = max(last, event.block)
+            elif type(event) is Op and event.kind == "matmul":
+                users.add((program.places[event.place].phase == "backward", event.stream))
+    if not size or not users:
+        return program
+    blocks: list[Event] = [Alloc(last + at, size, stream) for at, (_, stream) in enumerate(sorted(users), 1)]
+    built = ("build", -1, "workspaces")
+    categories = program.categories | {block.block: "workspace" for block in blocks if type(block) is Alloc}
+    return replace(program, segments=program.segments | {built: Segment(*built, blocks)}, categories=categories)
 
 
 class _Jump(NamedTuple):

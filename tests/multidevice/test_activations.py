@@ -21,6 +21,7 @@ from sim.late.switch import why_not
 
 late = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DEPTH, WIDTH, ROWS = 8, 64, 512
+WITHOUT_CUBLAS = mesh.find_hardware("h100-sxm").with_figures(device__workspace=0)  # as the late device is
 POLICIES = ("none", "full", "offload", "full offload", "offload every 2", "full offload first 3")
 
 
@@ -53,7 +54,7 @@ def planned(policy: str, ranks: int = 1, engine: str = "fully_shard") -> mesh.Es
         lambda: Blocks(DEPTH, WIDTH), lambda batch, _: torch.zeros(batch, WIDTH), lambda out, _: out.square().mean()
     )
     dims = ParallelDims(dp_shard=ranks, world_size=ranks)
-    return mesh.estimate(spec, dims, batch=ROWS // ranks, seq_len=1, hardware="h100-sxm", recipe=recipe)
+    return mesh.estimate(spec, dims, batch=ROWS // ranks, seq_len=1, hardware=WITHOUT_CUBLAS, recipe=recipe)
 
 
 @late
@@ -138,7 +139,7 @@ def test_a_policy_for_a_budget_needs_no_more_than_it():
     recipe = mesh.Recipe(param_dtype="fp32", optimizer="sgd", clipping=False)
     all_bytes, context = planned("none").memory.reserved, planned("none").memory.fullest.context_bytes
     budget = 0.6 * all_bytes + context
-    found = mesh.fit_activations(spec, ParallelDims(), ROWS, 1, "h100-sxm", budget, recipe)
+    found = mesh.fit_activations(spec, ParallelDims(), ROWS, 1, WITHOUT_CUBLAS, budget, recipe)
     policy = found.recipe.activations
     ((_, _, peak),) = sim.run(trained, 1, ("npu", policy, "none", DEPTH, WIDTH, ROWS), device="npu")
     assert peak == pytest.approx(found.memory.peak, rel=0.02)

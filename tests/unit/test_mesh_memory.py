@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sim.mesh.memory import ROUNDING, ClassMemory, replay_memory
+from sim.mesh.memory import ROUNDING, ClassMemory, replay_memory, with_workspaces
 from sim.mesh.program import Alloc, Event, Free, Op, Place, Program, Segment
 from sim.mesh.replay.allocator import CACHING, EXPANDABLE, PLAIN, AllocatorRules, Block, CachingAllocator, find_pattern
 
@@ -314,6 +314,16 @@ class TestReplay:
         found = replay_memory(made)
         assert found.by_category == {"activations": 30 * MIB, "parameters": 7 * MIB}
         assert found.curve[0].totals[found.categories.index("parameters")] == 7 * MIB
+
+    def test_each_thread_and_stream_with_products_has_a_workspace(self) -> None:
+        beside = op(1)._replace(stream=7)
+        made = program([op(0), op(0), Alloc(1, 30 * MIB, 0)], [op(1), beside, Free(1)], batches=3)
+        plain, found = replay_memory(made), replay_memory(with_workspaces(made, 32 * MIB))
+        assert found.by_category == {"workspace": 96 * MIB, "activations": 30 * MIB}
+        assert (found.persistent, found.peak_reserved - plain.peak_reserved) == (96 * MIB, 96 * MIB)
+        assert with_workspaces(made, 0) is made
+        no_products = program([Alloc(1, 30 * MIB, 0)], [op(1)._replace(kind="memory"), Free(1)])
+        assert with_workspaces(no_products, 32 * MIB) is no_products
 
     def test_the_peak_is_told_in_words(self) -> None:
         forward = [op(0), Alloc(1, 30 * MIB, 0)]

@@ -489,6 +489,29 @@ def test_intervals_know_what_was_seen():
     assert spread(framework="somebody's", hw_device="B200") == pytest.approx(2**0.5 * spread(hw_device="B200"))
 
 
+def test_intervals_of_memory_know_what_was_seen():
+    figures = load_figures()
+
+    def spread(row):
+        found = case_of(row)
+        hardware = find_hardware(found.hardware)
+        return memory_of([], hardware, figures_of(found, figures).of(hardware, "estimate", hardware.family)).spread
+
+    kept = [case_of(ROWS[one.id]) for one in kept_outcomes() if one.memory and not one.is_held_out]
+    seen = {(found.framework, hardware_family(found)) for found in kept}
+    for one in kept_outcomes():
+        if one.memory is not None:  # what no fit has seen is wider, and nothing else is
+            found = case_of(ROWS[one.id])
+            pair = (found.framework, hardware_family(found))
+            assert (spread(ROWS[one.id]) > 0.1) == (pair not in seen), one.id
+    row = ROWS["m0063"]
+    assert spread(row) < spread({**row, "hw_device": "A100 SXM4 80GB"}) < spread({**row, "hw_device": "B200"})
+    assert spread({**row, "framework": "somebody's"}) == spread({**row, "hw_device": "B200"})
+    a100, ascend = (find_hardware(name) for name in ("a100-80gb", "ascend-910b"))
+    known, unknown = (memory_of([], one, figures.of(one, "estimate", one.family)).spread for one in (a100, ascend))
+    assert 0 < 2 * known < unknown
+
+
 def test_a_step_on_a_device_never_seen_and_with_experts_is_less_sure():
     job = Job(find_model("llama-tiny"), ParallelDims(), 1, 16, Recipe())
     programs = trace(job)

@@ -83,6 +83,7 @@ FIGURES: dict[str, Kind] = {
     "device.bandwidth": Kind("B/s", True, "of its memory"),
     "device.cores": Kind("1", True, "that each compute a tile of a matmul at a time"),
     "device.power": Kind("W", False, "power limit"),
+    "device.workspace": Kind("B", False, "of matrix products, for each thread and stream", zero=True),
     "peak.bf16": Kind("FLOP/s", False, "dense bf16 matmuls"),
     "peak.fp16": Kind("FLOP/s", False, "dense fp16 matmuls"),
     "peak.fp32": Kind("FLOP/s", True, "fp32 matmuls with full precision"),
