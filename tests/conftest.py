@@ -36,7 +36,8 @@ TIER = pytest.StashKey[str]()
 STARTED = pytest.StashKey[tuple[float, float]]()
 
 # Before torch is loaded, here and in all processes that tests start: a worker has a core, or less. With a thread for
-# each core, those that wait for the next small matrix product spin meanwhile, which was a third of all CPU time.
+# each core, those that wait for the next small matrix product spin meanwhile, which was up to two thirds of the CPU
+# time of files that train on the main thread.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)  # the same for all who change code

@@ -154,7 +154,7 @@ def broadcast_each(
         parts = _real(parts)
         own = parts[dist.get_rank(group)]
         if _even(parts):  # of a list, nccl would gather these elsewhere, and copy them
-            return Pending(_all_gather_single(*_real([result, own]), group=group, async_op=True), result)
+            return Pending(all_gather_single(*_real([result, own]), group=group, async_op=True), result)
         return Pending(dist.all_gather(list(parts), own, group=group, async_op=True), result, keep=parts)
     return _from_or_to_each(partial(dist.broadcast, group=group, async_op=True), "group_src", parts, group, result)
 
