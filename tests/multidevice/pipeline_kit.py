@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from hyper_parallel import DTensor, Layout, full_tensor, fully_shard, init_device_mesh, shard_module
 from hyper_parallel.core.fully_shard.api import Owner
 from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy
+from hyper_parallel.core.mesh.device_mesh import OwnerMesh
 from hyper_parallel.core.pipeline import Pipeline, TiedWeights, clip_grad_norm, stage_slices
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models import Llama, LlamaConfig, llama_plan
@@ -164,7 +165,9 @@ def make(case: Case, device: torch.device, dtype: torch.dtype, mesh: Any) -> Pip
 def full(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone().cpu()
-    return full_tensor(tensor.detach()).cpu()  # torch's knows nothing of owners, nor of shards on the host
+    if isinstance(tensor.device_mesh, OwnerMesh):  # of which torch knows nothing
+        return full_tensor(tensor.detach()).cpu()
+    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor().cpu()  # torch gathers shards where they lie
 
 
 def named(pipeline: Pipeline) -> list[tuple[str, torch.nn.Parameter]]:

@@ -208,7 +208,6 @@ LLAMAS = [
     ("tp=2", {"sequence_parallel": False}, {}),
     ("tp=2", {"vocab_parallel": False}, {}),
     ("tp=2", {"sequence_parallel": False, "vocab_parallel": False, "logits": "whole"}, {}),
-    ("tp=2", {"local": False}, {}),
     ("tp=2", {}, {"tie_embeddings": True}),
     ("dp=2,tp=2", {}, {}),
     ("dp=2,tp=2", {"logits": "local", "sequence_parallel": False}, {"tie_embeddings": True}),
