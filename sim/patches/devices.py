@@ -118,7 +118,7 @@ def _attention(
     return torch._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, False, **more)[0]
 
 
-class Stream:
+class MappedStream:
     """A stream of a mapped device, where everything is done when it is called."""
 
     device_index = 0
@@ -139,17 +139,17 @@ class Stream:
 
     wait_event = wait_stream = synchronize
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> MappedStream:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Nothing to leave."""
 
 
-class MappedEvent(Stream):
+class MappedEvent(MappedStream):
     """An event of a mapped device: it has happened."""
 
-    record = wait = Stream.synchronize
+    record = wait = MappedStream.synchronize
 
     def elapsed_time(self, end: Any) -> float:
         """No time passes on a simulated device."""
@@ -219,7 +219,7 @@ def _set_rng_state(context: RankContext, state: torch.Tensor, device: Any = None
 _OF_BOTH: dict[str, Callable[..., Any]] = {
     "is_available": _always(True),
     "device_count": lambda context: context.network.world_size,
-    "current_stream": lambda context, *args, **options: Stream(),
+    "current_stream": lambda context, *args, **options: MappedStream(),
     "get_device_capability": _always(_CAPABILITY),
     "memory_stats": lambda context, *args, **options: defaultdict(int),
     **dict.fromkeys(
@@ -246,7 +246,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "is_current_stream_capturing": _always(False),
     "can_device_access_peer": _always(True),
     "graph_pool_handle": _always((0, 0)),
-    "default_stream": lambda context, *args, **options: Stream(),
+    "default_stream": lambda context, *args, **options: MappedStream(),
     "stream": lambda context, stream=None: contextlib.nullcontext(stream),
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
@@ -270,7 +270,7 @@ ACCELERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 # Classes stay classes: torch's own code has them in annotations.
-CLASSES = {"Stream": Stream, "Event": MappedEvent}
+CLASSES = {"Stream": MappedStream, "Event": MappedEvent}
 
 # torch's own code goes by what the machine really has.
 _FOR_THE_SCRIPT_ONLY = (
