@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hyper_parallel.core.common.errors import explain
 from sim.comm.dispatcher import replace_kernels
-from sim.comm.endpoint import Endpoint
+from sim.comm.group import Endpoint
 from sim.comm.process_group import SimProcessGroup
 from sim.explain.errors import SimError
 from sim.explain.lines import user_line

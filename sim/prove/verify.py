@@ -26,8 +26,7 @@ from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.modes.draws import SharedDraws, proved_with, shared_draws
-from sim.prove.modes.inputs import proved_once, proved_twice, second_of
-from sim.prove.modes.values import check_varied, proved_varied, unreached
+from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
 from sim.prove.randomness import DrawPlace, DrawUse
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity

@@ -22,9 +22,8 @@ from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws, proved_with
-from sim.prove.modes.inputs import proved_once, proved_twice, second_of
 from sim.prove.modes.precision import WidePrecision, narrow_words
-from sim.prove.modes.values import check_varied, proved_varied, unreached
+from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
 from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
