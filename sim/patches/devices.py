@@ -29,6 +29,7 @@ from hyper_parallel.platform import Platform
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
+from sim.patches.locks import exchange
 from sim.patches.rank import Host, RankContext, Undo
 
 __all__ = [
@@ -407,36 +408,26 @@ def _mapped_device(host: Host) -> Undo:
     if kind is None:
         return lambda: None
     module = device_module(kind)
-    missing = object()
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, vars(owner).get(name, missing)))
-        setattr(owner, name, value)
-
-    for name, standing_in in CLASSES.items():
-        replace(module, name, standing_in)
+    replacements: list[tuple[Any, str, Any]] = [(module, name, made) for name, made in CLASSES.items()]
     for owner, answers in ((module, ANSWERS), (torch.accelerator, ACCELERATOR_ANSWERS)):
         for name in dict.fromkeys((*answers, *documented(owner))):
             if owner is module or hasattr(owner, name):
                 title = f"{owner.__name__}.{name}"
                 original = getattr(owner, name, None)
-                replace(owner, name, answer(name, original, current_context, answers, title))
-    replace(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
-    replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, kind, "device_type"))
-    replace(torch.amp.GradScaler, "__init__", _on_cpu(torch.amp.GradScaler.__init__, kind, "device", default="cpu"))
-    replace(torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, kind, "device"))
-    replace(torch, "load", _loads_on_cpu(torch.load, kind))
-
-    forget_package = importable(kind)
+                replacements.append((owner, name, answer(name, original, current_context, answers, title)))
+    ddp, scaler = DistributedDataParallel, torch.amp.GradScaler
+    replacements += [
+        (ddp, "__init__", _without_device_ids(ddp.__init__)),
+        (torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, kind, "device_type")),
+        (scaler, "__init__", _on_cpu(scaler.__init__, kind, "device", default="cpu")),
+        (torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, kind, "device")),
+        (torch, "load", _loads_on_cpu(torch.load, kind)),
+    ]
+    restore, forget_package = exchange(replacements), importable(kind)
 
     def undo() -> None:
         forget_package()
-        for owner, name, value in reversed(replaced):
-            if value is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        restore()
 
     return undo
 
@@ -459,12 +450,7 @@ def _backward_modes(host: Host) -> Undo:
                 stack.enter_context(mode)
             return original(*args, **options)
 
-    torch.autograd._engine_run_backward = run
-
-    def undo() -> None:
-        torch.autograd._engine_run_backward = original
-
-    return undo
+    return exchange([(torch.autograd, "_engine_run_backward", run)])
 
 
 def _without_device_ids(original: Callable[..., None]) -> Callable[..., None]:

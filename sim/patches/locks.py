@@ -230,13 +230,17 @@ def _timeouts(host: object) -> Callable[[], None]:
 
 def exchange(replacements: list[tuple[Any, str, Any]]) -> Callable[[], None]:
     """Set attributes of modules and classes; returns how to undo that."""
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    missing = object()  # or inherited; and not getattr, which would bind class methods and unwrap static ones
+    originals = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in replacements]
     for owner, name, value in replacements:
         setattr(owner, name, value)
 
     def undo() -> None:
         for owner, name, value in reversed(originals):
-            setattr(owner, name, value)
+            if value is not missing:
+                setattr(owner, name, value)
+            elif name in vars(owner):  # not gone yet: a name may be there twice
+                delattr(owner, name)
 
     return undo
 

@@ -22,6 +22,7 @@ from sim.late.device import LateDevice
 from sim.late.shared import SharedDevice
 from sim.observers.partials import Partials
 from sim.observers.replicas import Replicas
+from sim.patches.locks import exchange
 from sim.patches.torch_modules import Hooks, enter_hooks, leave_hooks
 from sim.script.modules import OwnModules
 from sim.script.output import ProcessView
@@ -260,12 +261,7 @@ def _warning_prefix(host: object) -> Undo:
         logged = getattr(logging, "_warnings_showwarning", None) is not None  # then the log's own prefix is enough
         return text if logged else _prefixed(text)
 
-    warnings.formatwarning = formatwarning
-
-    def undo() -> None:
-        warnings.formatwarning = original
-
-    return undo
+    return exchange([(warnings, "formatwarning", formatwarning)])
 
 
 def _logging_prefix(host: object) -> Undo:
@@ -275,12 +271,7 @@ def _logging_prefix(host: object) -> Undo:
     def format(self: logging.Handler, record: logging.LogRecord) -> str:
         return _prefixed(original(self, record))
 
-    logging.Handler.format = format  # type: ignore[method-assign]
-
-    def undo() -> None:
-        logging.Handler.format = original  # type: ignore[method-assign]
-
-    return undo
+    return exchange([(logging.Handler, "format", format)])
 
 
 MESSAGE_PATCHES: tuple[Callable[[object], Undo], ...] = (_warning_prefix, _logging_prefix)
