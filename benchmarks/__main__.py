@@ -18,7 +18,6 @@ from benchmarks import (
     engine,
     engine_counts,
     experts,
-    links,
     mesh,
     mesh_here,
     muon,
@@ -146,7 +145,7 @@ def _checkpoint() -> dict[str, str]:
 
 
 def _links() -> dict[str, str]:
-    return {"links": f"{_conditions()}.\n\n{links.table()}"}
+    return {"links": f"{_conditions()}.\n\n{redistribute.link_table()}"}
 
 
 def _mesh(*, long: bool = False) -> dict[str, str]:

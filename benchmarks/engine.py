@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -247,8 +246,3 @@ def _time(result: Result, engine: str) -> str:
 
 def _with_interval(value: float, low: float, high: float) -> str:
     return f"{value:.2f} ({low:.2f}-{high:.2f})"
-
-
-def peak_memory() -> float:
-    """GiB of the largest process that this one has started and seen end."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20

@@ -49,9 +49,8 @@ from sim.observers.replicas import Replicas
 from sim.patches import install, rank_thread
 from sim.patches.devices import KINDS, has_named
 from sim.patches.dtensor import clear_thread_caches, thread_has_caches
-from sim.patches.messages import copy_of_filters, enter_filters, leave_filters
 from sim.patches.process_groups import new_c10d_state
-from sim.patches.rank import Host, RankContext
+from sim.patches.rank import Host, RankContext, copy_of_filters, enter_filters, leave_filters
 from sim.patches.torch_modules import enter_hooks, leave_hooks
 from sim.script.failure import device_hint, exit_hint
 from sim.script.packages import SharedReferences, check_own

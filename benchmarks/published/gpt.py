@@ -24,7 +24,7 @@ from hyper_parallel.models.llama import Positions
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss, reshard_gathered
 from sim.mesh.models import ConfigSpec, short_count
 from sim.mesh.recipe import Recipe
-from sim.mesh.zoo.kernels import FlashAttention, dropped, use_kernels
+from sim.mesh.zoo.kernels import FusedAttention, dropped, use_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -182,7 +182,7 @@ class Attention(nn.Module):
         width = config.num_attention_heads * config.head_dim
         self.wqkv = nn.Linear(config.hidden_size, width + 2 * config.kv_heads * config.head_dim, bias=config.bias)
         self.wo = nn.Linear(width, config.hidden_size, bias=False)  # its bias is the block's
-        self.attend: Callable[..., Tensor] = FlashAttention(config.attention_dropout)
+        self.attend: Callable[..., Tensor] = FusedAttention(config.attention_dropout)
 
     def forward(self, x: Tensor, *where: Tensor) -> Tensor:
         """Map x (batch, seq, hidden) to the same shape; see `GPT.where` for the positions."""

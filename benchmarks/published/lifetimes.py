@@ -13,7 +13,6 @@ _PHASES = ("forward", "backward")
 
 _GATHERS, _REDUCTIONS = 1001, 1002
 """Streams that FSDP2 allocates on, beside the one that computes."""
-_COPY_OUT = "aten.split_with_sizes_copy"
 
 
 def free_after_last_use(program: Program, *, with_loss: bool = False) -> Program:

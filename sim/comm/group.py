@@ -7,23 +7,36 @@ member must be the same collective; the last one to arrive carries it out for al
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
 from sim.comm.collectives import Call, MemoryGone, Problem, check_memory, execute
-from sim.comm.membership import GroupsMade
 from sim.comm.pricing import CommPricing
-from sim.comm.store import SharedStore
+from sim.comm.store import RankStore, SharedStore
 from sim.comm.trace import EventLog, Span
 from sim.explain.errors import ranks_phrase, short_ranks_phrase
+from sim.explain.lines import user_line
+from sim.kernel.context import Context
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import Lost, Waitable
 
-__all__ = ["Devices", "Explanations", "Group", "Message", "Network", "Slot", "deliver", "without_modes"]
+__all__ = [
+    "Devices",
+    "Endpoint",
+    "Explanations",
+    "Group",
+    "GroupsMade",
+    "Key",
+    "Message",
+    "Network",
+    "Slot",
+    "deliver",
+    "without_modes",
+]
 
 Done = TypeVar("Done")
 
@@ -455,3 +468,118 @@ def deliver(network: Network, source: Message, target: Message) -> float:
 def _copy(give: torch.Tensor, take: torch.Tensor) -> None:
     with torch.inference_mode():
         take.data.copy_(give.data.reshape(take.shape))
+
+
+# The rank's default group (how often the ranks that were left, and how often it, had made one), and the group's number.
+Key = tuple[int, int, int]
+
+
+class _Asked(NamedTuple):
+    """What a rank has asked for.
+
+    Attributes:
+        members: The ranks of the group, in the numbering of the default group.
+        axis: The axis of a mesh that the group is for; empty for other groups.
+        line: The user's.
+    """
+
+    members: tuple[int, ...]
+    axis: str
+    line: str
+
+
+def _has_several(asked: _Asked) -> bool:
+    return len(asked.members) > 1
+
+
+class GroupsMade:
+    """What the ranks of a world have asked for.
+
+    torch numbers the groups that a rank learns of, whether it is in them or not, and makes them when all ranks have
+    come; simulated ranks do not wait there. Groups made with `use_local_synchronization` have no number.
+
+    Attributes:
+        others: By group, and rank, what is not what the first rank has asked for.
+    """
+
+    def __init__(self) -> None:
+        self.others: dict[Key, dict[int, _Asked]] = {}
+        self.known: dict[Key, tuple[int, list[int], dict[str, Any]]] = {}  # of how many ranks, which, and how
+        self._first: dict[Key, _Asked] = {}
+        self._members: dict[tuple[Key, int], _Asked] = {}
+        self._most = 1024  # members, until those of groups that all ranks have made are forgotten
+
+    def note(self, key: Key, rank: int, members: Iterable[int], description: str) -> None:
+        """Note that `rank`, which is in it, or is the first or of another mind, has made a group of `members`."""
+        axis = description.removeprefix("mesh_") if description.startswith("mesh_") else ""
+        asked = _Asked(tuple(sorted(members)), axis, user_line())
+        self._members[key, rank] = asked
+        if self._first.setdefault(key, asked).members != asked.members:
+            self.others.setdefault(key, {})[rank] = asked
+
+    def forget_before(self, key: Key | None) -> None:
+        """Forget groups before `key`, which all ranks have made and agree on: a long run may make many."""
+        if key is None or len(self._members) < self._most:
+            return
+        self._first = {k: asked for k, asked in self._first.items() if k >= key or k in self.others}
+        self._members = {of: asked for of, asked in self._members.items() if of[0] in self._first}
+        self.known = {k: how for k, how in self.known.items() if k in self._first}
+        self._most = max(1024, 2 * len(self._members))
+
+    def differing(self) -> list[Key]:
+        """The groups on whose members ranks differ; where each has one member only, nobody waits for another."""
+        return [
+            key for key, others in self.others.items() if any(map(_has_several, (self._first[key], *others.values())))
+        ]
+
+    def of(self, key: Key, rank: int) -> _Asked:
+        """What `rank` has asked for, which has made the group; who is not in it has asked for what the first has."""
+        return self._members.get((key, rank)) or self._first[key]._replace(line="")
+
+
+class Endpoint(Context):
+    """What a rank has of its own to communicate.
+
+    Attributes:
+        network: What it shares with the other ranks.
+        c10d: Its `torch.distributed` state (the default group, all groups by name ...).
+        store: Its handle of the network's store.
+        axis_names: The mesh axes whose groups go by another name, by group.
+        joined_by_world: The world made the default group, so one `init_process_group` does nothing.
+        has_joined: The world has made it, whatever became of it since.
+        inits: How often it has made its default group.
+        members: The ranks of its default group, once ranks that were left have made that anew; None: all.
+        generation: Counts those new default groups.
+        regions: The names of the regions (`sim.region`) that it is in.
+    """
+
+    def __init__(self, rank: int, network: Network, c10d: Any) -> None:
+        super().__init__(rank, network.scheduler)
+        self.network = network
+        self.c10d = c10d
+        self.store = RankStore(network.store)  # kept here: torch's own references keep only its C++ half alive
+        self.axis_names: dict[str, str] = {}
+        self.joined_by_world = self.has_joined = False
+        self.inits = 0
+        self.members: tuple[int, ...] | None = None
+        self.generation = 0
+        self.regions: list[str] = []
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its rank in its default group, and how many ranks that has."""
+        if self.members is None:
+            return self.rank, self.network.world_size
+        return self.members.index(self.rank), len(self.members)
+
+    def axis_of(self, group_name: str, description: str, ranks: tuple[int, ...]) -> str:
+        """The name a group is reported under: its mesh axis if a mesh made it, `world`, or its ranks."""
+        if group_name in self.axis_names:
+            return self.axis_names[group_name]
+        if description.startswith("mesh_"):
+            return description.removeprefix("mesh_")
+        if description == "default_pg":
+            return "world"
+        if description in ("", "undefined"):
+            return f"{group_name[:8]}: {ranks_phrase(ranks)}"
+        return description

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from sim.comm.collectives import Call
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Group, Message, Network, Slot
+from sim.comm.group import Endpoint, Group, Message, Network, Slot
 from sim.comm.trace import Event
 from sim.kernel.waiting import Waitable
 

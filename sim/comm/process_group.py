@@ -20,8 +20,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, reduce_op_name
 from sim.comm.dispatcher import Dispatched, seen_by_modes
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Group, Message, deliver, without_modes
+from sim.comm.group import Endpoint, Group, Message, deliver, without_modes
 from sim.explain.errors import SimError
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable

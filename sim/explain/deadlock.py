@@ -11,9 +11,8 @@ from sim.comm.group import Message, Network, Slot
 from sim.comm.process_group import SimWork
 from sim.comm.store import RankStore, WaitedKey
 from sim.explain.errors import Deadlock, ranks_phrase, table
-from sim.explain.handling import being_handled
 from sim.explain.lines import user_line
-from sim.explain.mismatch import call_row, tensor_text
+from sim.explain.mismatch import being_handled, call_row, tensor_text
 from sim.kernel.waiting import RankThread, Waitable
 from sim.patches.locks import OURS, where
 

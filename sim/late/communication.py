@@ -19,8 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sim.comm.collectives import Call, Problem, execute
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Message, Slot
+from sim.comm.group import Endpoint, Message, Slot
 from sim.comm.observer import Observer, memory_of
 from sim.kernel.waiting import Waitable
 from sim.late.device import apart

@@ -23,6 +23,7 @@ from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
 from sim.late.shadow import EVENT, STREAM, Shadow
 from sim.late.shared import SHARED, SharedDevice
 from sim.patches.devices import device_module, has_named, importable
+from sim.patches.locks import exchange
 from sim.patches.rank import Host, Undo
 
 __all__ = ["LATE_PATCHES", "LateMode", "why_not"]
@@ -206,48 +207,44 @@ def _late_device(host: Host) -> Undo:
     """With `device="npu"`, torch answers as if each rank had an npu, and its storages have memory there."""
     if not any(each.late is not None for each in host.contexts):
         return lambda: None
-    module, missing = _register(), object()
-    replaced: list[tuple[Any, str, Any]] = []
+    module = _register()
+    replacements: list[tuple[Any, str, Any]] = []
 
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, vars(owner).get(name, missing)))
-        setattr(owner, name, value)
+    def put(owner: Any, name: str, value: Any) -> None:
+        replacements.append((owner, name, value))
 
     for name in MODULE:
-        replace(module, name, _of_rank(name, getattr(module, name, lambda *args, **options: None)))
+        put(module, name, _of_rank(name, getattr(module, name, lambda *args, **options: None)))
         if hasattr(torch.accelerator, name):
-            replace(torch.accelerator, name, _of_rank(name, getattr(torch.accelerator, name)))
+            put(torch.accelerator, name, _of_rank(name, getattr(torch.accelerator, name)))
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        replace(torch.Tensor, name, _may_raise(getattr(torch.Tensor, name)))
+        put(torch.Tensor, name, _may_raise(getattr(torch.Tensor, name)))
     hooks = torch.autograd.graph.saved_tensors_hooks
-    replace(hooks, "__init__", _may_raise_in_unpack(hooks.__init__))
+    put(hooks, "__init__", _may_raise_in_unpack(hooks.__init__))
     backward = torch.autograd.function.BackwardCFunction
     for name in ("apply", "apply_boxed"):
         if hasattr(backward, name):
-            replace(backward, name, _may_raise_in_function(getattr(backward, name)))
-    replace(torch.autograd, "_engine_run_backward", _runs_backward(torch.autograd._engine_run_backward))
+            put(backward, name, _may_raise_in_function(getattr(backward, name)))
+    put(torch.autograd, "_engine_run_backward", _runs_backward(torch.autograd._engine_run_backward))
     functions = {name: _of_rank(name, lambda *args, **options: None, MEMORY) for name in MEMORY}
-    replace(module, "memory", SimpleNamespace(**functions))
-    replace(module, "Stream", LateStream)
-    replace(module, "Event", LateEvent)
-    replace(torch.UntypedStorage, "resize_", _resizes(torch.UntypedStorage.resize_))
-    replace(torch.UntypedStorage, "clone", _clones(torch.UntypedStorage.clone))
-    replace(torch.UntypedStorage, "to", _moves(torch.UntypedStorage.to))
-    replace(torch.UntypedStorage, "nbytes", _sized(torch.UntypedStorage.nbytes))
-    replace(torch.UntypedStorage, "size", _sized(torch.UntypedStorage.size))
-    replace(torch.UntypedStorage, "data_ptr", _points(torch.UntypedStorage.data_ptr))
+    put(module, "memory", SimpleNamespace(**functions))
+    put(module, "Stream", LateStream)
+    put(module, "Event", LateEvent)
+    put(torch.UntypedStorage, "resize_", _resizes(torch.UntypedStorage.resize_))
+    put(torch.UntypedStorage, "clone", _clones(torch.UntypedStorage.clone))
+    put(torch.UntypedStorage, "to", _moves(torch.UntypedStorage.to))
+    put(torch.UntypedStorage, "nbytes", _sized(torch.UntypedStorage.nbytes))
+    put(torch.UntypedStorage, "size", _sized(torch.UntypedStorage.size))
+    put(torch.UntypedStorage, "data_ptr", _points(torch.UntypedStorage.data_ptr))
 
+    restore = exchange(replacements)
     forget_package = importable("npu")
     for name in FUSED:
         setattr(sys.modules["torch_npu"], name, getattr(torch.ops.npu, name))
 
     def undo() -> None:
         forget_package()
-        for owner, name, value in reversed(replaced):
-            if value is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        restore()
 
     return undo
 

@@ -10,8 +10,8 @@ from sim.mesh.program import Alloc, Comm, Event, Op, Place, Program, Segment
 from sim.mesh.replay.allocator import (
     CACHING,
     AllocatorRules,
-    Block,
     CachingAllocator,
+    MemoryBlock,
     MemoryPlan,
     Pattern,
     find_pattern,
@@ -210,7 +210,7 @@ class _Replay:
     def __init__(self, plan: MemoryPlan, rules: AllocatorRules, cut: bool) -> None:
         self.plan = plan
         self.allocator = CachingAllocator(rules)
-        self.live: dict[int, Block] = {}
+        self.live: dict[int, MemoryBlock] = {}
         self.between: dict[int, int] = {}  # what is in use between the steps: sizes that were asked for
         self.retries = 0  # in what was left out
         self.pattern = find_pattern(plan.program.order) if cut else None

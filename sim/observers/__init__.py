@@ -1,7 +1,6 @@
 """Observers of a program while its ranks run: races, replicas that differ, determinism, and faults, which interfere.
 
-replicas -> copies, spread
-partials -> linear, spread
+replicas, partials -> spread
 races, captured, determinism
 faults
 """

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from sim.comm.collectives import Call
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Message, Slot
+from sim.comm.group import Endpoint, Message, Slot
 from sim.comm.observer import Observer
 from sim.explain.callables import name_of
 from sim.explain.errors import SimError

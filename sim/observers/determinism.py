@@ -12,8 +12,7 @@ import torch
 
 from hyper_parallel.core.common.errors import explain
 from sim.comm.collectives import Call
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Message, Slot
+from sim.comm.group import Endpoint, Message, Slot
 from sim.comm.observer import Observer, observe
 from sim.comm.trace import Event
 from sim.explain.errors import NonDeterminism, RankFailed, SimError, said, table

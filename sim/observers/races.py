@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from sim.comm.collectives import Call
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Message, Network, Slot
+from sim.comm.group import Endpoint, Message, Network, Slot
 from sim.comm.observer import Observer, memory_of
 from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line

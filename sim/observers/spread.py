@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import without_modes
+from sim.comm.group import Endpoint, without_modes
 
 __all__ = ["Leaf", "Spread", "axis_names", "leaves", "named", "of_optimizer", "spread_of", "spread_of_group"]
 

@@ -1,6 +1,6 @@
 """Everything that is changed in torch and in Python while a world is alive.
 
-install -> process_groups, dtensor, devices, process -> rank -> messages, torch_modules
+install -> process_groups, dtensor, devices, process -> rank -> torch_modules
 install -> helper_threads -> rank_thread -> devices
-install -> event_loops -> locks
+install -> locks
 """

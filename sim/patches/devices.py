@@ -29,6 +29,7 @@ from hyper_parallel.platform import Platform
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
+from sim.patches.locks import exchange
 from sim.patches.rank import Host, RankContext, Undo
 
 __all__ = [
@@ -118,7 +119,7 @@ def _attention(
     return torch._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, False, **more)[0]
 
 
-class Stream:
+class MappedStream:
     """A stream of a mapped device, where everything is done when it is called."""
 
     device_index = 0
@@ -139,17 +140,17 @@ class Stream:
 
     wait_event = wait_stream = synchronize
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> MappedStream:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Nothing to leave."""
 
 
-class MappedEvent(Stream):
+class MappedEvent(MappedStream):
     """An event of a mapped device: it has happened."""
 
-    record = wait = Stream.synchronize
+    record = wait = MappedStream.synchronize
 
     def elapsed_time(self, end: Any) -> float:
         """No time passes on a simulated device."""
@@ -219,7 +220,7 @@ def _set_rng_state(context: RankContext, state: torch.Tensor, device: Any = None
 _OF_BOTH: dict[str, Callable[..., Any]] = {
     "is_available": _always(True),
     "device_count": lambda context: context.network.world_size,
-    "current_stream": lambda context, *args, **options: Stream(),
+    "current_stream": lambda context, *args, **options: MappedStream(),
     "get_device_capability": _always(_CAPABILITY),
     "memory_stats": lambda context, *args, **options: defaultdict(int),
     **dict.fromkeys(
@@ -246,7 +247,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "is_current_stream_capturing": _always(False),
     "can_device_access_peer": _always(True),
     "graph_pool_handle": _always((0, 0)),
-    "default_stream": lambda context, *args, **options: Stream(),
+    "default_stream": lambda context, *args, **options: MappedStream(),
     "stream": lambda context, stream=None: contextlib.nullcontext(stream),
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
@@ -270,7 +271,7 @@ ACCELERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 # Classes stay classes: torch's own code has them in annotations.
-CLASSES = {"Stream": Stream, "Event": MappedEvent}
+CLASSES = {"Stream": MappedStream, "Event": MappedEvent}
 
 # torch's own code goes by what the machine really has.
 _FOR_THE_SCRIPT_ONLY = (
@@ -407,36 +408,26 @@ def _mapped_device(host: Host) -> Undo:
     if kind is None:
         return lambda: None
     module = device_module(kind)
-    missing = object()
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, vars(owner).get(name, missing)))
-        setattr(owner, name, value)
-
-    for name, standing_in in CLASSES.items():
-        replace(module, name, standing_in)
+    replacements: list[tuple[Any, str, Any]] = [(module, name, made) for name, made in CLASSES.items()]
     for owner, answers in ((module, ANSWERS), (torch.accelerator, ACCELERATOR_ANSWERS)):
         for name in dict.fromkeys((*answers, *documented(owner))):
             if owner is module or hasattr(owner, name):
                 title = f"{owner.__name__}.{name}"
                 original = getattr(owner, name, None)
-                replace(owner, name, answer(name, original, current_context, answers, title))
-    replace(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
-    replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, kind, "device_type"))
-    replace(torch.amp.GradScaler, "__init__", _on_cpu(torch.amp.GradScaler.__init__, kind, "device", default="cpu"))
-    replace(torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, kind, "device"))
-    replace(torch, "load", _loads_on_cpu(torch.load, kind))
-
-    forget_package = importable(kind)
+                replacements.append((owner, name, answer(name, original, current_context, answers, title)))
+    ddp, scaler = DistributedDataParallel, torch.amp.GradScaler
+    replacements += [
+        (ddp, "__init__", _without_device_ids(ddp.__init__)),
+        (torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, kind, "device_type")),
+        (scaler, "__init__", _on_cpu(scaler.__init__, kind, "device", default="cpu")),
+        (torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, kind, "device")),
+        (torch, "load", _loads_on_cpu(torch.load, kind)),
+    ]
+    restore, forget_package = exchange(replacements), importable(kind)
 
     def undo() -> None:
         forget_package()
-        for owner, name, value in reversed(replaced):
-            if value is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        restore()
 
     return undo
 
@@ -459,12 +450,7 @@ def _backward_modes(host: Host) -> Undo:
                 stack.enter_context(mode)
             return original(*args, **options)
 
-    torch.autograd._engine_run_backward = run
-
-    def undo() -> None:
-        torch.autograd._engine_run_backward = original
-
-    return undo
+    return exchange([(torch.autograd, "_engine_run_backward", run)])
 
 
 def _without_device_ids(original: Callable[..., None]) -> Callable[..., None]:

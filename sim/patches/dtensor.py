@@ -49,13 +49,8 @@ def _dtensor_boundary(host: Host) -> Undo:
     if partials is None:
         return lambda: None
     from_local, to_local = DTensor.from_local, DTensor.to_local
-    DTensor.from_local = staticmethod(replicas.check_when_made(from_local))
-    DTensor.to_local = partials.follow_when_taken(to_local)
-
-    def undo() -> None:
-        DTensor.from_local, DTensor.to_local = staticmethod(from_local), to_local
-
-    return undo
+    made = staticmethod(replicas.check_when_made(from_local))
+    return exchange([(DTensor, "from_local", made), (DTensor, "to_local", partials.follow_when_taken(to_local))])
 
 
 def _loss_parallel(host: Host) -> Undo:

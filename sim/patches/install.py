@@ -14,13 +14,11 @@ from sim.kernel.context import current_context
 from sim.late.switch import LATE_PATCHES
 from sim.patches.devices import DEVICE_PATCHES
 from sim.patches.dtensor import DTENSOR_PATCHES
-from sim.patches.event_loops import EVENT_LOOP_PATCHES
 from sim.patches.helper_threads import HELPER_PATCHES
-from sim.patches.locks import LOCK_PATCHES
-from sim.patches.messages import MESSAGE_PATCHES
+from sim.patches.locks import EVENT_LOOP_PATCHES, LOCK_PATCHES
 from sim.patches.process import PROCESS_PATCHES
 from sim.patches.process_groups import PROCESS_GROUP_PATCHES
-from sim.patches.rank import Host, Undo
+from sim.patches.rank import MESSAGE_PATCHES, Host, Undo
 from sim.patches.torch_modules import MODULE_PATCHES
 
 __all__ = ["PATCHES", "install", "is_alive", "uninstall"]

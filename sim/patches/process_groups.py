@@ -18,12 +18,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from hyper_parallel.core.common.errors import explain
 from sim.comm.dispatcher import replace_kernels
-from sim.comm.endpoint import Endpoint
+from sim.comm.group import Endpoint
 from sim.comm.process_group import SimProcessGroup
 from sim.explain.errors import SimError
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context, this_thread
 from sim.patches.devices import mapped
+from sim.patches.locks import exchange
 from sim.patches.rank import Host, Undo
 
 __all__ = ["PROCESS_GROUP_PATCHES", "new_c10d_state"]
@@ -109,12 +110,7 @@ def _c10d_state(host: Host) -> Undo:
             context = current_context()
             setattr(real if context is None else context.c10d, name, value)
 
-    c10d._world = PerRank()  # type: ignore[assignment]
-
-    def undo() -> None:
-        c10d._world = real
-
-    return undo
+    return exchange([(c10d, "_world", PerRank())])
 
 
 def _group_names(host: Host) -> Undo:
@@ -132,12 +128,7 @@ def _global_rank(host: Host) -> Undo:
         if current_context() is None:
             original(rank)
 
-    bindings._set_global_rank = set_global_rank
-
-    def undo() -> None:
-        bindings._set_global_rank = original
-
-    return undo
+    return exchange([(bindings, "_set_global_rank", set_global_rank)])
 
 
 def _backend(host: Host) -> Undo:
@@ -207,14 +198,9 @@ def _group_creation(host: Host) -> Undo:
             return default_timeout(backend)
         return c10d.default_pg_timeout  # without a warning that there is no NCCL
 
-    c10d._new_process_group_helper = new_process_group
-    c10d._get_default_timeout = get_default_timeout
-
-    def undo() -> None:
-        c10d._new_process_group_helper = original
-        c10d._get_default_timeout = default_timeout
-
-    return undo
+    return exchange(
+        [(c10d, "_new_process_group_helper", new_process_group), (c10d, "_get_default_timeout", get_default_timeout)]
+    )
 
 
 def _rendezvous(host: Host) -> Undo:
@@ -229,12 +215,7 @@ def _rendezvous(host: Host) -> Undo:
         _check_identity(context, rank, world_size)
         yield context.store, *context.place
 
-    c10d.rendezvous = rendezvous
-
-    def undo() -> None:
-        c10d.rendezvous = original
-
-    return undo
+    return exchange([(c10d, "rendezvous", rendezvous)])
 
 
 def _error_log(host: Host) -> Undo:
@@ -244,12 +225,7 @@ def _error_log(host: Host) -> Undo:
     def get_msg_dict(func_name: str, *args: Any, **options: Any) -> dict[str, Any]:
         return original(func_name, *args, **options) if current_context() is None else {"func_name": func_name}
 
-    c10d_logger._get_msg_dict = get_msg_dict
-
-    def undo() -> None:
-        c10d_logger._get_msg_dict = original
-
-    return undo
+    return exchange([(c10d_logger, "_get_msg_dict", get_msg_dict)])
 
 
 _ELSEWHERE = ("hccl", "xccl", "mccl", "cncl", "sccl")  # backends that come with a device's own package
@@ -403,11 +379,11 @@ def _new_group(host: Host) -> Undo:
         return get_rank(group) if default is None else default.rank()
 
     restore = _replace_function("new_group", new_group)
-    meshs_own = torch_device_mesh.new_group, get_rank
-    torch_device_mesh.new_group, torch_device_mesh.get_rank = new_group, own_rank  # without a logger around each call
+    # The mesh's own, without a logger around each call.
+    put_back = exchange([(torch_device_mesh, "new_group", new_group), (torch_device_mesh, "get_rank", own_rank)])
 
     def undo() -> None:
-        torch_device_mesh.new_group, torch_device_mesh.get_rank = meshs_own
+        put_back()
         restore()
 
     return undo
@@ -437,12 +413,7 @@ def _device_mesh(host: Host) -> Undo:
                     context.axis_names[group] = name
                     default.rename()
 
-    mesh_class.__init__ = init  # type: ignore[method-assign]
-
-    def undo() -> None:
-        mesh_class.__init__ = original  # type: ignore[method-assign]
-
-    return undo
+    return exchange([(mesh_class, "__init__", init)])
 
 
 def _operators(host: Host) -> Undo:

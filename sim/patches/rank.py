@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -14,19 +16,30 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.platform.cpu import CpuPlatform
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Network
+from sim.comm.group import Endpoint, Network
+from sim.kernel.context import current_context
 from sim.late.device import LateDevice
 from sim.late.shared import SharedDevice
 from sim.observers.partials import Partials
 from sim.observers.replicas import Replicas
-from sim.patches.messages import copy_of_filters, enter_filters, leave_filters
+from sim.patches.locks import exchange
 from sim.patches.torch_modules import Hooks, enter_hooks, leave_hooks
 from sim.script.modules import OwnModules
 from sim.script.output import ProcessView
 from sim.script.packages import SharedReferences
 
-__all__ = ["Generators", "Host", "RankContext", "SimPlatform", "Undo", "use_op_handlers"]
+__all__ = [
+    "Generators",
+    "Host",
+    "MESSAGE_PATCHES",
+    "RankContext",
+    "SimPlatform",
+    "Undo",
+    "copy_of_filters",
+    "enter_filters",
+    "leave_filters",
+    "use_op_handlers",
+]
 
 Undo = Callable[[], None]
 
@@ -200,3 +213,65 @@ def use_op_handlers(context: RankContext, *, leaving: bool = False) -> None:
     """Let DTensors be dispatched as this rank has asked for, or as the process does."""
     dispatcher = DTensor._op_dispatcher
     dispatcher._custom_op_handlers = context.host.op_handlers if leaving else context.op_handlers
+
+
+Filters = tuple[Any, Any, Any]
+_warnings: Any = warnings  # parts of it are unknown to its stubs
+
+
+def leave_filters() -> Filters:
+    """What `warnings.catch_warnings` saves and restores, as it is now."""
+    return _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
+
+
+def enter_filters(filters: Filters) -> None:
+    """Put back what `leave_filters` has returned.
+
+    Two ranks that each wait for the other inside of a `with warnings.catch_warnings()` would else leave it in the
+    wrong order, and the filters of one of them would stay.
+    """
+    _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = filters
+
+
+def copy_of_filters() -> Filters:
+    """The filters of the process, for a rank to change."""
+    filters, *rest = leave_filters()
+    return (list(filters), *rest)
+
+
+def _prefixed(text: str) -> str:
+    """`text` with the calling rank before each line; as it is where no rank calls, or a script's.
+
+    The output streams of a script's ranks do that.
+    """
+    context = current_context()
+    if context is None or context.view is not None:
+        return text
+    return "".join(f"[rank {context.rank}] {line}" for line in text.splitlines(keepends=True))
+
+
+def _warning_prefix(host: object) -> Undo:
+    """A warning that is shown says which rank it comes from; one that is recorded stays as it is."""
+    original = warnings.formatwarning
+
+    def formatwarning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        text = original(message, category, filename, lineno, line)
+        logged = getattr(logging, "_warnings_showwarning", None) is not None  # then the log's own prefix is enough
+        return text if logged else _prefixed(text)
+
+    return exchange([(warnings, "formatwarning", formatwarning)])
+
+
+def _logging_prefix(host: object) -> Undo:
+    """What a handler writes of a record says which rank it comes from; the record itself stays as it is."""
+    original = logging.Handler.format
+
+    def format(self: logging.Handler, record: logging.LogRecord) -> str:
+        return _prefixed(original(self, record))
+
+    return exchange([(logging.Handler, "format", format)])
+
+
+MESSAGE_PATCHES: tuple[Callable[[object], Undo], ...] = (_warning_prefix, _logging_prefix)

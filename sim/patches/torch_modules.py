@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 
 from sim.kernel.context import current_context, this_thread
+from sim.patches.locks import exchange
 
 __all__ = ["MODULE_PATCHES", "Hooks", "enter_hooks", "leave_hooks"]
 
@@ -146,14 +147,9 @@ def _active_ddp(host: object) -> Callable[[], None]:
     def active_module(cls: type) -> Any:
         return ask.__get__(None, cls)() if current_context() is None else getattr(active, "module", None)
 
-    owner._inside_ddp_forward = inside_forward
-    owner._get_active_ddp_module = classmethod(active_module)
-
-    def undo() -> None:
-        owner._inside_ddp_forward = inside
-        owner._get_active_ddp_module = ask
-
-    return undo
+    return exchange(
+        [(owner, "_inside_ddp_forward", inside_forward), (owner, "_get_active_ddp_module", classmethod(active_module))]
+    )
 
 
 MODULE_PATCHES = (_active_ddp, _torch_imports)

@@ -32,6 +32,7 @@ from sim.prove.judge import (
     settle,
     short,
     spelling,
+    split_name,
     title_of,
 )
 from sim.prove.modes.draws import ModuleTensor
@@ -439,7 +440,7 @@ class Comparison:
             grads = {rank: self._held(run, run.gradients, name) for rank, run in enumerate(self.runs)}
             there = {rank: grad for rank, grad in grads.items() if grad is not None}
             yield Judged(
-                *_split_name(name),
+                *split_name(name),
                 "gradient",
                 self._parameter_gradient(name, mine, there, layout),
                 leaf(self.reference.leaves[name]),
@@ -506,7 +507,7 @@ class Comparison:
             if found is not None:
                 if found.status in ("right", "pending", "private", "absent"):
                     self._parameters[name] = found
-                events.append(Judged(*_split_name(name), "parameter", found))
+                events.append(Judged(*split_name(name), "parameter", found))
         for name, first in self.reference.same.items():
             apart = [
                 rank
@@ -516,7 +517,7 @@ class Comparison:
             if apart:
                 sentence = f"one tensor with {first} on one device, and a parameter of its own on {ranks_phrase(apart)}"
                 found = Finding("wrong", sentence=sentence, suggestion=f"tie {name} to {first} again")
-                events.append(Judged(*_split_name(name), "parameter", found))
+                events.append(Judged(*split_name(name), "parameter", found))
         return events
 
     def buffer_rows(self) -> Iterator[ReportRow]:
@@ -526,7 +527,7 @@ class Comparison:
             found = self._buffer(("buffer", name), mine, [run.buffers for run in self.runs])
             if found is not None:
                 self._buffers[name] = found
-                row = row_of(Judged(*_split_name(name), "buffer", found))
+                row = row_of(Judged(*split_name(name), "buffer", found))
                 to_blame = bug is not None and f"{bug.module}.".startswith(f"{row.module}." if row.module else "")
                 yield row if to_blame or row.verdict != "bug" else replace(row, verdict="private")
 
@@ -540,7 +541,7 @@ class Comparison:
                 continue
             found = self._buffer(("changed buffer", name), mine, [run.changed_buffers for run in self.runs])
             if found is not None:
-                module, tensor = _split_name(name)
+                module, tensor = split_name(name)
                 yield row_of(Judged(module, f"{tensor} after forward", "buffer", found))
 
     def stepped_buffer_rows(self) -> Iterator[ReportRow]:
@@ -552,7 +553,7 @@ class Comparison:
             held = [run.stepped_buffers for run in self.runs]
             found = self._buffer(("stepped buffer", self.reference.step, name), mine, held)
             if found is not None:
-                module, tensor = _split_name(name)
+                module, tensor = split_name(name)
                 yield row_of(Judged(module, f"{tensor} after step {self.reference.step + 1}", "buffer", found))
 
     def _stepped(self, name: str) -> bool:
@@ -606,7 +607,7 @@ class Comparison:
         """Judge a parameter that some ranks do not have: right for experts, of which each rank calls only its own."""
         lacking = [rank for rank in range(len(self.runs)) if rank not in there]
         sentence = f"{ranks_phrase(lacking)} {'has' if len(lacking) == 1 else 'have'} no such parameter"
-        path = _split_name(name)[0]
+        path = split_name(name)[0]
         if any(path in self.runs[rank].recorder.calls for rank in lacking):
             return Finding("wrong", error=math.inf, ratio=math.inf, sentence=sentence)
         error, bound = _furthest_copy(there, mine), self.bounds.of(("initial", name), mine)
@@ -646,7 +647,7 @@ class Comparison:
             there = {rank: part for rank, part in parts.items() if part is not None}
             found = self._updated(name, mine, there, made, self.bounds.of(("update", step, name), mine))
             found = updates.judged(name, there, found)
-            module, tensor = _split_name(name)
+            module, tensor = split_name(name)
             only = self.task.steps == 1 or (self.task.second is not None and not step)
             title = tensor if only else f"{tensor} after step {step + 1}"
             yield Judged(module, title, "update", found)
@@ -737,7 +738,7 @@ class Comparison:
         for name in self._orders:
             made = Judged("", "", "parameter", Finding("right"), leaf(self.reference.leaves[name]))
             if not any(self._graph.forward(made, event) for event in fine):
-                odd = (*_split_name(name), "private")  # not those whose DTensors say their order
+                odd = (*split_name(name), "private")  # not those whose DTensors say their order
                 rows = [
                     replace(row, verdict="bug") if (row.module, row.tensor, row.verdict) == odd else row for row in rows
                 ]
@@ -774,11 +775,6 @@ def _furthest_copy(parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> flo
     if any(part.shape != full.shape for part in parts.values()):
         return math.inf
     return max((float((part - full).abs().max()) for part in parts.values() if part.numel()), default=0.0)
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    module, _, tensor = name.rpartition(".")
-    return module, tensor
 
 
 def _splitting(layout: Layout, dims: int | None = None) -> list[str]:

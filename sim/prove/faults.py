@@ -149,13 +149,13 @@ def named_ranks(evidence: Evidence, positions: Sequence[int]) -> str:
     return words
 
 
-def quoted(names: Sequence[str], word: str = "and") -> str:
+def quoted(names: Sequence[str]) -> str:
     """Join axis names for a sentence.
 
     >>> quoted(["dp", "tp"])
     "'dp' and 'tp'"
     """
-    return f" {word} ".join(map(repr, names))
+    return " and ".join(map(repr, names))
 
 
 # -- placement faults: the right values on the wrong ranks -------------------------------------------------------------

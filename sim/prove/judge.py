@@ -21,6 +21,7 @@ from sim.prove.record import Entry, ranks_along, spread_layout
 from sim.prove.report import ReportRow
 
 __all__ = [
+    "split_name",
     "AutogradGraph",
     "COARSE",
     "CUT_OFF",
@@ -664,6 +665,12 @@ class AutogradGraph:
 def nodes_of(entry: Entry) -> tuple[Any, ...]:
     """Return where a tensor stands in the graph."""
     return () if entry.node is None else (entry.node,)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the module of a parameter or buffer, and its name there."""
+    module, _, tensor = name.rpartition(".")
+    return module, tensor
 
 
 def leaf(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ from sim.prove.steps.mutants import Mutant, put_into_model
 from sim.prove.steps.updates import ROUNDINGS, UpdateStarts, is_elementwise
 from sim.world import World
 
-__all__ = ["ASKED", "Bounds", "Ranks", "Run", "Task", "cotangents", "cut", "largest", "run_reference"]
+__all__ = ["adamw", "ASKED", "Bounds", "Ranks", "Run", "Task", "cotangents", "cut", "largest", "run_reference"]
 
 ASKED = "cannot verify a plan"
 
@@ -700,3 +700,8 @@ def largest(full: torch.Tensor) -> float:
         return size
     finite = full[full.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Make the optimizer of proofs that ask for none in particular."""
+    return torch.optim.AdamW(parameters, lr=1e-3)

@@ -26,12 +26,11 @@ from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.modes.draws import SharedDraws, proved_with, shared_draws
-from sim.prove.modes.inputs import proved_once, proved_twice, second_of
-from sim.prove.modes.values import check_varied, proved_varied, unreached
+from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
 from sim.prove.randomness import DrawPlace, DrawUse
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
-from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, run_reference
+from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, run_reference
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
 
@@ -134,7 +133,7 @@ def verify_plan(
     values = named_inputs(ASKED, model, inputs)
     reading, said = read_declared(ASKED, model, mesh, plan, declared)
     cuts, wrapped = read_cuts(ASKED, mesh, values, input_layouts, plan, reading)
-    chosen = _adamw if optimizer_fn is True else optimizer_fn or None
+    chosen = adamw if optimizer_fn is True else optimizer_fn or None
     task = Task(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
         loss_fn, chosen, dtype, seed, steps or 1, train,
@@ -507,7 +506,3 @@ def _application(plan: ShardingPlan | None, parallelize: Any) -> Callable[[nn.Mo
         return shard_module(model, mesh, plan)
 
     return apply
-
-
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)

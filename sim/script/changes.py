@@ -11,6 +11,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.utils.data import DataLoader
 
+from sim.patches.locks import exchange
+
 __all__ = ["Mover", "recorded_offload", "without_compiler_and_workers"]
 
 
@@ -26,8 +28,6 @@ def without_compiler_and_workers(on_change: Callable[[str], None]) -> Iterator[N
     """
     compile_, get_iterator = torch.compile, DataLoader._get_iterator
     with ExitStack() as stack:
-        stack.callback(setattr, torch, "compile", compile_)
-        stack.callback(setattr, DataLoader, "_get_iterator", get_iterator)
         is_eager = False
 
         def compile_nothing(*args: Any, **options: Any) -> Any:
@@ -49,8 +49,7 @@ def without_compiler_and_workers(on_change: Callable[[str], None]) -> Iterator[N
             finally:
                 loader.num_workers, loader.timeout = workers, timeout
 
-        torch.compile = compile_nothing
-        DataLoader._get_iterator = load_here  # type: ignore[method-assign, assignment]
+        stack.callback(exchange([(torch, "compile", compile_nothing), (DataLoader, "_get_iterator", load_here)]))
         yield
 
 
@@ -104,12 +103,16 @@ def recorded_offload(here: Callable[[], Mover]) -> Iterator[None]:
         with _moving(mover, lambda source, later: mover.copy_to_host(source, pinned=pinned, wait=not later)):
             return reduce(fsdp_params, *args, **options)
 
-    with ExitStack() as stack:
-        stack.callback(setattr, FSDPParam, "all_gather_inputs", given)
-        stack.callback(setattr, _fsdp_param_group, "foreach_reduce", reduce)
-        setattr(FSDPParam, "all_gather_inputs", property(all_gather_inputs))  # noqa: B010 (mypy: a method)
-        setattr(_fsdp_param_group, "foreach_reduce", foreach_reduce)  # noqa: B010 (mypy: a function)
+    undo = exchange(
+        [
+            (FSDPParam, "all_gather_inputs", property(all_gather_inputs)),
+            (_fsdp_param_group, "foreach_reduce", foreach_reduce),
+        ]
+    )
+    try:
         yield
+    finally:
+        undo()
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from sim.kernel.waiting import Waitable
 from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Place, Program, Segment
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
+from sim.patches.locks import exchange
 from sim.script.changes import recorded_offload, without_compiler_and_workers
 from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values, tensors_in
@@ -625,27 +626,21 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
         "synchronize": lambda device=None: here().emit(HostWait(None)),
     }
     owners = [torch.cpu, torch.accelerator, *([getattr(torch, device)] if device else [])]
+    swap = torch.utils.swap_tensors
+    replacements = [
+        *((owner, name, value) for owner in owners for name, value in standing_in.items() if hasattr(owner, name)),
+        (FakeTensor, "tolist", lambda tensor: here().list_of(tensor)),
+        (torch.utils, "swap_tensors", lambda one, other: _take_over(one, other, swap)),
+        (DeviceMesh, "__init__", _with_values(DeviceMesh.__init__, here)),
+        (c10d, "_object_to_tensor", lambda obj, device, group: here().tensors_of(obj)),
+        # No compiler: collectives are waited for where values are used.
+        *((module, "_are_we_tracing", lambda: False) for module in _ASKING),
+    ]
     with ExitStack() as stack:
-        for owner in owners:
-            for name, value in standing_in.items():
-                if hasattr(owner, name):
-                    stack.callback(setattr, owner, name, getattr(owner, name))
-                    setattr(owner, name, value)
+        stack.callback(exchange(replacements))
         stack.enter_context(python_reducer())
-        stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
-        setattr(FakeTensor, "tolist", lambda tensor: here().list_of(tensor))  # noqa: B010 (mypy: a method)
-        swap = torch.utils.swap_tensors
-        stack.callback(setattr, torch.utils, "swap_tensors", swap)
-        torch.utils.swap_tensors = lambda one, other: _take_over(one, other, swap)
-        stack.callback(setattr, DeviceMesh, "__init__", DeviceMesh.__init__)
-        DeviceMesh.__init__ = _with_values(DeviceMesh.__init__, here)  # type: ignore[method-assign]
-        stack.callback(setattr, c10d, "_object_to_tensor", c10d._object_to_tensor)
-        c10d._object_to_tensor = lambda obj, device, group: here().tensors_of(obj)
         stack.enter_context(without_compiler_and_workers(lambda what: here().change(what)))
         stack.enter_context(recorded_offload(here))
-        for module in _ASKING:
-            stack.callback(setattr, module, "_are_we_tracing", module._are_we_tracing)
-            module._are_we_tracing = lambda: False  # no compiler: collectives are waited for where values are used
         for recorder in recorders.values():
             stack.enter_context(recorder.following())
         stack.enter_context(_older_objects_left_out())

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings
 from torch.nn.parallel import distributed as ddp
 
+from sim.patches.locks import exchange
+
 __all__ = ["python_reducer"]
 
 
@@ -297,11 +299,8 @@ def python_reducer() -> Any:
         "_broadcast_coalesced": _broadcast_coalesced,
         "_register_comm_hook": _register_comm_hook,
     }
-    before = {name: getattr(ddp.dist, name) for name in standing_in}
-    for name, value in standing_in.items():
-        setattr(ddp.dist, name, value)
+    undo = exchange([(ddp.dist, name, value) for name, value in standing_in.items()])
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(ddp.dist, name, value)
+        undo()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import math
 import os
 import re
@@ -15,7 +16,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +36,6 @@ from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.modes.values import is_constant, listed, unreached
 from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.report import Report, Sensitivity
-from sim.prove.steps.axes import mesh_of_groups
 from sim.prove.steps.compare import LoopComparison, agreed_choices
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.prove.steps.names import read_names, roots_by_value
@@ -53,7 +53,7 @@ from sim.script.launch import (
 from sim.script.options import Launch, add_options, launch_of
 from sim.world import World, world
 
-__all__ = ["main", "verify_script"]
+__all__ = ["main", "mesh_of_groups", "verify_script"]
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 _COMMAND = "python -m sim verify"
@@ -516,3 +516,58 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def mesh_of_groups(size: int, groups: Iterable[tuple[str, tuple[int, ...]]]) -> Layout | None:
+    """Return the mesh with the fewest axes of which each group is an axis, or several; None: there is none.
+
+    >>> mesh_of_groups(4, [("dp", (0, 2)), ("dp", (1, 3)), ("1: ranks 2-3", (2, 3))])
+    Layout((2, 2), ('dp', 'axis1'))
+    >>> mesh_of_groups(4, [("", (0, 1)), ("", (1, 2))]) is None
+    True
+
+    Args:
+        size: how many ranks there are.
+        groups: what each group is called, and its ranks.
+    """
+    called: dict[frozenset[int], str] = {}
+    for name, ranks in groups:
+        known = called.setdefault(frozenset(ranks), "")
+        called[frozenset(ranks)] = known or (name if name.isidentifier() and name != "world" else "")
+    wanted = {ranks for ranks in called if 1 < len(ranks) < size}
+    for shape in sorted(_factors(size), key=len):
+        lines = {axes: _lines(shape, axes) for axes in _choices(len(shape))}
+        if not wanted <= set().union(*lines.values()):
+            continue
+        names: list[str] = []
+        for axis in range(len(shape)):
+            name = next((called[line] for line in lines[axis,] if called.get(line)), "")
+            fallback = "ranks" if len(shape) == 1 else f"axis{axis}"
+            names.append(fallback if not name or name in names else name)
+        return Layout(shape, tuple(names))
+    return None
+
+
+def _factors(size: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to write a number as a product, in every order.
+
+    >>> list(_factors(4))
+    [(4,), (2, 2)]
+    """
+    yield (size,)
+    for first in range(2, size // 2 + 1):
+        if size % first == 0:
+            yield from ((first, *rest) for rest in _factors(size // first))
+
+
+def _choices(count: int) -> list[tuple[int, ...]]:
+    return [axes for length in range(1, count + 1) for axes in itertools.combinations(range(count), length)]
+
+
+def _lines(shape: tuple[int, ...], axes: tuple[int, ...]) -> set[frozenset[int]]:
+    """Return the sets of ranks that differ in their places along some axes only."""
+    places = itertools.product(*map(range, shape))
+    found: dict[tuple[int, ...], set[int]] = {}
+    for rank, place in zip(range(math.prod(shape)), places, strict=True):
+        found.setdefault(tuple(at for axis, at in enumerate(place) if axis not in axes), set()).add(rank)
+    return {frozenset(ranks) for ranks in found.values()}

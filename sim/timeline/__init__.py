@@ -2,5 +2,4 @@
 
 export, plot -> bars
 export -> perfetto
-plot -> canvas
 """

@@ -1,4 +1,4 @@
-"""The timeline of a trace as a picture, drawn with matplotlib (the extra `plot`)."""
+"""Pictures of timelines, drawn with matplotlib (the extra `plot`): their canvas, and that of a trace."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.common.checks import check_choice
-from hyper_parallel.core.common.drawing import Axes, draw_shapes, sample, whole_steps
+from hyper_parallel.core.common.drawing import Axes, Figure, blank_figure, draw_shapes, sample, whole_steps
+from hyper_parallel.core.common.errors import explain
 from sim.comm.trace import EventLog as Trace
+from sim.explain.errors import SimError
 from sim.timeline.bars import Bar, TraceBars, lay_out, stack
-from sim.timeline.canvas import blank
 
-__all__ = ["draw"]
+__all__ = ["blank", "draw"]
 
 _PALETTE = (
     "#4477aa",
@@ -185,3 +186,25 @@ def _draw_legend(figure: Any, colors: dict[str, str], timeline: TraceBars, by: s
     if handles:
         columns = min(len(handles), 8)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=8)
+
+
+def blank(asked: str, path: str | os.PathLike[str], width: float, height: float, instead: str) -> Figure:
+    """Return an empty figure for a file.
+
+    Args:
+        asked: the start of an error message, "cannot draw the step".
+        path: of the picture; its ending is its format, such as .png.
+        width: inches.
+        height: inches.
+        instead: what can be done without matplotlib.
+
+    Raises:
+        SimError: matplotlib is not installed.
+        ValueError: an ending that is no format of a picture.
+    """
+    figure = blank_figure(path, width, height)
+    if figure is None:
+        seen = "missing: the extra 'plot' of hyper_parallel"
+        hint = f"pip install 'hyper_parallel[plot]', or {instead} for https://ui.perfetto.dev"
+        raise SimError(explain(asked, "matplotlib is not installed", seen, hint))
+    return figure

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from sim.mesh.memory import ROUNDING, ClassMemory, replay_memory, with_workspaces
 from sim.mesh.program import Alloc, Event, Free, Op, Place, Program, Segment
-from sim.mesh.replay.allocator import CACHING, EXPANDABLE, PLAIN, AllocatorRules, Block, CachingAllocator, find_pattern
+from sim.mesh.replay.allocator import (
+    CACHING,
+    EXPANDABLE,
+    PLAIN,
+    AllocatorRules,
+    CachingAllocator,
+    MemoryBlock,
+    find_pattern,
+)
 
 MIB = 1 << 20
 
@@ -183,7 +191,7 @@ class NaiveAllocator:
 def test_the_allocator_does_what_its_rules_say(seed: int) -> None:
     draw = random.Random(seed)
     quick, naive = CachingAllocator(CACHING), NaiveAllocator()
-    used: list[tuple[Block, int]] = []
+    used: list[tuple[MemoryBlock, int]] = []
     for _ in range(150):
         if used and draw.random() < 0.45:
             block, number = used.pop(draw.randrange(len(used)))
@@ -200,7 +208,7 @@ def test_the_allocator_does_what_its_rules_say(seed: int) -> None:
 def test_expandable_segments_are_consistent_when_memory_is_short(seed: int) -> None:
     draw = random.Random(seed)
     allocator = CachingAllocator(AllocatorRules(expandable=True, limit=150 * MIB))
-    used: list[Block] = []
+    used: list[MemoryBlock] = []
     for _ in range(300):
         if used and draw.random() < 0.5:
             allocator.give(used.pop(draw.randrange(len(used))))
@@ -241,7 +249,7 @@ def test_reserved_is_never_less_than_what_is_in_use(
     A request is its size, its stream, and how many of the oldest blocks are freed before it.
     """
     allocator = CachingAllocator(replace(rules, limit=limit))
-    used: list[Block] = []
+    used: list[MemoryBlock] = []
     for size, stream, freed in requests:
         for block in used[:freed]:
             allocator.give(block)

@@ -27,7 +27,7 @@ from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import Custom, naming_modules
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.trace import trace
-from sim.mesh.zoo.kernels import EagerRMSNorm, FlashAttention, MathAttention, use_kernels
+from sim.mesh.zoo.kernels import EagerRMSNorm, FusedAttention, MathAttention, use_kernels
 from sim.mesh.zoo.mla import LatentAttention, MLAConfig, MLALlama, mla_plan
 
 IDS = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -186,7 +186,7 @@ def test_attention_by_products_is_attention(recomputed, biased):
         out.square().sum().backward()
         return out, q.grad, k.grad, v.grad
 
-    for found, expected in zip(compute(MathAttention(recomputed=recomputed)), compute(FlashAttention()), strict=True):
+    for found, expected in zip(compute(MathAttention(recomputed=recomputed)), compute(FusedAttention()), strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -205,7 +205,7 @@ def saved_bytes(attend):
 def test_what_attention_keeps_of_each_score():
     assert saved_bytes(MathAttention()) == 4  # the softmax, in float32
     assert saved_bytes(MathAttention(dropout=0.1)) == 4 + 1 + 4  # its mask, and what it leaves
-    assert saved_bytes(FlashAttention()) == 0
+    assert saved_bytes(FusedAttention()) == 0
 
 
 def test_kernels_of_a_recipe():
@@ -218,7 +218,7 @@ def test_kernels_of_a_recipe():
     reference.load_state_dict(model.state_dict())
     torch.testing.assert_close(model(IDS), reference(IDS), atol=1e-5, rtol=1e-4)
     flash = use_kernels(GPT(GPTConfig(attention_dropout=0.1)), Recipe())
-    assert flash.layers[0].attention.attend == FlashAttention(0.1)
+    assert flash.layers[0].attention.attend == FusedAttention(0.1)
     kept = use_kernels(GPT(GPTConfig(attention_dropout=0.1)), Recipe(attention="math"))
     assert kept.layers[0].attention.attend == MathAttention(0.1)
 

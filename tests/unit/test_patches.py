@@ -1053,7 +1053,7 @@ def test_seam_event_loops():
     import asyncio
     from asyncio.selector_events import BaseSelectorEventLoop
 
-    from sim.patches.event_loops import RankSelector
+    from sim.patches.locks import RankSelector
 
     def places() -> list[object]:
         loop = BaseSelectorEventLoop

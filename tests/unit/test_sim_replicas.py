@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sim
 from sim.kernel import threads
-from sim.observers import linear, partials
+from sim.observers import partials
 
 pytestmark = pytest.mark.sim
 
@@ -537,7 +537,9 @@ def test_what_is_made_of_a_part_is_a_part(name):
 
 
 def test_the_operations_in_the_tables_exist():
-    tables = [value for name, value in vars(linear).items() if name.isupper() and isinstance(value, (frozenset, dict))]
+    tables = [
+        value for name, value in vars(partials).items() if name.isupper() and isinstance(value, (frozenset, dict))
+    ]
     names = {name for table in tables for name in table}
     assert len(names) > 80
     assert not [name for name in sorted(names) if not any(hasattr(torch.ops.aten, name + tail) for tail in ("", "_"))]
@@ -684,7 +686,7 @@ def test_marks_go_with_their_tensors():
         replay = ""
 
     found = partials.RankPartials(Watched(), 0)
-    mark = linear.Mark("sum", ("tp",), 2, "here")
+    mark = partials.Mark("sum", ("tp",), 2, "here")
     kept = torch.ones(3)
     found.put([kept], mark)
     for _ in range(2_000):

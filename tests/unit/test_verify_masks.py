@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel import fully_shard
-from sim.prove.modes.means import is_random, mean_of
+from sim.prove.randomness import is_random, mean_of
 from sim.script.options import Launch
 from sim.script.verify import verify_script
 

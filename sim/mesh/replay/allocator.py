@@ -18,7 +18,7 @@ __all__ = [
     "EXPANDABLE",
     "PLAIN",
     "AllocatorRules",
-    "Block",
+    "MemoryBlock",
     "CachingAllocator",
     "MemoryPlan",
     "Pattern",
@@ -89,7 +89,7 @@ PLAIN = AllocatorRules(caching=False, round_to=64)
 """Of a CPU: nothing is kept; malloc aligns to 64 bytes."""
 
 
-class Block:
+class MemoryBlock:
     """A piece of a segment; `asked` is the size that was wanted of it."""
 
     __slots__ = ("address", "after", "arena", "asked", "before", "free", "size")
@@ -99,8 +99,8 @@ class Block:
         self.address = address
         self.arena = arena
         self.free = False
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.before: MemoryBlock | None = None
+        self.after: MemoryBlock | None = None
 
 
 class _Arena:
@@ -111,9 +111,9 @@ class _Arena:
     def __init__(self, small: bool, least_rest: int) -> None:
         self.small = small
         self.least_rest = least_rest  # a block is split if at least this is left of it
-        self.free: list[tuple[int, int, Block]] = []
-        self.heads: dict[int, Block] = {}  # first block of each segment
-        self.tail: Block | None = None  # of the one segment that grows
+        self.free: list[tuple[int, int, MemoryBlock]] = []
+        self.heads: dict[int, MemoryBlock] = {}  # first block of each segment
+        self.tail: MemoryBlock | None = None  # of the one segment that grows
 
 
 class CachingAllocator:
@@ -145,7 +145,7 @@ class CachingAllocator:
         self._arenas: dict[tuple[int, bool], _Arena] = {}
         self._next_address = 0
 
-    def take(self, size: int, stream: int) -> Block:
+    def take(self, size: int, stream: int) -> MemoryBlock:
         """Return a block of at least `size` bytes."""
         rules = self.rules
         asked, size = size, -(-size // rules.round_to) * rules.round_to
@@ -157,7 +157,7 @@ class CachingAllocator:
             self.allocated += size
             self.reserved = self.allocated
             self.peak_reserved = max(self.peak_reserved, self.reserved)
-            block = Block(size, 0, arena)
+            block = MemoryBlock(size, 0, arena)
             block.asked = asked
             return block
         free = arena.free
@@ -167,7 +167,7 @@ class CachingAllocator:
         block = free.pop(at)[2] if at < len(free) else self._grow(arena, size)
         rest = block.size - size
         if rest >= arena.least_rest:
-            other = Block(rest, block.address + size, arena)
+            other = MemoryBlock(rest, block.address + size, arena)
             other.free = True
             other.before = block
             after = other.after = block.after
@@ -183,7 +183,7 @@ class CachingAllocator:
         self.allocated += block.size
         return block
 
-    def give(self, block: Block) -> None:
+    def give(self, block: MemoryBlock) -> None:
         """Take a block back."""
         self.allocated -= block.size
         if not self.rules.caching:
@@ -214,7 +214,7 @@ class CachingAllocator:
                     del arena.heads[address]
                     self.reserved -= size
 
-    def state(self, name: Callable[[Block], object]) -> tuple[object, ...]:
+    def state(self, name: Callable[[MemoryBlock], object]) -> tuple[object, ...]:
         """Return all that later calls depend on: free and used blocks in the order of their addresses.
 
         Two moments with equal states behave alike from then on.
@@ -226,7 +226,7 @@ class CachingAllocator:
         for key, arena in self._arenas.items():
             found.append(key)
             for address in sorted(arena.heads):
-                block: Block | None = arena.heads[address]
+                block: MemoryBlock | None = arena.heads[address]
                 found.append("segment")
                 while block is not None:
                     found.append((block.size, "free" if block.free else name(block)))
@@ -242,7 +242,7 @@ class CachingAllocator:
     def _page(self, arena: _Arena) -> int:
         return self.rules.small_segment if arena.small else self.rules.medium_segment
 
-    def _grow(self, arena: _Arena, size: int) -> Block:
+    def _grow(self, arena: _Arena, size: int) -> MemoryBlock:
         """Take memory from the device and return it as a block that is in no free list."""
         wanted = self._from_device(arena, size)
         if self.rules.limit is not None and self.reserved + wanted > self.rules.limit:
@@ -258,12 +258,12 @@ class CachingAllocator:
             tail.size += wanted
             return tail
         if tail is None:
-            block = Block(wanted, self._next_address, arena)
+            block = MemoryBlock(wanted, self._next_address, arena)
             arena.heads[block.address] = block
             # Ranges that expand must not run into each other.
             self._next_address += wanted if not self.rules.expandable else _FAR * self.rules.medium_segment
         else:
-            block = Block(wanted, tail.address + tail.size, arena)
+            block = MemoryBlock(wanted, tail.address + tail.size, arena)
             block.before, tail.after = tail, block
         arena.tail = block
         return block
@@ -275,7 +275,7 @@ class CachingAllocator:
         at_hand = arena.tail.size if arena.tail is not None and arena.tail.free else 0
         return -(-(size - at_hand) // page) * page
 
-    def _unmap(self, arena: _Arena, block: Block, page: int) -> None:
+    def _unmap(self, arena: _Arena, block: MemoryBlock, page: int) -> None:
         """Return the whole pages inside of a free block; their addresses stay behind as a gap that nothing uses."""
         start = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
@@ -284,7 +284,7 @@ class CachingAllocator:
         del arena.free[bisect_left(arena.free, (block.size, block.address))]
         self.reserved -= end - start
         left, right = start - block.address, block.address + block.size - end
-        gap = Block(end - start, start, arena)
+        gap = MemoryBlock(end - start, start, arena)
         gap.before, gap.after = block.before, block.after
         if left:
             block.size = left
@@ -296,7 +296,7 @@ class CachingAllocator:
             del arena.heads[block.address]
             arena.heads[start] = gap
         if right:
-            rest = Block(right, end, arena)
+            rest = MemoryBlock(right, end, arena)
             rest.free = True
             rest.before, rest.after, gap.after = gap, gap.after, rest
             insort(arena.free, (right, end, rest))
@@ -307,7 +307,7 @@ class CachingAllocator:
             arena.tail = last
 
     @staticmethod
-    def _join(left: Block, right: Block) -> None:
+    def _join(left: MemoryBlock, right: MemoryBlock) -> None:
         left.size += right.size
         left.after = right.after
         if right.after is not None:

@@ -12,7 +12,7 @@ from hyper_parallel.core.common.drawing import Axes, draw_shapes, sample
 from sim.mesh.memory import ClassMemory
 from sim.mesh.replay.player import ReplayedStep
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, DrawnSpan, exposed_parts, spans
-from sim.timeline.canvas import blank
+from sim.timeline.plot import blank
 
 __all__ = ["draw"]
 

@@ -19,8 +19,7 @@ from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.cpu import HostEvent, HostStream
 from hyper_parallel.platform.platform import Stream
 from sim.comm.collectives import Call
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Group, Message, Slot
+from sim.comm.group import Endpoint, Group, Message, Slot
 from sim.comm.observer import Observer, observe
 from sim.comm.store import SharedStore
 from sim.comm.trace import Event, Span

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from sim.mesh.recipe import Recipe
 
-__all__ = ["EagerRMSNorm", "FlashAttention", "MathAttention", "dropped", "use_kernels"]
+__all__ = ["EagerRMSNorm", "FusedAttention", "MathAttention", "dropped", "use_kernels"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -28,7 +28,7 @@ def dropped(x: Tensor, probability: float, training: bool) -> Tensor:
 
 
 @dataclass
-class FlashAttention:
+class FusedAttention:
     """Causal attention in one kernel, with scores nowhere in memory; calls as `hyper_parallel.models.llama.Attend`.
 
     Args:
@@ -52,7 +52,7 @@ class MathAttention:
     """Causal attention by two matrix products and a softmax, whose result is kept for backward.
 
     >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind()
-    >>> torch.allclose(MathAttention()(q, k, v), FlashAttention()(q, k, v), atol=1e-5)
+    >>> torch.allclose(MathAttention()(q, k, v), FusedAttention()(q, k, v), atol=1e-5)
     True
 
     Per score: 2 bytes for the softmax, and with dropout 1 for its mask and 2 for what it leaves, as in Korthikanti et

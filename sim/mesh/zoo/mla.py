@@ -19,7 +19,7 @@ from hyper_parallel.models.llama import Block
 from hyper_parallel.models.moe import MoEBlock, MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import moe_plan
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries
-from sim.mesh.zoo.kernels import FlashAttention
+from sim.mesh.zoo.kernels import FusedAttention
 
 __all__ = ["LatentAttention", "MLAConfig", "MLALlama", "mla_plan"]
 
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(self.latent, eps=eps)
         self.wkv = nn.Linear(self.latent, heads * (self.plain + self.value), bias=False)
         self.wo = nn.Linear(heads * self.value, d, bias=False)
-        self.attend: Callable[..., Tensor] = FlashAttention()
+        self.attend: Callable[..., Tensor] = FusedAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map x (batch, seq, hidden) to the same shape."""

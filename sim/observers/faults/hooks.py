@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from sim.comm.collectives import Call
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Group, Message, Network
+from sim.comm.group import Endpoint, Group, Message, Network
 from sim.comm.observer import Observer, observe
 from sim.comm.pricing import CommPricing
 from sim.explain.lines import user_line

@@ -13,8 +13,7 @@ from typing import NoReturn
 
 from hyper_parallel.core.common.errors import explain
 from sim.comm.collectives import Call
-from sim.comm.endpoint import Endpoint
-from sim.comm.group import Group, Message, Network, Slot
+from sim.comm.group import Endpoint, Group, Message, Network, Slot
 from sim.comm.observer import Observer
 from sim.explain.errors import RankLost, RankStopped, ranks_phrase
 from sim.kernel.waiting import RankThread, Waitable

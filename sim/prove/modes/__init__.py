@@ -2,12 +2,10 @@
 
     choices -> infer, evidence
     draws -> randomness, infer, evidence, values, report, steps.names
-    randomness -> means
     precision -> bound
     values -> report
 
 `precision` computes in the dtype of the proof what asks for fewer bits, `choices` records what `topk` and its like take
-and takes it again, `values` moves parameters of which all elements are equal, `inputs` makes those of a second step,
-`means` has what stands in the place of random numbers, and `draws` finds each rank's part of those that both sides
-share.
+and takes it again, `values` moves parameters of which all elements are equal and makes inputs of a second step, and
+`draws` finds each rank's part of the random numbers that both sides share.
 """

@@ -22,13 +22,12 @@ from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws, proved_with
-from sim.prove.modes.inputs import proved_once, proved_twice, second_of
 from sim.prove.modes.precision import WidePrecision, narrow_words
-from sim.prove.modes.values import check_varied, proved_varied, unreached
+from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
 from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
-from sim.prove.runs import converted
+from sim.prove.runs import adamw, converted
 from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
 from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
@@ -141,7 +140,7 @@ def verify_step(
     read_int(_ASKED, "seed", seed, hint="seed=0")
     if steps is not None:
         read_int(_ASKED, "steps", steps, 1)
-    optimizer = _adamw if optimizer_fn is True else optimizer_fn or None
+    optimizer = adamw if optimizer_fn is True else optimizer_fn or None
     task = _StepTask(
         step,
         model_fn,
@@ -355,10 +354,6 @@ class _StepTask:
         task = self if self.second is None else replace(self, second=None, steps=1)
         expected, moved = task.references()
         return run_mutants(mutants_of(events, names), lambda mutant: task.compared(expected, moved, mutant), most)
-
-
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def _is_nan(tensor: torch.Tensor | None) -> bool:

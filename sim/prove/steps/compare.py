@@ -28,6 +28,7 @@ from sim.prove.judge import (
     pending_words,
     settle,
     short,
+    split_name,
 )
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
@@ -429,7 +430,7 @@ class LoopComparison:
         scale = max((largest(full) for full in full_by_name.values() if full is not None), default=0.0)
         updates = self._updates(number, mine, theirs) if kind == "updates" else None
         for name in list(order):
-            full, module, leaf = full_by_name[name], *_split(name)
+            full, module, leaf = full_by_name[name], *split_name(name)
             parts = {rank: tensors[name] for rank, tensors in named.items() if tensors.get(name) is not None}
             row = ReportRow(module, leaf, title)
             if full is None:
@@ -606,8 +607,3 @@ def _title(key: CallKey) -> str:
 def _own(uses: Mapping[DrawPlace, DrawUse]) -> set[DrawPlace]:
     """Return draws by the names of who drew."""
     return {use.place for use in uses.values()}
-
-
-def _split(name: str) -> tuple[str, str]:
-    module, _, leaf = name.rpartition(".")
-    return module, leaf

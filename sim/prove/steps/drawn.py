@@ -20,7 +20,7 @@ from sim.prove.evidence import Evidence
 from sim.prove.infer import splits_by_shape, submesh, to_layout
 from sim.prove.judge import short
 from sim.prove.report import Report, ReportRow
-from sim.prove.steps.names import find_names, is_piece
+from sim.prove.steps.names import find_names, has_one_value, is_piece, module_of
 
 __all__ = ["DrawnWeights", "best_way", "give_shards"]
 
@@ -94,7 +94,7 @@ def give_shards(
     weights: dict[str, _Weight] = {}
     for name, source in found.items():
         parts = {rank: held[name] for rank, held in enumerate(values) if name in held}
-        is_constant = all(map(_has_one_value, parts.values()))
+        is_constant = all(map(has_one_value, parts.values()))
         if parts and (name in drawn or is_constant):
             weight = _Weight(name, parts, [one[each] for each in source.names], source, submesh(mesh, list(parts)))
             said = _placed(asked, given, name, mesh)
@@ -102,12 +102,12 @@ def give_shards(
             if weight.ways and (is_constant or not weight.is_scaled()):
                 weights[name] = weight
     drawn &= set(weights)
-    every = all(name in weights or all(map(_has_one_value, held)) for name in found if (held := _held(values, name)))
-    modules = {_module(name) for name in drawn if any(weights[name].ways[0].splits)}
+    every = all(name in weights or all(map(has_one_value, held)) for name in found if (held := _held(values, name)))
+    modules = {module_of(name) for name in drawn if any(weights[name].ways[0].splits)}
     for name, weight in weights.items() if drawn else ():
-        if not every and _module(name) not in modules:
+        if not every and module_of(name) not in modules:
             continue
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", _module(name))
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", module_of(name))
         result.ways[pattern] = max(result.ways.get(pattern, 1), len(weight.ways))
         way = weight.ways[min(ways.get(pattern, 0), len(weight.ways) - 1)]
         odd = weight.unequal(way)
@@ -218,7 +218,7 @@ def _drawn(one: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, torch.T
     for held in ranks:
         for name, parameter in held.items():
             part = parameter.detach()
-            if _has_one_value(part) or name in found or (name in one and is_piece(part, one[name])):
+            if has_one_value(part) or name in found or (name in one and is_piece(part, one[name])):
                 continue
             if every is None:
                 every = torch.cat([full.flatten().double() for full in one.values()])
@@ -330,14 +330,6 @@ def _reach(report: Report) -> tuple[int, int]:
     """How far one comes without a bug, and how few there are."""
     bugs = [at for at, row in enumerate(report.rows) if row.verdict == "bug"]
     return (bugs[0] if bugs else len(report.rows), -len(bugs))
-
-
-def _has_one_value(tensor: torch.Tensor) -> bool:
-    return not tensor.numel() or bool((tensor == tensor.flatten()[0]).all())
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _leaf(name: str) -> str:

@@ -14,7 +14,7 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.infer import explanations, submesh
 
-__all__ = ["NameMap", "find_names", "is_piece", "read_names", "roots_by_value"]
+__all__ = ["has_one_value", "module_of", "NameMap", "find_names", "is_piece", "read_names", "roots_by_value"]
 
 
 @dataclass
@@ -184,7 +184,7 @@ def find_names(
             continue
         parts = _held(ranks, name)
         likely = list(_candidates(parts, free, mesh))
-        if len(likely) == 1 or (likely and not _is_constant(free[likely[0]])):
+        if len(likely) == 1 or (likely and not has_one_value(free[likely[0]])):
             _take(result, free, name, (likely[0],), 0)
             continue
         fused = _fused(parts, free) if not likely else None
@@ -194,11 +194,13 @@ def find_names(
             late.append((name, likely))
     for name, likely in late:  # constants: by the module whose other parameters have told, else in order
         module, _, leaf = name.rpartition(".")
-        of = {names[0].rpartition(".")[0] for other, (names, _) in result.parts.items() if _module(other) == module}
-        known = [each for each in likely if each in free and _module(each) in of and each.endswith(leaf)]
+        of = {names[0].rpartition(".")[0] for other, (names, _) in result.parts.items() if module_of(other) == module}
+        known = [each for each in likely if each in free and module_of(each) in of and each.endswith(leaf)]
         rest = known or [each for each in likely if each in free]
-        siblings = [names for other, (names, _) in result.parts.items() if _module(other) == module and len(names) > 1]
-        beside = [f"{_module(each)}.{leaf}" for each in siblings[0]] if siblings else []
+        siblings = [
+            names for other, (names, _) in result.parts.items() if module_of(other) == module and len(names) > 1
+        ]
+        beside = [f"{module_of(each)}.{leaf}" for each in siblings[0]] if siblings else []
         if beside and all(each in free for each in beside):
             _take(result, free, name, tuple(beside), 0)
         elif rest:
@@ -316,7 +318,8 @@ def _run_words(runs: Sequence[int]) -> str:
     return f"{runs[0]} row{'s' if runs[0] > 1 else ''} in turn"
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """Return the path of the module that has a parameter."""
     return name.rpartition(".")[0]
 
 
@@ -327,7 +330,8 @@ def _take(result: NameMap, free: dict[str, torch.Tensor], name: str, names: tupl
         free.pop(each, None)
 
 
-def _is_constant(tensor: torch.Tensor) -> bool:
+def has_one_value(tensor: torch.Tensor) -> bool:
+    """Whether all elements are equal, if there are any."""
     return not tensor.numel() or bool((tensor == tensor.flatten()[0]).all())
 
 
@@ -377,7 +381,7 @@ def _lengths(size: int, most: int) -> list[int]:
 
 def _holds(full: torch.Tensor, part: torch.Tensor, dim: int) -> bool:
     """Whether a part is one of the equal pieces of a tensor along a dim; constants tell nothing."""
-    if _is_constant(part) or any(
+    if has_one_value(part) or any(
         a != b for at, (a, b) in enumerate(zip(full.shape, part.shape, strict=True)) if at != dim
     ):
         return False
