@@ -152,10 +152,12 @@ def _as_typed(sizes: re.Match[str]) -> str:
 
 def _check_engine(config: Config, dims: ParallelDims) -> None:
     parallel = config.parallel
-    if parallel.whole_parameters and (parallel.engine != "fully_shard" or not config.optimizer.muon):
+    lacks = [] if config.optimizer.muon else ["--muon"]
+    lacks += [] if parallel.engine == "fully_shard" else ["--engine fully_shard"]
+    if parallel.whole_parameters and lacks:
         blame = "it is for fully_shard and Muon: all else works on shards, which use all links and balance memory"
         seen = f"engine: '{parallel.engine}'   muon: {config.optimizer.muon}"
-        raise ValueError(explain("cannot leave parameters whole with one rank", blame, seen, "--muon"))
+        raise ValueError(explain("cannot leave parameters whole with one rank", blame, seen, " ".join(lacks)))
     if parallel.engine != "hsdp":
         return
     others = [f"{name}={degree}" for name in ("tp", "pp", "ep") if (degree := getattr(dims, name)) > 1]

@@ -282,9 +282,7 @@ class Pricing:
             moved = comm.moved * sharing if pattern == "exchange" else None
             op, even = comm.op, comm.size - comm.size / spread.ranks
             if pattern == "gather" and comm.messages == spread.ranks and abs(comm.moved - even) > spread.ranks:
-                op = (
-                    "broadcast"  # of a list of uneven tensors nccl makes one of each, one after the other in one launch
-                )
+                op = "broadcast"  # nccl makes one of each tensor of an uneven list, one after the other in one launch
             seconds, bound = collective_seconds(links, op, comm.size * sharing, spread, moved)
             curve = links.curve(comm.op) if spread.nodes == 1 else self._fabric
         if comm.messages > 1:

@@ -179,6 +179,12 @@ REFUSED = [
         id="whole parameters without Muon",
     ),
     pytest.param(
+        run(whole_parameters=True, engine="hsdp").with_changes("optimizer", {"muon": True}),
+        2,
+        ["cannot leave parameters whole with one rank", "engine: 'hsdp'", "try: --engine fully_shard"],
+        id="whole parameters with hsdp",
+    ),
+    pytest.param(
         run("moe", train={"batch_size": 6}, dp_replicate=2, ep=2),
         4,
         ["cannot split batch_size=6 sequences over 4 data-parallel ranks", "try: batch_size = 4 or 8"],
