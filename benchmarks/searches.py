@@ -3,7 +3,8 @@
 A question is a published training run without its layout: model, devices, batch, and the kernels and precision of its
 framework. A search answers it, and is held against everything else that the same estimator can say of it: the published
 layouts, data parallelism alone, and candidates drawn from the space, of which half are promising ones that the search
-did not estimate.
+did not estimate. A framework that lacks what the best needs could not have chosen it: so the question is also asked
+with no more than the framework's published runs use.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.published.predict import figures_of, hardware_of, job_of, load_figures
@@ -25,6 +26,7 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.recordings.library import recordings
 from sim.mesh.searching.bounds import guess_memory, guess_seconds, least_memory, machine_of
 from sim.mesh.searching.candidates import enumerate_candidates
+from sim.mesh.searching.explore import NothingFits
 from sim.mesh.searching.ranking import Found
 from sim.mesh.searching.search import SearchResult, search
 from sim.mesh.searching.space import Candidate, Space, default_recipes, shape_of
@@ -77,6 +79,8 @@ class Question:
         seq_len: tokens of a sequence.
         recipes: that are tried.
         named: layouts of others, the fastest as measured first.
+        own: those of the recipes that the framework's published runs use; (): the question is not asked with them.
+        fixed: degrees that none of these runs has, for the same.
     """
 
     name: str
@@ -87,6 +91,13 @@ class Question:
     seq_len: int
     recipes: tuple[Recipe, ...]
     named: tuple[Candidate, ...]
+    own: tuple[Recipe, ...] = ()
+    fixed: Mapping[str, int] = field(default_factory=dict)
+
+    def searched(self, recipes: Sequence[Recipe], fixed: Mapping[str, int], limit: int | None) -> SearchResult:
+        """Search for the answer among some recipes and degrees."""
+        where = self.model, self.hardware, self.devices, self.global_batch
+        return search(*where, seq_len=self.seq_len, recipes=recipes, fixed=fixed, limit=limit)
 
     @property
     def space(self) -> Space:
@@ -115,6 +126,7 @@ class Answer:
         named: estimates of the layouts of others, in their order; None: it cannot be run.
         plain: estimates of data parallelism alone.
         drawn: estimates of drawn candidates.
+        own: the best of what the framework's published runs use; None: it was not asked for, or nothing fits.
     """
 
     question: Question
@@ -123,11 +135,12 @@ class Answer:
     named: tuple[Found | None, ...]
     plain: tuple[Found, ...]
     drawn: tuple[Found, ...]
+    own: Found | None = None
 
     @property
     def behind(self) -> float:
         """How much slower the best that was found is than the fastest of everything that fits; 0: it is the fastest."""
-        others = [one.tokens_per_second for one in (*self.named, *self.plain, *self.drawn) if _fits(one)]
+        others = [one.tokens_per_second for one in (*self.named, *self.plain, *self.drawn, self.own) if _fits(one)]
         return max(0.0, 1 - self.result.best.tokens_per_second / max(others, default=1.0))
 
 
@@ -153,8 +166,10 @@ def of_case(name: str, case: Case, cases: Iterable[Case]) -> Question:
     Args:
         name: of its model.
         case: the run.
-        cases: all runs: others that answer the same question have layouts, too.
+        cases: all runs: others that answer the same question have layouts, too, and those of its framework tell what
+            that has.
     """
+    cases = list(cases)
     kernels, asked = _kernels(case.recipe), _asked(case)
     alike = [one for one in cases if _asked(one) == asked and _kernels(one.recipe) == kernels]
     alike.sort(key=lambda one: -float(one.measured.tokens_per_second or 0.0))
@@ -168,6 +183,7 @@ def of_case(name: str, case: Case, cases: Iterable[Case]) -> Question:
         case.seq_len,
         _recipes(case.recipe),
         tuple(dict.fromkeys(Candidate(one.dims, one.recipe, one.batch) for one in alike)),
+        *_own(case, [one for one in cases if one.framework == case.framework]),
     )
 
 
@@ -207,6 +223,19 @@ def _recipes(recipe: Recipe) -> tuple[Recipe, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _own(case: Case, runs: Sequence[Case]) -> tuple[tuple[Recipe, ...], dict[str, int]]:
+    """Return what all runs of a case's framework use: recipes, and degrees that none of them has."""
+    names = ("checkpointing", "zero", "reduce_each")
+    used = {name: {getattr(one.recipe, name) for one in runs} for name in names}
+    recipes = tuple(one for one in _recipes(case.recipe) if all(getattr(one, name) in used[name] for name in names))
+    fixed = {axis: 1 for axis in ("cp", "tp", "pp", "ep") if all(getattr(one.dims, axis) == 1 for one in runs)}
+    if all(one.dims.dp_replicate == 1 for one in runs if one.recipe.zero):  # whole replicas are shards of nothing
+        fixed["dp_replicate"] = 1
+    if all(one.dims.ulysses_degree == 1 for one in runs if one.dims.cp > 1):
+        fixed["ulysses_degree"] = 1
+    return recipes, fixed
+
+
 def answer(question: Question, limit: int | None = ESTIMATES, drawn: int = DRAWN) -> Answer:
     """Search, and estimate what else there is.
 
@@ -217,15 +246,7 @@ def answer(question: Question, limit: int | None = ESTIMATES, drawn: int = DRAWN
     """
     recordings.clear()
     start = time.process_time()
-    result = search(
-        question.model,
-        question.hardware,
-        question.devices,
-        question.global_batch,
-        seq_len=question.seq_len,
-        recipes=question.recipes,
-        limit=limit,
-    )
+    result = question.searched(question.recipes, {}, limit)
     seconds = time.process_time() - start
     found = {one.candidate: one for one in (*result.found, *result.too_large)}
 
@@ -242,7 +263,15 @@ def answer(question: Question, limit: int | None = ESTIMATES, drawn: int = DRAWN
         tuple(map(known, question.named)),
         tuple(_plain(question, pool, known)),
         tuple(_draw(question, pool, known, drawn)),
+        _best_of_own(question, limit),
     )
+
+
+def _best_of_own(question: Question, limit: int | None) -> Found | None:
+    try:
+        return question.searched(question.own, question.fixed, limit).best if question.own else None
+    except NothingFits:
+        return None
 
 
 def _plain(question: Question, pool: Sequence[Candidate], known: _Known) -> Iterator[Found]:
@@ -295,13 +324,21 @@ def row_of(said: Answer) -> str:
     published, *others = said.named
     cells = [said.question.name, f"{best.candidate}", f"{best.tokens_per_second:,.0f}", f"{said.seconds:.0f}"]
     cells += [f"{len(result.found) + len(result.too_large)} of {_looked_at(result):,}", f"{said.question.named[0]}"]
-    cells += [_beside(published, best), _best_of(others, best), _best_of(said.plain, best), _best_of(said.drawn, best)]
+    cells += [_beside(published, best), *_of_own(said)]
+    cells += [_best_of(others, best), _best_of(said.plain, best), _best_of(said.drawn, best)]
     return f"| {' | '.join(cells)} |"
 
 
 def _looked_at(result: SearchResult) -> int:
     candidates = sum(entry.candidate is not None for entry in result.rejected)
     return len(result.found) + len(result.too_large) + len(result.slower) + len(result.left_out) + candidates
+
+
+def _of_own(said: Answer) -> tuple[str, str]:
+    """What the published layout's framework could have had, and the published layout's part of it."""
+    if said.own is None:
+        return ("none fits", "-") if said.question.own else ("-", "-")
+    return f"{said.own.candidate}: {_beside(said.own, said.result.best)}", f"{_share(said.named[0], said.own):.2f}"
 
 
 def _beside(one: Found | None, best: Found) -> str:
@@ -328,8 +365,8 @@ def table(asked: Iterable[Question] | None = None, limit: int | None = ESTIMATES
     """
     lines = [
         "| question | best found | tokens/s | CPU, s | estimated | published layout | its tokens/s "
-        "| others' best | plain | best drawn |",
-        "|---|---|--:|--:|--:|---|--:|--:|--:|--:|",
+        "| best of what its framework's runs use | published of that | others' best | plain | best drawn |",
+        "|---|---|--:|--:|--:|---|--:|---|--:|--:|--:|--:|",
     ]
     answers = []
     for question in questions() if asked is None else asked:
@@ -337,16 +374,17 @@ def table(asked: Iterable[Question] | None = None, limit: int | None = ESTIMATES
         lines.append(row_of(answers[-1]))
         print(lines[-1], flush=True)
     behind = sum(one.behind > 0.02 for one in answers)
-    near = sum(_fits(one.named[0]) and _share(one) >= 0.95 for one in answers)
-    fitting = sum(_fits(one.named[0]) for one in answers)
+    fitting = [one for one in answers if _fits(one.named[0])]
+    near = sum(_share(one.named[0], one.result.best) >= 0.95 for one in fitting)
+    near_own = sum(_share(one.named[0], one.own or one.result.best) >= 0.95 for one in fitting)
     lines += [
         "",
         f"Of {len(answers)} searches, {behind} are more than 2 % behind the best of everything that was "
-        f"estimated. Of {fitting} published layouts that fit as estimated, {near} are within 5 % of the best found.",
+        f"estimated. Of {len(fitting)} published layouts that fit as estimated, {near} are within 5 % of the best "
+        f"found, and {near_own} of the best of what their frameworks' published runs use.",
     ]
     return "\n".join(lines)
 
 
-def _share(one: Answer) -> float:
-    named = one.named[0]
-    return 0.0 if named is None else named.tokens_per_second / one.result.best.tokens_per_second
+def _share(one: Found | None, best: Found) -> float:
+    return 0.0 if one is None else one.tokens_per_second / best.tokens_per_second

@@ -119,7 +119,7 @@ def allocate_as_fsdp2(program: Program, *, embedding: int = 0, keeps_last: bool 
     so all of them add to what is reserved. Our own engine allocates on the stream that computes.
 
     Args:
-        program: not changed; nor are programs with several kinds of micro-batches.
+        program: not changed; nor are programs with several kinds of micro-batches, or that gather nothing.
         embedding: bytes of the gathered embedding, where it is a unit of its own, and norm and head are another one;
             0: they are one unit.
         keeps_last: the weights of the last block are kept from forward to backward.
@@ -128,6 +128,8 @@ def allocate_as_fsdp2(program: Program, *, embedding: int = 0, keeps_last: bool 
     if len(keys) != 2 or keys[0][0] == keys[1][0]:
         return program
     changes = _FSDP2(program, [program.segments[key] for key in keys])
+    if not changes.copied_out:
+        return program
     changes.gather()
     changes.reduce()
     if embedding:

@@ -55,6 +55,34 @@ def test_how_a_published_run_checkpoints_and_shards_is_tried():
             assert dataclasses.replace(named.recipe, **usual) in tried, question.name
 
 
+def test_a_framework_is_asked_for_no_more_than_its_published_runs_use():
+    for question in questions():
+        assert set(question.own) <= set(question.recipes)
+        for named in question.named if question.own else ():
+            usual = {"microbatches": None, "schedule": "1f1b", "stages_per_rank": None}
+            assert dataclasses.replace(named.recipe, **usual) in question.own, question.name
+            given = {
+                axis: size for axis, size in question.fixed.items() if axis not in ("dp_replicate", "ulysses_degree")
+            }
+            assert {axis: getattr(named.dims, axis) for axis in given} == given, question.name
+    one = next(one for one in questions() if "gpt-3.6b" in one.name)
+    assert {recipe.zero for recipe in one.own} == {0}
+    assert {recipe.zero for recipe in one.recipes} == {0, 2, 3}
+
+
+def test_the_best_of_what_a_framework_has_is_estimated_apart():
+    none, full = Recipe(zero=0), Recipe(zero=0, checkpointing="full")
+    question = small("llama-tiny", 1, 1, recipes=(none, full))
+    assert answer(question, drawn=0).own is None
+    found = answer(dataclasses.replace(question, own=(full,), fixed={"pp": 1}), drawn=0)
+    assert found.own.candidate.recipe.checkpointing == "full"
+    assert found.own.tokens_per_second < found.result.best.tokens_per_second
+    named = dataclasses.replace(found.question, named=(found.own.candidate,))
+    assert f"| {found.own.candidate}: " in searches.row_of(
+        dataclasses.replace(found, question=named, named=(found.own,))
+    )
+
+
 @pytest.mark.parametrize(
     ("question", "drawn"),
     [
@@ -85,4 +113,8 @@ def test_what_beats_a_search_is_seen(monkeypatch):
     monkeypatch.setattr(searches, "answer", lambda *given: beaten)
     text = table([question])
     assert "Of 1 searches, 1 are more than 2 % behind" in text
+    assert "Of 1 published layouts that fit as estimated, 1 are within 5 % of the best found, and 1 of " in text
+    slowest = dataclasses.replace(beaten, named=(slow,), result=dataclasses.replace(result, found=(fast,)), own=slow)
+    monkeypatch.setattr(searches, "answer", lambda *given: slowest)
+    assert "0 are within 5 % of the best found, and 1 of " in table([question])
     assert "| none fits |" not in text

@@ -378,6 +378,14 @@ def test_memory_of_fsdp2_is_on_three_streams():
     assert kept.peak_allocated - replay_memory(made, None).peak_allocated == pytest.approx(block, rel=0.02)
 
 
+def test_a_program_that_gathers_nothing_stays_as_it_is():
+    """As one of tensor parallelism alone, or one on a single device: the floors of a search are recorded so."""
+    for degrees in ({}, {"tp": 2}):
+        dims = ParallelDims(**degrees, world_size=degrees.get("tp", 1))
+        (plain,) = trace(Job(find_model("llama-tiny"), dims, 2, 128, Recipe()))
+        assert allocate_as_fsdp2(plain, embedding=1024, keeps_last=True) is plain
+
+
 def test_a_graph_lets_go_of_what_nothing_reads_any_more():
     """The brute-force twin: at no event is a block there that no operation to come touches."""
     _, plain = sharded()
