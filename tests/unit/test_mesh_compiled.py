@@ -14,11 +14,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.activations import ActivationPolicy
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import Block, LlamaConfig, causal_attention
 from hyper_parallel.models.moe import MoEConfig, MoELlama
+from sim.mesh.job import Job
+from sim.mesh.models import find_model
+from sim.mesh.program import Op, Place
+from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
 from sim.mesh.tracing.kernels import use_float8
 from sim.mesh.tracing.kinds import one_kernel, recomputes, region, traces
+from sim.mesh.tracing.trace import trace
 
 _CONFIG = LlamaConfig(256, 64, 192, 1, 4, 2, 128)
 
@@ -211,6 +217,22 @@ def test_a_block_that_communicates_is_compiled_in_pieces() -> None:
     assert not isinstance(block.forward, CompiledLike)
     compiled = [name for name, child in block.named_modules() if isinstance(child.forward, CompiledLike)]
     assert compiled == ["attention_norm", "attention", "mlp_norm", "mlp"]
+
+
+def test_a_feed_forward_in_chunks_is_compiled_for_each_chunk() -> None:
+    """Communication of a chunk lies between graphs, as `torch.compile` breaks there."""
+    dims = ParallelDims(tp=2, world_size=2)
+    made: list[list[tuple[Op, Place]]] = []
+    for compiled in (False, True):
+        recipe = Recipe(zero=0, tp_chunks=2, compile=compiled)
+        (program,) = trace(Job(find_model("llama-tiny"), dims, 2, 128, recipe))
+        events = [event for segment in program.segments.values() for event in segment.events if isinstance(event, Op)]
+        made.append([(op, program.places[op.place]) for op in events])
+    plain, graphs = ([op.shape for op, _ in ops if op.kind == "matmul"] for ops in made)
+    assert sorted(graphs) == sorted(plain)
+    mlp = [(op.kind, place.compiled > 0) for op, place in made[1] if place[:3] == ("forward", 0, "mlp")]
+    chunk = [("matmul", True), ("matmul", True), ("fused", True), ("matmul", True)]
+    assert mlp == [*chunk, *chunk, ("memory", False)], "and what joins the chunks is outside"
 
 
 def test_experts_are_left_alone() -> None:

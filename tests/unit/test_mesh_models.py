@@ -14,6 +14,7 @@ from benchmarks.published.gpt import GPT, GPTConfig, GPTSpec, gpt3_175b, gpt_pla
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.models import llama
 from hyper_parallel.models.hf_names import config_to_json
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
@@ -591,6 +592,19 @@ def test_a_module_that_fails_is_named(act, message, operation):
         call()
     assert f"(Inner) has raised {message}" in str(error.value)
     assert f"\n  operation: {operation}\n" in str(error.value)
+
+
+def test_an_error_in_a_stage_comes_out_as_it_is(monkeypatch):
+    """Torch's schedules put one in its place that holds the stage's arguments, and nothing of the error's text."""
+
+    def forward(self, x):
+        raise ArithmeticError("mine") from KeyError("why")
+
+    monkeypatch.setattr(llama.FeedForward, "forward", forward)
+    job = Job(find_model("llama-tiny"), ParallelDims(pp=2, world_size=2), 2, 16, Recipe(zero=0, microbatches=2))
+    with pytest.raises(ArithmeticError, match="mine") as error:
+        trace(job)
+    assert isinstance(error.value.__cause__, KeyError)
 
 
 class Grouped(nn.Module):

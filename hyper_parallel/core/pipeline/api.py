@@ -223,12 +223,6 @@ class Pipeline:
                 self._hold(keep=self.keep_gathered)
             runner = self._runner(inputs, key, training=training)
             yield runner
-        except Exception as error:
-            self._let_go(runner, failed=True)
-            own = [stage.error for stage in runner.stages if stage.error is not None] if runner else []
-            if own and own[0] is not error:
-                raise own[0] from None  # torch puts the stage's arguments in its place
-            raise
         except BaseException:
             self._let_go(runner, failed=True)
             raise

@@ -126,7 +126,12 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch."""
         self._micro_batch = fwd_chunk_id
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        try:
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except Exception:
+            if self.error is not None:  # torch puts the stage's arguments in its place
+                raise self.error from self.error.__cause__
+            raise
         _drop_buffers(self.args_recv_info[fwd_chunk_id])  # what was received lives on with its graph
         return output
 

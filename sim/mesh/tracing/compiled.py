@@ -247,7 +247,14 @@ def compile_pieces(module: nn.Module, graphs: dict[Any, Any]) -> None:
         graphs: what modules that are alike share.
     """
     if _is_one_graph(module) or "attend" in vars(module):
-        module.forward = compile_like(module, graphs=graphs)
+        own = vars(module).get("forward")
+        if isinstance(
+            own, functools.partial
+        ):  # of `in_chunks`, which communicates, and calls the module's code for each chunk
+            (module.forward,) = own.args
+            module.forward = functools.partial(own.func, compile_like(module, graphs=graphs))
+        else:
+            module.forward = compile_like(module, graphs=graphs)
         return
     for name, child in module.named_children():
         if name not in ("experts", "router"):  # inputs of another length in every step; counts that backward changes

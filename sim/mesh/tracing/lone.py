@@ -375,7 +375,8 @@ class LoneWorld(World):
         try:
             return self.run(fn, args)[0]
         except RankFailed as failed:
-            raise (failed.__cause__ or failed) from None
+            own = failed.__cause__ or failed
+            raise own from own.__cause__
 
 
 class FewRanksWorld(LoneWorld):
