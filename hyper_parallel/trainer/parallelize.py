@@ -249,7 +249,7 @@ def shard_units(
         reshard_after_forward: free gathered weights after forward.
         whole: leave each parameter of the blocks with one rank, but for experts, see `whole_parameters`.
     """
-    owner_of = whole_parameters(blocks, dims.data_mesh().size(-1)) if whole else None
+    owner_of = whole_parameters(blocks, dims.data_mesh().shape[-1]) if whole else None
     options: dict[str, Any] = {
         "mp_policy": policy,
         # A pipeline runs each stage many times per step: gathering the weights for each micro-batch would cost more

@@ -271,7 +271,12 @@ class Stateful(Gathers):
         return State([Pair(y, state.pairs[0].index)], state.label)
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+KNOWS_DATACLASSES = torch.__version__ >= (2, 13)
+
+
+@THEME.behaviour(
+    one=not KNOWS_DATACLASSES, dtype=BF16, without_fsdp2="" if KNOWS_DATACLASSES else "does not look into dataclasses"
+)
 def casts_reach_into_dataclasses(run):
     model = run.build(Stateful, FP32)
     run.wrap(model, mp_policy=run.policy(BF16, FP32, output_dtype=FP64))
@@ -286,8 +291,9 @@ def casts_reach_into_dataclasses(run):
 
     run.train(model, loss)
     run.facts["seen"] = model.seen
-    assert model.seen[0] == [BF16, torch.int64, BF16, FP32]
-    assert run.facts["out 0"][1:] == ("mine", FP64, torch.int64)
+    if not run.alone:
+        assert model.seen[0] == [BF16, torch.int64, BF16, FP32]
+        assert run.facts["out 0"][1:] == ("mine", FP64, torch.int64)
 
 
 @THEME.behaviour(one=False, dtype=BF16)

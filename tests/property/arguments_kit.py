@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hyper_parallel as hp
 from hyper_parallel.core.checkpoint import Checkpointer, read_metadata, save_checkpoint
 from hyper_parallel.core.context_parallel import ContextParallel, SequenceSplit
+from hyper_parallel.core.fully_shard import DataParallelMeshDims
 from hyper_parallel.core.pipeline import Pipeline
 from hyper_parallel.core.redistribute import Link, plan
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama, export_huggingface
@@ -91,7 +92,8 @@ def public() -> Iterator[tuple[str, Any]]:
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         for name in getattr(module, "__all__", [each for each in own if not each.startswith("_")]):
             value = getattr(module, name)
-            if callable(value) and str(getattr(value, "__module__", "")).startswith("hyper_parallel."):
+            is_ours = str(getattr(value, "__module__", "")).startswith("hyper_parallel.")
+            if callable(value) and is_ours and value is not DataParallelMeshDims:  # ours on torch 2.11, torch's later
                 assert found.setdefault(name, value) is value, f"two things are called {name}"
     for name, value in found.items():
         yield name, value

@@ -263,7 +263,9 @@ def turns_followed() -> Iterator[None]:
 
 def _forward(counted: Operations, stage: Any, run: Any, index: int, *args: Any, **kwargs: Any) -> Any:
     del args, kwargs
-    counted.take_in(stage, index, [info.buffer for info in stage.args_recv_info[index] if not info.is_root_arg])
+    # Of what the first stage is given, torch 2.11 has no buffer, and later ones say so.
+    received = [info for info in stage.args_recv_info[index] if not getattr(info, "is_root_arg", stage.is_first)]
+    counted.take_in(stage, index, [info.buffer for info in received])
     output = run()
     counted.end_turn("forward", stage.stage_index, index)
     return output

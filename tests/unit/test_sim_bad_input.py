@@ -53,6 +53,7 @@ def test_a_cuda_device(use):
     sim.run(use, 2, map_device="cuda")
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA asks its driver first")
 @without_cuda
 def test_what_is_not_mapped():
     with pytest.raises(sim.RankFailed, match=r"map_device='cuda'\): this is not among what it maps"):
@@ -110,6 +111,9 @@ def test_a_device_by_the_name_of_accelerator():
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 refuses views that merge a split dim that is not the first"
+)
 def test_attention_of_dtensors_on_a_mapped_device(causal):
     """The CPU has an operator of its own for it, which DTensors do not know."""
     full = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -180,6 +180,9 @@ def test_masks_of_attention_are_those_that_torch_takes():
     torch.testing.assert_close(late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",)), equal_nan=True)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 refuses views that merge a split dim that is not the first"
+)
 def test_attention_of_dtensors_stays_split():
     def body() -> list:
         whole = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))

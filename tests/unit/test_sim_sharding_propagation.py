@@ -261,7 +261,7 @@ def test_calls_on_two_meshes_of_one_shape(monkeypatch):
         return [outcome(lambda: x @ x, up), outcome(lambda: x @ y, up), outcome(lambda: torch.cat([x, y]), up)]
 
     shared, _ = same_as_torch(body, 4, monkeypatch)
-    assert shared.values[1][1][0] == "RuntimeError"
+    assert shared.values[1][1][0] in ("RuntimeError", "NotImplementedError"), "the second one on torch 2.11"
 
 
 def test_strided_shards(monkeypatch):
@@ -399,12 +399,14 @@ def test_an_operator_that_has_failed_is_tried_again():
             table.clear()
             table.update(own)
     assert found.values == [["(Shard(dim=0),)", "(Shard(dim=0),)"]] * 2
-    assert found.computed["aten.renorm.default"] == 2 + 2  # the failure on each rank, each success on one
+    tries = 2 if torch.__version__ >= "2.13" else 0  # torch 2.11 refuses before it computes a sharding
+    assert found.computed["aten.renorm.default"] == tries + 2, "the failure on each rank, each success on one"
 
 
 # -- once per world --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 decomposes none of these operators")
 def test_a_decomposition_is_worked_out_once_per_world(monkeypatch):
     """Attention on the CPU has no strategy: torch decomposes it for each combination of shardings, for seconds."""
     decompositions = pytest.importorskip("torch.distributed.tensor._decompositions")
