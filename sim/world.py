@@ -390,6 +390,7 @@ class World:
         self._runs += 1
         scheduler = self.scheduler
         scheduler.restart(self.options.seed * 1_000_003 + self._runs)
+        self.network.stores.clear()
         self.host.references.forward_closure(fn)
         process_rng, process_filters = torch.default_generator.get_state(), leave_filters()
         process_hooks = leave_hooks()

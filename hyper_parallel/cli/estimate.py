@@ -304,7 +304,7 @@ def _said(file: Path | None, given: Given) -> set[str]:
     """Return the keys of [parallel], and accumulate, that the file or an option says."""
     from hyper_parallel.trainer.config import tomllib
 
-    table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+    table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8-sig"))
     named = {**table.get("parallel", {}), **given["parallel"]}
     named.update(
         {key: 1 for section in (table.get("train", {}), given["train"]) for key in section if key == "accumulate"}

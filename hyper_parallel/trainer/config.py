@@ -457,7 +457,7 @@ def load_config(path: str | Path) -> Config:
         hint = f"\n  did you mean '{path.with_name(near[0])}'?" if near else ""
         raise ValueError(f"cannot read the config '{path}': {reason}{hint}") from None
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")  # editors on Windows may begin a file with a byte order mark
     except UnicodeDecodeError:
         raise ValueError(f"cannot read the config '{path}': it is not UTF-8 text") from None
     source = _ConfigText(path, tuple(text.splitlines()))

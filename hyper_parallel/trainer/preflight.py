@@ -419,7 +419,7 @@ def _check_log(path: Path) -> None:
         raise ValueError(explain(f"cannot write the log '{path}'", "it is a folder", f"log: {path}", hint))
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        blame = f"no permission to write in '{folder}'"
+        blame = f"no permission to write in '{folder}'" if folder.is_dir() else f"'{folder}' is no folder"
         raise ValueError(explain(f"cannot write the log '{path}'", blame, f"log: {path}", "--log-file elsewhere"))
     if path.is_file() and path.stat().st_size and not _is_log(path):
         blame, hint = "there is a file that is no log, and would be lost", f"--log-file {path.with_suffix('.jsonl')}"

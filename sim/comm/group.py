@@ -16,7 +16,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from sim.comm.collectives import Call, MemoryGone, Problem, check_memory, execute
 from sim.comm.pricing import CommPricing
-from sim.comm.store import RankStore, SharedStore
+from sim.comm.store import RankStore, SharedStore, Stores
 from sim.comm.trace import EventLog, Span
 from sim.explain.errors import ranks_phrase, short_ranks_phrase
 from sim.explain.lines import user_line
@@ -342,6 +342,7 @@ class Network:
 
     Attributes:
         endpoints: The ranks that are run.
+        stores: That ranks make themselves.
         groups: By torch's name, ranks and generation of the default group.
         groups_made: Of which ranks they have made their groups.
         lost: The ranks that faults have killed or frozen.
@@ -367,6 +368,7 @@ class Network:
         self.world_size = world_size
         self.trace = trace
         self.store = store
+        self.stores = Stores(scheduler)
         self.pricing = pricing
         self.backend = backend
         self.explain = explain
@@ -544,6 +546,7 @@ class Endpoint(Context):
         network: What it shares with the other ranks.
         c10d: Its `torch.distributed` state (the default group, all groups by name ...).
         store: Its handle of the network's store.
+        own_stores: Those it has made itself.
         axis_names: The mesh axes whose groups go by another name, by group.
         joined_by_world: The world made the default group, so one `init_process_group` does nothing.
         has_joined: The world has made it, whatever became of it since.
@@ -558,6 +561,7 @@ class Endpoint(Context):
         self.network = network
         self.c10d = c10d
         self.store = RankStore(network.store)  # kept here: torch's own references keep only its C++ half alive
+        self.own_stores: list[RankStore] = []
         self.axis_names: dict[str, str] = {}
         self.joined_by_world = self.has_joined = False
         self.inits = 0

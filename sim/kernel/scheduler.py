@@ -188,13 +188,11 @@ class Scheduler:
         if me is None or me.ident != threading.get_ident():
             self.unscheduled.arrived.append(waitable)
             return
-        self._turn_off_alarms(waitable)
         own = all(waiter.rank == me.rank for waiter in waitable.waiters)  # not so when garbage of another rank goes
         self.complete(waitable, None if own else 0.0)
 
     def complete_unscheduled(self, waitable: Waitable) -> None:
         """Complete what an unscheduled thread has done; that takes no virtual time."""
-        self._turn_off_alarms(waitable)
         self.complete(waitable, 0.0)
 
     def may_go_on(self) -> bool:
@@ -307,6 +305,8 @@ class Scheduler:
         waitable.ready = True
         self._idle_polls = 0.0
         if waitable.waiters:
+            if self._asleep:
+                self._turn_off_alarms(waitable)
             self._ready.extend(waitable.waiters)
             waitable.waiters = []
 

@@ -5,6 +5,7 @@ All were tried on torch 2.11, 2.13 and 2.15. Outside of a rank's thread each ans
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from hyper_parallel.core.common.errors import explain
 from sim.comm.dispatcher import replace_kernels
 from sim.comm.group import Endpoint
 from sim.comm.process_group import SimProcessGroup
+from sim.comm.store import MAKERS
 from sim.explain.errors import SimError
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context, this_thread
@@ -204,7 +206,7 @@ def _group_creation(host: Host) -> Undo:
 
 
 def _rendezvous(host: Host) -> Undo:
-    """Ranks meet in the world's store instead of over TCP."""
+    """Ranks meet in the world's store instead of over TCP; torch has read the URL and the environment before."""
     original = c10d.rendezvous
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
@@ -213,9 +215,47 @@ def _rendezvous(host: Host) -> Undo:
             yield from original(url, rank, world_size, **options)
             return
         _check_identity(context, rank, world_size)
-        yield context.store, *context.place
+        for _, own_rank, size in original(url, rank, world_size, **options):
+            if context.members is None:  # if not, the environment is that of the ranks before some were lost
+                _check_identity(context, own_rank, size)
+            yield context.store, *context.place
 
-    return exchange([(c10d, "rendezvous", rendezvous)])
+    handlers = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of that name
+    make_tcp, make_file = handlers._create_c10d_store, handlers.FileStore
+
+    def create_c10d_store(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        return make_tcp(*args, **options) if context is None else context.store
+
+    def file_store(*args: Any, **options: Any) -> Any:
+        context = current_context()
+        return make_file(*args, **options) if context is None else context.store
+
+    return exchange(
+        [
+            (c10d, "rendezvous", rendezvous),
+            (dist, "rendezvous", rendezvous),
+            (handlers, "_create_c10d_store", create_c10d_store),
+            (handlers, "FileStore", file_store),
+        ]
+    )
+
+
+def _stores(host: Host) -> Undo:
+    """A store that a rank makes is one of the world's. Classes derived from torch's, and other threads, get torch's."""
+
+    def maker(kind: type, make: Callable[..., Any]) -> Any:
+        def new(cls: type, *args: Any, **options: Any) -> Any:
+            context = current_context()
+            if context is None or cls is not kind:
+                return dist.Store.__new__(cls)
+            store = make(context.network.stores, context.rank, *args, **options)
+            context.own_stores.append(store)  # torch's own references keep only its C++ half alive
+            return store
+
+        return staticmethod(new)
+
+    return exchange([(kind, "__new__", maker(kind, make)) for kind, make in MAKERS.items()])
 
 
 def _error_log(host: Host) -> Undo:
@@ -293,6 +333,7 @@ def _init_process_group(host: Host) -> Undo:
         hook = sys.excepthook  # torch nests a hook of its own in it at each call
         try:
             original(**asked)
+            context.store.patience = None  # its timeout is the group's: what never comes is a Deadlock
             context.inits += 1
         finally:
             sys.excepthook = hook
@@ -428,6 +469,7 @@ PROCESS_GROUP_PATCHES = (
     _backend,
     _group_creation,
     _rendezvous,
+    _stores,
     _error_log,
     _init_process_group,
     _split_group,

@@ -154,7 +154,10 @@ def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
 
 
 def execute_script(code: CodeType, package: str) -> None:
-    """Execute the script as the calling rank's `__main__`, then what it has registered with `atexit`."""
+    """Execute the script as the calling rank's `__main__`, then what it has registered with `atexit`.
+
+    That is also called if the rank has failed, but not if others have: torchrun ends these by a signal.
+    """
     context = current_context()
     assert context is not None
     assert context.view is not None
@@ -162,8 +165,10 @@ def execute_script(code: CodeType, package: str) -> None:
         if package:
             importlib.import_module(package)
         exec(code, sys.modules["__main__"].__dict__)
-    except SystemExit as end:
-        if end.code not in (None, 0):
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            if context.scheduler.fatal is None:
+                context.view.run_exit_calls()
             raise
     context.view.run_exit_calls()
 

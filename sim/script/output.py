@@ -5,9 +5,12 @@ from __future__ import annotations
 import builtins
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import context as multiprocessing_context
 from typing import Any
+
+from sim.explain.errors import SimError
 
 __all__ = [
     "SLOTS",
@@ -131,9 +134,19 @@ class ProcessView:
         self._values = [getattr(owner, name) for owner, name in SLOTS]
 
     def run_exit_calls(self) -> None:
-        """Call what the rank has registered with `atexit`, the last one first."""
+        """Call what the rank has registered with `atexit`, the last one first.
+
+        What one of them raises is shown and changes nothing else, as in Python, unless it ends the world.
+        """
         while self.at_exit:
-            self.at_exit.pop()()
+            call = self.at_exit.pop()
+            try:
+                call()
+            except SimError:
+                raise
+            except Exception:
+                print(f"Exception ignored in atexit callback: {getattr(call, 'func', call)}", file=sys.stderr)
+                traceback.print_exc()
 
 
 class ForwardToRank(logging.Handler):

@@ -253,6 +253,12 @@ def test_a_missing_file_names_its_neighbour(write) -> None:
         load_config("rum.toml")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 7\r\n")  # as Notepad saves it
+    assert load_config(path).train.steps == 7
+
+
 def test_a_folder_is_no_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the config '.*': is a directory"):
         load_config(tmp_path)
@@ -370,7 +376,7 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     dims = ParallelDims(world_size=1)
-    for log, message in ((tmp_path, "it is a folder"), (file / "train.jsonl", "no permission to write in")):
+    for log, message in ((tmp_path, "it is a folder"), (file / "train.jsonl", "'.*file' is no folder")):
         config = Config(data=DataConfig(max_bytes=200_000), train=TrainConfig(log=str(log)))
         with pytest.raises(ValueError, match=f"cannot write the log '.*': {message}"):
             check_machine(config, dims, 1, on_host=True)

@@ -162,7 +162,7 @@ def test_what_is_written_is_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('title = "Mine"', "", r"it does not say its title"),
+        ('title = "Mine"', "", r"it does not say its title\n  keys: .*family"),
         ('family = "hopper"', "family = 3", r"mine.toml:3: family is not text"),
         ('links = "nvlink4"', 'topology = "torus"', r"topology is not one of its choices\n.*\n  try: 'switch' or"),
         ('links = "nvlink4"', 'link = "nvlink4"', r"there is no 'link'\n.*\n  try: 'links'"),
@@ -187,6 +187,13 @@ def test_mistakes_in_a_file(write, old, new, message):
     first, *rest = str(caught.value).splitlines()
     assert first.startswith("cannot read the hardware")
     assert rest[-1].startswith("  try: ")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_description(write, tmp_path):
+    marked = tmp_path / "marked"
+    marked.mkdir()
+    (marked / "mine.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert find_hardware(marked / "mine.toml") == find_hardware(write(GOOD))
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from hyper_parallel import platform
 from sim.comm.process_group import SimProcessGroup
+from sim.comm.store import RankStore
 from sim.kernel.context import this_thread
 from sim.late.module import MODULE
 from sim.late.shared import SHARED, SharedDevice
@@ -229,6 +230,14 @@ def test_seam_group_creation():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch asks a build without NCCL for its timeout, and warns
         sim.run(lambda: dist.new_group([0, 1], backend="nccl"), 2)
+
+
+def test_seam_stores():
+    with sim.world(2) as world:
+        kinds = world.run(lambda: type(dist.HashStore()))
+        store = dist.HashStore()
+    assert type(store) is type(dist.HashStore()) is dist.HashStore
+    assert kinds == [RankStore] * 2
 
 
 def test_seam_rendezvous():

@@ -158,6 +158,12 @@ def test_a_missing_file_says_which_there_are(tmp_path):
         load_plan(tmp_path / "plan.toml", MESH)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_plan(tmp_path):
+    plan = load(tmp_path, "")
+    (tmp_path / "plan.toml").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "plan.toml").read_bytes())
+    assert load_plan(tmp_path / "plan.toml", MESH) == plan
+
+
 def test_what_a_file_cannot_say_is_refused():
     with pytest.raises(ValueError, match=r"plan\['w'\]: it counts a dim from the last one"):
         plan_text(ShardingPlan({"w": (Shard(-1), Replicate())}), MESH)

@@ -193,6 +193,37 @@ def test_the_process_is_left_as_it_was(run: Run) -> None:
     assert sim.run(lambda: 1, 2) == [1, 1], "the module that runs scripts does not hide sim.run"
 
 
+FAIL_AT_EXIT = """
+    import atexit
+    dist.init_process_group("gloo")
+    atexit.register(print, "bye from", rank)
+    if rank == 1:
+        {end}
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("raise KeyError(1)", 1), ("1 / 0", 1)])
+def test_a_rank_that_fails_says_goodbye(run: Run, end: str, status: int) -> None:
+    code, out, _ = run(FAIL_AT_EXIT.format(end=end), "--show", "all")
+    assert (code, out) == (status, "[rank 1] bye from 1\n"), "torchrun ends the other rank, which waits, by a signal"
+
+
+def test_what_fails_at_exit_is_shown_and_is_no_failure(run: Run) -> None:
+    code, out, err = run(
+        "import atexit; atexit.register(print, 'bye'); atexit.register(lambda: 1 / rank)", "--show", "0"
+    )
+    assert (code, out) == (0, "bye\n")
+    assert err.startswith("[rank 0] Exception ignored in atexit callback: <function <lambda> at ")
+    assert err.endswith("[rank 0] ZeroDivisionError: division by zero\n")
+
+
+def test_a_barrier_at_exit_that_not_all_reach(run: Run) -> None:
+    code, _, err = run("import atexit; dist.init_process_group('gloo'); rank or atexit.register(dist.barrier)")
+    assert code == 1
+    assert "rank 0  waits in barrier #0 of group 'world'" in err
+
+
 # -- what is shown -----------------------------------------------------------------------------------------------
 
 SPEAK = """

@@ -6,6 +6,8 @@ import ctypes
 import os
 import re
 import sys
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -319,6 +321,104 @@ def test_a_script_that_says_who_it_is():
         return dist.get_rank()
 
     assert sim.run(body, 3, init=False) == [0, 1, 2]
+
+
+def test_a_group_over_a_tcp_store_of_the_script():
+    def body() -> tuple[int, bytes, str, int, bool]:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.TCPStore("localhost", 29_501, size, is_master=rank == 0)  # waits for the others
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        if rank == 1:
+            time.sleep(1)
+            store.set("said", "hello")
+        heard = store.get("said")
+        return dist.get_rank(), heard, store.host, store.port, store.check(["never"])
+
+    assert sim.run(body, 3, init=False) == [(rank, b"hello", "localhost", 29_501, False) for rank in range(3)]
+
+
+def test_stores_of_a_rank_do_not_block_the_others(tmp_path):
+    def body() -> list[bytes]:
+        rank = dist.get_rank()
+        served = dist.TCPStore("localhost", 29_501, is_master=rank == 2)  # a client may come before its server
+        stores = [dist.FileStore(f"{tmp_path}/store", 3), dist.PrefixStore("mine", served), dist.HashStore()]
+        for place, store in enumerate(stores):
+            if rank == 0 or place == 2:
+                time.sleep(1)
+                store.set("key", f"of rank {rank}")
+        return [store.get("key") for store in stores]
+
+    for seed in range(3):
+        results = sim.run(body, 3, seed=seed)
+        assert results == [[b"of rank 0", b"of rank 0", f"of rank {rank}".encode()] for rank in range(3)]
+    assert not os.listdir(tmp_path)
+
+
+def test_a_wait_for_a_key_that_gives_up():
+    def body() -> tuple[str, bytes, float]:
+        store = dist.TCPStore("localhost", 29_501, is_master=dist.get_rank() == 0)
+        with pytest.raises(dist.DistStoreError, match="wait timeout after 2000ms, keys: /key"):
+            store.wait(["key"], timedelta(seconds=2))
+        store.set_timeout(timedelta(seconds=3))
+        with pytest.raises(dist.DistStoreError) as gave_up:
+            store.get("key")
+        if dist.get_rank() == 0:
+            time.sleep(1)
+            store.set("key", "value")
+        value = store.get("key")
+        time.sleep(10)  # an alarm that was left over would end this
+        return str(gave_up.value), value, store.timeout.total_seconds()
+
+    with sim.world(2) as world:
+        assert world.run(body) == [("wait timeout after 3000ms, keys: /key", b"value", 3.0)] * 2
+        assert world.now == pytest.approx(16)
+
+
+def test_two_servers_on_one_port():
+    with pytest.raises(dist.DistNetworkError, match=r"cannot listen: rank \d is the master of port 29501 already"):
+        sim.run(lambda: dist.TCPStore("localhost", 29_501, is_master=True), 2)
+
+
+def test_a_server_that_nobody_starts():
+    with pytest.raises(sim.Deadlock, match="waits in TCPStore of port 29501 for its master"):
+        sim.run(lambda: dist.TCPStore("localhost", 29_501), 2)
+    with pytest.raises(dist.DistNetworkError, match="timed out after 1000ms while trying to connect to port 29501"):
+        sim.run(lambda: dist.TCPStore("localhost", 29_501, timeout=timedelta(seconds=1)), 2)
+    with pytest.raises(sim.Deadlock, match="key 'init/' of the store"):
+        sim.run(lambda: dist.TCPStore("localhost", 29_501 + dist.get_rank(), 2, is_master=True), 2)
+
+
+def test_a_value_that_no_store_takes():
+    with pytest.raises(TypeError, match="cannot put a value into the store: it is 3, of type int"):
+        sim.run(lambda: dist.HashStore().set("key", 3), 1)
+
+
+@pytest.mark.parametrize(
+    ("lack", "options", "error"),
+    [
+        ("RANK", {}, r"environment variable RANK expected, but not set"),
+        ("WORLD_SIZE", {"rank": 0}, r"environment variable WORLD_SIZE expected, but not set"),
+        ("MASTER_ADDR", {}, r"environment variable MASTER_ADDR expected, but not set"),
+        ("", {"init_method": "foo://bar"}, r"No rendezvous handler for foo://"),
+        ("", {"init_method": "file:///tmp/shared"}, r"rank parameter missing"),
+    ],
+)
+def test_what_no_real_launch_would_accept(lack, options, error):
+    def body() -> None:
+        os.environ.pop(lack, None)
+        dist.init_process_group("gloo", **options)
+
+    with pytest.raises((ValueError, RuntimeError), match=error):
+        sim.run(body, 1, init=False)
+
+
+def test_a_rank_that_the_environment_says_wrongly():
+    def body() -> None:
+        os.environ["RANK"] = "1"
+        dist.init_process_group("gloo")
+
+    with pytest.raises(ValueError, match=r"this is rank 0 of 2\n  seen: rank 1 of 2"):
+        sim.run(body, 2, init=False)
 
 
 def test_destroy_and_begin_again():

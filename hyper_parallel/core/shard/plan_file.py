@@ -148,7 +148,7 @@ class _PlanText:
         """Read the text of a file."""
         asked = f"cannot read the plan '{path}'"
         try:
-            return cls(path, path.read_bytes().decode("utf-8"))
+            return cls(path, path.read_bytes().decode("utf-8-sig"))
         except UnicodeDecodeError:
             raise ValueError(explain(asked, "it is no UTF-8 text", f"file: {path}", "a TOML file")) from None
         except OSError as error:

@@ -116,7 +116,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.lines = path.read_text(encoding="utf-8").splitlines()
+            self.lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
             hint = "'h100-sxm', or the path of a TOML file"
@@ -160,7 +160,8 @@ def read_hardware_file(path: Path) -> dict[str, Any]:
             raise file.error(f"there is no {key!r}", f"{key} = {value!r}", hint, key)
     for name in ("title", "family"):
         if name not in made:
-            raise file.error(f"it does not say its {name}", "", f'{name} = "{path.stem}"')
+            seen = f"keys: {', '.join(data) or 'none'}"
+            raise file.error(f"it does not say its {name}", seen, f'{name} = "{path.stem}"')
     absent = [name for name, kind in FIGURES.items() if kind.required and name not in made["figures"]]
     if absent:
         kind = FIGURES[absent[0]]

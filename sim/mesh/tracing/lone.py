@@ -268,7 +268,8 @@ class _LoneStore(SharedStore):
         self._last = value
         super().put(key, value)
 
-    def until_set(self, key: str) -> None:
+    def until_set(self, key: str, seconds: float | None = None) -> None:
+        del seconds
         self.data.setdefault(key, self._last)
 
 
