@@ -218,8 +218,8 @@ def checkpoint_blocks(
     >>> sorted(model.state_dict())[:2]
     ['0.weight', '1.0.bias']
 
-    Each block that the policy takes is wrapped, in its place, or in all of its places; names in state dicts stay. Call it once tensors are split
-    inside of blocks, and before `fully_shard` or `hsdp` wraps them.
+    Each block that the policy takes is wrapped, in its place, or in all of its places; names in state dicts stay. Call
+    it once tensors are split inside of blocks, and before `fully_shard` or `hsdp` wraps them.
 
     Offload copies what a block has saved to page-locked memory of the host, on a stream of its own, while the next
     block computes; backward gets it back one block ahead. At most two blocks' activations are on the device. What the
@@ -312,7 +312,7 @@ def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, li
     """Return where in the model each block is: its parents, and its names there; one that is used again has several."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
-        for name, child in parent._modules.items():  # not `named_children()`, which has a child under its first name only
+        for name, child in parent._modules.items():  # `named_children()` has a child under its first name only
             if child is not None:
                 found.setdefault(id(child), []).append((parent, name))
     wrapped = [type(block).__name__ for block in blocks if isinstance(block, ActivationWrapper)]
