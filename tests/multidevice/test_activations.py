@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from activations_kit import Blocks, trained
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sim
 from hyper_parallel import checkpoint_blocks
-from hyper_parallel.core.activations import ActivationPolicy
+from hyper_parallel.core.activations import ActivationPolicy, blocks_of
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer.config import Config, DataConfig, ParallelConfig, TrainConfig
@@ -286,6 +287,38 @@ def test_blocks_are_those_of_the_model_and_wrapped_once():
     assert list(checkpoint_blocks(model, "full offload").state_dict()) == names
     with pytest.raises(ValueError, match="they are checkpointed already"):
         checkpoint_blocks(model)
+
+
+def test_a_block_that_is_used_again_is_wrapped_in_all_of_its_places():
+    model = Blocks(2, 4)
+    model.layers.append(model.layers[0])
+    names = list(model.state_dict())
+    checkpoint_blocks(model, "full first 1")
+    assert [isinstance(block, ActivationWrapper) for block in model.layers] == [True, False, True]
+    assert model.layers[0] is model.layers[2]
+    assert list(model.state_dict()) == names
+
+
+def test_blocks_in_lists_of_lists_are_found():
+    model = torch.nn.Module()
+    model.sides = torch.nn.ModuleDict({"left": Blocks(2, 4).layers, "right": Blocks(1, 4).layers})
+    checkpoint_blocks(model, "full")
+    assert all(isinstance(block, ActivationWrapper) for side in model.sides.values() for block in side)
+    assert len(list(blocks_of(model.sides["left"]))) == 2  # in the list itself, too
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"every": 2.5}, "every is a float, not an int"),
+        ({"every": True}, "every is a bool, not an int"),
+        ({"first": "8"}, "first is a str, not an int or None"),
+        ({"offload": 1}, "offload is an int, not a bool"),
+    ],
+)
+def test_fields_of_a_policy_are_of_their_types(fields, message):
+    with pytest.raises(TypeError, match=f"cannot use an activation policy: {message}"):
+        ActivationPolicy("full", **fields)
 
 
 def test_operators_and_functions_say_what_is_kept():

@@ -256,6 +256,31 @@ def test_a_checkpoint_of_torchs_own_goes_on_in_another_layout(ctx, tmp_path):
 
 
 @sim.ranks(4, backends=NO_GLOO)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_a_run_goes_on_from_a_run_that_went_on(ctx, by_torch, tmp_path):
+    """What is loaded is on all ranks, but owners alone count steps: the next checkpoint has their numbers."""
+    ids, (_, wanted) = batches(ctx.device), on_one_device(ctx.device, ctx.float_dtype)
+    names = "model", "optimizer"
+    for step in range(STEPS):
+        module = sharded(ctx, {"dp": 4})
+        optimizer, before, after = adamw(module), tmp_path / str(step), tmp_path / str(step + 1)
+        if step > 0 and by_torch:
+            state = dict(zip(names, get_state_dict(module, optimizer), strict=True))
+            dcp.load(state, checkpoint_id=before)
+            set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        elif step > 0:
+            targets = optimizer_targets(module, optimizer, read_metadata(before))
+            load_checkpoint(before, {**model_tensors(module), **targets})
+        train(module, optimizer, ids[step : step + 1])
+        if by_torch:
+            dcp.save(dict(zip(names, get_state_dict(module, optimizer), strict=True)), checkpoint_id=after)
+        else:
+            save_checkpoint(after, {**model_tensors(module), **optimizer_tensors(module, optimizer)[0]})
+    check_equal(values(module), wanted)
+
+
+@sim.ranks(4, backends=NO_GLOO)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_state_dicts(ctx, axes):
     wanted = {name: value + 1 for name, value in model(ctx.device, ctx.float_dtype).state_dict().items()}
@@ -280,6 +305,46 @@ def test_parameters_that_are_kept_after_backward(ctx):
     got = train(module, adamw(module), batches(ctx.device))
     check_norms(got, norms)
     check_equal(values(module), wanted)
+
+
+@sim.ranks(4, backends=NO_GLOO)
+@pytest.mark.parametrize("how", ["in hooks", "by hand", "of those with gradients"])
+def test_parameters_that_are_kept_are_gathered_anew_where_the_owner_alone_steps(ctx, how):
+    """Most ranks see no step at all, as they have no gradient; all gather all the same, or all would wait."""
+
+    def stepped(module):
+        params, ids = list(module.parameters()), batches(ctx.device)
+        if how == "in hooks":
+            for param in params:
+                param.register_post_accumulate_grad_hook(descend)
+        optimizer = None
+        for batch in ids:
+            module(batch).square().mean().backward()
+            if how == "by hand":
+                for param in params:
+                    if param.grad is not None:
+                        descend(param)
+            elif how == "of those with gradients":
+                found = [param for param in params if param.grad is not None]
+                if found:  # other ranks have no optimizer at all
+                    optimizer = optimizer or torch.optim.SGD(found, lr=0.05)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return values(module)
+
+    @torch.no_grad()
+    def descend(param):
+        param.sub_(param.grad, alpha=0.05)
+        param.grad = None
+
+    module, mesh = model(ctx.device, ctx.float_dtype), init_device_mesh(ctx.device_type, (4,))
+    wanted = stepped(model(ctx.device, ctx.float_dtype))
+    for layer in (*module.layers, module):
+        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda param: Owner(1))
+    module.set_reshard_after_backward(False)
+    got = stepped(module)
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-5, atol=1e-6)
 
 
 @sim.ranks(4, backends=NO_GLOO)
@@ -354,3 +419,28 @@ def test_muon_sends_something_where_matrices_are_split():
     with sim.world(4) as world:
         world.run(a_step_by_muon, (False,))
     assert len([event for event in world.trace.of_rank(0) if event.completed]) == 4  # two of them are Muon's
+
+
+def generated(forwards, trained):
+    module = model("cpu").layers[0]
+    fully_shard(module, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=whole_parameters(module, 4))
+    x = torch.ones(2, 6, dtype=torch.float64)
+    if trained:
+        optimizer = adamw(module)
+        module(x).square().mean().backward()
+        optimizer.step()
+        module.zero_grad()
+    module.unshard()
+    with torch.no_grad():
+        return [module(x) for _ in range(forwards)]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_was_asked_for_stays_for_forwards_without_gradients(trained):
+    sent = []
+    for forwards in (1, 3):
+        with sim.world(4) as world:
+            world.run(generated, (forwards, trained))
+        sent.append(len(world.trace.of_rank(0)))
+    assert sent[0] == sent[1] > 0

@@ -19,6 +19,7 @@ import warm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import sim
 from hyper_parallel.core.checkpoint import (
@@ -57,6 +58,7 @@ def names(folder):
         ({"w": W.to("meta")}, {}, ValueError, "'w' is on the meta device and has no values"),
         ({"w": W.to_sparse()}, {}, ValueError, "'w' is torch.sparse_coo or quantized"),
         ({"w": W.to(torch.complex128)}, {}, ValueError, "'w' is of dtype torch.complex128, which safetensors files"),
+        ({"w": TwoTensor(W, W)}, {}, ValueError, "'w' is a tensor subclass that holds its values in other tensors"),
         ({"w": W}, {"extra": {"a": [1, {2: 3}]}}, ValueError, "the key 2 of extra['a'][1] is a int"),
         ({"w": W}, {"extra": {"a": [1, W]}}, ValueError, "extra['a'][1] is a Tensor, which JSON does not have"),
         ({"w": W}, {"extra": object()}, ValueError, "extra is a object"),
@@ -325,6 +327,15 @@ def test_a_file_that_breaks_while_it_is_loaded(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"'data-00000\.safetensors' was sound a moment ago") as caught:
         load_checkpoint(tmp_path / "c", {"w": torch.zeros(2, 3)})
     assert "it has become shorter" in str(caught.value)
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_views_that_say_how_to_read_their_memory_are_filled(tmp_path, view):
+    wanted = torch.complex(torch.arange(3.0), torch.ones(3))
+    save_checkpoint(tmp_path / "c", {"w": view(wanted).clone()})
+    filled = view(torch.zeros(3, dtype=torch.complex64))
+    load_checkpoint(tmp_path / "c", {"w": filled})
+    assert torch.equal(filled.resolve_conj().resolve_neg(), view(wanted).resolve_conj().resolve_neg())
 
 
 def test_nothing_but_numbers(tmp_path):

@@ -1,5 +1,8 @@
 """Errors of Muon: what is no matrix, and what torch's optimizers do with the rest."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -55,3 +58,20 @@ def test_nothing_to_orthogonalize_and_nothing_without_a_gradient():
     optimizer.step()
     assert torch.equal(idle, torch.ones(2, 2))
     assert list(optimizer.state) == [empty]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_goes_on_as_the_original_does(copied):
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4, bias=False)
+
+    def trained(module, optimizer):
+        module(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return module.weight.detach().clone()
+
+    optimizer = hp.Muon(layer.parameters(), lr=0.1)
+    trained(layer, optimizer)
+    twins = copied((layer, optimizer))
+    assert torch.equal(trained(*twins), trained(layer, optimizer))

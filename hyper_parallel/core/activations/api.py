@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hyper_parallel.core.activations.offload import ActivationOffload, OffloadedBlock
-from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.common.checks import check, check_fields, check_least
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.platform import attention_operators
 
@@ -76,6 +76,7 @@ class ActivationPolicy:
         if not (isinstance(kind, (str, tuple)) or callable(kind)):
             seen, hint = f"recompute: {kind!r}", "'full', a tuple of operators, or a policy function"
             raise TypeError(explain(_POLICY, f"recompute is a {type(kind).__name__}", seen, hint))
+        check_fields(_POLICY, self)
         check_least(_POLICY, 1, every=self.every, first=self.first)
         if self.offload and kind not in ("none", "full"):
             blame = "what selective checkpointing keeps is no saved tensor, so that it cannot be on the host"
@@ -217,8 +218,8 @@ def checkpoint_blocks(
     >>> sorted(model.state_dict())[:2]
     ['0.weight', '1.0.bias']
 
-    Each block that the policy takes is wrapped, in its place; names in state dicts stay. Call it once tensors are split
-    inside of blocks, and before `fully_shard` or `hsdp` wraps them.
+    Each block that the policy takes is wrapped, in its place, or in all of its places; names in state dicts stay. Call
+    it once tensors are split inside of blocks, and before `fully_shard` or `hsdp` wraps them.
 
     Offload copies what a block has saved to page-locked memory of the host, on a stream of its own, while the next
     block computes; backward gets it back one block ahead. At most two blocks' activations are on the device. What the
@@ -257,10 +258,11 @@ def checkpoint_blocks(
         raise ValueError(explain(_ASKED, "there are none: the model has no nn.ModuleList with modules", seen, hint))
     places = _places(model, blocks)
     offload = ActivationOffload() if policy.offload else None
-    for number, (parent, name, block) in enumerate(places):
+    for number, (block, slots) in enumerate(places.items()):
         if policy.takes(number):
             wrapped = checkpointed(block, policy, offload, preserve_rng_state=preserve_rng_state)
-            parent._modules[name] = wrapped
+            for parent, name in slots:
+                parent._modules[name] = wrapped
     return model
 
 
@@ -290,19 +292,29 @@ def checkpointed(
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of a model: the modules in its outermost `nn.ModuleList`s and `nn.ModuleDict`s.
 
+    Of a list or dict of such lists and dicts, the blocks are the modules in these.
+
     >>> len(list(blocks_of(nn.Sequential(nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])))))
     2
 
     Args:
         model: that has them.
     """
+    containers = (nn.ModuleList, nn.ModuleDict)
     for child in model.children():
-        yield from child.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else blocks_of(child)
+        if isinstance(model, containers) and not isinstance(child, containers):
+            yield child
+        else:
+            yield from blocks_of(child)
 
 
-def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return where in the model each block is: its parent, and its name there."""
-    found = {id(child): (parent, name, child) for parent in model.modules() for name, child in parent.named_children()}
+def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return where in the model each block is: its parents, and its names there; one that is used again has several."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():  # `named_children()` has a child under its first name only
+            if child is not None:
+                found.setdefault(id(child), []).append((parent, name))
     wrapped = [type(block).__name__ for block in blocks if isinstance(block, ActivationWrapper)]
     missing = [type(block).__name__ for block in blocks if id(block) not in found]
     if missing or wrapped:
@@ -311,4 +323,4 @@ def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[nn.Modu
             blame = "they are checkpointed already"
         seen = f"model: {type(model).__name__}   blocks: {', '.join(missing or wrapped)}"
         raise ValueError(explain(_ASKED, blame, seen, "blocks=list(model.layers), once"))
-    return [found[id(block)] for block in blocks]
+    return {block: found[id(block)] for block in blocks}

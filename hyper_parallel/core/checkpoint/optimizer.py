@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, TensorEntry
@@ -175,7 +176,10 @@ def _new_state(param: torch.Tensor, key: str, entry: TensorEntry, on_device: boo
 
 
 def _named(model_parts: nn.Module | Iterable[nn.Module], optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of an optimizer with their names, in the order of its groups."""
+    """Yield the parameters of an optimizer with their names, in the order of its groups.
+
+    Not those of which this rank has nothing: it takes no steps of them, so that its number of steps is an old one.
+    """
     check(_ASKED, "optimizer", optimizer=optimizer)
     names: dict[int, str] = {}
     for part in check_modules(_ASKED, "model_parts", model_parts):
@@ -188,7 +192,8 @@ def _named(model_parts: nn.Module | Iterable[nn.Module], optimizer: Optimizer) -
                 seen = f"it is {tuple(param.shape)}; the modules have {len(names)} parameters"
                 hint = "the modules it was made for, after they were sharded"
                 raise ValueError(explain(_ASKED, blame, seen, hint))
-            yield names[id(param)], param
+            if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None:
+                yield names[id(param)], param
 
 
 def _number(value: Any) -> Any:

@@ -165,7 +165,8 @@ def _copy_range(
     row = math.prod(sizes[1:]) * target.dtype.itemsize
     begin = at + offsets[0] * row
     full = tuple(lengths[1:]) == tuple(sizes[1:])
-    if full and target.device.type == "cpu" and target.is_contiguous():
+    is_plain = target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    if full and target.device.type == "cpu" and is_plain:
         _read_into(file, begin, target)
     elif row <= len(buffer):
         step = len(buffer) // row

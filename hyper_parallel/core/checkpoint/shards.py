@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.checkpoint.files import DTYPES
 from hyper_parallel.core.common.checks import check
@@ -105,6 +107,12 @@ def _check(asked: str, name: Any, tensor: Any) -> None:
         kind = "is on the meta device and has no values" if tensor.is_meta else f"is {tensor.layout} or quantized"
         hint = "init_parameters(model, seed), or to_empty(...), first" if tensor.is_meta else "a dense tensor"
         raise ValueError(explain(asked, f"{name!r} {kind}", f"shape: {tuple(tensor.shape)}", hint))
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(local, AsyncCollectiveTensor) and is_traceable_wrapper_subclass(local):
+        blame = f"{name!r} is a tensor subclass that holds its values in other tensors, and files have plain ones"
+        inner = ", ".join(local.__tensor_flatten__()[0])
+        hint = f"these, under names of their own: {inner}"
+        raise ValueError(explain(asked, blame, f"seen: a {type(local).__name__}", hint))
     if tensor.dtype not in DTYPES:
         blame = f"{name!r} is of dtype {tensor.dtype}, which safetensors files do not have"
         close = nearest(tensor.dtype, [str(dtype) for dtype in DTYPES])

@@ -467,5 +467,19 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         increment_version(changed)
 
 
+def _drop_old_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Drop the state of parameters that other ranks own.
+
+    torch's `set_state_dict` gives it to all ranks, and the owner alone brings it up to date: the next checkpoint would
+    take the number of steps from either. With a gradient, which the same function sets, it is needed there.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            mesh = getattr(parameter, "device_mesh", None)
+            if isinstance(mesh, OwnerMesh) and parameter.grad is None and mesh.get_coordinate() is None:
+                optimizer.state.pop(parameter, None)
+
+
 register_optimizer_step_pre_hook(_count_step)
 register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(_drop_old_state)

@@ -74,6 +74,7 @@ class _GatherRecord:
             operations by hand leave no trace in the versions.
         by_user: Gathered by `unshard()`, for as many forwards without gradients as come.
         kept_after_backward: Left by a backward, until the shards change.
+        reduced: Whether gradients have been reduced since the gather.
     """
 
     works: list[Pending] = field(default_factory=list)
@@ -82,6 +83,7 @@ class _GatherRecord:
     may_change: bool = False
     by_user: bool = False
     kept_after_backward: bool = False
+    reduced: bool = False
 
 
 @dataclass(slots=True)
@@ -151,6 +153,7 @@ class Unit:
         self.was_in_backward = False  # at any time
         self._gather = _GatherRecord()
         self._asked_for = False  # by `unshard()`, until `reshard()`
+        self._was_reduced = False  # since `zero_grad()` of the module
         self._calls: list[ForwardCall | None] = []  # running, one inside the other; None: a recomputation
         self._modules_to_run: set[int] = set()  # of a unit of several: whose forward is still to come
         self._calls_ahead = 0  # forward calls without a post-backward since the last end of a backward
@@ -258,7 +261,9 @@ class Unit:
         """
         gather = self._gather
         if gather.kept_after_backward:
-            return True
+            # Where code skips parameters without a gradient, or steps in a hook on it, the owner alone has changed its
+            # parameter: only that gradients were reduced is known to all ranks, and all of them gather or none.
+            return not (gather.reduced and self._has_owners)
         if gather.may_change or self._holds_gradients():
             return False
         if gather.by_user and not torch.is_grad_enabled():
@@ -282,10 +287,20 @@ class Unit:
             for bucket in self.buckets:
                 bucket.show_unsharded()
 
+    @property
+    def _has_owners(self) -> bool:
+        return any(reducer.owned for reducer in self.reducers)
+
     def _holds_gradients(self) -> bool:
-        """Whether an optimizer would change a parameter: yes, if one has an owner, whose gradient others do not see."""
+        """Whether an optimizer would change a parameter.
+
+        Of one with an owner, ranks cannot see the gradient: there is one once gradients were reduced, for all that they
+        know.
+        """
+        if self._has_owners and self._was_reduced:
+            return True
         return any(
-            param.placement.owner is not None or param.reduced_gradient is not None
+            param.placement.owner is None and param.reduced_gradient is not None
             for bucket in self.buckets
             for param in bucket.params
         )
@@ -659,6 +674,7 @@ class Unit:
                 for reducer in self.reducers:
                     reducer.show_pending()
             return
+        self._gather.reduced = self._was_reduced = True
         how = replace(options)  # for the next backward they may change while this reduction is under way
         started = [reducer.reduce(how, schedule.fused_all_reduces) for reducer in self.reducers]
         # The all_reduces of the units before go behind these reduce_scatters: on links that both share, the first
@@ -787,6 +803,7 @@ class Unit:
         if self.schedule is not None:
             # Reductions that go on by comm_async or set_is_last_backward(False) would arrive after the zeros.
             self.schedule.finish_reductions()
+        self._was_reduced &= not set_to_none
         for reducer in self.reducers:
             reducer.clear()
         for param in self.params:

@@ -96,6 +96,11 @@ class Muon(Optimizer):
         _check_options(options)
         super().__init__(_read_params(params), options)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a copy, a pickle or a state dict brings; who computes what is asked anew."""
+        super().__setstate__(state)
+        self._sharings = None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer` does; errors are those of the class."""
         check(_ASKED, "mapping", '{"params": [...]}', param_group=param_group)
