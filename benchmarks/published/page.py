@@ -140,16 +140,16 @@ torchtitan's graphs and its Qwen3 communicate, which blocks fms-fsdp checkpoints
 broadcasts weights, how DeepSpeed's ZeRO-3 fetched them in 2021; of torchtitan's memory, that its scripts let the
 allocator's segments grow, on which streams and for how long FSDP2 has its buffers, what its graphs let go of, and that
 one commit's runs (m0084 to m0086) cannot be checkpointed as their rows said; and what its selective checkpointing kept
-with float8, seen in a calibration row. That Megatron-core casts weights to float8 once a step, and that it and
-torchtitan gather in float8 along tp, was looked up after both calibration rows (NeMo's) and held-out ones (m0043,
-m0044) with float8 had been too slow. Nothing of this last was fitted, and it holds for calibration rows alike. That
-intervals of memory tell pairs of framework and device that were fitted from others was decided after too few held-out
-truths had been inside; their widths come from calibration rows. Four rows of MindSpeed-LLM (m1122, m1161, m1166, m1175)
-were read once more, whose scripts say more of attention and experts than had been transcribed. Speeds are compared as
-tokens/s of a device, never as MFU, whose definitions differ. Memory is compared with what the row states: reserved or
-allocated bytes of torch's allocator, or nvidia-smi's. "Inside" is the share of truths in the predicted 80 % interval.
-"Order" is the share of pairs of configurations (one source, device and model; speeds more than 5 % apart) whose order
-by speed is predicted right.
+with float8, seen in a calibration row. That Megatron-core casts weights to float8 once a step and has experts in
+float8, and that it and torchtitan gather in float8 along tp, was looked up after both calibration rows (NeMo's) and
+held-out ones (m0043, m0044) with float8 had been too slow. Nothing of this last was fitted, and it holds for
+calibration rows alike. That intervals of memory tell pairs of framework and device that were fitted from others was
+decided after too few held-out truths had been inside; their widths come from calibration rows. Four rows of
+MindSpeed-LLM (m1122, m1161, m1166, m1175) were read once more, whose scripts say more of attention and experts than
+had been transcribed. Speeds are compared as tokens/s of a device, never as MFU, whose definitions differ. Memory is
+compared with what the row states: reserved or allocated bytes of torch's allocator, or nvidia-smi's. "Inside" is the
+share of truths in the predicted 80 % interval. "Order" is the share of pairs of configurations (one source, device
+and model; speeds more than 5 % apart) whose order by speed is predicted right.
 More than half of the held-out pairs that are not have one of six runs of vTrain's gpt-39.1b (m0590, m0591,
 m0593, m0594, m0595, m0597), which took 1.1 to 1.6 times what is predicted; they are transcribed as they were published
 (data/ground_truth_multi.csv, rows 45 to 52, and the files of config/validation/multi that go with them). The 102 rows
@@ -194,9 +194,6 @@ _KNOWN = """Their sources were read once more. Where they name no cause, none is
   calibration rows were tried with both: those with tp=8 go from -11, -5 and -4 to -5, 0 and +1 %, and those with tp=4
   from +3 and +18 to +7 and +21. It is not in estimates: what the host takes for an operation (40 us) and what BLOOM's
   runs attain were fitted without it, and a small model is then 25 % too fast (m0701, 9 % before).
-- *Experts in float8.* Estimates have products of experts in bfloat16. TransformerEngine's are in float8
-  (`GroupedLinear`), and calibration rows of Grok with float8 (m0795 to m0803), which are 11 to 24 % too slow, may ask
-  for it.
 """
 
 

@@ -15,6 +15,7 @@ from benchmarks.published.megatron import (
     gather_float8,
     gather_heads,
     keep_float8_weights,
+    multiply_experts_in_float8,
 )
 from hyper_parallel import ParallelDims
 from sim.mesh.cost import Pricing
@@ -271,6 +272,26 @@ def test_what_products_in_float8_read_is_gathered_in_float8():
         assert len(after) - len(before) == len(gathers), "each rank casts its part"
     (other,) = trace(replace(job, recipe=replace(recipe, float8=False)))
     assert gather_float8(other) == other, "without float8 nothing is cast"
+
+
+def test_experts_multiply_in_float8_what_is_cast_once():
+    """Three products of an expert read two inputs in forward; in backward, gradients of three outputs come to these."""
+    (plain,) = trace(Job(find_model("moe-tiny"), ParallelDims(), 2, 64, Recipe(zero=1, float8=True, compile=True)))
+    changed = multiply_experts_in_float8(plain)
+    counts = {}
+    for key, segment in plain.segments.items():
+        (before, after) = ([e for e in one.events if isinstance(e, Op)] for one in (segment, changed.segments[key]))
+        grouped = [op for op in before if op.name == "aten._grouped_mm"]
+        new = [op for op in after if op.name == "aten._grouped_mm"]
+        assert [(op.shape, op.flops) for op in new] == [(op.shape, op.flops) for op in grouped]
+        assert all(op.dtype == "float8_e4m3fn" for op in new)
+        reads = [(old.reads, op.reads) for old, op in zip(grouped, new, strict=True)]
+        assert all(b.bytes in (a.bytes, a.bytes // 2) for old, op in reads for a, b in zip(old, op, strict=True))
+        counts[key[0]] = (len(grouped), len(after) - len(before))
+    products = counts["forward"][0]
+    assert products
+    assert counts["forward"] == (products, products * 2 // 3)
+    assert counts["backward"] == (2 * products, products)
 
 
 def test_gradients_are_copied_before_the_first_weight_is_updated():
