@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -18,12 +18,15 @@ from sim.mesh.recipe import Conventions
 
 __all__ = [
     "MegatronConventions",
+    "cast_weights_once",
     "copy_gradients",
     "copy_to_nodes",
     "expose_weights",
+    "gather_float8",
     "gather_heads",
     "keep_float8_weights",
     "measure_loss",
+    "multiply_experts_in_float8",
     "slide_window",
     "split_dispatch",
 ]
@@ -58,6 +61,11 @@ class MegatronConventions(Conventions):
         loss_metrics: how many metrics compute the loss of a micro-batch again, without gradients, as Composer's do.
         float8_weights: with float8: the weights that products read are kept in float8, and transposed beside, in place
             of bfloat16, as TransformerEngine's primary weights are on Hopper; else each micro-batch makes its own.
+        float8_gathers: with float8 and sequence parallelism: what products in float8 read is cast before it is gathered
+            along tp, and so are gradients, as TransformerEngine and torchao do it.
+        float8_casts_once: with float8: weights are cast in the first forward of a step, and not for each micro-batch,
+            as in Megatron-core.
+        float8_experts: with float8: products of experts are in float8, too; else in bfloat16.
         gradient_copies: all gradients are copied to float32 before the first weight is updated, and live until the next
             step, as in Megatron-LM's distributed optimizer where gradients are reduced in another dtype.
         owned_weights: with zero == 1: a weight's state is owned by one rank as a whole: gradients are all-reduced in
@@ -80,6 +88,9 @@ class MegatronConventions(Conventions):
     gathers_heads: bool = False
     loss_metrics: int = 0
     float8_weights: bool = False
+    float8_gathers: bool = False
+    float8_casts_once: bool = False
+    float8_experts: bool = False
     gradient_copies: bool = False
     owned_weights: bool = False
     fetched_weights: bool = False
@@ -109,7 +120,7 @@ class MegatronConventions(Conventions):
             stage.group_of_parts = job.dims.get_mesh("tp").get_group()
 
     def rewrite(self, job: Job, program: Program) -> Program:
-        """Return the program with tokens on their way to experts as they go there, and with metrics."""
+        """Return the program with what such a trainer does otherwise in its events."""
         if self.graph:
             program = free_after_last_use(program, with_loss=self.graph == "step")
         elif self.fsdp2 == "parts" and job.recipe.zero >= 2:
@@ -137,6 +148,12 @@ class MegatronConventions(Conventions):
             program = slide_window(program, self.window)
         if self.float8_weights and job.recipe.float8:
             program = keep_float8_weights(program)
+        if self.float8_gathers and job.recipe.float8:
+            program = gather_float8(program)
+        if self.float8_casts_once and job.recipe.float8:
+            program = cast_weights_once(program)
+        if self.float8_experts and job.recipe.float8:
+            program = multiply_experts_in_float8(program)
         return copy_gradients(program) if self.gradient_copies else program
 
 
@@ -405,16 +422,31 @@ def keep_float8_weights(program: Program) -> Program:
     Args:
         program: not changed.
     """
+    multiplied, casts = _multiplied(program), _cast_of_weights(program)
+    operations = [event for segment in program.segments.values() for event in segment.events if isinstance(event, Op)]
+    return _without(program, {touch.block for op in operations if casts(op) for touch in op.writes} & multiplied)
+
+
+def _multiplied(program: Program) -> set[int]:
+    """Return the blocks that products in float8 read."""
+    operations = [event for segment in program.segments.values() for event in segment.events if isinstance(event, Op)]
+    return {touch.block for op in operations if op.name == "aten._scaled_mm" for touch in op.reads}
+
+
+def _cast_of_weights(program: Program) -> Callable[[Event], bool]:
+    """Return what tells whether an event casts a weight, and nothing else, for products in float8."""
     weights = {block for block, name in program.categories.items() if name == "parameters"}
     large = {e.block for s in program.segments.values() for e in s.events if isinstance(e, Alloc) and e.bytes > _SCALE}
-    operations = [e for s in program.segments.values() for e in s.events if isinstance(e, Op)]
-    multiplied = {touch.block for op in operations if op.name == "aten._scaled_mm" for touch in op.reads}
-    gone: set[int] = set()
-    for op in operations:
-        read = {touch.block for touch in op.reads}
-        if op.kind in ("fused", *MEMORY_KINDS) and read & weights and not (read - weights) & large:
-            gone.update(touch.block for touch in op.writes if touch.block in multiplied and touch.block not in weights)
-    return _without(program, gone)
+    multiplied = _multiplied(program) - weights
+
+    def casts(event: Event) -> bool:
+        if not isinstance(event, Op) or event.kind not in ("fused", *MEMORY_KINDS):
+            return False
+        read = {touch.block for touch in event.reads}
+        made = {touch.block for touch in event.writes}
+        return bool(read & weights and not (read - weights) & large and made & multiplied)
+
+    return casts
 
 
 _SCALE = 512
@@ -429,6 +461,103 @@ def _without(program: Program, gone: set[int]) -> Program:
         )
         for key, segment in program.segments.items()
     }
+    return replace(program, segments=segments)
+
+
+def cast_weights_once(program: Program) -> Program:
+    """Return the program with weights that are cast to float8 in the first forward of a step alone.
+
+    Weights do not change within a step. Megatron-core tells TransformerEngine's layers which micro-batch is the first
+    (`is_first_microbatch`), and these keep what they have cast, and its transpose, until the next step
+    (`get_weight_workspace`). No memory is taken for it.
+
+    Args:
+        program: not changed; with one micro-batch, only what is computed again casts no more.
+    """
+    casts, segments = _cast_of_weights(program), dict(program.segments)
+    for key, segment in program.segments.items():
+        if key[0] == "backward" or (key[0] == "forward" and key[2] in ("steady", "last")):
+            segments[key] = replace(segment, events=[event for event in segment.events if not casts(event)])
+    return replace(program, segments=segments)
+
+
+def gather_float8(program: Program) -> Program:
+    """Return the program with gathers along tp of a byte for each element, where products in float8 read what comes.
+
+    Each rank casts its part, and what comes is copied into the transpose that gradients of weights read. In
+    TransformerEngine the norm writes float8, and what a layer gets in backward is cast before it is gathered (1.13:
+    `_LayerNormLinear.forward`, `grad_output_preprocess`); torchao's `Float8ColwiseParallel`, `PrepareFloat8ModuleInput`
+    and `NoopFwToFloat8BwDynamic` cast before DTensor gathers, which is in the graph of a block that is compiled: there
+    one kernel lays out what comes. No less memory is taken for it.
+
+    Args:
+        program: not changed; without a group along tp it is returned as it is.
+    """
+    along_tp = {number for number, group in enumerate(program.groups) if group.axis == "tp"}
+    multiplied, segments = _multiplied(program), {}
+    for key, segment in program.segments.items():
+        changed: dict[int, list[Event]] = {}
+        for at, event in enumerate(segment.events):
+            if isinstance(event, Comm) and event.op == "all_gather" and event.group in along_tp:
+                parts = len(program.groups[event.group].ranks)
+                changed |= _gathered_float8(segment.events, at, event, parts, multiplied)
+        events = [new for at, event in enumerate(segment.events) for new in changed.get(at, (event,))]
+        segments[key] = replace(segment, events=events)
+    return replace(program, segments=segments)
+
+
+def _gathered_float8(
+    events: Sequence[Event], at: int, gather: Comm, parts: int, multiplied: Container[int]
+) -> dict[int, list[Event]]:
+    """Return what stands for some events, by their numbers, if what is gathered is cast; else nothing does."""
+    size, changed = gather.size // 2, {}
+    for number in range(at + 1, len(events)):
+        op = events[number]
+        if not isinstance(op, Op):
+            continue
+        if op.name == "aten.cat" and not changed:
+            one = (Touch(op.writes[0].block, size),)
+            changed[number] = [op._replace(kind="fused", reads=one, writes=one, shape=())]
+            continue
+        made = [touch for touch in op.writes if touch.block in multiplied and touch.bytes == size]
+        if not made or not any(touch.bytes == gather.size for touch in op.reads):
+            break
+        (block, _), whole = made[0], [touch for touch in op.reads if touch.bytes == gather.size]
+        read = tuple(Touch(block, size) if touch in whole else touch for touch in op.reads)
+        changed[number] = [op._replace(reads=read, writes=tuple(touch for touch in op.writes if touch != made[0]))]
+        cast = op._replace(reads=(Touch(block, gather.size // parts),), writes=(Touch(block, size // parts),))
+        changed[at] = [cast, gather._replace(size=size, moved=gather.moved // 2, dtype="float8_e4m3fn")]
+        return changed
+    return {}
+
+
+def multiply_experts_in_float8(program: Program) -> Program:
+    """Return the program with products of experts in float8, and what they read cast before its first one.
+
+    Megatron-core's experts are TransformerEngine's layers, grouped or one by one (0.10: gpt_layer_specs.py,
+    `_get_moe_module_spec`); these cast to rows and columns at once. Weights are cast once a step, which is left out. No
+    less memory is taken for it.
+
+    Args:
+        program: not changed.
+    """
+    ready = {block for block, name in program.categories.items() if name == "parameters"}
+    segments = dict(program.segments)
+    for key in dict.fromkeys(key for key, _ in program.order):
+        events: list[Event] = []
+        for event in program.segments[key].events:
+            if not isinstance(event, Op) or event.name != "aten._grouped_mm" or event.dtype != "bfloat16":
+                events.append(event)
+                continue
+            halves = {touch: Touch(touch.block, touch.bytes // 2) for touch in event.reads if touch.bytes > _SCALE}
+            for read, half in halves.items():
+                if read.block not in ready:
+                    cast = event._replace(name="aten._to_copy", kind="fused", flops=0, reads=(read,), shape=())
+                    events.append(cast._replace(writes=(half, half)))
+                    ready.add(read.block)
+            reads = tuple(halves.get(touch, touch) for touch in event.reads)
+            events.append(event._replace(reads=reads, dtype="float8_e4m3fn"))
+        segments[key] = replace(program.segments[key], events=events)
     return replace(program, segments=segments)
 
 

@@ -140,14 +140,16 @@ torchtitan's graphs and its Qwen3 communicate, which blocks fms-fsdp checkpoints
 broadcasts weights, how DeepSpeed's ZeRO-3 fetched them in 2021; of torchtitan's memory, that its scripts let the
 allocator's segments grow, on which streams and for how long FSDP2 has its buffers, what its graphs let go of, and that
 one commit's runs (m0084 to m0086) cannot be checkpointed as their rows said; and what its selective checkpointing kept
-with float8, seen in a calibration row. Nothing of this last was fitted, and it
-holds for calibration rows alike. That intervals of memory tell pairs of framework and device that were fitted from
-others was decided after too few held-out truths had been inside; their widths come from calibration rows. Four rows of
-MindSpeed-LLM (m1122, m1161, m1166, m1175) were read once more, whose scripts say more of attention and experts than had
-been transcribed. Speeds are compared as tokens/s of a device, never as MFU, whose definitions differ. Memory is
+with float8, seen in a calibration row. That Megatron-core casts weights to float8 once a step and has experts in
+float8, and that it and torchtitan gather in float8 along tp, was looked up after both calibration rows (NeMo's) and
+held-out ones (m0043, m0044) with float8 had been too slow. Nothing of this last was fitted, and it holds for
+calibration rows alike. That intervals of memory tell pairs of framework and device that were fitted from others was
+decided after too few held-out truths had been inside; their widths come from calibration rows. Four rows of
+MindSpeed-LLM (m1122, m1161, m1166, m1175) were read once more, whose scripts say more of attention and experts than
+had been transcribed. Speeds are compared as tokens/s of a device, never as MFU, whose definitions differ. Memory is
 compared with what the row states: reserved or allocated bytes of torch's allocator, or nvidia-smi's. "Inside" is the
-share of truths in the predicted 80 % interval. "Order" is the share of pairs of
-configurations (one source, device and model; speeds more than 5 % apart) whose order by speed is predicted right.
+share of truths in the predicted 80 % interval. "Order" is the share of pairs of configurations (one source, device
+and model; speeds more than 5 % apart) whose order by speed is predicted right.
 More than half of the held-out pairs that are not have one of six runs of vTrain's gpt-39.1b (m0590, m0591,
 m0593, m0594, m0595, m0597), which took 1.1 to 1.6 times what is predicted; they are transcribed as they were published
 (data/ground_truth_multi.csv, rows 45 to 52, and the files of config/validation/multi that go with them). The 102 rows
@@ -160,7 +162,11 @@ _KNOWN = """Their sources were read once more. Where they name no cause, none is
   (skills/nemo-mbridge-perf-activation-recompute, 2026-08-12) tells of a host that the devices wait for: to compute
   layer norms again beside `moe_act` takes 40 ms more, which are some microseconds of kernels in each of 27 layers. The
   recipe (recipes/moonlight/h100/moonlight_16b.py) does not balance experts by force, as estimates do, checks gradients
-  for NaN, and routes by unfused operations. How long the host takes for an operation it does not say.
+  for NaN, and routes by unfused operations. How long the host takes for an operation it does not say. Estimates have
+  4,983 operations of 40 us and 604 collectives of 30 a step, and the host waits in each layer for the number of tokens
+  of each expert: 0.23 s, where 0.47 were measured. Other documents say that eager runs of such models wait for the host
+  (skills/nemo-mbridge-perf-cuda-graphs/card.yaml: Qwen3-30B-A3B takes 623 ms, with graphs of attention and router 484),
+  without the batch that would make it evidence for an operation's time.
 - *fms-fsdp on H100* (m1082, m1084, m1088). The README of 2024-05-09 has the same scripts and batches on 128 A100 with
   400 Gb/s a node and on 96 H100 with 800, which is how the rows are estimated. That a smaller share of the peak is
   attained on H100 (0.46 of it against 0.68 with 7B) it notes, without a reason. What torchtitan attained with torch of
@@ -178,7 +184,16 @@ _KNOWN = """Their sources were read once more. Where they name no cause, none is
   where nothing is compiled (m0077: 32 GiB). Of the runs of 2024-03 (commit 83c879f18), those with tp of 2 have 24 GiB
   more than those with one axis and as many tokens, with full and with selective checkpointing alike. The message does
   not say why.
-- *vTrain's gpt-39.1b* (m0590 to m0597): see above; its gpt-175.0b, of the same cluster and files, is within 6 %.
+- *vTrain's gpt-39.1b* (m0590 to m0597): see above; its gpt-175.0b, of the same cluster and files, is within 6 %. With
+  tp=4 and pp=8 a step took 16.1, 17.6 and 16.1 s with 2, 3 and 6 sequences in a micro-batch (m0593, m0595, m0609), an
+  order that no cost of the program has. vTrain, which was made for these runs and has profiles of their device, is said
+  to be 14.7 % off at the mean on several nodes, and 8.4 % on one (KAIST's notice of it, 2025-03-26).
+- *What ranks along tp do whole in Megatron-LM until 2023.* Estimates have bias, dropout and residual as three kernels,
+  and copy what is all-reduced along tp. There it is one kernel (2.5: megatron/model/transformer.py,
+  `bias_dropout_add_fused_train`), and reductions are in place (megatron/mpu/mappings.py, `_reduce`). Ten of vTrain's
+  calibration rows were tried with both: those with tp=8 go from -11, -5 and -4 to -5, 0 and +1 %, and those with tp=4
+  from +3 and +18 to +7 and +21. It is not in estimates: what the host takes for an operation (40 us) and what BLOOM's
+  runs attain were fitted without it, and a small model is then 25 % too fast (m0701, 9 % before).
 """
 
 

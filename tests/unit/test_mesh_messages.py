@@ -9,10 +9,13 @@ import pytest
 from benchmarks.published.gpt import gpt_tiny
 from benchmarks.published.megatron import (
     MegatronConventions,
+    cast_weights_once,
     copy_gradients,
     copy_to_nodes,
+    gather_float8,
     gather_heads,
     keep_float8_weights,
+    multiply_experts_in_float8,
 )
 from hyper_parallel import ParallelDims
 from sim.mesh.cost import Pricing
@@ -222,6 +225,73 @@ def test_weights_kept_in_float8_are_not_made_for_each_micro_batch():
     for key, segment in plain.segments.items():
         timed = [event for event in segment.events if not isinstance(event, Alloc | Free)]
         assert [e for e in changed.segments[key].events if not isinstance(e, Alloc | Free)] == timed
+
+
+def split_at_products(segment):
+    """The operations that multiply in float8, and the others."""
+    ops = [event for event in segment.events if isinstance(event, Op)]
+    return [op for op in ops if op.name == "aten._scaled_mm"], [op for op in ops if op.name != "aten._scaled_mm"]
+
+
+def test_weights_are_cast_in_the_first_forward_alone():
+    plain, config = first_of_pipeline()
+    changed = cast_weights_once(plain)
+    layers = config.num_hidden_layers // 2  # of a stage
+    narrow, wide = config.hidden_size * config.hidden_size, config.hidden_size * config.intermediate_size
+    weights = sorted([narrow // 2] * 2 * layers + [narrow] * 2 * layers + [wide] * 3 * layers)
+    for key, segment in plain.segments.items():
+        (products, before), (same, after) = split_at_products(segment), split_at_products(changed.segments[key])
+        assert products == same
+        gone = [op for op in before if op not in after]
+        sizes = sorted(max(touch.bytes for touch in op.writes) for op in gone)
+        assert sizes == (weights if key[0] == "forward" and key[2] != "first" else []), key
+
+
+def along_tp(program):
+    events = [event for segment, _ in program.segments_in_order() for event in segment.events]
+    return [e for e in events if isinstance(e, Comm) and program.groups[e.group].axis == "tp"]
+
+
+def test_what_products_in_float8_read_is_gathered_in_float8():
+    """Two gathers of a block in forward, and two of gradients; the head's and the embedding's stay in bfloat16."""
+    recipe = Recipe(zero=1, reduce_dtype="bf16", float8=True, compile=True)
+    job = Job(find_model("llama-tiny"), ParallelDims(tp=2, world_size=2), 2, 64, recipe)
+    (plain,) = trace(job)
+    changed = gather_float8(plain)
+    pairs = list(zip(along_tp(plain), along_tp(changed), strict=True))
+    narrow = [(old, new) for old, new in pairs if new != old]
+    assert len(narrow) == 4 * job.model.config.num_hidden_layers
+    for old, new in narrow:
+        halves = {"size": old.size // 2, "moved": old.moved // 2, "dtype": "float8_e4m3fn"}
+        assert (old.op, new) == ("all_gather", old._replace(**halves))
+    assert [old.op for old, new in pairs if new == old].count("all_gather") == 2
+    for key, segment in plain.segments.items():
+        (products, before), (same, after) = split_at_products(segment), split_at_products(changed.segments[key])
+        assert products == same
+        gathers = [e for e in changed.segments[key].events if isinstance(e, Comm) and e.dtype.startswith("float8")]
+        assert len(after) - len(before) == len(gathers), "each rank casts its part"
+    (other,) = trace(replace(job, recipe=replace(recipe, float8=False)))
+    assert gather_float8(other) == other, "without float8 nothing is cast"
+
+
+def test_experts_multiply_in_float8_what_is_cast_once():
+    """Three products of an expert read two inputs in forward; in backward, gradients of three outputs come to these."""
+    (plain,) = trace(Job(find_model("moe-tiny"), ParallelDims(), 2, 64, Recipe(zero=1, float8=True, compile=True)))
+    changed = multiply_experts_in_float8(plain)
+    counts = {}
+    for key, segment in plain.segments.items():
+        (before, after) = ([e for e in one.events if isinstance(e, Op)] for one in (segment, changed.segments[key]))
+        grouped = [op for op in before if op.name == "aten._grouped_mm"]
+        new = [op for op in after if op.name == "aten._grouped_mm"]
+        assert [(op.shape, op.flops) for op in new] == [(op.shape, op.flops) for op in grouped]
+        assert all(op.dtype == "float8_e4m3fn" for op in new)
+        reads = [(old.reads, op.reads) for old, op in zip(grouped, new, strict=True)]
+        assert all(b.bytes in (a.bytes, a.bytes // 2) for old, op in reads for a, b in zip(old, op, strict=True))
+        counts[key[0]] = (len(grouped), len(after) - len(before))
+    products = counts["forward"][0]
+    assert products
+    assert counts["forward"] == (products, products * 2 // 3)
+    assert counts["backward"] == (2 * products, products)
 
 
 def test_gradients_are_copied_before_the_first_weight_is_updated():

@@ -148,6 +148,9 @@ def test_what_a_run_in_float8_keeps_and_when_its_memory_was_read():
     assert (it.recipe.conventions.float8_weights, it.recipe.conventions.gradient_copies) == (True, True)
     assert not case("m0897").recipe.conventions.gradient_copies, "a precision-aware optimizer reads them as they are"
     assert it.measured.memory_kind == "first iteration"
+    gathers = {name: case(name).recipe.conventions for name in ("m0756", "m0043", "m0042", "m0070")}
+    assert [said.float8_gathers for said in gathers.values()] == [True, True, False, False], "tensorwise alone"
+    assert [name for name, said in gathers.items() if said.float8_casts_once and said.float8_experts] == ["m0756"]
     job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 16, Recipe(zero=1))
     figure = estimate_job(job, "h100-sxm")
     kinds = {kind: value for kind, (value, _, _) in prediction_of(0.0, figure).memory.items()}
