@@ -32,8 +32,6 @@ from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_secon
 from sim.mesh.pricing.hardware_file import GRADES
 from sim.mesh.program import HOST_COPIES, MEMORY_KINDS, Comm, CommGroup, Event, Op
 
-__all__ = ["Price", "Pricing", "UnknownOperation", "ring_kernel_of", "weakest"]
-
 _ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "fp8": 1}
 _OWN_SHARES = {"softmax": "softmax", "_foreach_": "several", "norm_backward": "norm_backward", "_norm": "norm"}
 _STREAMED = dict.fromkeys(MEMORY_KINDS, "stream") | {name: name for name in ("random", "optimizer", "fused")}

@@ -30,22 +30,6 @@ from sim.mesh.report import estimate_line, estimate_text, estimate_view, memory_
 from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.trace import collector_paused, trace
 
-__all__ = [
-    "Estimate",
-    "MemoryEstimate",
-    "Quantity",
-    "TimeEstimate",
-    "Timelines",
-    "estimate",
-    "estimate_job",
-    "estimate_run",
-    "job_on",
-    "memory_of",
-    "price",
-    "pricing_of",
-    "time_of",
-]
-
 _Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
 
 

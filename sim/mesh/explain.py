@@ -9,8 +9,6 @@ from typing import Any
 from sim.mesh.report import gib, headline, interval, kinds, per_second, percent, rate_of, seconds, terms
 from sim.mesh.searching.advice import Advice, advise
 
-__all__ = ["explain"]
-
 _WIDTH = 120
 _SHOWN = 0.01  # of the step, or of memory: what is less is not shown
 _GRADES = {

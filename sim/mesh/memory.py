@@ -17,8 +17,6 @@ from sim.mesh.replay.allocator import (
     find_pattern,
 )
 
-__all__ = ["OTHER", "ROUNDING", "ClassMemory", "CurvePoint", "replay_memory", "with_workspaces"]
-
 ROUNDING = "rounding"
 """Category of what blocks are larger than asked for, because the allocator did not split them."""
 OTHER = "other"

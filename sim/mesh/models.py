@@ -25,8 +25,6 @@ from sim.mesh.spec import Custom, CustomSpec, ModelSpec
 from sim.mesh.zoo.kernels import use_kernels
 from sim.mesh.zoo.mla import MLAConfig, MLALlama, mla_plan
 
-__all__ = ["ConfigSpec", "Custom", "Model", "ModelSpec", "find_model", "model_names", "model_source", "short_count"]
-
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 _FILE = Path(__file__).parent / "data" / "models.toml"

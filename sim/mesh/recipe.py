@@ -23,12 +23,6 @@ from sim.mesh.program import Program
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
-__all__ = [
-    "Conventions",
-    "Recipe",
-    "Routing",
-]
-
 
 # Token counts per expert where no value gives them: an input of an estimate, the same on every machine ----------------
 

@@ -15,33 +15,6 @@ from sim.mesh.models import find_model
 from sim.mesh.pricing.profiled import Breakdown, compare_seconds
 from sim.mesh.searching.space import Candidate
 
-__all__ = [
-    "comparison_dict",
-    "comparison_view",
-    "estimate_dict",
-    "estimate_line",
-    "estimate_text",
-    "estimate_view",
-    "gib",
-    "headline",
-    "interval",
-    "kinds",
-    "memory_dict",
-    "memory_line",
-    "memory_notes",
-    "memory_table",
-    "number",
-    "per_second",
-    "percent",
-    "rate_of",
-    "seconds",
-    "terms",
-    "terms_dict",
-    "time_table",
-    "compute_note",
-]
-
-
 # Numbers of estimates as people read them -----------------------------------------------------------------------------
 
 GIB = 2**30

@@ -11,10 +11,8 @@ from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Comm, Program
 from sim.mesh.replay.draw import draw
 from sim.mesh.replay.pieces import Channel, Prices
-from sim.mesh.replay.player import Occurrence, Player, RankTime, ReplayedStep
+from sim.mesh.replay.player import Player, ReplayedStep
 from sim.mesh.replay.spans import write_chrome
-
-__all__ = ["Occurrence", "RankTime", "Timeline", "replay_time"]
 
 
 class Timeline(ReplayedStep):

@@ -42,8 +42,6 @@ from sim.prove.report import Report, ReportRow
 from sim.prove.runs import Bounds, Run, Task, largest
 from sim.prove.steps.updates import UpdateReplay, UpdatesOfStep, UpdateStarts
 
-__all__ = ["Comparison"]
-
 _MOST_ADDENDS = 16
 
 

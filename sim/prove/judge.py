@@ -20,29 +20,6 @@ from sim.prove.infer import Fit, explanations, fit
 from sim.prove.record import Entry, ranks_along, spread_layout
 from sim.prove.report import ReportRow
 
-__all__ = [
-    "split_name",
-    "AutogradGraph",
-    "COARSE",
-    "CUT_OFF",
-    "Finding",
-    "Judge",
-    "Judged",
-    "advised",
-    "divided_words",
-    "first_bug",
-    "innermost",
-    "leaf",
-    "nodes_of",
-    "of_own_rows",
-    "row_of",
-    "settle",
-    "short",
-    "spelling",
-    "title_of",
-    "use_of",
-]
-
 COARSE = "its bound is so wide beside its values that a fault could hide below it"
 
 _WORDS = {

@@ -21,21 +21,6 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
-__all__ = [
-    "Draw",
-    "DrawPlace",
-    "DrawUse",
-    "NoRandomness",
-    "THE_STEP",
-    "bare_words",
-    "is_random",
-    "masks_problem",
-    "mean_of",
-    "put_mean",
-    "redrawn",
-    "redrawn_row",
-]
-
 _aten = torch.ops.aten
 
 _RRELU = (_aten.rrelu_with_noise, _aten.rrelu_with_noise_)

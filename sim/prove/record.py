@@ -19,25 +19,6 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.sharding_plan import Reading, ShardingPlan, read_plan
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves, read_layouts
 
-__all__ = [
-    "Declarations",
-    "Entry",
-    "Key",
-    "ModuleRecorder",
-    "argument_names",
-    "copy_of",
-    "local_of",
-    "named_buffers",
-    "named_inputs",
-    "named_modules",
-    "named_parameters",
-    "own_views",
-    "read_cuts",
-    "read_declared",
-    "spread_layout",
-    "tensors_in",
-]
-
 _INNER = {  # what a wrapper calls the module that it wraps, by the wrapper's class
     "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",

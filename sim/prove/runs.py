@@ -41,8 +41,6 @@ from sim.prove.steps.mutants import Mutant, put_into_model
 from sim.prove.steps.updates import ROUNDINGS, UpdateStarts, is_elementwise
 from sim.world import World
 
-__all__ = ["adamw", "ASKED", "Bounds", "Ranks", "Run", "Task", "cotangents", "cut", "largest", "run_reference"]
-
 ASKED = "cannot verify a plan"
 
 _MOST_HELD = 8  # parameters that a message lists

@@ -34,8 +34,6 @@ from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, r
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
 
-__all__ = ["verify_plan"]
-
 _RUNS = 3
 _MOST_SHAPES = 6  # tensors that a message lists
 _MOST_ROUNDS = 16  # of choices that follow from others

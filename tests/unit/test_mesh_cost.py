@@ -8,7 +8,7 @@ import random
 import pytest
 
 from benchmarks import fit_costs
-from sim.mesh.cost import Price, Pricing, UnknownOperation, weakest
+from sim.mesh.cost import Pricing, UnknownOperation, weakest
 from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.pricing.comm_cost import COLLECTIVES, NodeSpread, collective_seconds, spread_of

@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.core.common.errors import explain, nearest
 
-__all__ = ["FIGURES", "GRADES", "Figure", "Kind", "read_hardware_file", "write_hardware_file"]
-
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 GRADES = ("measured", "calibrated", "datasheet", "assumed")

@@ -23,19 +23,6 @@ from sim.mesh.program import Comm, Op
 from sim.mesh.tracing.kinds import kind_of, reported_kind
 from sim.timeline.perfetto import EVENTS
 
-__all__ = [
-    "HOST",
-    "Breakdown",
-    "ComparedKind",
-    "break_down",
-    "compare_seconds",
-    "predicted_step",
-    "profiled_steps",
-    "rank_of_trace",
-    "read_trace",
-    "step_operations",
-]
-
 HOST = "host"
 """Where nothing computes, and nothing is communicated: Python, dispatch, and waiting for ranks that are late."""
 _STEP = "ProfilerStep#"

@@ -25,8 +25,6 @@ from sim.mesh.program import Alloc, Comm, CommGroup, Event, Op, Touch
 from sim.mesh.tracing.categories import logit_sizes
 from sim.mesh.tracing.stitch import Chunk, Recording
 
-__all__ = ["Anchor", "derive"]
-
 _COUNTED = ("dp_replicate", "dp_shard", "pp")
 """Axes of which a recording depends on whether there are several ranks, and not on how many."""
 

@@ -16,8 +16,6 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.recordings.derive import Anchor, derive
 from sim.mesh.tracing.stitch import Recording, sends_end
 
-__all__ = ["Library", "depends_on", "recordings"]
-
 _MOST_EVENTS = 600_000  # about 300 MB
 _MOST_OF_A_STEP = 60_000  # events; about 30 MB
 _MOST_ANCHORS = 6  # of one kind: with more, they do not follow from each other

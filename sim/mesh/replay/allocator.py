@@ -13,20 +13,6 @@ import numpy as np
 from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Alloc, Event, Free, Program
 
-__all__ = [
-    "CACHING",
-    "EXPANDABLE",
-    "PLAIN",
-    "AllocatorRules",
-    "MemoryBlock",
-    "CachingAllocator",
-    "MemoryPlan",
-    "Pattern",
-    "Taking",
-    "find_pattern",
-]
-
-
 # torch's caching allocator as a model: which memory it takes from the device, and which pieces of it lie idle ---------
 #
 # Rules as in torch's `CUDACachingAllocator`, which `torch_npu` shares: sizes are rounded up to 512 bytes;

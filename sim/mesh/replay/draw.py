@@ -14,8 +14,6 @@ from sim.mesh.replay.player import ReplayedStep
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, DrawnSpan, exposed_parts, spans
 from sim.timeline.plot import blank
 
-__all__ = ["draw"]
-
 # Computation is cold, communication is warm, what is lost is red, grey or hatched.
 _PHASES = {
     "forward": "#4477aa",

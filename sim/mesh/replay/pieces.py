@@ -22,33 +22,6 @@ from sim.mesh.program import (
     Wait,
 )
 
-__all__ = [
-    "AWAIT",
-    "BUBBLE",
-    "COMM",
-    "HOST",
-    "HOST_WAIT",
-    "ISSUE",
-    "MARK",
-    "OP",
-    "RECV",
-    "SEND",
-    "WAIT",
-    "Blame",
-    "Chain",
-    "Channel",
-    "Flight",
-    "Piece",
-    "Posted",
-    "PriceBasis",
-    "Prices",
-    "arrive",
-    "beside",
-    "cut_into_pieces",
-    "share",
-]
-
-
 # Communication as other work sees it: when it runs, who waits for it, and how it shares links and devices -------------
 
 _TO_HOST = frozenset(HOST_COPIES.values())

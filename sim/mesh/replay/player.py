@@ -13,8 +13,6 @@ from sim.mesh.replay.pieces import BUBBLE, HOST, Channel, Piece, Posted, PriceBa
 from sim.mesh.replay.relative import advance, relative_clock
 from sim.mesh.replay.streams import Clock, PieceResult, simulate
 
-__all__ = ["Occurrence", "Player", "RankTime"]
-
 _EXACT = 1e-9  # seconds: states of streams that differ by less are the same
 _COARSER = ((24, 5e-4), (96, 5e-3))  # after so many different states of a piece: this part of its length
 

@@ -14,17 +14,6 @@ from sim.mesh.replay.player import Occurrence, ReplayedStep
 from sim.mesh.replay.streams import Ran
 from sim.timeline.perfetto import PerfettoEvents
 
-__all__ = [
-    "COMMUNICATION",
-    "EXPOSED",
-    "DrawnSpan",
-    "chrome_events",
-    "exposed_parts",
-    "spans",
-    "write_chrome",
-]
-
-
 # A timeline as boxes: what runs from when to when in which row, few enough to be drawn --------------------------------
 
 COMMUNICATION = "communication"

@@ -12,8 +12,6 @@ from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import percent
 
-__all__ = ["Advice", "advise"]
-
 _FULL = 0.95  # of a device's memory: no room for what allocators lose
 _ROOM = 0.75
 _MUCH = 0.05  # of a step, or of memory: worth a word

@@ -16,18 +16,6 @@ from sim.mesh.hardware import Hardware
 from sim.mesh.searching.space import Candidate, Shape
 from sim.mesh.searching.stages import layers_of_stages, owners_of
 
-__all__ = [
-    "Machine",
-    "even_memory",
-    "even_time",
-    "guess_memory",
-    "guess_seconds",
-    "held_by_model",
-    "least_memory",
-    "machine_of",
-    "message_seconds",
-]
-
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "muon": 4, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates

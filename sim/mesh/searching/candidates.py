@@ -22,8 +22,6 @@ from sim.mesh.searching.bounds import even_memory, even_time
 from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
 from sim.mesh.searching.stages import layers_of_stages, owners_of
 
-__all__ = ["enumerate_candidates"]
-
 _SHORTEST_PART = 4096  # tokens: below it, a part of a sequence is too short for the attention of cp to pay
 _MORE_STAGES = (4, 8)  # on each rank of a pipeline, beside one and two
 _SMALL_BUBBLE = 0.02  # of a step: less is not worth the messages of more stages

@@ -29,8 +29,6 @@ from sim.mesh.spec import ModelSpec
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import collector_paused, trace
 
-__all__ = ["Floor", "Floors"]
-
 _LARGEST = 16
 """Sequences of a micro-batch at which a sequence takes least: kernels are not faster beyond."""
 _PRODUCTS = ("matmul", "attention", "attention_backward")

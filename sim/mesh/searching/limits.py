@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from sim.mesh.report import gib, number, percent
 
-__all__ = ["Limit", "limit_of"]
-
 _WORTH_A_WORD = 0.005  # of a step
 
 

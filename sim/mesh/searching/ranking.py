@@ -19,18 +19,6 @@ from sim.mesh.report import estimate_dict, gib, interval, number, per_second, pe
 from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.space import Candidate, Rejected
 
-__all__ = [
-    "Found",
-    "SearchBar",
-    "SearchResult",
-    "chance_faster",
-    "pareto",
-    "search_dict",
-    "search_text",
-    "search_view",
-]
-
-
 # Searches as tables, and how far they are -----------------------------------------------------------------------------
 
 

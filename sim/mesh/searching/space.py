@@ -11,8 +11,6 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import ModelSpec
 
-__all__ = ["CHECKPOINTINGS", "Candidate", "Rejected", "Shape", "Space", "default_recipes", "shape_of"]
-
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "ep", "cp")
 
 

@@ -10,8 +10,6 @@ from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from sim.mesh.searching.space import Candidate
 from sim.mesh.tracing.stitch import Action, orders
 
-__all__ = ["layers_of_stages", "least_time", "owners_of"]
-
 _MOST = 2048
 """Stages times micro-batches of a schedule that is played."""
 

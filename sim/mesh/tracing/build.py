@@ -39,8 +39,6 @@ from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.replicated import Replicated
 from sim.mesh.zoo.mla import MLALlama, mla_plan
 
-__all__ = ["Built", "build_of_run", "build_stage"]
-
 
 @dataclass
 class Built:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sim.mesh.job import Job
     from sim.mesh.tracing.build import Built
 
-__all__ = ["ON_HOST", "find_categories", "logit_sizes", "standing_blocks"]
-
 ON_HOST = "offloaded activations"
 """Category of blocks that are in the host's memory."""
 

@@ -22,26 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.platform import attention_operators
 from sim.mesh.tracing.fusion import order_by_kernel
-from sim.mesh.tracing.kinds import being, enter, one_kernel, recomputes, region, take_numbers, traces
-
-__all__ = [
-    "PRODUCTS",
-    "CompiledLike",
-    "Graph",
-    "compile_block",
-    "compile_like",
-    "fresh_callables",
-    "likeness",
-    "names_before",
-    "one_kernel",
-    "recomputes",
-    "region",
-    "shape_of",
-    "standing_for",
-    "tensor_places",
-    "traces",
-]
-
+from sim.mesh.tracing.kinds import being, enter, take_numbers, traces
 
 # Graphs as `aot_function` traces them, run operation by operation, and what they take from modules --------------------
 

@@ -13,13 +13,6 @@ from torch import fx
 
 from sim.mesh.program import MEMORY_KINDS, Alloc, Event, Free, Op, Place, Program, Segment, Touch
 
-__all__ = [
-    "fuse",
-    "fuse_events",
-    "order_by_kernel",
-]
-
-
 # Fusion groups: the operations of a traced graph that a compiler makes one kernel of ----------------------------------
 #
 # The rules are those by which TorchInductor does it (`torch/_inductor/ir.py`, `scheduler.py`), in short:

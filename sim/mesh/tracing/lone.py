@@ -31,8 +31,6 @@ from sim.patches.rank import SimPlatform
 from sim.trace import Trace
 from sim.world import World, WorldOptions
 
-__all__ = ["MAX_LONE_RANKS", "FewRanksWorld", "LoneWorld", "Listener"]
-
 MAX_LONE_RANKS = 1_048_576
 
 

@@ -30,19 +30,6 @@ from sim.mesh.program import (
 )
 from sim.mesh.recipe import Recipe
 
-__all__ = [
-    "EDGE",
-    "Action",
-    "Recording",
-    "Standing",
-    "expand",
-    "kept_layers",
-    "orders",
-    "sends_end",
-    "stitch",
-]
-
-
 # In which order each rank of a pipeline works on stages and micro-batches: torch's schedules, asked without ranks -----
 
 _KINDS = {

@@ -48,8 +48,6 @@ from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.stitch import Recording, expand, kept_layers, sends_end, stitch
 
-__all__ = ["RecordedStage", "collector_paused", "record_stage", "trace"]
-
 Key = tuple[str, int, str]
 _LARGE = float(2**60)
 _TOKEN_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # along which ranks have other tokens

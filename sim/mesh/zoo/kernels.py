@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from sim.mesh.recipe import Recipe
 
-__all__ = ["EagerRMSNorm", "FusedAttention", "MathAttention", "dropped", "use_kernels"]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 

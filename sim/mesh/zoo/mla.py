@@ -21,8 +21,6 @@ from hyper_parallel.models.moe_plan import moe_plan
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries
 from sim.mesh.zoo.kernels import FusedAttention
 
-__all__ = ["LatentAttention", "MLAConfig", "MLALlama", "mla_plan"]
-
 
 @dataclass(frozen=True)
 class MLAConfig(MoEConfig):

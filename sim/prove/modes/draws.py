@@ -19,8 +19,6 @@ from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse
 from sim.prove.record import ranks_along
 from sim.prove.report import Report, ReportRow
 
-__all__ = ["MisfitError", "ModuleTensor", "SharedDraws", "proved_with", "shared_draws"]
-
 _Uses: TypeAlias = Mapping[DrawPlace, DrawUse]
 
 _COARSE = 2.0**-7

@@ -13,20 +13,6 @@ from torch import nn
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, ReportRow
 
-__all__ = [
-    "MadeAnewError",
-    "Second",
-    "check_varied",
-    "is_constant",
-    "listed",
-    "proved_once",
-    "proved_twice",
-    "proved_varied",
-    "second_of",
-    "unreached",
-    "vary",
-]
-
 _SPREAD = 0.05  # of the values put in place: small beside 1, large beside rounding
 _MOST = 4  # tensors that a note lists
 

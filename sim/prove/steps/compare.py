@@ -39,8 +39,6 @@ from sim.prove.steps.names import find_names
 from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
 
-__all__ = ["LoopComparison", "agreed_choices", "bound_of"]
-
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6

@@ -20,8 +20,6 @@ from sim.prove.record import local_of, named_parameters
 from sim.prove.report import MutantRow, Report, Sensitivity
 from sim.world import World
 
-__all__ = ["Mutant", "mutants_of", "put_in", "put_into_model", "run_mutants"]
-
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "all_reduce": ("missing reduction", "twice", "wrong scale", "one rank"),
     "reduce_scatter": ("missing reduction", "twice", "wrong scale", "wrong part", "one rank"),

@@ -14,8 +14,6 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.infer import explanations, submesh
 
-__all__ = ["has_one_value", "module_of", "NameMap", "find_names", "is_piece", "read_names", "roots_by_value"]
-
 
 @dataclass
 class NameMap:

@@ -20,16 +20,6 @@ from sim.prove.evidence import gap, magnitude, top, unit_roundoff
 from sim.prove.judge import Finding
 from sim.prove.record import copy_of
 
-__all__ = [
-    "ROUNDINGS",
-    "UpdateReplay",
-    "UpdateRule",
-    "UpdateStarts",
-    "UpdatesOfStep",
-    "is_elementwise",
-    "other_options",
-]
-
 ROUNDINGS = 16.0
 """Units of rounding that a step is granted, of the largest element: Adam's chain from gradient to parameter has 12."""
 
