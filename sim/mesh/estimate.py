@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,28 +142,6 @@ class TimeEstimate:
 
 
 @dataclass
-class Timelines:
-    """A timeline, with the memory that goes along with it."""
-
-    timeline: Timeline
-    memory: tuple[ClassMemory, ...]
-    title: str
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("timeline", "memory", "title"):
-            raise AttributeError(name)
-        return getattr(self.timeline, name)
-
-    def to_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline for https://ui.perfetto.dev, with the memory as counters."""
-        self.timeline.to_chrome(path, self.memory)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw it, `.png`, `.svg` or `.pdf`: computation, communication, what of it is exposed, and memory."""
-        self.timeline.plot(path, self.memory, self.title)
-
-
-@dataclass
 class Estimate:
     """What a step needs.
 
@@ -181,7 +158,7 @@ class Estimate:
     hardware: Hardware
     memory: MemoryEstimate
     time: TimeEstimate
-    timeline: Timelines
+    timeline: Timeline
     programs: list[Program] = field(repr=False)
 
     @property
@@ -347,8 +324,8 @@ def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Ca
     flops = job.model.flops_per_token(job.seq_len) * tokens
     experts = job.model.family == "moe"
     time = time_of(timeline, job.dims.world_size, hardware, general, flops / peak, tokens, has_experts=experts)
-    title = f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
-    return Estimate(job, hardware, memory, time, Timelines(timeline, memory.classes, title), programs)
+    timeline.memory, timeline.title = memory.classes, f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
+    return Estimate(job, hardware, memory, time, timeline, programs)
 
 
 def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pricing:
