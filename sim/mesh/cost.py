@@ -13,7 +13,6 @@ An operation of a kind without a price is an `UnknownOperation`: nothing is take
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,7 +101,6 @@ class Pricing:
         self.posts_early = posts_early
         self.hardware = hardware
         self.calibration = calibration or load_calibration()
-        self.graphs = graphs
         overlap = self.calibration.of(hardware, "overlap", hardware.family)
         self._tp_counted = 1.0 - float(overlap.get("hidden", 0.0)) if tp_overlap else 1.0
         self._matmul = self.calibration.of(hardware, "matmul", hardware.family)
@@ -300,17 +298,13 @@ class Pricing:
             self._spreads[id(ranks)] = known
         return known[1]
 
-    def link(self, group: CommGroup) -> str:
-        """Return which links a group uses: communications of groups that use the same ones share them."""
-        return "inter" if self.crosses_nodes(group) else "intra"
-
     @property
     def overlap_slowdown(self) -> float:
         """How much longer kernels take while a communication is under way: it takes cores and bandwidth from them."""
         return float(self.calibration.of(self.hardware, "overlap", self.hardware.family).get("slowdown", 1.0))
 
     def crosses_nodes(self, group: CommGroup) -> bool:
-        """Tell whether a group lies on more than one node."""
+        """Tell whether a group lies on more than one node; those that do share links."""
         return self._spread(group.ranks).nodes > 1
 
     # -- host -------------------------------------------------------------------------------------------------------
@@ -327,8 +321,3 @@ class Pricing:
         if isinstance(event, Comm):
             return self._op_seconds if event.op in HOST_COPIES else self._comm_seconds
         return 0.0
-
-    def interval(self, price: Price) -> tuple[float, float]:
-        """Return the 80 % interval of the seconds of a price."""
-        factor = math.exp(1.2816 * price.spread)
-        return price.seconds / factor, price.seconds * factor

@@ -201,11 +201,6 @@ class PriceBasis:
         grades = self.seconds.setdefault(what, {})
         grades[grade] = grades.get(grade, 0.0) + seconds
 
-    def spread(self, what: str) -> float:
-        """Return the mean relative standard deviation of the prices of a kind or axis, if all err together."""
-        total = sum(self.seconds.get(what, {}).values())
-        return self.spreads[what] / total if total else 0.0
-
 
 class Piece(NamedTuple):
     """Consecutive events of a segment, priced; what they depend on is known before the first of them runs.
