@@ -25,8 +25,8 @@ from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.replay.allocator import PLAIN, AllocatorRules
 from sim.mesh.replay.pieces import PriceBasis
 from sim.mesh.replay.player import RankTime
+from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import estimate_line, estimate_text, estimate_view, memory_line
-from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.trace import collector_paused, trace
 
 _Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations

@@ -22,8 +22,7 @@ from hyper_parallel.models.plans import MeshLike, llama_loss, llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import Custom, CustomSpec, ModelSpec
-from sim.mesh.zoo.kernels import use_kernels
-from sim.mesh.zoo.mla import MLAConfig, MLALlama, mla_plan
+from sim.mesh.zoo import MLAConfig, MLALlama, mla_plan, use_kernels
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -159,7 +158,7 @@ class ConfigSpec(ModelSpec):
 
 @dataclass(frozen=True)
 class LlamaSpec(ConfigSpec):
-    """A `Llama`, with experts a `MoELlama`, with latent attention a `sim.mesh.zoo.mla.MLALlama`."""
+    """A `Llama`, with experts a `MoELlama`, with latent attention a `sim.mesh.zoo.MLALlama`."""
 
     name: str
     config: LlamaConfig

@@ -32,9 +32,9 @@ from sim.mesh.estimate import MemoryEstimate, TimeEstimate, memory_of, time_of
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Op, Program
+from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import compute_note, memory_dict, memory_notes, memory_table, percent, terms_dict, time_table
 from sim.mesh.spec import failed_in, module_title
-from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.lone import MAX_LONE_RANKS, FewRanksWorld
 from sim.script.failure import report_failure
 from sim.script.launch import (

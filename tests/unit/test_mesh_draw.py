@@ -15,7 +15,7 @@ from sim.explain.errors import SimError
 from sim.mesh.memory import replay_memory
 from sim.mesh.program import Alloc, Await, EventRecord, Free, Place, Program, Segment, Wait
 from sim.mesh.replay.spans import chrome_events
-from sim.mesh.timeline import Timeline, replay_time
+from sim.mesh.replay.timeline import Timeline, replay_time
 
 MIB = 1 << 20
 

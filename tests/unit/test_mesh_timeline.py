@@ -10,7 +10,7 @@ import pytest
 
 from sim.mesh.program import Await, Comm, CommGroup, Event, EventRecord, HostWait, Op, Place, Program, Segment, Wait
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, exposed_parts, spans
-from sim.mesh.timeline import Timeline, replay_time
+from sim.mesh.replay.timeline import Timeline, replay_time
 
 US = 1e-6
 

@@ -61,7 +61,7 @@ class _Lane(NamedTuple):
 
 
 def draw(timeline: ReplayedStep, path: str | os.PathLike[str]) -> None:
-    """Write what `sim.mesh.timeline.Timeline.plot` says."""
+    """Write what `sim.mesh.replay.timeline.Timeline.plot` says."""
     figure = blank("cannot draw the step", path, _WIDTH, _HEIGHT, "to_chrome('step.json')")
     found = spans(timeline, "segment" if len(timeline.programs) > 1 else "layer")
     if len(found) > _MOST_BOXES:

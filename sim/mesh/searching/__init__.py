@@ -2,6 +2,5 @@
 
 search -> explore -> candidates, floors, ranking
 candidates, floors -> bounds -> stages -> space
-ranking -> limits
-advice; budget
+budget
 """

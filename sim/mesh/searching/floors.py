@@ -22,11 +22,11 @@ from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.program import COMPUTE, MEMORY_KINDS, Op, Program
 from sim.mesh.recipe import Recipe
+from sim.mesh.replay.timeline import replay_time
 from sim.mesh.searching.bounds import held_by_model, machine_of, message_seconds
 from sim.mesh.searching.space import Candidate, Shape
 from sim.mesh.searching.stages import layers_of_stages, least_time
 from sim.mesh.spec import ModelSpec
-from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import collector_paused, trace
 
 _LARGEST = 16

@@ -37,7 +37,7 @@ from sim.mesh.tracing.kernels import use_float8
 from sim.mesh.tracing.losses import fuse_head
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.replicated import Replicated
-from sim.mesh.zoo.mla import MLALlama, mla_plan
+from sim.mesh.zoo import MLALlama, mla_plan
 
 
 @dataclass

@@ -605,8 +605,9 @@ class Recorder(Listener):
 
     # -- streams -------------------------------------------------------------------------------------------------
 
-    def new_stream(self) -> RecordedStream:
+    def new_stream(self, priority: int = 0) -> RecordedStream:
         """Return a stream that nothing is queued on."""
+        del priority
         self._next_stream += 1
         return RecordedStream(self, self._next_stream - 1)
 
