@@ -57,12 +57,7 @@ def _of_curve(curve: str, figure: str) -> str:
 
 
 def ring_kernel_of(hardware: Hardware, calibration: Calibration | None = None) -> str:
-    """Return whose fused attention computes the blocks of a ring on a hardware, see `Job`.
-
-    Args:
-        hardware: what it runs on.
-        calibration: figures, which say what kernels torch takes on GPUs; None: those of `sim/mesh/data`.
-    """
+    """Return whose fused attention computes the blocks of a ring on a hardware, see `Job`."""
     if hardware.family == "cpu":
         return "cpu"
     if hardware.backend == "hccl":

@@ -278,13 +278,7 @@ def estimate_run(
 
 
 def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibration | None = None) -> Estimate:
-    """Trace a job, and estimate it on a hardware; see `estimate`.
-
-    Args:
-        job: what is estimated.
-        hardware: to run it on.
-        calibration: figures to price with; None: those of the package.
-    """
+    """Trace a job, and estimate it on a hardware; see `estimate`."""
     found = find_hardware(hardware)
     job = job_on(job, found, calibration)
     with collector_paused():
@@ -292,13 +286,7 @@ def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibra
 
 
 def job_on(job: Job, hardware: Hardware, calibration: Calibration | None = None) -> Job:
-    """Return a job as a hardware runs it: with its kernels, where a trace depends on which they are.
-
-    Args:
-        job: what is estimated.
-        hardware: to run it on.
-        calibration: figures, which say what kernels of attention torch takes there; None: those of the package.
-    """
+    """Return a job as a hardware runs it: with its kernels, where a trace depends on which they are."""
     recipe = job.recipe
     if hardware.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
         recipe = dataclasses.replace(recipe, norm="eager")

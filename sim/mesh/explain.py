@@ -185,11 +185,7 @@ class Advice:
 
 
 def advise(estimate: Any) -> list[Advice]:
-    """Return changes worth a try, without having tried them.
-
-    Args:
-        estimate: what `sim.mesh.estimate` has returned.
-    """
+    """Return changes worth a try, without having tried them."""
     return list(_Advisor(estimate).all())
 
 

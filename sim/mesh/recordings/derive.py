@@ -63,13 +63,9 @@ class _DifferentError(Exception):
 
 
 def derive(anchors: Sequence[Anchor], job: Job, part: StagePart, kept: Sequence[int]) -> Recording | None:
-    """Return what would be recorded of a stage; None: that does not follow from the recordings there are.
+    """Return what would be recorded of a stage, of the layers `kept`; None: that does not follow from the anchors.
 
-    Args:
-        anchors: recordings of stages that are built and arranged alike.
-        job: what is estimated.
-        part: the stage.
-        kept: its layers that would be recorded.
+    These are recordings of stages that are built and arranged alike.
     """
     found = _weights([anchor.sizes for anchor in anchors], _sizes(job.micro_batch, job.dims.dp_shard))
     if found is None:

@@ -40,12 +40,7 @@ class Library:
         self._last: tuple[Job, list[Program]] | None = None
 
     def programs(self, job: Job, make: Callable[[], list[Program]]) -> list[Program]:
-        """Return what all ranks do in a step: that of the job before, if it is the same one, or it is made.
-
-        Args:
-            job: what is estimated.
-            make: puts the recordings of its stages together.
-        """
+        """Return what all ranks do in a step: that of the job before, if it is the same one, or it is made."""
         if self._last is not None and self._last[0] == job:
             return list(self._last[1])
         made = make()
@@ -84,11 +79,7 @@ class Library:
         return found
 
     def kept(self, kind: Hashable) -> list[Anchor]:
-        """Return the recordings of a kind, the latest last.
-
-        Args:
-            kind: what `depends_on` has returned.
-        """
+        """Return the recordings of a kind, the latest last."""
         return list(self._kinds.get(kind, ()))
 
     def clear(self) -> None:

@@ -40,11 +40,7 @@ def divisors(number: int) -> list[int]:
 
 
 def enumerate_candidates(space: Space) -> Iterator[Candidate | Rejected]:
-    """Yield every candidate, and what is rejected before anything is estimated.
-
-    Args:
-        space: what is searched.
-    """
+    """Yield every candidate, and what is rejected before anything is estimated."""
     for degrees in _model_degrees(space):
         if isinstance(degrees, Rejected):
             yield degrees

@@ -66,11 +66,7 @@ class Floor:
     head: float = 0.0
 
     def again(self, candidate: Candidate) -> float:
-        """Return seconds that a candidate computes again at least.
-
-        Args:
-            candidate: with its checkpointing.
-        """
+        """Return seconds that a candidate computes again at least."""
         recipe = candidate.recipe
         if recipe.checkpoint_layers is not None or recipe.checkpoint_every > 1 or recipe.activations.kind == "none":
             return 0.0
@@ -111,12 +107,7 @@ class Floors:
         self._again: dict[Any, float] = {}
 
     def learn(self, candidate: Candidate, programs: Sequence[Program]) -> None:
-        """Take over from an estimate what its sharding adds to a micro-batch, for candidates that shard as much.
-
-        Args:
-            candidate: that was estimated.
-            programs: of its ranks.
-        """
+        """Take over from an estimate what its sharding adds to a micro-batch, for candidates that shard as much."""
         recipe = candidate.recipe
         if candidate.dims.pp == 1 and recipe.activations.kind != "none" and recipe.checkpoint_layers is None:
             seconds = min([_recomputed(program, self._pricing(recipe)) for program in programs])
@@ -129,9 +120,7 @@ class Floors:
     def seconds(self, candidate: Candidate, *, known_only: bool = False) -> Iterator[float]:
         """Yield seconds that a step of a candidate takes at least: what costs little to know first, the most last.
 
-        Args:
-            candidate: to be bounded.
-            known_only: of what has been recorded so far.
+        With `known_only`, only those that follow from what has been recorded so far.
         """
         yield self.arithmetic(candidate)
         for key, part in self._bases(candidate):
@@ -197,11 +186,7 @@ class Floors:
         return copies.gradients * max(in_blocks, 0.0) / shape.layers
 
     def arithmetic(self, candidate: Candidate) -> float:
-        """Return seconds that a device needs at its peak for the products of weights, of a candidate's step.
-
-        Args:
-            candidate: to be bounded.
-        """
+        """Return seconds that a device needs at its peak for the products of weights, of a candidate's step."""
         dims, recipe = candidate.dims, candidate.recipe
         peak = max(self.hardware.peak(recipe.param_dtype), self.hardware.peak("fp8") if recipe.float8 else 0.0)
         embedding = self.shape.vocab * self.shape.hidden  # is looked up
@@ -209,11 +194,7 @@ class Floors:
         return 6 * (self.model.num_active_parameters - embedding) * tokens / (dims.tp * dims.pp) / peak
 
     def bytes(self, candidate: Candidate) -> float:
-        """Return bytes that the fullest rank allocates at least.
-
-        Args:
-            candidate: to be bounded.
-        """
+        """Return bytes that the fullest rank allocates at least."""
         dims, recipe = candidate.dims, candidate.recipe
         standing, whole_gradients = held_by_model(self.shape, candidate)
         if recipe.checkpointing != "none":

@@ -22,22 +22,12 @@ from sim.mesh.searching.space import Candidate, Rejected
 
 
 def search_text(result: Any, most: int = 10) -> str:
-    """Return the tables of a search as text.
-
-    Args:
-        result: what `sim.mesh.search` has returned.
-        most: rows of the ranking.
-    """
+    """Return the tables of a search as text."""
     return as_text(search_view(result, most), width=170)
 
 
 def search_view(result: Any, most: int = 10) -> View:
-    """Return the tables of a search, to be printed by rich.
-
-    Args:
-        result: what `sim.mesh.search` has returned.
-        most: rows of the ranking.
-    """
+    """Return the tables of a search, to be printed by rich."""
     views: list[RenderableType] = [Text(f"{result.title}; {gib(result.limit_bytes)} on a device"), Text()]
     views += [Text("Fastest first", style="bold"), _ranking(result, most)]
     if len(result.found) > most:
@@ -95,11 +85,7 @@ def _reasons(result: Any) -> Table:
 
 
 def search_dict(result: Any) -> dict[str, Any]:
-    """Return a search as data for JSON.
-
-    Args:
-        result: what `sim.mesh.search` has returned.
-    """
+    """Return a search as data for JSON."""
 
     def one(entry: Any) -> dict[str, Any]:
         return {**estimate_dict(entry.estimate), "how": entry.candidate.how, "chance_faster": entry.chance}
@@ -202,11 +188,7 @@ class Found:
         return float(self.estimate.memory.reserved)
 
     def excess(self, limit_bytes: float) -> str:
-        """Return what it needs and why that does not fit, in words.
-
-        Args:
-            limit_bytes: of memory on a device.
-        """
+        """Return what it needs and why that does not fit, in words."""
         memory = self.estimate.memory
         on_host = max(one.host_bytes for one in memory.classes)
         if self.bytes > limit_bytes:
@@ -290,11 +272,7 @@ class SearchResult:
 
 
 def pareto(found: Sequence[Found]) -> tuple[Found, ...]:
-    """Return what no other one beats in both memory and time, the smallest first.
-
-    Args:
-        found: with estimates.
-    """
+    """Return what no other one beats in both memory and time, the smallest first."""
     front: list[Found] = []
     for entry in sorted(found, key=lambda one: (one.bytes, one.seconds)):
         if not front or entry.seconds < front[-1].seconds:
@@ -308,10 +286,6 @@ def chance_faster(first: Any, second: Any) -> float:
     What makes one estimate wrong mostly makes the other one wrong, too: matrix products that are slower than thought
     slow down both. So each term (compute, the communication of an axis, the bubble ...) counts by how much of it the
     two do not share; what is left is taken as independent.
-
-    Args:
-        first: an estimate.
-        second: another one, on the same hardware.
     """
     ours, theirs = _terms(first.time), _terms(second.time)
     variance = 0.0
@@ -356,9 +330,6 @@ def limit_of(result: Any) -> Limit:
 
     Kernels lose what they are slower than the peak of the device, by the FLOPs of the model. What a step waits for is
     lost as a whole. Memory is the limit if what does not fit saves more than any of these loses.
-
-    Args:
-        result: what `sim.mesh.search` has returned.
     """
     best = result.best
     time, step = best.estimate.time, best.seconds

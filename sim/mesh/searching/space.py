@@ -215,12 +215,7 @@ def default_recipes() -> tuple[Recipe, ...]:
 
 
 def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
-    """Return the numbers of a model that bounds depend on.
-
-    Args:
-        spec: what `sim.mesh.find_model` has returned.
-        seq_len: tokens of a sequence.
-    """
+    """Return the numbers of a model that bounds depend on."""
 
     def size(name: str, otherwise: int = 0) -> int:
         return int(getattr(spec.config, name, None) or otherwise) if hasattr(spec, "config") else otherwise

@@ -15,12 +15,7 @@ _MOST = 2048
 
 
 def layers_of_stages(layers: int, candidate: Candidate) -> list[range]:
-    """Return the layers of each stage, in model order.
-
-    Args:
-        layers: of the model.
-        candidate: with a pipeline.
-    """
+    """Return the layers of each stage, in model order."""
     return _split(layers, len(owners_of(candidate)), candidate.layers_per_stage)
 
 
@@ -30,11 +25,7 @@ def _split(layers: int, stages: int, sizes: tuple[int, ...] | None) -> list[rang
 
 
 def owners_of(candidate: Candidate) -> list[int]:
-    """Return the place along the pipeline of the rank that has each stage.
-
-    Args:
-        candidate: with a pipeline.
-    """
+    """Return the place along the pipeline of the rank that has each stage."""
     recipe = candidate.recipe
     return _owners(recipe.schedule, candidate.dims.pp, recipe.stages_per_rank)
 

@@ -214,12 +214,7 @@ def compile_block(block: nn.Module, checkpointing: str = "none", *, graphs: dict
 
 
 def compile_pieces(module: nn.Module, graphs: dict[Any, Any]) -> None:
-    """Let a module compute as if what lies between the places where it communicates was compiled.
-
-    Args:
-        module: changed in place.
-        graphs: what modules that are alike share.
-    """
+    """Let a module compute as if what lies between the places where it communicates was compiled."""
     if _is_one_graph(module) or "attend" in vars(module):
         own = vars(module).get("forward")
         if isinstance(

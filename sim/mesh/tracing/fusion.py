@@ -320,9 +320,6 @@ def fuse(program: Program) -> Program:
 
     What is not compiled, products of matrices, attention and communication stay as they are. The bytes that a kernel
     moves are those that its operations move to and from blocks that are there before or after them.
-
-    Args:
-        program: not changed.
     """
     if not any(place.compiled for place in program.places):
         return program

@@ -220,12 +220,6 @@ def memory_kind(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor], r
     >>> add = torch.ops.aten.add.Tensor
     >>> {name: memory_kind(add, (x, other), [x, other], [x]) for name, other in others.items()}
     {'alike': 'memory', 'half': 'scalar', 'row': 'scalar', 'half a row': 'general', 'gaps': 'scalar'}
-
-    Args:
-        func: the overload.
-        args: what it was called with.
-        given: its tensors.
-        results: those that it returns.
     """
     name = func._schema.name.rpartition("::")[2]
     if name == "cat":
@@ -278,10 +272,6 @@ def reported_kind(kind: str, name: str) -> str:
     ('norms', 'softmax and loss')
     >>> reported_kind("attention_backward", "aten._flash_attention_backward"), reported_kind("memory", "aten.mul")
     ('attention', 'pointwise and reductions')
-
-    Args:
-        kind: of `kind_of`.
-        name: of the operation, with its namespace.
     """
     if kind in _REPORTED:
         return _REPORTED[kind]

@@ -94,13 +94,7 @@ def _kind(job: Job, part: StagePart) -> Any:
 
 
 def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Recording:
-    """Record a stage: building it, and the second of two steps, with three micro-batches at most.
-
-    Args:
-        job: what is estimated.
-        part: the stage.
-        every_layer: record all of its layers.
-    """
+    """Record a stage: building it, and the second of two steps, with three micro-batches at most."""
     kinds = [job.model.layer_kinds[layer] for layer in part.layers]
     few = (
         not every_layer
@@ -717,12 +711,7 @@ def _layer_of(built: Built, unit: Any) -> int | None:
 
 
 def _even_shards(module: nn.Module, shards: int) -> int:
-    """Return a number such that whatever divides it splits all weights into shards of one size.
-
-    Args:
-        module: whose weights are sharded.
-        shards: over how many ranks along dp_shard.
-    """
+    """Return a number such that whatever divides it splits all weights into shards of one size."""
     found = 0
     for param in module.parameters():
         if not isinstance(param, DTensor):
