@@ -285,12 +285,6 @@ def of_own_rows(found: Finding, given: Layout | None, parts: Mapping[int, torch.
     """Say so where a batch norm takes the mean and the variance of each rank's rows alone.
 
     Then the mean of what it returns is, of each rank's rows, that of all rows: the bias.
-
-    Args:
-        found: of what the batch norm returns.
-        given: the layout of what it was given.
-        parts: what the ranks hold.
-        full: what one device holds.
     """
     rows = given.splits(full.ndim)[0] if given is not None and full.ndim > 1 else ()
     if found.status != "unexplained" or not rows or given is None:

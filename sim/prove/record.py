@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
@@ -350,6 +350,22 @@ def tensors_in(value: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_in(getattr(value, part.name), f"{way}.{part.name}")
 
 
+def mapped(value: Any, change: Callable[[torch.Tensor, str], Any], way: str = "") -> Any:
+    """Return nested containers with something else in place of each tensor; `change` is called with the way to it, too.
+
+    >>> mapped({"a": [torch.ones(1), 2]}, lambda tensor, way: way)
+    {'a': ['a.0', 2]}
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value, way)
+    if isinstance(value, Mapping):
+        return {name: mapped(each, change, f"{way}.{name}".strip(".")) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [mapped(each, change, f"{way}.{at}".strip(".")) for at, each in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
 def own_views(value: Any, views: dict[int, torch.Tensor], *, quick: bool = False) -> Any:
     """Return arguments with a view in place of each tensor that is differentiated.
 
@@ -450,12 +466,7 @@ def named_inputs(asked: str, model: nn.Module, inputs: Any) -> dict[str, Any]:
     if not isinstance(inputs, (tuple, list)):
         blame = f"inputs is a {type(inputs).__name__}, not a tuple of arguments or a dict by name"
         raise TypeError(explain(asked, blame, "inputs: the full arguments of the model", "(x,), with the comma"))
-    try:
-        parameters = list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    names = argument_names(model)
     return {names[at] if at < len(names) else f"argument {at}": value for at, value in enumerate(inputs)}
 
 

@@ -64,15 +64,7 @@ def agreed_choices(
     mesh: Layout,
     again: Callable[[Mapping[ChoiceKey, torch.Tensor]], tuple[LoopRecord, Sequence[LoopRecord]]],
 ) -> tuple[LoopRecord, Sequence[LoopRecord], list[str]]:
-    """Let one device choose as the ranks do in all steps, where candidates lie within the bound; say where.
-
-    Args:
-        expected: of one device.
-        moved: of one device, perturbed.
-        records: of each rank.
-        mesh: the axes of all ranks.
-        again: runs one device with other choices, plainly and perturbed.
-    """
+    """Let one device choose as the ranks do in all steps, where candidates lie within the bound; say where."""
     taken: dict[ChoiceKey, torch.Tensor] = {}
     for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
 

@@ -305,11 +305,7 @@ def _translated(said: Mapping[int, tuple[str, ...]], weight: _Weight) -> Splits:
 
 
 def best_way(prove: Callable[[Mapping[str, int]], tuple[Report, Mapping[str, int]]]) -> Report:
-    """Return the report of the way to split drawn parameters that explains the most.
-
-    Args:
-        prove: proves with the ways that are given by module, and says how many there are.
-    """
+    """Return the report of the way to split drawn parameters that explains the most."""
     chosen: dict[str, int] = {}
     report, ways = prove(chosen)
     tries = 0

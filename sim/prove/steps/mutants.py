@@ -70,12 +70,7 @@ class Mutant:
 
 
 def mutants_of(events: Iterable[Any], names: Sequence[str]) -> list[Mutant]:
-    """Return what may be put into a program: each fault at each line that communicates, and in a few parameters.
-
-    Args:
-        events: what the program communicated.
-        names: of its parameters.
-    """
+    """Return what may be put into a program: each fault at each line that communicates, and in a few parameters."""
     sites = dict.fromkeys(
         (_plain(event.op), event.axis or "group", event.line)
         for event in events

@@ -124,13 +124,7 @@ class UpdateReplay:
         values: Mapping[str, torch.Tensor | None],
         gradients: Mapping[str, torch.Tensor | None],
     ) -> dict[str, torch.Tensor]:
-        """Return the parameters after a step, by name; without those of which something is not known.
-
-        Args:
-            rules: of one device.
-            values: of the rank's parameters, before the step.
-            gradients: of the rank.
-        """
+        """Return the parameters after a step, by name; without those of which something is not known."""
         wanted: dict[str, torch.Tensor] = {}
         for name in rules:
             value, grad = values.get(name), gradients.get(name)
