@@ -14,8 +14,7 @@ from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.metrics import least_kept
 from sim.mesh.hardware import Hardware
-from sim.mesh.searching.space import Candidate, Shape
-from sim.mesh.searching.stages import layers_of_stages, owners_of
+from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "muon": 4, "sgd": 0}
