@@ -27,8 +27,8 @@ from sim.mesh.recordings.library import recordings
 from sim.mesh.searching.bounds import guess_memory, guess_seconds, least_memory, machine_of
 from sim.mesh.searching.candidates import enumerate_candidates
 from sim.mesh.searching.explore import NothingFits
-from sim.mesh.searching.ranking import Found
-from sim.mesh.searching.search import SearchResult, search
+from sim.mesh.searching.ranking import Found, SearchResult
+from sim.mesh.searching.search import search
 from sim.mesh.searching.space import Candidate, Space, default_recipes, shape_of
 from sim.mesh.spec import ModelSpec
 

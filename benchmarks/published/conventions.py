@@ -18,7 +18,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.recipe import Recipe
-from sim.mesh.zoo.mla import MLAConfig
+from sim.mesh.zoo import MLAConfig
 
 __all__ = [
     "FOLDER",

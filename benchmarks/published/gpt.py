@@ -24,7 +24,7 @@ from hyper_parallel.models.llama import Positions
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss, reshard_gathered
 from sim.mesh.models import ConfigSpec, short_count
 from sim.mesh.recipe import Recipe
-from sim.mesh.zoo.kernels import FusedAttention, dropped, use_kernels
+from sim.mesh.zoo import FusedAttention, dropped, use_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self

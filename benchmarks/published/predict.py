@@ -27,7 +27,7 @@ from sim.mesh.models import find_model
 from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.program import Program
 from sim.mesh.recipe import Recipe
-from sim.mesh.timeline import replay_time
+from sim.mesh.replay.timeline import replay_time
 from sim.mesh.tracing.trace import trace
 
 __all__ = [

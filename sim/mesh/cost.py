@@ -13,7 +13,6 @@ An operation of a kind without a price is an `UnknownOperation`: nothing is take
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,8 +30,6 @@ from sim.mesh.pricing.comm_cost import (
 from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.hardware_file import GRADES
 from sim.mesh.program import HOST_COPIES, MEMORY_KINDS, Comm, CommGroup, Event, Op
-
-__all__ = ["Price", "Pricing", "UnknownOperation", "ring_kernel_of", "weakest"]
 
 _ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "fp8": 1}
 _OWN_SHARES = {"softmax": "softmax", "_foreach_": "several", "norm_backward": "norm_backward", "_norm": "norm"}
@@ -60,12 +57,7 @@ def _of_curve(curve: str, figure: str) -> str:
 
 
 def ring_kernel_of(hardware: Hardware, calibration: Calibration | None = None) -> str:
-    """Return whose fused attention computes the blocks of a ring on a hardware, see `Job`.
-
-    Args:
-        hardware: what it runs on.
-        calibration: figures, which say what kernels torch takes on GPUs; None: those of `sim/mesh/data`.
-    """
+    """Return whose fused attention computes the blocks of a ring on a hardware, see `Job`."""
     if hardware.family == "cpu":
         return "cpu"
     if hardware.backend == "hccl":
@@ -104,7 +96,6 @@ class Pricing:
         self.posts_early = posts_early
         self.hardware = hardware
         self.calibration = calibration or load_calibration()
-        self.graphs = graphs
         overlap = self.calibration.of(hardware, "overlap", hardware.family)
         self._tp_counted = 1.0 - float(overlap.get("hidden", 0.0)) if tp_overlap else 1.0
         self._matmul = self.calibration.of(hardware, "matmul", hardware.family)
@@ -302,17 +293,13 @@ class Pricing:
             self._spreads[id(ranks)] = known
         return known[1]
 
-    def link(self, group: CommGroup) -> str:
-        """Return which links a group uses: communications of groups that use the same ones share them."""
-        return "inter" if self.crosses_nodes(group) else "intra"
-
     @property
     def overlap_slowdown(self) -> float:
         """How much longer kernels take while a communication is under way: it takes cores and bandwidth from them."""
         return float(self.calibration.of(self.hardware, "overlap", self.hardware.family).get("slowdown", 1.0))
 
     def crosses_nodes(self, group: CommGroup) -> bool:
-        """Tell whether a group lies on more than one node."""
+        """Tell whether a group lies on more than one node; those that do share links."""
         return self._spread(group.ranks).nodes > 1
 
     # -- host -------------------------------------------------------------------------------------------------------
@@ -329,8 +316,3 @@ class Pricing:
         if isinstance(event, Comm):
             return self._op_seconds if event.op in HOST_COPIES else self._comm_seconds
         return 0.0
-
-    def interval(self, price: Price) -> tuple[float, float]:
-        """Return the 80 % interval of the seconds of a price."""
-        factor = math.exp(1.2816 * price.spread)
-        return price.seconds / factor, price.seconds * factor

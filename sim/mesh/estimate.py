@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,25 +25,9 @@ from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.replay.allocator import PLAIN, AllocatorRules
 from sim.mesh.replay.pieces import PriceBasis
 from sim.mesh.replay.player import RankTime
+from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import estimate_line, estimate_text, estimate_view, memory_line
-from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.trace import collector_paused, trace
-
-__all__ = [
-    "Estimate",
-    "MemoryEstimate",
-    "Quantity",
-    "TimeEstimate",
-    "Timelines",
-    "estimate",
-    "estimate_job",
-    "estimate_run",
-    "job_on",
-    "memory_of",
-    "price",
-    "pricing_of",
-    "time_of",
-]
 
 _Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
 
@@ -159,28 +142,6 @@ class TimeEstimate:
 
 
 @dataclass
-class Timelines:
-    """A timeline, with the memory that goes along with it."""
-
-    timeline: Timeline
-    memory: tuple[ClassMemory, ...]
-    title: str
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("timeline", "memory", "title"):
-            raise AttributeError(name)
-        return getattr(self.timeline, name)
-
-    def to_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline for https://ui.perfetto.dev, with the memory as counters."""
-        self.timeline.to_chrome(path, self.memory)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw it, `.png`, `.svg` or `.pdf`: computation, communication, what of it is exposed, and memory."""
-        self.timeline.plot(path, self.memory, self.title)
-
-
-@dataclass
 class Estimate:
     """What a step needs.
 
@@ -197,7 +158,7 @@ class Estimate:
     hardware: Hardware
     memory: MemoryEstimate
     time: TimeEstimate
-    timeline: Timelines
+    timeline: Timeline
     programs: list[Program] = field(repr=False)
 
     @property
@@ -317,13 +278,7 @@ def estimate_run(
 
 
 def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibration | None = None) -> Estimate:
-    """Trace a job, and estimate it on a hardware; see `estimate`.
-
-    Args:
-        job: what is estimated.
-        hardware: to run it on.
-        calibration: figures to price with; None: those of the package.
-    """
+    """Trace a job, and estimate it on a hardware; see `estimate`."""
     found = find_hardware(hardware)
     job = job_on(job, found, calibration)
     with collector_paused():
@@ -331,13 +286,7 @@ def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibra
 
 
 def job_on(job: Job, hardware: Hardware, calibration: Calibration | None = None) -> Job:
-    """Return a job as a hardware runs it: with its kernels, where a trace depends on which they are.
-
-    Args:
-        job: what is estimated.
-        hardware: to run it on.
-        calibration: figures, which say what kernels of attention torch takes there; None: those of the package.
-    """
+    """Return a job as a hardware runs it: with its kernels, where a trace depends on which they are."""
     recipe = job.recipe
     if hardware.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
         recipe = dataclasses.replace(recipe, norm="eager")
@@ -363,8 +312,8 @@ def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Ca
     flops = job.model.flops_per_token(job.seq_len) * tokens
     experts = job.model.family == "moe"
     time = time_of(timeline, job.dims.world_size, hardware, general, flops / peak, tokens, has_experts=experts)
-    title = f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
-    return Estimate(job, hardware, memory, time, Timelines(timeline, memory.classes, title), programs)
+    timeline.memory, timeline.title = memory.classes, f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
+    return Estimate(job, hardware, memory, time, timeline, programs)
 
 
 def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pricing:

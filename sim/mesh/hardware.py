@@ -19,9 +19,7 @@ from typing import Any
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
-from sim.mesh.pricing.hardware_file import FIGURES, GRADES, Figure, read_hardware_file, write_hardware_file
-
-__all__ = ["FOLDER_VARIABLE", "GRADES", "Figure", "Hardware", "find_hardware", "hardware_names", "hardware_of_device"]
+from sim.mesh.pricing.hardware_file import FIGURES, Figure, read_hardware_file, write_hardware_file
 
 FOLDER_VARIABLE = "HYPER_PARALLEL_HARDWARE"
 _OWN = Path(__file__).parent / "data" / "hardware"

@@ -18,9 +18,6 @@ from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
 
-__all__ = ["Job", "StagePart"]
-
-
 _RING_KERNELS = ("flash", "cudnn", "npu", "cpu")
 
 

@@ -17,8 +17,6 @@ from sim.mesh.replay.allocator import (
     find_pattern,
 )
 
-__all__ = ["OTHER", "ROUNDING", "ClassMemory", "CurvePoint", "replay_memory", "with_workspaces"]
-
 ROUNDING = "rounding"
 """Category of what blocks are larger than asked for, because the allocator did not split them."""
 OTHER = "other"
@@ -368,14 +366,7 @@ class _Walk:
 def _by_category(
     plan: MemoryPlan, between: dict[int, int], first: _Step, second: _Step
 ) -> tuple[dict[str, int], list[CurvePoint]]:
-    """Return the bytes of each category at the peak of the second step, and the curve over that step.
-
-    Args:
-        plan: of the program.
-        between: sizes of what is in use between the steps, by number.
-        first: step.
-        second: step.
-    """
+    """Return the bytes of each category at the peak of the second step, and the curve over that step."""
     walk = _Walk(plan, between)
     left = first.reserved_after[max(first.reserved_after)] if first.reserved_after else first.reserved
     walk.points.append(CurvePoint(-1, 0, tuple(walk.totals), left))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,10 +22,7 @@ from hyper_parallel.models.plans import MeshLike, llama_loss, llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import Custom, CustomSpec, ModelSpec
-from sim.mesh.zoo.kernels import use_kernels
-from sim.mesh.zoo.mla import MLAConfig, MLALlama, mla_plan
-
-__all__ = ["ConfigSpec", "Custom", "Model", "ModelSpec", "find_model", "model_names", "model_source", "short_count"]
+from sim.mesh.zoo import MLAConfig, MLALlama, mla_plan, use_kernels
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -83,12 +80,12 @@ def find_model(model: Model) -> ModelSpec:
                 f"{nearest(key, model_names())}, a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module"
             )
             raise ValueError(explain("cannot find the model", blame, seen, hint))
-        return _of_config(key, _configs()[key])
+        return LlamaSpec(key, _configs()[key])
     given: object = model
     if isinstance(model, LlamaConfig):
         kind = "moe" if isinstance(model, MoEConfig) else "llama"
         known = (name for name, config in _configs().items() if _alike(config, model))
-        return _of_config(next(known, f"{kind}-{short_count(model.num_parameters())}"), model)
+        return LlamaSpec(next(known, f"{kind}-{short_count(model.num_parameters())}"), model)
     if isinstance(given, Custom):
         return CustomSpec(given)
     blame = f"model is a {type(given).__name__}"
@@ -121,12 +118,6 @@ def short_count(number: int) -> str:
         if number >= 0.1 * unit:
             return f"{number / unit:.3g}{letter}" if number >= unit else f"{number / unit:.1g}{letter}"
     return str(number)
-
-
-def _of_config(name: str, config: LlamaConfig) -> ModelSpec:
-    if isinstance(config, MLAConfig):
-        return MLASpec(name, config)
-    return MoESpec(name, config) if isinstance(config, MoEConfig) else LlamaSpec(name, config)
 
 
 class ConfigSpec(ModelSpec):
@@ -167,7 +158,7 @@ class ConfigSpec(ModelSpec):
 
 @dataclass(frozen=True)
 class LlamaSpec(ConfigSpec):
-    """A `Llama`."""
+    """A `Llama`, with experts a `MoELlama`, with latent attention a `sim.mesh.zoo.MLALlama`."""
 
     name: str
     config: LlamaConfig
@@ -175,7 +166,19 @@ class LlamaSpec(ConfigSpec):
     @property
     def family(self) -> str:
         """The kind of model."""
-        return "llama"
+        return "moe" if isinstance(self.config, MoEConfig) else "llama"
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that a token uses."""
+        return self.config.num_active_parameters() if isinstance(self.config, MoEConfig) else self.num_parameters
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Dense blocks come first, those with experts after them."""
+        config, layers = self.config, range(self.num_layers)
+        has_experts = [isinstance(config, MoEConfig) and not config.is_dense(layer) for layer in layers]
+        return tuple("experts" if each else "dense" for each in has_experts)
 
     def at(self, seq_len: int) -> LlamaConfig:
         """Return the config with tables just as long as the sequences."""
@@ -183,7 +186,8 @@ class LlamaSpec(ConfigSpec):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward, no recompute, attention in full."""
-        return flops_per_token(self.at(seq_len), seq_len)
+        config = self.at(seq_len)
+        return config.flops_per_token(seq_len) if isinstance(config, MLAConfig) else flops_per_token(config, seq_len)
 
     def build(
         self,
@@ -195,79 +199,26 @@ class LlamaSpec(ConfigSpec):
         recipe: Recipe | None = None,
     ) -> nn.Module:
         """Make the model, or a stage of it; see `ModelSpec.build`."""
-        whole = self._whole(seq_len)
+        whole: Llama = self._made_by[0](self.at(seq_len))
         kept = whole.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
         return use_kernels(kept, recipe)
 
-    def _whole(self, seq_len: int) -> Llama:
-        return Llama(self.at(seq_len))
-
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
-        assert isinstance(module, Llama), "made by build"
-        return llama_plan(module, mesh, **_of_plan(recipe))
+        said: dict[str, Any] = {}
+        if recipe is not None:
+            said = {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": recipe.reshard_inputs}
+            said |= {"chunks": recipe.tp_chunks}
+        plan: ShardingPlan = self._made_by[1](module, mesh, **said)
+        return plan
+
+    @property
+    def _made_by(self) -> tuple[Callable[..., Llama], Callable[..., ShardingPlan]]:
+        """What makes the model, and its plan."""
+        if isinstance(self.config, MLAConfig):
+            return MLALlama, mla_plan
+        return (MoELlama, moe_plan) if isinstance(self.config, MoEConfig) else (Llama, llama_plan)
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
         """Return the mean cross-entropy, of targets that are shaped as the tokens."""
         return llama_loss(output, inputs[0])
-
-
-def _of_plan(recipe: Recipe | None) -> dict[str, Any]:
-    """Return what a recipe says of a plan, as its options."""
-    if recipe is None:
-        return {}
-    again, chunks = recipe.reshard_inputs, recipe.tp_chunks
-    return {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": again, "chunks": chunks}
-
-
-@dataclass(frozen=True)
-class MoESpec(LlamaSpec):
-    """A `MoELlama`."""
-
-    config: MoEConfig
-
-    @property
-    def family(self) -> str:
-        """The kind of model."""
-        return "moe"
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Those that a token uses."""
-        return self.config.num_active_parameters()
-
-    @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        """Dense blocks come first, those with experts after them."""
-        return tuple("dense" if self.config.is_dense(layer) else "experts" for layer in range(self.num_layers))
-
-    def _whole(self, seq_len: int) -> Llama:
-        config = self.at(seq_len)
-        assert isinstance(config, MoEConfig), "replace keeps the type"
-        return MoELlama(config)
-
-    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
-        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
-        assert isinstance(module, MoELlama), "made by build"
-        return moe_plan(module, mesh, **_of_plan(recipe))
-
-
-@dataclass(frozen=True)
-class MLASpec(MoESpec):
-    """A `sim.mesh.zoo.mla.MLALlama`."""
-
-    config: MLAConfig
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward, no recompute, attention in full."""
-        return self.config.flops_per_token(seq_len)
-
-    def _whole(self, seq_len: int) -> Llama:
-        config = self.at(seq_len)
-        assert isinstance(config, MLAConfig), "replace keeps the type"
-        return MLALlama(config)
-
-    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
-        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
-        assert isinstance(module, MLALlama), "made by build"
-        return mla_plan(module, mesh, **_of_plan(recipe))

@@ -13,26 +13,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = [
-    "COMPUTE",
-    "HOST_COPIES",
-    "MEMORY_KINDS",
-    "Alloc",
-    "Await",
-    "Comm",
-    "Event",
-    "Free",
-    "CommGroup",
-    "HostWait",
-    "EventRecord",
-    "Op",
-    "Place",
-    "Program",
-    "Segment",
-    "Touch",
-    "Wait",
-]
-
 COMPUTE = 0
 """The stream that operations are queued on unless the engine says otherwise."""
 MEMORY_KINDS = ("memory", "scalar", "general")

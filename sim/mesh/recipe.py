@@ -23,12 +23,6 @@ from sim.mesh.program import Program
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
-__all__ = [
-    "Conventions",
-    "Recipe",
-    "Routing",
-]
-
 
 # Token counts per expert where no value gives them: an input of an estimate, the same on every machine ----------------
 
@@ -316,20 +310,6 @@ _CHOICES = MappingProxyType(
         "host": ("eager", "dtensor"),
     }
 )
-_FLAGS = (
-    "compile",
-    "fused_loss",
-    "float8",
-    "sequence_parallel",
-    "reshard_inputs",
-    "clipping",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "reduce_each",
-    "tp_overlap",
-    "graphs",
-    "whole_parameters",
-)
 _COUNTS = ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks", "ranks_per_node")
 _ZERO = MappingProxyType(
     {
@@ -473,7 +453,9 @@ class Recipe:
         for name in ("param_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         for name, choices in _CHOICES.items():
-            _one_of(name, getattr(self, name), choices)
+            given: object = getattr(self, name)
+            if given not in choices:
+                raise ValueError(_wrong(name, given, "does not exist", f"{name}={nearest(given, choices)}"))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
@@ -606,6 +588,9 @@ class Recipe:
         return "; ".join(words)
 
 
+_FLAGS = tuple(field.name for field in dataclasses.fields(Recipe) if isinstance(field.default, bool))
+
+
 @functools.lru_cache(maxsize=256)  # a search asks each of its candidates several times
 def _policy(checkpointing: str, every: int, layers: int | None) -> ActivationPolicy:
     if layers == 0:
@@ -619,11 +604,6 @@ def _dtype(name: str, given: Any) -> str:
         words = ("bf16", "fp16", "fp32", "fp64")
         raise ValueError(_wrong(name, given, "is no dtype for this", f"{name}={nearest(given, words)}"))
     return known
-
-
-def _one_of(name: str, given: object, choices: tuple[str, ...]) -> None:
-    if given not in choices:
-        raise ValueError(_wrong(name, given, "does not exist", f"{name}={nearest(given, choices)}"))
 
 
 def _count(name: str, given: object, least: int) -> None:

@@ -15,33 +15,6 @@ from sim.mesh.models import find_model
 from sim.mesh.pricing.profiled import Breakdown, compare_seconds
 from sim.mesh.searching.space import Candidate
 
-__all__ = [
-    "comparison_dict",
-    "comparison_view",
-    "estimate_dict",
-    "estimate_line",
-    "estimate_text",
-    "estimate_view",
-    "gib",
-    "headline",
-    "interval",
-    "kinds",
-    "memory_dict",
-    "memory_line",
-    "memory_notes",
-    "memory_table",
-    "number",
-    "per_second",
-    "percent",
-    "rate_of",
-    "seconds",
-    "terms",
-    "terms_dict",
-    "time_table",
-    "compute_note",
-]
-
-
 # Numbers of estimates as people read them -----------------------------------------------------------------------------
 
 GIB = 2**30
@@ -122,20 +95,12 @@ def model_name(estimate: Any) -> str:
 
 
 def estimate_text(estimate: Any) -> str:
-    """Return the tables of an estimate as text.
-
-    Args:
-        estimate: what `sim.mesh.estimate` has returned.
-    """
+    """Return the tables of an estimate as text."""
     return as_text(estimate_view(estimate))
 
 
 def estimate_view(estimate: Any) -> View:
-    """Return the tables of an estimate, to be printed by rich.
-
-    Args:
-        estimate: what `sim.mesh.estimate` has returned.
-    """
+    """Return the tables of an estimate, to be printed by rich."""
     return View(
         Text(headline(estimate)),
         Text(),
@@ -150,11 +115,7 @@ def estimate_view(estimate: Any) -> View:
 
 
 def estimate_line(estimate: Any) -> str:
-    """Return an estimate in a line: where, how long a step is, and how much memory it takes.
-
-    Args:
-        estimate: what `sim.mesh.estimate` has returned.
-    """
+    """Return an estimate in a line: where, how long a step is, and how much memory it takes."""
     dims, step = estimate.dims, estimate.time.step
     degrees = Candidate(dims, estimate.recipe, estimate.batch).degrees
     where = f"{model_name(estimate)} on {dims.world_size:,} x {estimate.hardware.name}, {degrees}"
@@ -162,11 +123,7 @@ def estimate_line(estimate: Any) -> str:
 
 
 def memory_line(memory: Any) -> str:
-    """Return the memory of an estimate in a few words.
-
-    Args:
-        memory: a `MemoryEstimate`.
-    """
+    """Return the memory of an estimate in a few words."""
     return f"{gib(memory.reserved)} reserved, {'fits' if memory.fits() else 'DOES NOT FIT'}"
 
 
@@ -190,11 +147,7 @@ def _has_tokens(estimate: Any) -> bool:
 
 
 def rate_of(estimate: Any) -> tuple[Any, str]:
-    """Return how much is trained on in a second on each device, and of what: tokens, or samples without tokens.
-
-    Args:
-        estimate: what `sim.mesh.estimate` has returned.
-    """
+    """Return how much is trained on in a second on each device, and of what: tokens, or samples without tokens."""
     rate = estimate.time.tokens_per_second_per_device
     if _has_tokens(estimate):
         return rate, "tokens"
@@ -203,11 +156,7 @@ def rate_of(estimate: Any) -> tuple[Any, str]:
 
 
 def memory_table(estimate: Any) -> Table:
-    """Show memory by rank class and category.
-
-    Args:
-        estimate: what `sim.mesh.estimate` has returned.
-    """
+    """Show memory by rank class and category."""
     classes = _shown(estimate.memory.classes)
     found = {name for one in classes for name, size in one.by_category.items() if size >= 0.02 * one.peak_allocated}
     names = [*(name for name in _ORDER if name in found), *sorted(found.difference(_ORDER))]
@@ -244,11 +193,7 @@ def _fullest(estimate: Any) -> Any:
 
 
 def memory_notes(estimate: Any) -> list[str]:
-    """Say where memory is fullest, whether it fits, and how sure that is.
-
-    Args:
-        estimate: with `memory` and `hardware`.
-    """
+    """Say where memory is fullest, whether it fits, and how sure that is."""
     memory, fullest = estimate.memory, _fullest(estimate)
     left_out = len(memory.classes) - len(_shown(memory.classes))
     notes = [f"{left_out} more rank classes are not shown"] if left_out else []
@@ -313,11 +258,7 @@ def kinds(estimate: Any) -> list[tuple[str, float]]:
 
 
 def time_table(estimate: Any) -> Table:
-    """Show what a step consists of, with intervals and evidence grades.
-
-    Args:
-        estimate: what `sim.mesh.estimate` has returned.
-    """
+    """Show what a step consists of, with intervals and evidence grades."""
     step = estimate.time.step
     table = plain_table("", "time", "share", "80 % interval", "evidence")
     for name, quantity in terms(estimate):
@@ -350,11 +291,7 @@ def number(quantity: Any) -> float:
 
 
 def estimate_dict(estimate: Any) -> dict[str, Any]:
-    """Return an estimate as data for JSON: bytes, seconds, and intervals.
-
-    Args:
-        estimate: what `sim.mesh.estimate` has returned.
-    """
+    """Return an estimate as data for JSON: bytes, seconds, and intervals."""
     time, memory = estimate.time, estimate.memory
     rate, unit = rate_of(estimate)
     return {
@@ -374,11 +311,7 @@ def estimate_dict(estimate: Any) -> dict[str, Any]:
 
 
 def memory_dict(memory: Any) -> dict[str, Any]:
-    """Return the memory of an estimate as data for JSON.
-
-    Args:
-        memory: a `MemoryEstimate`.
-    """
+    """Return the memory of an estimate as data for JSON."""
     return {
         "reserved": memory.reserved,
         "allocated": memory.peak,
@@ -400,11 +333,7 @@ def memory_dict(memory: Any) -> dict[str, Any]:
 
 
 def terms_dict(estimate: Any) -> dict[str, Any]:
-    """Return what the time of a step consists of as data for JSON.
-
-    Args:
-        estimate: with `time` and `timeline`.
-    """
+    """Return what the time of a step consists of as data for JSON."""
     time = estimate.time
     return {
         "step": _quantity(time.step),
@@ -418,13 +347,7 @@ _MOST_OPERATIONS = 12
 
 
 def comparison_view(predicted: Breakdown, measured: Breakdown, at_most: int = _MOST_OPERATIONS) -> RenderableType:
-    """Show where the seconds of a predicted and of a measured step go, what differs most first.
-
-    Args:
-        predicted: of an estimate.
-        measured: of a trace.
-        at_most: operations to show.
-    """
+    """Show where the seconds of a predicted and of a measured step go, what differs most first."""
     table = plain_table("kind", "predicted", "measured", "difference", "predicted / measured")
     for gap in compare_seconds(predicted, measured):
         if max(gap.predicted, gap.measured) >= 1e-3 * measured.step:
@@ -451,12 +374,7 @@ def _side_by_side(predicted: float, measured: float) -> tuple[str, str, str, str
 
 
 def comparison_dict(predicted: Breakdown, measured: Breakdown) -> dict[str, Any]:
-    """Return a comparison as data for JSON.
-
-    Args:
-        predicted: of an estimate.
-        measured: of a trace.
-    """
+    """Return a comparison as data for JSON."""
     names = {**predicted.operations, **measured.operations}
 
     def of(step: Breakdown, name: str) -> dict[str, float]:

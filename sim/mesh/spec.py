@@ -36,15 +36,6 @@ from hyper_parallel.models.plans import MeshLike
 if TYPE_CHECKING:
     from sim.mesh.recipe import Recipe
 
-__all__ = [
-    "Custom",
-    "CustomSpec",
-    "ModelSpec",
-    "naming_modules",
-    "failed_in",
-    "module_title",
-]
-
 
 # The interface of a model to an estimate ------------------------------------------------------------------------------
 

@@ -17,14 +17,14 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.errors import explain
-from sim.prove.evidence import gap, unit_roundoff
+from sim.prove.evidence import gap, top, unit_roundoff
 
 __all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
 
@@ -130,10 +130,6 @@ def rounding_of(function: OpOverload, op: AtenCall) -> Rounding | None:
     products, norms and means (Higham 2002, "Accuracy and Stability of Numerical Algorithms", ch. 3 and 4); basic
     arithmetic gives the exact result changed by one unit (ch. 2). Two stand for one, because a change by less than a
     unit can be rounded away.
-
-    Args:
-        function: the op.
-        op: the call.
     """
     name = op.name
     if name in ("index_put", "_index_put_impl", "_unsafe_index_put") and not op.arguments.get("accumulate"):
@@ -231,9 +227,6 @@ tensor, of which the largest move of all elements counts, practically never.
 
 _MOST = 2.0**-4  # a change that is larger would no longer be a small one, whatever the sum's length says
 _SHORTEST_NOISE = 1 << 16
-
-T = TypeVar("T")
-
 
 # -- the same run with every op perturbed ------------------------------------------------------------------------------
 
@@ -428,36 +421,9 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor
     return torch.cat([*parts, left.new_zeros(left.shape[1], right.shape[1] - ends[-1])], 1)
 
 
-@overload
 def deviation(
-    run: Callable[[], Mapping[str, torch.Tensor]],
-    *,
-    runs: int = ...,
-    u_floor: float | None = ...,
-    seed: int = ...,
-    elementwise: Literal[False] = ...,
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]: ...
-
-
-@overload
-def deviation(
-    run: Callable[[], Mapping[str, torch.Tensor]],
-    *,
-    runs: int = ...,
-    u_floor: float | None = ...,
-    seed: int = ...,
-    elementwise: Literal[True],
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]: ...
-
-
-def deviation(
-    run: Callable[[], Mapping[str, torch.Tensor]],
-    *,
-    runs: int = 3,
-    u_floor: float | None = None,
-    seed: int = 0,
-    elementwise: bool = False,
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    run: Callable[[], Mapping[str, torch.Tensor]], *, runs: int = 3, u_floor: float | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Run once plainly and a few times perturbed: the plain results, and how far each moved at most.
 
     >>> x = torch.linspace(0, 1, 1000)
@@ -474,8 +440,6 @@ def deviation(
         run: does the whole computation, from the same start each time, and returns the results by name.
         runs: how many perturbed runs.
         u_floor: as for `Perturbed`.
-        seed: of the first perturbed run; the others count up.
-        elementwise: return the largest move of each element, not of each tensor.
 
     Raises:
         ValueError: runs is below 1, or a run that returns other names or shapes than the first.
@@ -486,10 +450,10 @@ def deviation(
     start = torch.get_rng_state()
     base = {name: tensor.detach().clone() for name, tensor in run().items()}
     after = torch.get_rng_state()
-    moved = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in base.items()}
+    moved = dict.fromkeys(base, 0.0)
     for index in range(runs):
         torch.set_rng_state(start)
-        with Perturbed(u_floor, seed + index):
+        with Perturbed(u_floor, index):
             again = {name: tensor.detach() for name, tensor in run().items()}
         for name in dict.fromkeys([*base, *again]):
             if name not in base or name not in again or base[name].shape != again[name].shape:
@@ -497,11 +461,9 @@ def deviation(
                 raise ValueError(
                     explain(asked, f"the runs return different {name!r}", seen, "a run that repeats itself")
                 )
-            moved[name] = torch.maximum(moved[name], gap(again[name], base[name]).to(torch.float64))
+            moved[name] = max(moved[name], top(gap(again[name], base[name])))
     torch.set_rng_state(after)
-    if elementwise:
-        return base, moved
-    return base, {name: float(move.max()) if move.numel() else 0.0 for name, move in moved.items()}
+    return base, moved
 
 
 class _Signature(NamedTuple):

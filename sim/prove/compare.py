@@ -42,8 +42,6 @@ from sim.prove.report import Report, ReportRow
 from sim.prove.runs import Bounds, Run, Task, largest
 from sim.prove.steps.updates import UpdateReplay, UpdatesOfStep, UpdateStarts
 
-__all__ = ["Comparison"]
-
 _MOST_ADDENDS = 16
 
 
@@ -693,11 +691,7 @@ class Comparison:
     # -- all of it ---------------------------------------------------------------------------------------------------
 
     def report(self, later: Sequence[Comparison] = ()) -> Report:
-        """Judge everything, in order.
-
-        Args:
-            later: comparisons of the steps after this one.
-        """
+        """Judge everything, in order."""
         rows = self._with_orders([row_of(event) for event in self.parameter_events()])
         rows += self.buffer_rows()
         rows += self._step_rows()

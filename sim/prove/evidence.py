@@ -19,26 +19,6 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from hyper_parallel.core.dtensor.text import parse_mesh
 
-__all__ = [
-    "Bound",
-    "Evidence",
-    "Mesh",
-    "Parts",
-    "Pending",
-    "Worst",
-    "combine",
-    "divided",
-    "gap",
-    "magnitude",
-    "ratio_of",
-    "ratios",
-    "read",
-    "read_mesh",
-    "top",
-    "unit_roundoff",
-    "wide",
-]
-
 
 def combine(kind: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Take one step of a reduction; an average is a sum, divided later."""

@@ -20,29 +20,6 @@ from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from sim.prove.evidence import Bound, Evidence, Mesh, Parts, Pending, gap, read
 from sim.prove.infer import explanations, fit, free_axes, splits_by_shape
 
-__all__ = [
-    "Diagnosis",
-    "SuspectedSplit",
-    "added",
-    "added_known",
-    "blocks",
-    "coarse",
-    "coordinates",
-    "copies_differ",
-    "diagnose",
-    "named_ranks",
-    "not_finite",
-    "permuted",
-    "quoted",
-    "reordered",
-    "same_values",
-    "scaled",
-    "scaled_sums",
-    "shapes",
-    "some_ranks",
-    "sums",
-]
-
 
 @dataclass(frozen=True)
 class Diagnosis:

@@ -30,24 +30,6 @@ from sim.prove.evidence import (
     top,
 )
 
-__all__ = [
-    "Fit",
-    "Order",
-    "explanations",
-    "fit",
-    "free_axes",
-    "furthest",
-    "infer_layout",
-    "measured",
-    "order_of",
-    "order_of_rows",
-    "order_said",
-    "pendings",
-    "splits_by_shape",
-    "submesh",
-    "to_layout",
-]
-
 
 def submesh(mesh: Layout, ranks: Sequence[int]) -> Layout:
     """Return the mesh of some of its ranks: the axes that they span; one axis where they span no block.

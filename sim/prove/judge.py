@@ -20,29 +20,6 @@ from sim.prove.infer import Fit, explanations, fit
 from sim.prove.record import Entry, ranks_along, spread_layout
 from sim.prove.report import ReportRow
 
-__all__ = [
-    "split_name",
-    "AutogradGraph",
-    "COARSE",
-    "CUT_OFF",
-    "Finding",
-    "Judge",
-    "Judged",
-    "advised",
-    "divided_words",
-    "first_bug",
-    "innermost",
-    "leaf",
-    "nodes_of",
-    "of_own_rows",
-    "row_of",
-    "settle",
-    "short",
-    "spelling",
-    "title_of",
-    "use_of",
-]
-
 COARSE = "its bound is so wide beside its values that a fault could hide below it"
 
 _WORDS = {
@@ -308,12 +285,6 @@ def of_own_rows(found: Finding, given: Layout | None, parts: Mapping[int, torch.
     """Say so where a batch norm takes the mean and the variance of each rank's rows alone.
 
     Then the mean of what it returns is, of each rank's rows, that of all rows: the bias.
-
-    Args:
-        found: of what the batch norm returns.
-        given: the layout of what it was given.
-        parts: what the ranks hold.
-        full: what one device holds.
     """
     rows = given.splits(full.ndim)[0] if given is not None and full.ndim > 1 else ()
     if found.status != "unexplained" or not rows or given is None:

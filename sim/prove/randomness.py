@@ -21,21 +21,6 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
-__all__ = [
-    "Draw",
-    "DrawPlace",
-    "DrawUse",
-    "NoRandomness",
-    "THE_STEP",
-    "bare_words",
-    "is_random",
-    "masks_problem",
-    "mean_of",
-    "put_mean",
-    "redrawn",
-    "redrawn_row",
-]
-
 _aten = torch.ops.aten
 
 _RRELU = (_aten.rrelu_with_noise, _aten.rrelu_with_noise_)
@@ -245,11 +230,7 @@ class NoRandomness(TorchDispatchMode):
 
 
 def bare_words(modes: Iterable[Any]) -> list[str]:
-    """Say where random numbers are neither at their mean nor the same on both sides.
-
-    Args:
-        modes: what has noted it in `bare`, of each rank.
-    """
+    """Say where random numbers are neither at their mean nor the same on both sides."""
     places = ", ".join(dict.fromkeys(place for mode in modes for place in mode.bare))
     return [f"random numbers of {places} are drawn as they are, by each for itself"] if places else []
 
@@ -318,12 +299,7 @@ def redrawn(draws: Sequence[Draw], again: Sequence[Draw]) -> Draw | None:
 
 
 def redrawn_row(one: Draw | None, ranks: Sequence[Draw | None]) -> ReportRow | None:
-    """Say where a recomputation in backward draws other random numbers than forward did; None: nowhere.
-
-    Args:
-        one: what `redrawn` has found on one device.
-        ranks: what it has found on each rank.
-    """
+    """Say where a recomputation in backward draws other random numbers than forward did; None: nowhere."""
     odd = [rank for rank, draw in enumerate(ranks) if draw is not None]
     draw = one or next((draw for draw in ranks if draw is not None), None)
     if draw is None:
@@ -400,11 +376,6 @@ def put_mean(func: OpOverload, result: Any, args: tuple[Any, ...], kwargs: Mappi
 
     >>> put_mean(_aten.exponential_.default, torch.zeros(2), (torch.zeros(2), 4.0), {})
     tensor([0.2500, 0.2500])
-
-    Args:
-        func: the operation, one that `mean_of` knows.
-        result: what it returned; changed in place.
-        args, kwargs: what it was given.
     """
     arguments = func._schema.arguments
     given = {each.name: each.default_value for each in arguments if each.has_default_value()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
@@ -18,25 +18,6 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.sharding_plan import Reading, ShardingPlan, read_plan
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves, read_layouts
-
-__all__ = [
-    "Declarations",
-    "Entry",
-    "Key",
-    "ModuleRecorder",
-    "argument_names",
-    "copy_of",
-    "local_of",
-    "named_buffers",
-    "named_inputs",
-    "named_modules",
-    "named_parameters",
-    "own_views",
-    "read_cuts",
-    "read_declared",
-    "spread_layout",
-    "tensors_in",
-]
 
 _INNER = {  # what a wrapper calls the module that it wraps, by the wrapper's class
     "DistributedDataParallel": "module",
@@ -369,6 +350,22 @@ def tensors_in(value: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_in(getattr(value, part.name), f"{way}.{part.name}")
 
 
+def mapped(value: Any, change: Callable[[torch.Tensor, str], Any], way: str = "") -> Any:
+    """Return nested containers with something else in place of each tensor; `change` is called with the way to it, too.
+
+    >>> mapped({"a": [torch.ones(1), 2]}, lambda tensor, way: way)
+    {'a': ['a.0', 2]}
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value, way)
+    if isinstance(value, Mapping):
+        return {name: mapped(each, change, f"{way}.{name}".strip(".")) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [mapped(each, change, f"{way}.{at}".strip(".")) for at, each in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
 def own_views(value: Any, views: dict[int, torch.Tensor], *, quick: bool = False) -> Any:
     """Return arguments with a view in place of each tensor that is differentiated.
 
@@ -469,12 +466,7 @@ def named_inputs(asked: str, model: nn.Module, inputs: Any) -> dict[str, Any]:
     if not isinstance(inputs, (tuple, list)):
         blame = f"inputs is a {type(inputs).__name__}, not a tuple of arguments or a dict by name"
         raise TypeError(explain(asked, blame, "inputs: the full arguments of the model", "(x,), with the comma"))
-    try:
-        parameters = list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    names = argument_names(model)
     return {names[at] if at < len(names) else f"argument {at}": value for at, value in enumerate(inputs)}
 
 

@@ -15,8 +15,6 @@ from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.tables import View, as_html, fold, plain_table
 
-__all__ = ["MutantRow", "Report", "ReportRow", "Sensitivity"]
-
 _WIDTH = 120
 _HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
 _INPUT = re.compile("put (?!of step|in step|with random)")  # "input x"

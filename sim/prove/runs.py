@@ -32,6 +32,7 @@ from sim.prove.record import (
     AxesOf,
     ModuleRecorder,
     copy_of,
+    mapped,
     named_buffers,
     named_parameters,
     spread_layout,
@@ -40,8 +41,6 @@ from sim.prove.record import (
 from sim.prove.steps.mutants import Mutant, put_into_model
 from sim.prove.steps.updates import ROUNDINGS, UpdateStarts, is_elementwise
 from sim.world import World
-
-__all__ = ["adamw", "ASKED", "Bounds", "Ranks", "Run", "Task", "cotangents", "cut", "largest", "run_reference"]
 
 ASKED = "cannot verify a plan"
 
@@ -443,11 +442,7 @@ class Ranks:
         return [self._sessions[rank].runs[0] for rank in every] if all(rank in self._sessions for rank in every) else []
 
     def step(self, number: int) -> list[Run]:
-        """Return what each rank has done in a step, once all of them have taken it.
-
-        Args:
-            number: how many came before it.
-        """
+        """Return what each rank has done in a step, once all of them have taken it."""
         return [self._sessions[rank].runs[number] for rank in range(self.world.world_size)]
 
     @property
@@ -556,16 +551,14 @@ def _at(tree: LayoutTree, place: Any) -> LayoutTree:
 
 def _whole(value: Any, rounded: torch.dtype, dtype: torch.dtype) -> Any:
     """Copy a full input, floating values rounded to one dtype and held in another."""
-    if isinstance(value, torch.Tensor):
-        copy = value.detach().clone()
+
+    def copied(tensor: torch.Tensor, way: str) -> torch.Tensor:
+        del way
+        copy = tensor.detach().clone()
         copy = copy.to(rounded).to(dtype) if copy.is_floating_point() else copy
-        return copy.requires_grad_(value.requires_grad)
-    if isinstance(value, Mapping):
-        return {key: _whole(entry, rounded, dtype) for key, entry in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_whole(entry, rounded, dtype) for entry in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+        return copy.requires_grad_(tensor.requires_grad)
+
+    return mapped(value, copied)
 
 
 def _given(task: Task, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

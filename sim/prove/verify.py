@@ -22,7 +22,7 @@ from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from sim.explain.errors import RankFailed, SimError
 from sim.prove.bound import Perturbed
 from sim.prove.compare import Comparison
-from sim.prove.evidence import read_mesh
+from sim.prove.evidence import read_mesh, unit_roundoff
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.modes.draws import SharedDraws, proved_with, shared_draws
@@ -33,8 +33,6 @@ from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, run_reference
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
-
-__all__ = ["verify_plan"]
 
 _RUNS = 3
 _MOST_SHAPES = 6  # tensors that a message lists
@@ -375,7 +373,7 @@ def _references(task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Ten
         raise ValueError(explain(ASKED, blame, f"model: a {type(made).__name__}", "lambda: Model(config)"))
     for run in plain:
         _check_finite(run)
-    floor = 2.0**-24 if task.dtype == torch.float32 else None if task.dtype == torch.float64 else _unit(task.dtype)
+    floor = None if task.dtype == torch.float64 else unit_roundoff(task.dtype)
     others = []
     for index in range(_RUNS):
         other = run_reference(task, Perturbed(floor, seed=index), same)
@@ -400,10 +398,6 @@ def _check_finite(reference: Run) -> None:
     first = next((f"{key.path or 'the model'}.{key.side}" for key, entry in entries if entry.value.isnan().any()), bad)
     blame = f"one device computes nan, first seen in {first}, and nan cannot be compared"
     raise ValueError(explain(ASKED, blame, f"nan in the {bad}", "inputs and initial values that give finite numbers"))
-
-
-def _unit(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
 
 
 def _grads(task: Task, reference: Run, compared: Comparison) -> list[dict[str, torch.Tensor]] | None:

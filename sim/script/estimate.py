@@ -28,13 +28,13 @@ from hyper_parallel.core.common.errors import explain
 from sim.comm.trace import Event
 from sim.kernel.context import current_rank
 from sim.mesh.cost import Pricing
-from sim.mesh.estimate import MemoryEstimate, TimeEstimate, Timelines, memory_of, time_of
+from sim.mesh.estimate import MemoryEstimate, TimeEstimate, memory_of, time_of
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Op, Program
+from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import compute_note, memory_dict, memory_notes, memory_table, percent, terms_dict, time_table
 from sim.mesh.spec import failed_in, module_title
-from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.lone import MAX_LONE_RANKS, FewRanksWorld
 from sim.script.failure import report_failure
 from sim.script.launch import (
@@ -82,7 +82,7 @@ class ScriptEstimate:
     steps: int
     memory: MemoryEstimate
     time: TimeEstimate
-    timeline: Timelines
+    timeline: Timeline
     programs: list[Program] = field(repr=False)
     stand_ins: tuple[StandIn, ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
@@ -370,6 +370,7 @@ def estimate_script(recorded: RecordedScript, launch: Launch, hardware: Hardware
     at_peak = max(_seconds_at_peak(program, hardware) for program in programs) / steps
     time = time_of(timeline, launch.nproc, hardware, general, at_peak, 0.0, steps)
     title = f"{os.path.basename(launch.script)} on {launch.nproc:,} x {hardware.title}"
+    timeline.memory, timeline.title = memory.classes, title
     counts: defaultdict[tuple[str, str, str], int] = defaultdict(int)
     for recorder in recorded.recorders.values():
         for key, count in recorder.stand_ins.items():
@@ -381,7 +382,7 @@ def estimate_script(recorded: RecordedScript, launch: Launch, hardware: Hardware
         steps=steps,
         memory=memory,
         time=time,
-        timeline=Timelines(timeline, memory.classes, title),
+        timeline=timeline,
         programs=programs,
         stand_ins=tuple(StandIn(*key, count) for key, count in counts.items()),
         changes=tuple(dict.fromkeys(each for one in recorded.recorders.values() for each in one.changes)),

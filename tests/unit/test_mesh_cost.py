@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-import math
 import random
 
 import pytest
 
 from benchmarks import fit_costs
-from sim.mesh.cost import Price, Pricing, UnknownOperation, weakest
+from sim.mesh.cost import Pricing, UnknownOperation, weakest
 from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.pricing.comm_cost import COLLECTIVES, NodeSpread, collective_seconds, spread_of
@@ -307,7 +306,7 @@ def test_groups_of_many_nodes_use_the_adapters_of_their_ranks(pricing):
     assert 6 < alone / whole < 8
     assert pricing.crosses_nodes(group(8, 8))
     assert not pricing.crosses_nodes(group(8))
-    assert (pricing.link(group(8)), pricing.link(group(9))) == ("intra", "inter")
+    assert pricing.crosses_nodes(group(9))
 
 
 def test_dgx_plateaus():
@@ -470,9 +469,6 @@ def test_grades_and_intervals(pricing):
     assert Pricing(find_hardware("b200")).op(stream(64)).grade == "assumed"
     assert pricing.comm(comm("all_gather", MIB), group(8)).grade == "calibrated"
     assert Pricing(find_hardware("ascend-910c-superpod")).comm(comm("all_gather", MIB), group(8)).grade == "assumed"
-    low, high = pricing.interval(Price(1.0, "measured", "compute", 0.1))
-    assert low * high == pytest.approx(1)
-    assert high == pytest.approx(math.exp(0.128), rel=0.01)
 
 
 def test_figures_of_a_device_stand_over_those_of_its_family():

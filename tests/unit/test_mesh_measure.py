@@ -17,7 +17,7 @@ from sim.mesh.pricing.measure import _MATMULS, measure
 from sim.mesh.pricing.measure_fit import OPS, Measurement, descend, fit_hardware, quantile, summary
 from sim.mesh.pricing.measure_steps import paired_samples, step_samples, timed_steps
 from sim.mesh.program import COMPUTE, Comm, CommGroup, Op, Program, Segment, Touch
-from sim.mesh.timeline import replay_time
+from sim.mesh.replay.timeline import replay_time
 
 MACHINE = {"device": "cpu", "title": "a CPU", "memory": 2**33, "cores": 2}
 PEAK, BANDWIDTH, RANKS = 1e11, 2e10, 2

@@ -27,7 +27,7 @@ from sim.mesh.models import find_model
 from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Alloc, Comm, Free, HostWait, Op, Wait
 from sim.mesh.recipe import Recipe
-from sim.mesh.timeline import replay_time
+from sim.mesh.replay.timeline import replay_time
 from sim.mesh.tracing.trace import trace
 
 SCATTER_GATHER = MegatronConventions(scatter_gather=True)

@@ -28,8 +28,16 @@ from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import Custom, naming_modules
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.trace import trace
-from sim.mesh.zoo.kernels import EagerRMSNorm, FusedAttention, MathAttention, use_kernels
-from sim.mesh.zoo.mla import LatentAttention, MLAConfig, MLALlama, mla_plan
+from sim.mesh.zoo import (
+    EagerRMSNorm,
+    FusedAttention,
+    LatentAttention,
+    MathAttention,
+    MLAConfig,
+    MLALlama,
+    mla_plan,
+    use_kernels,
+)
 
 IDS = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
 

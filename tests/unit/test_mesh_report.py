@@ -13,11 +13,10 @@ from rich.console import Console
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
-from sim.mesh.explain import explain
+from sim.mesh.explain import advise, explain
 from sim.mesh.program import MEMORY_KINDS
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import estimate_dict, estimate_text, kinds
-from sim.mesh.searching.advice import advise
 from sim.mesh.searching.ranking import SearchBar, search_dict, search_text
 from sim.mesh.searching.search import search
 

@@ -40,12 +40,10 @@ from sim.mesh.searching.bounds import (
 from sim.mesh.searching.budget import NoPolicyFits, fit_job
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.explore import Exploration, NothingFits
-from sim.mesh.searching.floors import Floor, Floors
-from sim.mesh.searching.limits import limit_of
-from sim.mesh.searching.ranking import Found, chance_faster, search_dict
+from sim.mesh.searching.floors import Floor, Floors, least_time
+from sim.mesh.searching.ranking import Found, chance_faster, limit_of, search_dict
 from sim.mesh.searching.search import search
 from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes, shape_of
-from sim.mesh.searching.stages import least_time
 from sim.mesh.spec import Custom, ModelSpec
 
 GIB = 2**30

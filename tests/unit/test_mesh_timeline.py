@@ -10,7 +10,7 @@ import pytest
 
 from sim.mesh.program import Await, Comm, CommGroup, Event, EventRecord, HostWait, Op, Place, Program, Segment, Wait
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, exposed_parts, spans
-from sim.mesh.timeline import Timeline, replay_time
+from sim.mesh.replay.timeline import Timeline, replay_time
 
 US = 1e-6
 
@@ -154,7 +154,7 @@ class TestOneRank:
         evidence = step_of(op(2), comm(5, 0, 1)).ranks[0].evidence
         assert evidence.seconds["matmul"] == pytest.approx({"measured": 2 * US})
         assert evidence.seconds["dp_shard"] == pytest.approx({"measured": 5 * US})
-        assert evidence.spread("matmul") == pytest.approx(0.1)
+        assert evidence.spreads["matmul"] == pytest.approx(0.1 * 2 * US)
 
     def test_optimizer_is_told_apart(self) -> None:
         program = one([op(5)])

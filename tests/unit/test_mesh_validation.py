@@ -36,7 +36,7 @@ from sim.mesh.models import find_model
 from sim.mesh.program import Alloc, Comm, CommGroup, Free, HostWait, Op, Program, Segment, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.trace import trace
-from sim.mesh.zoo.mla import MLAConfig
+from sim.mesh.zoo import MLAConfig
 
 GIB = 2**30
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "generated"

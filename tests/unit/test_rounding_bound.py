@@ -312,13 +312,13 @@ def test_the_seed_fixes_the_changes():
     assert moved(1) == moved(1) != moved(2)
 
 
-def test_elementwise_deviations_have_the_shape_of_the_results():
-    x = torch.tensor([1.5, 1000.0, 0.0])
-    base, moved = deviation(lambda: {"y": x * 3}, elementwise=True)
-    assert base["y"].tolist() == [4.5, 3000.0, 0.0]
-    assert moved["y"].shape == (3,)
-    assert 0 < moved["y"][0] < 1e-5
-    assert moved["y"][2] == 0
+def test_a_result_moves_by_its_own_size():
+    results = {"small": 1.5, "large": 1000.25, "zero": 0.0}
+    base, moved = deviation(lambda: {name: torch.tensor([x]) * 3 for name, x in results.items()})
+    assert [each.item() for each in base.values()] == [4.5, 3000.75, 0.0]
+    assert 0 < moved["small"] < 1e-5
+    assert moved["small"] < moved["large"]
+    assert moved["zero"] == 0
 
 
 def test_complex_numbers_move_too():

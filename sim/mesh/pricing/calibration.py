@@ -20,8 +20,6 @@ from sim.mesh.pricing.hardware_file import tomllib
 if TYPE_CHECKING:
     from sim.mesh.hardware import Hardware
 
-__all__ = ["FILES", "Calibration", "load_calibration"]
-
 DATA = Path(__file__).parent.parent / "data"
 FILES = ("curves.toml", "calibration.toml", "fit.toml")
 

@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["COLLECTIVES", "Links", "NodeSpread", "collective_seconds", "message_seconds", "spread_of"]
-
 COLLECTIVES = {
     "all_gather": "gather",
     "all_gather_single": "gather",

@@ -13,8 +13,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Price", "attention_seconds", "matmul_seconds", "stream_seconds"]
-
 _ALIGNMENT = 16
 """Bytes: what tensor cores load at a time."""
 _TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128), (256, 256))

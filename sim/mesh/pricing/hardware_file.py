@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.core.common.errors import explain, nearest
 
-__all__ = ["FIGURES", "GRADES", "Figure", "Kind", "read_hardware_file", "write_hardware_file"]
-
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 GRADES = ("measured", "calibrated", "datasheet", "assumed")
@@ -174,14 +172,7 @@ def read_hardware_file(path: Path) -> dict[str, Any]:
 def write_hardware_file(
     path: Path, texts: Mapping[str, str], figures: Mapping[str, Figure], curves: Mapping[str, Any]
 ) -> None:
-    """Write a description.
-
-    Args:
-        path: of the file.
-        texts: `title`, `family` and the like.
-        figures: by name.
-        curves: figures that stand for those of `calibration.toml`.
-    """
+    """Write a description."""
     names = {source: f"s{i}" for i, source in enumerate(dict.fromkeys(figure.source for figure in figures.values()), 1)}
     lines = [f"{name} = {_toml(text)}" for name, text in texts.items()]
     lines += ["", "[sources]", *(f"{name} = {_toml(source)}" for source, name in names.items())]

@@ -34,8 +34,6 @@ from sim.mesh.hardware import Hardware
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
 from sim.mesh.pricing.measure_steps import step_samples, timed_steps
 
-__all__ = ["cpu_name", "measure"]
-
 _HEADS = 2
 _ATTENTIONS = ((64, 64, True), (128, 64, True), (256, 64, True), (256, 64, False), (512, 64, True), (256, 128, True))
 _MATMULS = tuple((m, n, k) for m in (32, 128, 512) for n in (64, 256, 1024) for k in (64, 256, 1024))

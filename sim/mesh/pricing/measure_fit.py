@@ -15,20 +15,6 @@ from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.hardware_file import Figure
 
-__all__ = [
-    "OPS",
-    "Measurement",
-    "Sample",
-    "descend",
-    "errors",
-    "fit_hardware",
-    "loss_of",
-    "quantile",
-    "spread_in",
-    "summary",
-]
-
-
 # Fits the few figures of a curve to times: coordinate descent on the relative error, which outliers do not rule -------
 
 

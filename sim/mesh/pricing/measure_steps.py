@@ -32,8 +32,6 @@ from sim.mesh.pricing.profiled import step_operations
 from sim.mesh.program import Comm, Op
 from sim.mesh.tracing.trace import trace
 
-__all__ = ["paired_samples", "step_samples", "timed_steps"]
-
 _TIMED, _PROFILED = 12, 10
 _SHAPES = (  # hidden size, layers, vocabulary, tokens of a sequence
     (16, 4, 256, 16),

@@ -23,19 +23,6 @@ from sim.mesh.program import Comm, Op
 from sim.mesh.tracing.kinds import kind_of, reported_kind
 from sim.timeline.perfetto import EVENTS
 
-__all__ = [
-    "HOST",
-    "Breakdown",
-    "ComparedKind",
-    "break_down",
-    "compare_seconds",
-    "predicted_step",
-    "profiled_steps",
-    "rank_of_trace",
-    "read_trace",
-    "step_operations",
-]
-
 HOST = "host"
 """Where nothing computes, and nothing is communicated: Python, dispatch, and waiting for ranks that are late."""
 _STEP = "ProfilerStep#"
@@ -104,17 +91,11 @@ class ComparedKind(NamedTuple):
 
 
 def break_down(start: float, end: float, ops: Iterable[TimedSpan], comms: Iterable[TimedSpan]) -> Breakdown:
-    """Break a step down.
+    """Break a step down; what lies outside of it does not count.
 
     >>> ops = [TimedSpan(0.0, 1.0, "matrix products", "aten.mm"), TimedSpan(3.0, 4.0, "optimizer", "aten.mul")]
     >>> break_down(0.0, 5.0, ops, [TimedSpan(0.5, 2.0, "all_gather", "gloo:all_gather")]).kinds
     {'matrix products': 1.0, 'optimizer': 1.0, 'exposed all_gather': 1.0, 'host': 2.0}
-
-    Args:
-        start: of the step.
-        end: of the step.
-        ops: what computed; a part outside of the step does not count.
-        comms: what was communicated meanwhile.
     """
     kinds: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
@@ -215,11 +196,7 @@ def read_trace(path: str | os.PathLike[str]) -> Breakdown:
 
 
 def step_operations(path: str | os.PathLike[str]) -> list[dict[str, list[float]]]:
-    """Return the seconds of every call in each step of a trace of a CPU, by name of the operation, in their order.
-
-    Args:
-        path: as of `read_trace`.
-    """
+    """Return the seconds of every call in each step of a trace of a CPU, by name of the operation, in their order."""
     content = _content(path)
     ops, _, steps = _spans_of(content, str(path))
     found = []
@@ -252,12 +229,7 @@ def _refused(path: str, blame: str) -> str:
 
 
 def profiled_steps(content: Mapping[str, Any], path: str = "") -> list[Breakdown]:
-    """Break down every step of a trace's content; all of it is one step where the profiler's `step()` was not called.
-
-    Args:
-        content: of the file.
-        path: its name, for messages.
-    """
+    """Break down every step of a trace's content; all is one step where the profiler's `step()` was not called."""
     ops, comms, steps = _spans_of(content, path)
     found = [break_down(start, end, ops, comms) for start, end in steps]
     found = [step for step in found if step.operations]

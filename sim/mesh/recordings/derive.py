@@ -25,8 +25,6 @@ from sim.mesh.program import Alloc, Comm, CommGroup, Event, Op, Touch
 from sim.mesh.tracing.categories import logit_sizes
 from sim.mesh.tracing.stitch import Chunk, Recording
 
-__all__ = ["Anchor", "derive"]
-
 _COUNTED = ("dp_replicate", "dp_shard", "pp")
 """Axes of which a recording depends on whether there are several ranks, and not on how many."""
 
@@ -65,13 +63,9 @@ class _DifferentError(Exception):
 
 
 def derive(anchors: Sequence[Anchor], job: Job, part: StagePart, kept: Sequence[int]) -> Recording | None:
-    """Return what would be recorded of a stage; None: that does not follow from the recordings there are.
+    """Return what would be recorded of a stage, of the layers `kept`; None: that does not follow from the anchors.
 
-    Args:
-        anchors: recordings of stages that are built and arranged alike.
-        job: what is estimated.
-        part: the stage.
-        kept: its layers that would be recorded.
+    These are recordings of stages that are built and arranged alike.
     """
     found = _weights([anchor.sizes for anchor in anchors], _sizes(job.micro_batch, job.dims.dp_shard))
     if found is None:

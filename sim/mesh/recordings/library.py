@@ -16,8 +16,6 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.recordings.derive import Anchor, derive
 from sim.mesh.tracing.stitch import Recording, sends_end
 
-__all__ = ["Library", "depends_on", "recordings"]
-
 _MOST_EVENTS = 600_000  # about 300 MB
 _MOST_OF_A_STEP = 60_000  # events; about 30 MB
 _MOST_ANCHORS = 6  # of one kind: with more, they do not follow from each other
@@ -42,12 +40,7 @@ class Library:
         self._last: tuple[Job, list[Program]] | None = None
 
     def programs(self, job: Job, make: Callable[[], list[Program]]) -> list[Program]:
-        """Return what all ranks do in a step: that of the job before, if it is the same one, or it is made.
-
-        Args:
-            job: what is estimated.
-            make: puts the recordings of its stages together.
-        """
+        """Return what all ranks do in a step: that of the job before, if it is the same one, or it is made."""
         if self._last is not None and self._last[0] == job:
             return list(self._last[1])
         made = make()
@@ -86,11 +79,7 @@ class Library:
         return found
 
     def kept(self, kind: Hashable) -> list[Anchor]:
-        """Return the recordings of a kind, the latest last.
-
-        Args:
-            kind: what `depends_on` has returned.
-        """
+        """Return the recordings of a kind, the latest last."""
         return list(self._kinds.get(kind, ()))
 
     def clear(self) -> None:

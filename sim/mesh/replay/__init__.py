@@ -1,5 +1,5 @@
 """Programs played again: the allocator's memory, the streams' time, and pictures of both.
 
-draw -> spans -> player -> relative -> streams -> pieces
+timeline -> draw -> spans -> player -> relative -> streams -> pieces
 allocator
 """

@@ -13,20 +13,6 @@ import numpy as np
 from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Alloc, Event, Free, Program
 
-__all__ = [
-    "CACHING",
-    "EXPANDABLE",
-    "PLAIN",
-    "AllocatorRules",
-    "MemoryBlock",
-    "CachingAllocator",
-    "MemoryPlan",
-    "Pattern",
-    "Taking",
-    "find_pattern",
-]
-
-
 # torch's caching allocator as a model: which memory it takes from the device, and which pieces of it lie idle ---------
 #
 # Rules as in torch's `CUDACachingAllocator`, which `torch_npu` shares: sizes are rounded up to 512 bytes;
@@ -36,6 +22,9 @@ __all__ = [
 # taken on.
 
 MIB = 1 << 20
+_SMALL, _SMALL_SEGMENT = MIB, 2 * MIB  # the largest request of the small pool, and what that takes at once
+_LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB  # requests from here on have segments of their own; the others share these
+_ROUND_SEGMENT = 2 * MIB  # of which own segments are multiples
 _FAR = 1 << 30  # pages between ranges that expand
 
 
@@ -43,42 +32,17 @@ _FAR = 1 << 30  # pages between ranges that expand
 class AllocatorRules:
     """Parameters of an allocator, in bytes.
 
-    >>> AllocatorRules().rounded(1), AllocatorRules().rounded(1025)
-    (512, 1536)
-
     Attributes:
         caching: whether it keeps what is freed; if not, reserved is allocated.
         expandable: `expandable_segments:True`: one range of addresses per stream and pool, which grows by pages.
         limit: what the device can give; before it passes that, it returns cached segments. None: no limit.
         round_to: sizes are multiples of this.
-        small: largest request of the small pool.
-        small_segment: what the small pool takes from the device at once.
-        medium: smallest request that gets a segment of its own.
-        medium_segment: what smaller ones of the large pool share.
-        round_segment: own segments are multiples of this.
     """
 
     caching: bool = True
     expandable: bool = False
     limit: int | None = None
     round_to: int = 512
-    small: int = MIB
-    small_segment: int = 2 * MIB
-    medium: int = 10 * MIB
-    medium_segment: int = 20 * MIB
-    round_segment: int = 2 * MIB
-
-    def rounded(self, size: int) -> int:
-        """Return the bytes that a request of `size` bytes takes."""
-        return -(-size // self.round_to) * self.round_to
-
-    def segment(self, size: int) -> int:
-        """Return the bytes that are taken from the device for a rounded request that no free block serves."""
-        if size <= self.small:
-            return self.small_segment
-        if size < self.medium:
-            return self.medium_segment
-        return -(-size // self.round_segment) * self.round_segment
 
 
 CACHING = AllocatorRules()
@@ -149,7 +113,7 @@ class CachingAllocator:
         """Return a block of at least `size` bytes."""
         rules = self.rules
         asked, size = size, -(-size // rules.round_to) * rules.round_to
-        small = size <= rules.small
+        small = size <= _SMALL
         arena = self._arenas.get((stream, small))
         if arena is None:
             arena = self._new_arena(stream, small)
@@ -235,12 +199,12 @@ class CachingAllocator:
 
     def _new_arena(self, stream: int, small: bool) -> _Arena:
         splits_small = small or self.rules.expandable
-        arena = _Arena(small, self.rules.round_to if splits_small else self.rules.small + 1)
+        arena = _Arena(small, self.rules.round_to if splits_small else _SMALL + 1)
         self._arenas[stream, small] = arena
         return arena
 
     def _page(self, arena: _Arena) -> int:
-        return self.rules.small_segment if arena.small else self.rules.medium_segment
+        return _SMALL_SEGMENT if arena.small else _LARGE_SEGMENT
 
     def _grow(self, arena: _Arena, size: int) -> MemoryBlock:
         """Take memory from the device and return it as a block that is in no free list."""
@@ -261,7 +225,7 @@ class CachingAllocator:
             block = MemoryBlock(wanted, self._next_address, arena)
             arena.heads[block.address] = block
             # Ranges that expand must not run into each other.
-            self._next_address += wanted if not self.rules.expandable else _FAR * self.rules.medium_segment
+            self._next_address += wanted if not self.rules.expandable else _FAR * _LARGE_SEGMENT
         else:
             block = MemoryBlock(wanted, tail.address + tail.size, arena)
             block.before, tail.after = tail, block
@@ -270,7 +234,9 @@ class CachingAllocator:
 
     def _from_device(self, arena: _Arena, size: int) -> int:
         if not self.rules.expandable:
-            return self.rules.segment(size)
+            if size < _LARGE:
+                return self._page(arena)
+            return -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
         page = self._page(arena)
         at_hand = arena.tail.size if arena.tail is not None and arena.tail.free else 0
         return -(-(size - at_hand) // page) * page

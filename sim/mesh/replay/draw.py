@@ -14,8 +14,6 @@ from sim.mesh.replay.player import ReplayedStep
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, DrawnSpan, exposed_parts, spans
 from sim.timeline.plot import blank
 
-__all__ = ["draw"]
-
 # Computation is cold, communication is warm, what is lost is red, grey or hatched.
 _PHASES = {
     "forward": "#4477aa",
@@ -62,19 +60,15 @@ class _Lane(NamedTuple):
     height: float
 
 
-def draw(
-    timeline: ReplayedStep,
-    path: str | os.PathLike[str],
-    memory: Sequence[ClassMemory] | None = None,
-    title: str = "",
-) -> None:
-    """Write what `sim.mesh.timeline.Timeline.plot` says."""
+def draw(timeline: ReplayedStep, path: str | os.PathLike[str]) -> None:
+    """Write what `sim.mesh.replay.timeline.Timeline.plot` says."""
     figure = blank("cannot draw the step", path, _WIDTH, _HEIGHT, "to_chrome('step.json')")
     found = spans(timeline, "segment" if len(timeline.programs) > 1 else "layer")
     if len(found) > _MOST_BOXES:
         found = spans(timeline, "segment")
     found += _ends(timeline, found)
-    curves = [one for one in memory or () if len(one.curve) > 1]
+    memory = timeline.memory
+    curves = [one for one in memory if len(one.curve) > 1]
     scale, unit = _scale(timeline.step)
     if curves:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
@@ -85,11 +79,11 @@ def draw(
     _draw_spans(upper, timeline, found, lanes, colors, scale)
     _finish(upper, timeline, lanes, scale)
     if lower is not None:
-        fullest = max(range(len(memory or ())), key=lambda at: (memory or ())[at].peak_allocated)
-        _draw_memory(lower, timeline, fullest, (memory or ())[fullest], scale)
+        fullest = max(range(len(memory)), key=lambda at: memory[at].peak_allocated)
+        _draw_memory(lower, timeline, fullest, memory[fullest], scale)
     (lower or upper).set_xlabel(f"time in the step ({unit})", color=_INK)
     _legend(upper, found, colors)
-    upper.set_title(title or _title(timeline), loc="left", fontsize=13, color=_INK, pad=22)
+    upper.set_title(timeline.title or _title(timeline), loc="left", fontsize=13, color=_INK, pad=22)
     upper.text(0, 1.008, _summary(timeline), transform=upper.transAxes, fontsize=10, color=_INK, va="bottom")
     figure.savefig(os.fspath(path), dpi=_DPI)
 

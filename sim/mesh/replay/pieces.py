@@ -22,33 +22,6 @@ from sim.mesh.program import (
     Wait,
 )
 
-__all__ = [
-    "AWAIT",
-    "BUBBLE",
-    "COMM",
-    "HOST",
-    "HOST_WAIT",
-    "ISSUE",
-    "MARK",
-    "OP",
-    "RECV",
-    "SEND",
-    "WAIT",
-    "Blame",
-    "Chain",
-    "Channel",
-    "Flight",
-    "Piece",
-    "Posted",
-    "PriceBasis",
-    "Prices",
-    "arrive",
-    "beside",
-    "cut_into_pieces",
-    "share",
-]
-
-
 # Communication as other work sees it: when it runs, who waits for it, and how it shares links and devices -------------
 
 _TO_HOST = frozenset(HOST_COPIES.values())
@@ -227,11 +200,6 @@ class PriceBasis:
     def _count(self, what: str, grade: str, seconds: float) -> None:
         grades = self.seconds.setdefault(what, {})
         grades[grade] = grades.get(grade, 0.0) + seconds
-
-    def spread(self, what: str) -> float:
-        """Return the mean relative standard deviation of the prices of a kind or axis, if all err together."""
-        total = sum(self.seconds.get(what, {}).values())
-        return self.spreads[what] / total if total else 0.0
 
 
 class Piece(NamedTuple):

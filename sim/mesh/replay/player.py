@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sim.mesh.memory import ClassMemory
 from sim.mesh.program import Program
 from sim.mesh.replay.pieces import BUBBLE, HOST, Channel, Piece, Posted, PriceBasis, Prices, cut_into_pieces
 from sim.mesh.replay.relative import advance, relative_clock
 from sim.mesh.replay.streams import Clock, PieceResult, simulate
-
-__all__ = ["Occurrence", "Player", "RankTime"]
 
 _EXACT = 1e-9  # seconds: states of streams that differ by less are the same
 _COARSER = ((24, 5e-4), (96, 5e-3))  # after so many different states of a piece: this part of its length
@@ -206,6 +205,8 @@ class ReplayedStep:
         occurrences: what ran when, by rank.
         simulated: pieces of segments that were simulated; the others were in a state seen before.
         played: pieces in all.
+        memory: of each rank, to be drawn beside; none: only the time is.
+        title: of pictures.
     """
 
     step: float
@@ -214,6 +215,8 @@ class ReplayedStep:
     occurrences: list[list[Occurrence]] = field(repr=False)
     simulated: int = 0
     played: int = 0
+    memory: Sequence[ClassMemory] = ()
+    title: str = ""
     _moments: dict[tuple[int, int], tuple[list[int], list[float]]] = field(default_factory=dict, repr=False)
 
     @property

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from sim.mesh.replay.pieces import Blame, Channel, Flight, Piece, Posted
 from sim.mesh.replay.streams import Clock, PieceResult
 
-__all__ = ["Start", "advance", "relative_clock"]
-
 
 class Start(NamedTuple):
     """The state before a piece.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -14,17 +13,6 @@ from sim.mesh.replay.player import Occurrence, ReplayedStep
 from sim.mesh.replay.streams import Ran
 from sim.timeline.perfetto import PerfettoEvents
 
-__all__ = [
-    "COMMUNICATION",
-    "EXPOSED",
-    "DrawnSpan",
-    "chrome_events",
-    "exposed_parts",
-    "spans",
-    "write_chrome",
-]
-
-
 # A timeline as boxes: what runs from when to when in which row, few enough to be drawn --------------------------------
 
 COMMUNICATION = "communication"
@@ -32,6 +20,7 @@ COMMUNICATION = "communication"
 EXPOSED = "exposed"
 """Kind of spans in which a rank computes nothing, as it waits for communication."""
 _DETAILS = ("op", "layer", "segment")
+_MOST_BOXES = 200_000  # of a file; above it, operations of a layer are one
 
 
 class DrawnSpan(NamedTuple):
@@ -213,33 +202,14 @@ def _phase(place: Place) -> str:
 # A timeline as a file for https://ui.perfetto.dev and `chrome://tracing` --------------------------------------------
 
 
-def write_chrome(
-    timeline: ReplayedStep,
-    path: str | os.PathLike[str],
-    memory: Sequence[ClassMemory] | None = None,
-    limit: int = 200_000,
-) -> None:
-    """Write a timeline in the trace event format: a process per rank, a thread per stream, counters of memory.
-
-    Args:
-        timeline: of a step.
-        path: of the file, such as `step.json`.
-        memory: of each rank, in the order of the timeline's.
-        limit: of boxes; above it, operations of a layer are one.
-    """
-    chrome_events(timeline, memory, limit).write(path, "ms")
-
-
-def chrome_events(
-    timeline: ReplayedStep, memory: Sequence[ClassMemory] | None = None, limit: int = 200_000
-) -> PerfettoEvents:
-    """Return what `write_chrome` writes."""
+def chrome_events(timeline: ReplayedStep) -> PerfettoEvents:
+    """Return a timeline in the trace event format: a process per rank, a thread per stream, counters of memory."""
     found = PerfettoEvents()
     lanes: dict[tuple[int, str], int] = {}
     for row, program in enumerate(timeline.programs):
         like = f" and {program.like - 1:,} like it" if program.like > 1 else ""
         found.process(row, f"rank {program.rank}{like}")
-    for span in spans(timeline, limit=limit):
+    for span in spans(timeline, limit=_MOST_BOXES):
         waits = span.kind in (EXPOSED, "bubble", "host")
         lane = "waits" if waits else f"communication {span.lane}" if span.kind == COMMUNICATION else span.lane
         thread = lanes.get((span.row, lane))
@@ -250,7 +220,7 @@ def chrome_events(
         start, duration = span.start * 1e6, (span.end - span.start) * 1e6
         args = {"micro-batch": span.batch} if span.batch >= 0 else None
         found.slice(span.row, thread, name, span.kind, start=start, duration=duration, args=args)
-    for row, class_memory in enumerate(memory or ()):
+    for row, class_memory in enumerate(timeline.memory):
         _add_counters(found, timeline, row, class_memory)
     return found
 

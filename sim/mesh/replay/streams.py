@@ -31,8 +31,6 @@ from sim.mesh.replay.pieces import (
     share,
 )
 
-__all__ = ["Clock", "Gap", "PieceResult", "Ran", "simulate"]
-
 
 class Ran(NamedTuple):
     """An operation or communication that ran: when, and the number of its event in the segment.

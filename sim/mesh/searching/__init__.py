@@ -1,7 +1,6 @@
 """The ways to train a model on some devices, and how to find the good ones.
 
 search -> explore -> candidates, floors, ranking
-candidates, floors -> bounds -> stages -> space
-ranking -> limits
-advice; budget
+candidates, floors -> bounds -> space
+budget
 """

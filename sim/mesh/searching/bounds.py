@@ -1,7 +1,8 @@
 """Bounds of a candidate in microseconds: a lower bound of its memory, and a rough step time.
 
 A search skips what cannot fit by `least_memory`, and looks first at what promises most by `guess_seconds`
-and `guess_memory`. None of them is shown as a result.
+and `guess_memory`. None of them is shown as a result. All ask for the shape of the model, a candidate, and the tokens
+of a sequence.
 """
 
 from __future__ import annotations
@@ -13,20 +14,7 @@ from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.metrics import least_kept
 from sim.mesh.hardware import Hardware
-from sim.mesh.searching.space import Candidate, Shape
-from sim.mesh.searching.stages import layers_of_stages, owners_of
-
-__all__ = [
-    "Machine",
-    "even_memory",
-    "even_time",
-    "guess_memory",
-    "guess_seconds",
-    "held_by_model",
-    "least_memory",
-    "machine_of",
-    "message_seconds",
-]
+from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "muon": 4, "sgd": 0}
@@ -61,11 +49,6 @@ def least_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     activations, what any implementation keeps: a block's input where it is checkpointed; else also what matrix products
     and attention read in backward. Pipelines have as many micro-batches under way as stages (Narayanan et al. 2021,
     section 2.2).
-
-    Args:
-        shape: of the model.
-        candidate: to be bounded.
-        seq_len: tokens of a sequence.
     """
     return _together(_state(shape, candidate), _activations(shape, candidate, seq_len), candidate)
 
@@ -116,12 +99,7 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
 
 
 def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
-    """Return bytes of weights and optimizer state, and of gradients while micro-batches add theirs up.
-
-    Args:
-        shape: of the model.
-        candidate: to be bounded.
-    """
+    """Return bytes of weights and optimizer state, and of gradients while micro-batches add theirs up."""
     dims, recipe = candidate.dims, candidate.recipe
     standing, gradients = _state(shape, candidate)
     if dims.pp > 1 or candidate.parts == 1:
@@ -173,11 +151,6 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     as it came. On top of that the larger of two moments: the loss, of each logit 12 bytes, less where it is the
     library's or compiled; or a block's backward, with the gradients of one block and two gathered ones. What is
     outside of blocks is gathered all the time. Gradients that wait for a reduction are kept in the dtype of it.
-
-    Args:
-        shape: of the model.
-        candidate: whose memory is guessed.
-        seq_len: tokens of a sequence.
     """
     dims, recipe = candidate.dims, candidate.recipe
     width, tokens = _BYTES[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
@@ -230,24 +203,13 @@ def _gradients_wait(candidate: Candidate) -> bool:
 
 @cache
 def even_time(shape: Shape, stages: int) -> tuple[int, ...]:
-    """Return layers for stages that compute equally long: the head takes what it weighs, the embedding nothing.
-
-    Args:
-        shape: of the model.
-        stages: of all ranks.
-    """
+    """Return layers for stages that compute equally long: the head takes what it weighs, the embedding nothing."""
     head = _layers_in_head(shape)
     return tuple(len(layers) for layers in split_layers(shape.layers, stages, first_extra=0, last_extra=head))
 
 
 def even_memory(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[int, ...]:
-    """Return layers for stages that need equally much memory: the first ones keep more micro-batches.
-
-    Args:
-        shape: of the model.
-        candidate: with one stage on each rank.
-        seq_len: tokens of a sequence.
-    """
+    """Return layers for stages, one on each rank, that need equally much memory: the first keep more micro-batches."""
     dims, recipe = candidate.dims, candidate.recipe
     state = sum(_state(shape, candidate)) * dims.pp
     head = shape.vocab * shape.hidden / max(shape.parameters, 1) * state
@@ -282,12 +244,6 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     Compute at a part of the peak, the smaller the fewer tokens a micro-batch has, in a pipeline that of the fullest
     rank; of tensor and expert parallelism and of messages between stages all communication, of sharded weights what
     compute does not hide; the bubble of the pipeline.
-
-    Args:
-        shape: of the model.
-        candidate: whose time is guessed.
-        seq_len: tokens of a sequence.
-        machine: that it runs on.
     """
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     tokens = candidate.batch * seq_len / dims.cp
@@ -331,14 +287,7 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
 
 
 def message_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
-    """Return seconds that a micro-batch takes at least from one stage to the next, on the fastest of these links.
-
-    Args:
-        shape: of the model.
-        candidate: with a pipeline, whose ranks lie as far from each other as all others have places.
-        seq_len: tokens of a sequence.
-        machine: that it runs on.
-    """
+    """Return seconds that a micro-batch takes at least from one stage to the next, on the fastest of these links."""
     dims, recipe = candidate.dims, candidate.recipe
     speed = machine.inside if dims.world_size // dims.pp < machine.devices_per_node else machine.between
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp

@@ -17,8 +17,6 @@ from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import gib
 
-__all__ = ["NoPolicyFits", "fit_activations", "fit_job"]
-
 _KINDS = (("selective", "alternate", "full"), ("full offload", "offload"))
 """What is tried: the second group where nothing of the first fits."""
 

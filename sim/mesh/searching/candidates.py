@@ -19,10 +19,7 @@ from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import even_memory, even_time
-from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
-from sim.mesh.searching.stages import layers_of_stages, owners_of
-
-__all__ = ["enumerate_candidates"]
+from sim.mesh.searching.space import Candidate, Rejected, Shape, Space, layers_of_stages, owners_of
 
 _SHORTEST_PART = 4096  # tokens: below it, a part of a sequence is too short for the attention of cp to pay
 _MORE_STAGES = (4, 8)  # on each rank of a pipeline, beside one and two
@@ -42,11 +39,7 @@ def divisors(number: int) -> list[int]:
 
 
 def enumerate_candidates(space: Space) -> Iterator[Candidate | Rejected]:
-    """Yield every candidate, and what is rejected before anything is estimated.
-
-    Args:
-        space: what is searched.
-    """
+    """Yield every candidate, and what is rejected before anything is estimated."""
     for degrees in _model_degrees(space):
         if isinstance(degrees, Rejected):
             yield degrees

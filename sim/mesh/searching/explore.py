@@ -27,8 +27,6 @@ from sim.mesh.searching.floors import Floors
 from sim.mesh.searching.ranking import Found, SearchResult, chance_faster
 from sim.mesh.searching.space import Candidate, Rejected, Space
 
-__all__ = ["Exploration", "NothingFits", "Progress"]
-
 _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell better
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
 _LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3, "offload": 4, "full offload": 5}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -22,14 +22,12 @@ from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.program import COMPUTE, MEMORY_KINDS, Op, Program
 from sim.mesh.recipe import Recipe
+from sim.mesh.replay.timeline import replay_time
 from sim.mesh.searching.bounds import held_by_model, machine_of, message_seconds
-from sim.mesh.searching.space import Candidate, Shape
-from sim.mesh.searching.stages import layers_of_stages, least_time
+from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 from sim.mesh.spec import ModelSpec
-from sim.mesh.timeline import replay_time
+from sim.mesh.tracing.stitch import Action, orders
 from sim.mesh.tracing.trace import collector_paused, trace
-
-__all__ = ["Floor", "Floors"]
 
 _LARGEST = 16
 """Sequences of a micro-batch at which a sequence takes least: kernels are not faster beyond."""
@@ -39,6 +37,8 @@ _OF_WEIGHTS = frozenset({"parameters", "gathered weights", "gradients", "communi
 _DONE_AGAIN = 0.7  # of a checkpointed block's forward: what comes after the last tensor for backward is not needed
 _ALTERNATE = 0.25  # of the matrix products: every other one, whichever those are
 _KEPT = 0.9  # of a layer's activations, on the stage that keeps most of them
+_MOST = 2048
+"""Stages times micro-batches of a schedule that is played."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,7 @@ class Floor:
     head: float = 0.0
 
     def again(self, candidate: Candidate) -> float:
-        """Return seconds that a candidate computes again at least.
-
-        Args:
-            candidate: with its checkpointing.
-        """
+        """Return seconds that a candidate computes again at least."""
         recipe = candidate.recipe
         if recipe.checkpoint_layers is not None or recipe.checkpoint_every > 1 or recipe.activations.kind == "none":
             return 0.0
@@ -113,12 +109,7 @@ class Floors:
         self._again: dict[Any, float] = {}
 
     def learn(self, candidate: Candidate, programs: Sequence[Program]) -> None:
-        """Take over from an estimate what its sharding adds to a micro-batch, for candidates that shard as much.
-
-        Args:
-            candidate: that was estimated.
-            programs: of its ranks.
-        """
+        """Take over from an estimate what its sharding adds to a micro-batch, for candidates that shard as much."""
         recipe = candidate.recipe
         if candidate.dims.pp == 1 and recipe.activations.kind != "none" and recipe.checkpoint_layers is None:
             seconds = min([_recomputed(program, self._pricing(recipe)) for program in programs])
@@ -131,9 +122,7 @@ class Floors:
     def seconds(self, candidate: Candidate, *, known_only: bool = False) -> Iterator[float]:
         """Yield seconds that a step of a candidate takes at least: what costs little to know first, the most last.
 
-        Args:
-            candidate: to be bounded.
-            known_only: of what has been recorded so far.
+        With `known_only`, only those that follow from what has been recorded so far.
         """
         yield self.arithmetic(candidate)
         for key, part in self._bases(candidate):
@@ -199,11 +188,7 @@ class Floors:
         return copies.gradients * max(in_blocks, 0.0) / shape.layers
 
     def arithmetic(self, candidate: Candidate) -> float:
-        """Return seconds that a device needs at its peak for the products of weights, of a candidate's step.
-
-        Args:
-            candidate: to be bounded.
-        """
+        """Return seconds that a device needs at its peak for the products of weights, of a candidate's step."""
         dims, recipe = candidate.dims, candidate.recipe
         peak = max(self.hardware.peak(recipe.param_dtype), self.hardware.peak("fp8") if recipe.float8 else 0.0)
         embedding = self.shape.vocab * self.shape.hidden  # is looked up
@@ -211,11 +196,7 @@ class Floors:
         return 6 * (self.model.num_active_parameters - embedding) * tokens / (dims.tp * dims.pp) / peak
 
     def bytes(self, candidate: Candidate) -> float:
-        """Return bytes that the fullest rank allocates at least.
-
-        Args:
-            candidate: to be bounded.
-        """
+        """Return bytes that the fullest rank allocates at least."""
         dims, recipe = candidate.dims, candidate.recipe
         standing, whole_gradients = held_by_model(self.shape, candidate)
         if recipe.checkpointing != "none":
@@ -358,3 +339,56 @@ def _waits(candidate: Candidate) -> float:
     if kind.splits_backward:
         return 0.0
     return (dims.pp - 1) / kind.checked_stages_per_rank(recipe.stages_per_rank)
+
+
+def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequence[float], message: float) -> float:
+    """Return seconds from the first forward to the last backward, if nothing else is waited for.
+
+    Of schedules that split backward in two, nobody says how long either half is: there it is what the fullest rank
+    computes, and so it is with many micro-batches, of which the first and the last matter little.
+
+    Args:
+        candidate: with a pipeline.
+        forward: seconds of a micro-batch in each stage.
+        backward: likewise.
+        message: seconds that a micro-batch takes from one rank to the next.
+    """
+    recipe, ranks, parts, owners = candidate.recipe, candidate.dims.pp, candidate.parts, owners_of(candidate)
+    if find_schedule(recipe.schedule).splits_backward or len(owners) * parts > _MOST:
+        busy = [0.0] * ranks
+        for owner, *seconds in zip(owners, forward, backward, strict=True):
+            busy[owner] += parts * sum(seconds)
+        return max(busy)
+    return _makespan(_orders(recipe.schedule, ranks, recipe.stages_per_rank, parts), owners, forward, backward, message)
+
+
+_orders = lru_cache(maxsize=64)(orders)
+
+
+def _makespan(
+    rows: Sequence[Sequence[Action]],
+    owners: Sequence[int],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    message: float,
+) -> float:
+    """Return when the last action ends, each as soon as its rank is free and what it needs is there."""
+    ends: dict[tuple[str, int, int], float] = {}
+    at, free, last = [0] * len(rows), [0.0] * len(rows), len(forward) - 1
+    waiting = True
+    while waiting:
+        waiting = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                kind, stage, batch = row[at[rank]]
+                source = stage - 1 if kind == "forward" else stage + 1
+                if 0 <= source <= last:
+                    found = ends.get((kind, source, batch))
+                    if found is None:
+                        break
+                    free[rank] = max(free[rank], found + (message if owners[source] != rank else 0.0))
+                free[rank] += (forward if kind == "forward" else backward)[stage]
+                ends[kind, stage, batch] = free[rank]
+                at[rank] += 1
+                waiting = True
+    return max(free)

@@ -1,4 +1,4 @@
-"""Ranking of candidates, and its report."""
+"""Ranking of candidates, what limits the best, and the report of both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,41 +16,18 @@ from rich.text import Text
 
 from hyper_parallel.core.common.tables import View, as_html, as_text, plain_table
 from sim.mesh.report import estimate_dict, gib, interval, number, per_second, percent, seconds
-from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.space import Candidate, Rejected
-
-__all__ = [
-    "Found",
-    "SearchBar",
-    "SearchResult",
-    "chance_faster",
-    "pareto",
-    "search_dict",
-    "search_text",
-    "search_view",
-]
-
 
 # Searches as tables, and how far they are -----------------------------------------------------------------------------
 
 
 def search_text(result: Any, most: int = 10) -> str:
-    """Return the tables of a search as text.
-
-    Args:
-        result: what `sim.mesh.search` has returned.
-        most: rows of the ranking.
-    """
+    """Return the tables of a search as text."""
     return as_text(search_view(result, most), width=170)
 
 
 def search_view(result: Any, most: int = 10) -> View:
-    """Return the tables of a search, to be printed by rich.
-
-    Args:
-        result: what `sim.mesh.search` has returned.
-        most: rows of the ranking.
-    """
+    """Return the tables of a search, to be printed by rich."""
     views: list[RenderableType] = [Text(f"{result.title}; {gib(result.limit_bytes)} on a device"), Text()]
     views += [Text("Fastest first", style="bold"), _ranking(result, most)]
     if len(result.found) > most:
@@ -108,11 +85,7 @@ def _reasons(result: Any) -> Table:
 
 
 def search_dict(result: Any) -> dict[str, Any]:
-    """Return a search as data for JSON.
-
-    Args:
-        result: what `sim.mesh.search` has returned.
-    """
+    """Return a search as data for JSON."""
 
     def one(entry: Any) -> dict[str, Any]:
         return {**estimate_dict(entry.estimate), "how": entry.candidate.how, "chance_faster": entry.chance}
@@ -215,11 +188,7 @@ class Found:
         return float(self.estimate.memory.reserved)
 
     def excess(self, limit_bytes: float) -> str:
-        """Return what it needs and why that does not fit, in words.
-
-        Args:
-            limit_bytes: of memory on a device.
-        """
+        """Return what it needs and why that does not fit, in words."""
         memory = self.estimate.memory
         on_host = max(one.host_bytes for one in memory.classes)
         if self.bytes > limit_bytes:
@@ -303,11 +272,7 @@ class SearchResult:
 
 
 def pareto(found: Sequence[Found]) -> tuple[Found, ...]:
-    """Return what no other one beats in both memory and time, the smallest first.
-
-    Args:
-        found: with estimates.
-    """
+    """Return what no other one beats in both memory and time, the smallest first."""
     front: list[Found] = []
     for entry in sorted(found, key=lambda one: (one.bytes, one.seconds)):
         if not front or entry.seconds < front[-1].seconds:
@@ -321,10 +286,6 @@ def chance_faster(first: Any, second: Any) -> float:
     What makes one estimate wrong mostly makes the other one wrong, too: matrix products that are slower than thought
     slow down both. So each term (compute, the communication of an axis, the bubble ...) counts by how much of it the
     two do not share; what is left is taken as independent.
-
-    Args:
-        first: an estimate.
-        second: another one, on the same hardware.
     """
     ours, theirs = _terms(first.time), _terms(second.time)
     variance = 0.0
@@ -343,3 +304,57 @@ def _terms(time: Any) -> dict[str, tuple[float, float]]:
     return {
         name: (q.value, (q.high - q.low) / 2 / _NINETY_PERCENT / q.value) for name, q in named.items() if q.value > 0
     }
+
+
+# Limits of the best: kernels, exposed communication, the bubble of the pipeline, or memory ----------------------------
+
+_WORTH_A_WORD = 0.005  # of a step
+
+
+class Limit(NamedTuple):
+    """The largest loss of a step, and whether more memory would help.
+
+    Attributes:
+        by: `kernels`, `communication on AXIS`, `bubble`, `host` or `memory`.
+        shares: of the step, by the same names; of memory, what the fastest that does not fit would save.
+        text: one sentence.
+    """
+
+    by: str
+    shares: dict[str, float]
+    text: str
+
+
+def limit_of(result: Any) -> Limit:
+    """Return what limits the best of a search.
+
+    Kernels lose what they are slower than the peak of the device, by the FLOPs of the model. What a step waits for is
+    lost as a whole. Memory is the limit if what does not fit saves more than any of these loses.
+    """
+    best = result.best
+    time, step = best.estimate.time, best.seconds
+    shares = {f"communication on {axis}": quantity.value / step for axis, quantity in time.exposed.items()}
+    shares["bubble"] = time.bubble.value / step
+    shares["host"] = time.host.value / step
+    shares["kernels"] = max(0.0, time.compute.value / step - number(time.mfu))
+    faster = min(result.too_large, key=lambda one: one.seconds, default=None)
+    saved = 0.0 if faster is None else 1 - faster.seconds / step
+    if faster is not None and saved > 0:
+        shares["memory"] = saved
+    shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    by = next(iter(shares))
+    losses = [
+        f"{name} {percent(share)}" for name, share in shares.items() if share >= _WORTH_A_WORD and name != "memory"
+    ]
+    limited_by = {
+        "kernels": "kernels, which reach less than the peak of the device",
+        "bubble": "the bubble of its pipeline",
+        "host": "the host, which issues operations too late",
+        "memory": "memory",
+    }.get(by, f"exposed {by}")
+    text = f"The best is limited by {limited_by}; of its step is lost: {', '.join(losses) or 'nothing'}."
+    if faster is not None and saved >= _WORTH_A_WORD:
+        beside = max(one.context_bytes for one in faster.estimate.memory.classes)
+        over = gib(faster.bytes + beside - result.limit_bytes)
+        text += f" With {over} more memory, {faster.candidate} would be {percent(saved)} faster."
+    return Limit(by, shares, text)

@@ -13,10 +13,8 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import machine_of
 from sim.mesh.searching.explore import Exploration, Progress
 from sim.mesh.searching.floors import Floors
-from sim.mesh.searching.ranking import Found, SearchResult
+from sim.mesh.searching.ranking import SearchResult
 from sim.mesh.searching.space import Candidate, Space, default_recipes, shape_of
-
-__all__ = ["Found", "SearchResult", "search"]
 
 
 def search(

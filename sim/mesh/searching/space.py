@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import ModelSpec
-
-__all__ = ["CHECKPOINTINGS", "Candidate", "Rejected", "Shape", "Space", "default_recipes", "shape_of"]
 
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "ep", "cp")
 
@@ -217,12 +217,7 @@ def default_recipes() -> tuple[Recipe, ...]:
 
 
 def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
-    """Return the numbers of a model that bounds depend on.
-
-    Args:
-        spec: what `sim.mesh.find_model` has returned.
-        seq_len: tokens of a sequence.
-    """
+    """Return the numbers of a model that bounds depend on."""
 
     def size(name: str, otherwise: int = 0) -> int:
         return int(getattr(spec.config, name, None) or otherwise) if hasattr(spec, "config") else otherwise
@@ -256,3 +251,25 @@ def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
 def _splits(spec: ModelSpec) -> bool:
     """Whether tensors inside of layers can be split: a module of the user's needs a plan for it."""
     return spec.family != "custom" or getattr(spec.config, "plan", None) is not None
+
+
+def layers_of_stages(layers: int, candidate: Candidate) -> list[range]:
+    """Return the layers of each stage, in model order."""
+    return _split(layers, len(owners_of(candidate)), candidate.layers_per_stage)
+
+
+@functools.cache
+def _split(layers: int, stages: int, sizes: tuple[int, ...] | None) -> list[range]:
+    return split_layers(layers, stages, sizes=None if sizes is None else list(sizes))
+
+
+def owners_of(candidate: Candidate) -> list[int]:
+    """Return the place along the pipeline of the rank that has each stage."""
+    recipe = candidate.recipe
+    return _owners(recipe.schedule, candidate.dims.pp, recipe.stages_per_rank)
+
+
+@functools.cache
+def _owners(schedule: str, ranks: int, stages_per_rank: int | None) -> list[int]:
+    each = find_schedule(schedule).checked_stages_per_rank(stages_per_rank)
+    return [rank_of_stage(schedule, stage, ranks, each) for stage in range(ranks * each)]

@@ -37,9 +37,7 @@ from sim.mesh.tracing.kernels import use_float8
 from sim.mesh.tracing.losses import fuse_head
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.replicated import Replicated
-from sim.mesh.zoo.mla import MLALlama, mla_plan
-
-__all__ = ["Built", "build_of_run", "build_stage"]
+from sim.mesh.zoo import MLALlama, mla_plan
 
 
 @dataclass
@@ -65,13 +63,6 @@ def build_of_run(run: Config, job: Job, part: StagePart, layers: Collection[int]
     """Build a stage of a training run, with some of its layers, by the function that `Trainer` calls.
 
     Called on the living rank, while the recorder records.
-
-    Args:
-        run: which the job is a step of.
-        job: what is estimated; the mesh of its degrees is built.
-        part: the stage.
-        layers: numbers of those to build.
-        recorder: whose places follow the layers.
     """
     blocks: list[tuple[int, nn.Module]] = []
     graphs: dict[Any, Any] = {}
@@ -94,12 +85,6 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     """Build a stage with some of its layers, in the order in which the trainer applies parallelisms.
 
     Called on the living rank, while the recorder records.
-
-    Args:
-        job: what is estimated; the mesh of its degrees is built.
-        part: the stage.
-        layers: numbers of those to build.
-        recorder: whose places follow the layers.
     """
     dims, recipe, spec = job.dims, job.recipe, job.model
     loss_in_head = recipe.fused_loss and spec.vocab_size is not None

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sim.mesh.job import Job
     from sim.mesh.tracing.build import Built
 
-__all__ = ["ON_HOST", "find_categories", "logit_sizes", "standing_blocks"]
-
 ON_HOST = "offloaded activations"
 """Category of blocks that are in the host's memory."""
 
@@ -28,13 +26,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def standing_blocks(recorder: Recorder, built: Built, optimizer: torch.optim.Optimizer | None) -> list[Standing]:
-    """Return the blocks that live between two steps, weights first, then the optimizer's state, then the rest.
-
-    Args:
-        recorder: that has followed them.
-        built: the stage.
-        optimizer: with its state; None: the stage has its own.
-    """
+    """Return the blocks that live between two steps, weights first, then the optimizer's state, then the rest."""
     found: dict[int, Standing] = {}
 
     def note(tensor: torch.Tensor, category: str, layer: int | None) -> None:
@@ -86,14 +78,7 @@ def _layer_of(name: str, layers: dict[str, int]) -> int | None:
 def find_categories(
     recorder: Recorder, job: Job, standing: list[Standing], segments: dict[Key, list[Chunk]]
 ) -> dict[int, str]:
-    """Return what each block of a recording is for.
-
-    Args:
-        recorder: that has followed them.
-        job: what is estimated.
-        standing: what lives through the step.
-        segments: of the step.
-    """
+    """Return what each block of a recording is for."""
     categories = {each.block: each.category for each in standing}
     freed: dict[int, Key] = {}
     taken: dict[int, Key] = {}
@@ -133,11 +118,7 @@ def find_categories(
 
 
 def logit_sizes(job: Job) -> set[int]:
-    """Return the bytes that logits of a micro-batch may have: blocks of that size outside of layers are taken for them.
-
-    Args:
-        job: what is estimated.
-    """
+    """Return the bytes that logits of a micro-batch may have: blocks so large outside of layers are taken for them."""
     vocab = job.model.vocab_size
     if vocab is None:
         return set()

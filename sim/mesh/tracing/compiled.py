@@ -22,26 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.platform import attention_operators
 from sim.mesh.tracing.fusion import order_by_kernel
-from sim.mesh.tracing.kinds import being, enter, one_kernel, recomputes, region, take_numbers, traces
-
-__all__ = [
-    "PRODUCTS",
-    "CompiledLike",
-    "Graph",
-    "compile_block",
-    "compile_like",
-    "fresh_callables",
-    "likeness",
-    "names_before",
-    "one_kernel",
-    "recomputes",
-    "region",
-    "shape_of",
-    "standing_for",
-    "tensor_places",
-    "traces",
-]
-
+from sim.mesh.tracing.kinds import being, enter, take_numbers, traces
 
 # Graphs as `aot_function` traces them, run operation by operation, and what they take from modules --------------------
 
@@ -186,7 +167,7 @@ def shape_of(x: torch.Tensor) -> Any:
 
 _aten = torch.ops.aten
 
-PRODUCTS = frozenset(
+_PRODUCTS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -203,13 +184,7 @@ _UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
 _TENSOR = object()  # stands where a tensor was among arguments
 
 
-def compile_block(
-    block: nn.Module,
-    checkpointing: str = "none",
-    *,
-    graphs: dict[Any, Any] | None = None,
-    keep: Callable[[Any], bool] = PRODUCTS.__contains__,
-) -> bool:
+def compile_block(block: nn.Module, checkpointing: str = "none", *, graphs: dict[Any, Any] | None = None) -> bool:
     """Let a block compute as if it was compiled: as a whole, or what lies between the places where it communicates.
 
     A block in whose modules tensor parallelism communicates is compiled in pieces, as are attention over several ranks
@@ -220,7 +195,6 @@ def compile_block(
         block: changed in place, after tensor and context parallelism have been applied.
         checkpointing: "none", "selective", "alternate" or "full": see `compile_like`.
         graphs: what blocks that are alike share; a new dict for a new model.
-        keep: whether "selective" and "alternate" keep the result of an operation (an `OpOverload`).
 
     Returns:
         Whether checkpointing is part of the graph. False: the block is in pieces, and is to be put into a checkpoint
@@ -231,7 +205,7 @@ def compile_block(
     """
     shared: dict[Any, Any] = {} if graphs is None else graphs
     if _is_one_graph(block):
-        block.forward = compile_like(block, checkpointing, graphs=shared, keep=keep)
+        block.forward = compile_like(block, checkpointing, graphs=shared)
         return True
     _check(checkpointing)
     for child in block.children():
@@ -240,12 +214,7 @@ def compile_block(
 
 
 def compile_pieces(module: nn.Module, graphs: dict[Any, Any]) -> None:
-    """Let a module compute as if what lies between the places where it communicates was compiled.
-
-    Args:
-        module: changed in place.
-        graphs: what modules that are alike share.
-    """
+    """Let a module compute as if what lies between the places where it communicates was compiled."""
     if _is_one_graph(module) or "attend" in vars(module):
         own = vars(module).get("forward")
         if isinstance(
@@ -285,7 +254,6 @@ def compile_like(
     checkpointing: str = "none",
     *,
     graphs: dict[Any, Any] | None = None,
-    keep: Callable[[Any], bool] = PRODUCTS.__contains__,
 ) -> CompiledLike:
     """Return what computes as a module's forward, or a function, would if it was compiled.
 
@@ -300,13 +268,12 @@ def compile_like(
             the graph. "none": what costs less than keeping it. "selective": all but products of matrices and
             attention. "alternate": every other product as well. "full": all.
         graphs: what modules that are alike share.
-        keep: whether "selective" and "alternate" keep the result of an operation (an `OpOverload`).
 
     Raises:
         ValueError: no such policy.
     """
     _check(checkpointing)
-    return CompiledLike(module, checkpointing, {} if graphs is None else graphs, keep)
+    return CompiledLike(module, checkpointing, {} if graphs is None else graphs)
 
 
 def _check(checkpointing: object) -> None:
@@ -322,10 +289,10 @@ class _Reached(Exception):
 class CompiledLike:
     """A function, run as the graphs that a compiler makes of it. See `compile_like`."""
 
-    def __init__(self, target: Any, checkpointing: str, graphs: dict[Any, Any], keep: Callable[[Any], bool]) -> None:
+    def __init__(self, target: Any, checkpointing: str, graphs: dict[Any, Any]) -> None:
         self.module = target if isinstance(target, nn.Module) else None
         self.forward: Callable[..., Any] = target if self.module is None else target.forward
-        self.checkpointing, self.graphs, self.keep = checkpointing, graphs, keep
+        self.checkpointing, self.graphs = checkpointing, graphs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the function computes."""
@@ -363,7 +330,6 @@ class CompiledLike:
         key: tuple[Any, ...] = (
             part,
             self.checkpointing,
-            self.keep,
             str(tree),
             torch.is_grad_enabled(),
             likeness(self.module),
@@ -428,7 +394,7 @@ class CompiledLike:
             if node.op == "call_function" and node.name in forward:
                 maker = node.args[0] if node.target is operator.getitem else node
                 products += node.target in _MATRICES
-                kept = self.checkpointing != "full" and self.keep(maker.target)
+                kept = self.checkpointing != "full" and maker.target in _PRODUCTS
                 if self.checkpointing == "alternate" and node.target in _MATRICES:
                     kept = products % 2 == 1
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,13 +13,6 @@ from torch import fx
 
 from sim.mesh.program import MEMORY_KINDS, Alloc, Event, Free, Op, Place, Program, Segment, Touch
 
-__all__ = [
-    "fuse",
-    "fuse_events",
-    "order_by_kernel",
-]
-
-
 # Fusion groups: the operations of a traced graph that a compiler makes one kernel of ----------------------------------
 #
 # The rules are those by which TorchInductor does it (`torch/_inductor/ir.py`, `scheduler.py`), in short:
@@ -327,9 +320,6 @@ def fuse(program: Program) -> Program:
 
     What is not compiled, products of matrices, attention and communication stay as they are. The bytes that a kernel
     moves are those that its operations move to and from blocks that are there before or after them.
-
-    Args:
-        program: not changed.
     """
     if not any(place.compiled for place in program.places):
         return program

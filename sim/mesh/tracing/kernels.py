@@ -24,13 +24,6 @@ from hyper_parallel.platform.attention import (
 )
 from sim.late import fused
 
-__all__ = [
-    "AcceleratorKernels",
-    "fused_attention",
-    "use_float8",
-]
-
-
 # Kernels that accelerators have and torch's CPU lacks, for tensors without values -------------------------------------
 #
 # The same call is another set of operations on a CPU, and keeps other tensors for backward:

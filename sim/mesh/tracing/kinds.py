@@ -10,21 +10,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-__all__ = [
-    "attention_shape",
-    "count_flops",
-    "kind_of",
-    "matmul_shape",
-    "memory_kind",
-    "one_kernel",
-    "reads_only_its_output",
-    "recomputes",
-    "region",
-    "reported_kind",
-    "traces",
-]
-
-
 # Fused regions: the kernel that a running operation belongs to, where several are one ---------------------------------
 
 
@@ -90,180 +75,103 @@ def enter(number: int, again: bool) -> None:
 
 # The op kind of each of torch's operations, looked up once per operation and overload ---------------------------------
 
-_MATMULS = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_scaled_mm", "_grouped_mm", "_int_mm", "linear"}
-    | {"convolution", "_convolution", "convolution_backward", "cudnn_convolution", "mkldnn_convolution", "addr"}
-    | {"convolution_overrideable", "_slow_conv2d_forward", "mkldnn_linear"}
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MATMULS = _words(
+    """
+    mm addmm bmm baddbmm addbmm addmv mv dot _scaled_mm _grouped_mm _int_mm linear convolution _convolution
+    convolution_backward cudnn_convolution mkldnn_convolution addr convolution_overrideable _slow_conv2d_forward
+    mkldnn_linear
+    """
 )
-_ATTENTIONS = frozenset(
-    {
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "npu_fusion_attention",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    }
+_ATTENTIONS = _words(
+    """
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable npu_fusion_attention _flash_attention_forward
+    _efficient_attention_forward
+    """
 )
-_ATTENTION_BACKWARDS = frozenset(
-    {
-        "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_cudnn_attention_backward",
-        "_scaled_dot_product_fused_attention_overrideable_backward",
-        "npu_fusion_attention_grad",
-        "_flash_attention_backward",
-        "_efficient_attention_backward",
-    }
+_ATTENTION_BACKWARDS = _words(
+    """
+    _scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+    _scaled_dot_product_fused_attention_overrideable_backward npu_fusion_attention_grad _flash_attention_backward
+    _efficient_attention_backward
+    """
 )
-_RANDOM = frozenset(
-    {"bernoulli", "bernoulli_", "native_dropout", "normal_", "uniform_", "rand", "randn", "rand_like", "randn_like"}
-    | {"randint", "randperm", "exponential_", "random_", "normal", "multinomial", "randint_like", "_fused_dropout"}
-    | {"log_normal_", "geometric_", "cauchy_", "poisson", "rrelu_with_noise"}
+_RANDOM = _words(
+    """
+    bernoulli bernoulli_ native_dropout normal_ uniform_ rand randn rand_like randn_like randint randperm
+    exponential_ random_ normal multinomial randint_like _fused_dropout log_normal_ geometric_ cauchy_ poisson
+    rrelu_with_noise
+    """
 )
 _OPTIMIZERS = frozenset(
     {"_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_", "_fused_adamw", "_fused_adam", "_fused_sgd"}
 )
-_HOST = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "_unsafe_view"}
-    | {"lift_fresh", "lift", "detach_", "resize_", "set_", "is_same_size", "_version", "device", "size", "stride"}
-    | {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "is_contiguous", "_has_same_storage_numel"}
-    | {"unsqueeze_", "squeeze_", "transpose_", "t_", "as_strided_", "record_stream", "_debug_has_internal_overlap"}
-    | {"_to_functional_tensor", "is_pinned", "_local_scalar_dense", "item", "equal", "_assert_async", "_foreach_empty"}
+_HOST = _words(
+    """
+    empty empty_like empty_strided new_empty new_empty_strided empty_permuted _unsafe_view lift_fresh lift detach_
+    resize_ set_ is_same_size _version device size stride sym_size sym_stride sym_numel sym_storage_offset
+    is_contiguous _has_same_storage_numel unsqueeze_ squeeze_ transpose_ t_ as_strided_ record_stream
+    _debug_has_internal_overlap _to_functional_tensor is_pinned _local_scalar_dense item equal _assert_async
+    _foreach_empty
+    """
 )
-_MEMORY = frozenset(
+_MEMORY = _words(
     # Copies and fills
-    {
-        "copy_",
-        "_to_copy",
-        "clone",
-        "contiguous",
-        "cat",
-        "stack",
-        "fill_",
-        "zero_",
-        "zeros",
-        "ones",
-        "full",
-        "zeros_like",
-    }
-    | {"ones_like", "full_like", "new_zeros", "new_ones", "new_full", "scalar_tensor", "arange", "iota", "eye"}
-    | {"linspace"}
-    | {"split_with_sizes_copy", "_chunk_cat", "chunk_cat", "repeat", "repeat_interleave", "constant_pad_nd", "flip"}
-    | {"roll", "tril", "triu", "tril_", "triu_", "unfold_copy", "select_backward", "slice_backward", "unfold_backward"}
-    | {
-        "copy",
-        "index_fill_",
-        "index_fill",
-        "select_scatter",
-        "slice_scatter",
-        "diagonal_backward",
-        "pad",
-        "as_strided_copy",
-    }
-    | {
-        "_pin_memory",
-        "tril_indices",
-        "triu_indices",
-        "lerp_",
-        "_reshape_copy",
-        "view_copy",
-        "logspace",
-        "embedding_renorm_",
-    }
+    """
+    copy_ _to_copy clone contiguous cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros
+    new_ones new_full scalar_tensor arange iota eye linspace split_with_sizes_copy _chunk_cat chunk_cat repeat
+    repeat_interleave constant_pad_nd flip roll tril triu tril_ triu_ unfold_copy select_backward slice_backward
+    unfold_backward copy index_fill_ index_fill select_scatter slice_scatter diagonal_backward pad as_strided_copy
+    _pin_memory tril_indices triu_indices lerp_ _reshape_copy view_copy logspace embedding_renorm_
+    """
     # By index
-    | {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index_select"}
-    | {"index_add", "index_add_", "index_copy", "index_copy_", "index_reduce_", "gather", "gather_backward", "scatter"}
-    | {"scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_fill", "masked_fill_"}
-    | {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "take", "put_", "embedding", "where"}
-    | {"embedding_dense_backward", "_embedding_bag", "_embedding_bag_forward_only", "one_hot", "take_along_dim"}
-    | {"searchsorted", "bucketize"}
+    """
+    index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put index_select index_add index_add_
+    index_copy index_copy_ index_reduce_ gather gather_backward scatter scatter_ scatter_add scatter_add_
+    scatter_reduce scatter_reduce_ masked_fill masked_fill_ masked_scatter masked_scatter_ masked_select nonzero
+    take put_ embedding where embedding_dense_backward _embedding_bag _embedding_bag_forward_only one_hot
+    take_along_dim searchsorted bucketize
+    """
     # Reductions, scans, orders
-    | {"sum", "mean", "amax", "amin", "aminmax", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std"}
-    | {
-        "var_mean",
-        "std_mean",
-        "norm",
-        "linalg_vector_norm",
-        "logsumexp",
-        "cumsum",
-        "cumprod",
-        "cumsum_",
-        "logcumsumexp",
-    }
-    | {"_fft_r2c", "_fft_c2c", "_fft_c2r", "view_as_real_copy", "view_as_complex_copy"}
-    | {"sort", "argsort", "topk", "kthvalue", "median", "unique", "_unique2", "unique_dim", "bincount", "histc"}
-    | {
-        "count_nonzero",
-        "nansum",
-        "cummax",
-        "cummin",
-        "mode",
-        "_weight_norm_interface",
-        "_weight_norm_interface_backward",
-    }
+    """
+    sum mean amax amin aminmax max min prod any all argmax argmin var std var_mean std_mean norm linalg_vector_norm
+    logsumexp cumsum cumprod cumsum_ logcumsumexp _fft_r2c _fft_c2c _fft_c2r view_as_real_copy view_as_complex_copy
+    sort argsort topk kthvalue median unique _unique2 unique_dim bincount histc count_nonzero nansum cummax cummin
+    mode _weight_norm_interface _weight_norm_interface_backward
+    """
     # Norms, softmaxes, losses
-    | {
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-        "native_dropout_backward",
-    }
-    | {
-        "native_batch_norm",
-        "native_batch_norm_backward",
-        "native_group_norm",
-        "native_group_norm_backward",
-        "_native_batch_norm_legit",
-    }
-    | {"cudnn_batch_norm", "cudnn_batch_norm_backward", "batch_norm_backward", "_batch_norm_with_update", "_softmax"}
-    | {"_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "nll_loss_forward"}
-    | {
-        "nll_loss_backward",
-        "nll_loss2d_forward",
-        "nll_loss2d_backward",
-        "mse_loss",
-        "mse_loss_backward",
-        "_masked_softmax",
-    }
-    | {"binary_cross_entropy", "binary_cross_entropy_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "kl_div"}
+    """
+    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_dropout_backward
+    native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward
+    _native_batch_norm_legit cudnn_batch_norm cudnn_batch_norm_backward batch_norm_backward _batch_norm_with_update
+    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax nll_loss_forward
+    nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward _masked_softmax
+    binary_cross_entropy binary_cross_entropy_backward smooth_l1_loss smooth_l1_loss_backward kl_div
+    """
     # Element by element, though torch does not tag it
-    | {"floor_divide", "rsub", "polar", "complex", "log_sigmoid_backward", "fill", "true_divide", "conj_physical"}
+    """
+    floor_divide rsub polar complex log_sigmoid_backward fill true_divide conj_physical
+    """
     # Activations that torch does not tag
-    | {"gelu", "gelu_backward", "silu", "silu_backward", "relu", "relu_", "threshold_backward", "sigmoid_backward"}
-    | {
-        "tanh_backward",
-        "hardtanh_backward",
-        "leaky_relu_backward",
-        "elu_backward",
-        "softplus_backward",
-        "glu",
-        "glu_backward",
-    }
-    | {"hardswish_backward", "mish_backward", "prelu", "_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward"}
+    """
+    gelu gelu_backward silu silu_backward relu relu_ threshold_backward sigmoid_backward tanh_backward
+    hardtanh_backward leaky_relu_backward elu_backward softplus_backward glu glu_backward hardswish_backward
+    mish_backward prelu _prelu_kernel _prelu_kernel_backward log_sigmoid_forward
+    """
     # Pooling and resizing
-    | {
-        "max_pool2d_with_indices",
-        "max_pool2d_with_indices_backward",
-        "avg_pool2d",
-        "avg_pool2d_backward",
-        "_adaptive_avg_pool2d",
-    }
-    | {"_adaptive_avg_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d"}
-    | {
-        "upsample_bilinear2d_backward",
-        "im2col",
-        "col2im",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "max_pool2d",
-        "avg_pool1d",
-    }
-    | {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
+    """
+    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
+    _adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d
+    upsample_bilinear2d_backward im2col col2im pixel_shuffle pixel_unshuffle max_pool2d avg_pool1d
+    _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_
+    """
 )
 _READS_ONLY_ITS_OUTPUT = frozenset(
     {"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "masked_select", "take_along_dim"}
@@ -312,12 +220,6 @@ def memory_kind(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor], r
     >>> add = torch.ops.aten.add.Tensor
     >>> {name: memory_kind(add, (x, other), [x, other], [x]) for name, other in others.items()}
     {'alike': 'memory', 'half': 'scalar', 'row': 'scalar', 'half a row': 'general', 'gaps': 'scalar'}
-
-    Args:
-        func: the overload.
-        args: what it was called with.
-        given: its tensors.
-        results: those that it returns.
     """
     name = func._schema.name.rpartition("::")[2]
     if name == "cat":
@@ -355,9 +257,11 @@ _REPORTED = {
     "optimizer": "optimizer",
     "fused": "fused operations",
 }
-_COPIES = frozenset(
-    {"copy_", "_to_copy", "clone", "cat", "stack", "fill_", "zero_", "zeros", "zeros_like", "split_with_sizes_copy"}
-    | {"_chunk_cat", "constant_pad_nd", "repeat", "new_zeros", "ones_like", "full", "_foreach_copy_", "_foreach_zero_"}
+_COPIES = _words(
+    """
+    copy_ _to_copy clone cat stack fill_ zero_ zeros zeros_like split_with_sizes_copy _chunk_cat constant_pad_nd
+    repeat new_zeros ones_like full _foreach_copy_ _foreach_zero_
+    """
 )
 
 
@@ -368,10 +272,6 @@ def reported_kind(kind: str, name: str) -> str:
     ('norms', 'softmax and loss')
     >>> reported_kind("attention_backward", "aten._flash_attention_backward"), reported_kind("memory", "aten.mul")
     ('attention', 'pointwise and reductions')
-
-    Args:
-        kind: of `kind_of`.
-        name: of the operation, with its namespace.
     """
     if kind in _REPORTED:
         return _REPORTED[kind]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.cpu import HostEvent, HostStream
-from hyper_parallel.platform.platform import Stream
 from sim.comm.collectives import Call
 from sim.comm.group import Endpoint, Group, Message, Slot
 from sim.comm.observer import Observer, observe
@@ -30,8 +29,6 @@ from sim.kernel.waiting import Waitable
 from sim.patches.rank import SimPlatform
 from sim.trace import Trace
 from sim.world import World, WorldOptions
-
-__all__ = ["MAX_LONE_RANKS", "FewRanksWorld", "LoneWorld", "Listener"]
 
 MAX_LONE_RANKS = 1_048_576
 
@@ -73,8 +70,9 @@ class Listener:
     def on_wait(self, waitable: Waitable) -> None:
         """The rank waits for one of these."""
 
-    def new_stream(self) -> Any:
+    def new_stream(self, priority: int = 0) -> Any:
         """The rank asks for a stream of its device."""
+        del priority
         return HostStream()
 
     def current_stream(self) -> Any:
@@ -94,22 +92,15 @@ class _LonePlatform(SimPlatform):
     """A device with streams, whose work the listener follows; its memory is that of tensors without values."""
 
     def __init__(self, listener: Listener) -> None:
-        super().__init__()
+        super().__init__(stands_for="cuda")
         self._listener = listener
+        asked = "copy_to_device copy_to_host attention new_stream current_stream use_stream new_event"
+        for name in asked.split():  # the listener answers as it is asked
+            setattr(self, name, getattr(listener, name))
 
     @property
     def has_streams(self) -> bool:
         """True: what is recorded here is what runs on a device that has them."""
-        return True
-
-    @property
-    def prefers_large_messages(self) -> bool:
-        """True, as on a device with streams."""
-        return True
-
-    @property
-    def gathers_uneven(self) -> bool:
-        """True, as with nccl."""
         return True
 
     @property
@@ -121,36 +112,6 @@ class _LonePlatform(SimPlatform):
     def supports_pinned_memory(self) -> bool:
         """True, where there is a host."""
         return self._listener.has_host
-
-    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
-        """Let the listener copy."""
-        self._listener.copy_to_device(target, source, pinned=pinned)
-
-    def copy_to_host(self, source: torch.Tensor, *, pinned: bool, wait: bool) -> torch.Tensor:
-        """Let the listener copy."""
-        return self._listener.copy_to_host(source, pinned=pinned, wait=wait)
-
-    def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> AttentionKernel | None:
-        """Return the fused attention of the device that the listener follows."""
-        return self._listener.attention(q, k, v, causal, scale)
-
-    def new_stream(self, priority: int = 0) -> Stream:
-        """Return a stream of the listener's."""
-        return cast("Stream", self._listener.new_stream())
-
-    def current_stream(self) -> Stream:
-        """Return the listener's current stream."""
-        return cast("Stream", self._listener.current_stream())
-
-    def use_stream(self, stream: Stream) -> Any:
-        """Queue operations on a stream of the listener's."""
-        return self._listener.use_stream(stream)
-
-    def new_event(self) -> Any:
-        """Return an event of the listener's."""
-        return self._listener.new_event()
 
 
 class _LoneTrace(Trace):
@@ -209,23 +170,14 @@ class _LoneGroup(Group):
         return None
 
     def _check(self, tensor: torch.Tensor, what: str) -> None:
-        _check_no_values(tensor, what)
+        if not isinstance(tensor, FakeTensor) and not tensor.is_meta and tensor.numel():
+            blame = "it moves values, and the ranks that it would get them from do not live"
+            seen = f"tensor: {tensor.dtype}, {tuple(tensor.shape)}, not a fake one"
+            hint = "tensors made under the FakeTensorMode of this world, or sim.world(...), in which all ranks live"
+            raise ValueError(explain(f"cannot carry out {what}", blame, seen, hint))
 
     def forget_unfinished(self) -> None:
         self.slots.clear()
-
-
-def _check_no_values(tensor: torch.Tensor, what: str) -> None:
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
-        return
-    raise ValueError(
-        explain(
-            f"cannot carry out {what}",
-            "it moves values, and the ranks that it would get them from do not live",
-            f"tensor: {tensor.dtype}, {tuple(tensor.shape)}, not a fake one",
-            "tensors made under the FakeTensorMode of this world, or sim.world(...), in which all ranks live",
-        )
-    )
 
 
 class _AlikeGroup(_LoneGroup):

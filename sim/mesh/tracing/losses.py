@@ -29,12 +29,11 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.loss import Logits, target_places, vocab_parallel_cross_entropy
-from sim.mesh.tracing.compiled import compile_like, one_kernel
+from sim.mesh.tracing.compiled import compile_like
+from sim.mesh.tracing.kinds import one_kernel
 
 if TYPE_CHECKING:
     from sim.mesh.recipe import Recipe
-
-__all__ = ["KINDS", "Loss", "fuse_head"]
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

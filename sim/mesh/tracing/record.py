@@ -39,7 +39,6 @@ from sim.mesh.program import (
     Touch,
     Wait,
 )
-from sim.mesh.tracing import compiled
 from sim.mesh.tracing.kernels import fused_attention
 from sim.mesh.tracing.kinds import (
     attention_shape,
@@ -48,10 +47,10 @@ from sim.mesh.tracing.kinds import (
     matmul_shape,
     memory_kind,
     reads_only_its_output,
+    recomputes,
+    region,
 )
 from sim.mesh.tracing.lone import Listener
-
-__all__ = ["Recorder", "RecordedEvent", "RecordedStream"]
 
 _SCALAR = 8  # bytes: what a kernel may read of the host's memory
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -382,15 +381,15 @@ class Recorder(Listener):
             kind = memory_kind(func, args, given, results)
             shape = () if kind == "memory" else (results[0].numel(),)
         leading = given[0] if given else results[0]
-        place = self._compiled_place(compiled.region()) if compiled.region() else self._place
+        place = self._compiled_place(region()) if region() else self._place
         self.events.append(Op(kernel.name, kind, flops, reads, writes, _name(leading.dtype), shape, self.stream, place))
         return out
 
-    def _compiled_place(self, region: int) -> int:
+    def _compiled_place(self, kernel: int) -> int:
         """The place of an operation that a compiler makes one kernel of with others."""
         place = self.place
-        again = place.recomputes or compiled.recomputes()
-        return self._number_of(place._replace(compiled=region, recomputes=again))
+        again = place.recomputes or recomputes()
+        return self._number_of(place._replace(compiled=kernel, recomputes=again))
 
     def _know_all(self, out: Any) -> None:
         for tensor in _tensors((out,)):
@@ -606,8 +605,9 @@ class Recorder(Listener):
 
     # -- streams -------------------------------------------------------------------------------------------------
 
-    def new_stream(self) -> RecordedStream:
+    def new_stream(self, priority: int = 0) -> RecordedStream:
         """Return a stream that nothing is queued on."""
+        del priority
         self._next_stream += 1
         return RecordedStream(self, self._next_stream - 1)
 
@@ -641,16 +641,8 @@ class Recorder(Listener):
 
 
 _OVERWRITES = frozenset(
-    {
-        "aten.fill_",
-        "aten.zero_",
-        "aten.copy_",
-        "aten.normal_",
-        "aten.uniform_",
-        "aten._foreach_copy_",
-        "aten._foreach_zero_",
-        "aten.bernoulli_",
-    }
+    {"aten.fill_", "aten.zero_", "aten.copy_", "aten.normal_", "aten.uniform_", "aten.bernoulli_"}
+    | {"aten._foreach_copy_", "aten._foreach_zero_"}
 )
 
 

@@ -21,8 +21,6 @@ from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_reduce
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 
-__all__ = ["BUCKET", "Replicated"]
-
 # Elements that a gradient bucket has at least, as is usual: the default of Megatron-LM's `ddp_bucket_size`.
 BUCKET = 40_000_000
 

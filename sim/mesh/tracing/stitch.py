@@ -30,19 +30,6 @@ from sim.mesh.program import (
 )
 from sim.mesh.recipe import Recipe
 
-__all__ = [
-    "EDGE",
-    "Action",
-    "Recording",
-    "Standing",
-    "expand",
-    "kept_layers",
-    "orders",
-    "sends_end",
-    "stitch",
-]
-
-
 # In which order each rank of a pipeline works on stages and micro-batches: torch's schedules, asked without ranks -----
 
 _KINDS = {
@@ -72,12 +59,6 @@ def orders(schedule: str, ranks: int, stages_per_rank: int | None, micro_batches
 
     >>> [f"{a.kind[0]}{a.batch}" for a in orders("1f1b", 2, None, 3)[0]]
     ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
-
-    Args:
-        schedule: its name.
-        ranks: along the pipeline axis.
-        stages_per_rank: None: as the schedule has it.
-        micro_batches: of a step.
     """
     kind = find_schedule(schedule)
     each = kind.checked_stages_per_rank(stages_per_rank)
@@ -203,10 +184,6 @@ def kept_layers(layers: Sequence[int], kinds: Sequence[str]) -> list[int]:
 
     >>> kept_layers(range(10), ["dense"] * 2 + ["experts"] * 8)
     [0, 1, 2, 3, 4, 7, 8, 9]
-
-    Args:
-        layers: numbers of the stage's layers.
-        kinds: of these.
     """
     best = (0, 0)
     start = 0
@@ -229,13 +206,7 @@ class _Name(NamedTuple):
 
 
 def expand(recording: Recording, layers: list[int], kept: list[int]) -> Recording:
-    """Return the recording of all `layers`, given that of those `kept`.
-
-    Args:
-        recording: of the layers kept.
-        layers: all.
-        kept: see `kept_layers`.
-    """
+    """Return the recording of all `layers`, given that of those `kept`."""
     if layers == kept:
         return recording
     return _Expansion(recording, layers, kept).run()
@@ -432,13 +403,7 @@ _OF_A_RANK = ("count", "numbers")
 
 
 def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording]) -> list[Program]:
-    """Return one program per place along the pipeline.
-
-    Args:
-        job: what is estimated.
-        parts: the stages.
-        recordings: by the number of the stage; those of one kind are one object.
-    """
+    """Return one program per place along the pipeline."""
     like = job.dims.world_size // job.dims.pp // (job.dims.expert_ranks if job.is_skewed else 1)
     if not job.dims.pp_enabled:
         program = Program(0, like, job.dims.world_size)

@@ -48,8 +48,6 @@ from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.stitch import Recording, expand, kept_layers, sends_end, stitch
 
-__all__ = ["RecordedStage", "collector_paused", "record_stage", "trace"]
-
 Key = tuple[str, int, str]
 _LARGE = float(2**60)
 _TOKEN_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # along which ranks have other tokens
@@ -96,13 +94,7 @@ def _kind(job: Job, part: StagePart) -> Any:
 
 
 def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Recording:
-    """Record a stage: building it, and the second of two steps, with three micro-batches at most.
-
-    Args:
-        job: what is estimated.
-        part: the stage.
-        every_layer: record all of its layers.
-    """
+    """Record a stage: building it, and the second of two steps, with three micro-batches at most."""
     kinds = [job.model.layer_kinds[layer] for layer in part.layers]
     few = (
         not every_layer
@@ -719,12 +711,7 @@ def _layer_of(built: Built, unit: Any) -> int | None:
 
 
 def _even_shards(module: nn.Module, shards: int) -> int:
-    """Return a number such that whatever divides it splits all weights into shards of one size.
-
-    Args:
-        module: whose weights are sharded.
-        shards: over how many ranks along dp_shard.
-    """
+    """Return a number such that whatever divides it splits all weights into shards of one size."""
     found = 0
     for param in module.parameters():
         if not isinstance(param, DTensor):

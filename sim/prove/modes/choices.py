@@ -14,8 +14,6 @@ from sim.prove.evidence import gap, top
 from sim.prove.infer import explanations, submesh
 from sim.prove.record import local_of
 
-__all__ = ["Choice", "ChoiceKey", "Choices", "agreed_words", "free_choices"]
-
 _aten = torch.ops.aten
 
 _CHOOSING = (

@@ -19,8 +19,6 @@ from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse
 from sim.prove.record import ranks_along
 from sim.prove.report import Report, ReportRow
 
-__all__ = ["MisfitError", "ModuleTensor", "SharedDraws", "proved_with", "shared_draws"]
-
 _Uses: TypeAlias = Mapping[DrawPlace, DrawUse]
 
 _COARSE = 2.0**-7
@@ -81,11 +79,6 @@ class SharedDraws:
 
         What all have left out, as a layer that is dropped, is fine.
 
-        Args:
-            mine: the draws of one device.
-            ranks: of each rank.
-            misfit: some draws had other shapes.
-
         Raises:
             MisfitError: there are such draws.
         """
@@ -102,13 +95,7 @@ class MisfitError(Exception):
 
 
 def proved_with(report: Report, shared: SharedDraws, prove: Callable[[SharedDraws], Report]) -> Report:
-    """Add to a right report what steps with the random numbers of one device on both sides say.
-
-    Args:
-        report: with means in the place of all random numbers.
-        shared: the numbers.
-        prove: takes the same steps with these numbers, and compares.
-    """
+    """Add to a right report what steps with the random numbers of one device on both sides say."""
     noted = replace(report, notes=(*report.notes, *shared.notes))
     if shared.rows:
         return replace(noted, first=shared.rows[0], rows=(*report.rows, *shared.rows))

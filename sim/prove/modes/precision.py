@@ -17,8 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sim.prove.bound import AtenCall, rounding_of
 from sim.prove.record import tensors_in
 
-__all__ = ["WidePrecision", "narrow_words"]
-
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # in the order of their precision
 _PAIRS = {torch.complex32: torch.float16, torch.complex64: torch.float32}
 

@@ -10,22 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sim.prove.record import tensors_in
+from sim.prove.record import mapped, tensors_in
 from sim.prove.report import Report, ReportRow
-
-__all__ = [
-    "MadeAnewError",
-    "Second",
-    "check_varied",
-    "is_constant",
-    "listed",
-    "proved_once",
-    "proved_twice",
-    "proved_varied",
-    "second_of",
-    "unreached",
-    "vary",
-]
 
 _SPREAD = 0.05  # of the values put in place: small beside 1, large beside rounding
 _MOST = 4  # tensors that a note lists
@@ -115,10 +101,6 @@ class MadeAnewError(Exception):
 
 def check_varied(initials: Collection[Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]) -> None:
     """Refuse parameters of one value that one device does not have.
-
-    Args:
-        initials: parameters of each rank, by name.
-        expected: those of one device.
 
     Raises:
         MadeAnewError: there are some.
@@ -251,10 +233,6 @@ def second_of(value: Any, seed: int) -> Second:
     >>> (ids, mask), said = second_of((ids, mask), 0)
     >>> ids.tolist(), mask.tolist(), said
     ([[3, 4], [1, 2]], [[True, True], [True, False]], 'rows in another order, input 1 masks ends of rows')
-
-    Args:
-        value: a tensor, or containers of them.
-        seed: of what is moved.
     """
     generator, said, shapes = torch.Generator().manual_seed(seed), dict[str, list[str]](), list[torch.Size]()
     for _, tensor in tensors_in(value):
@@ -277,19 +255,13 @@ def second_of(value: Any, seed: int) -> Second:
             said.setdefault(word, []).append(way)
         return result
 
-    other = _mapped(value, change)
+    other = mapped(value, change)
     words = [f"input {listed(ways)} {word}" for word, ways in said.items()]
     return other, ", ".join(["rows in another order"] * turns + words)
 
 
 def _uneven(values: torch.Tensor, way: str, shapes: Sequence[torch.Size]) -> str:
-    """Let rows count differently by whole numbers or booleans, in place, and say how; "": they are no such values.
-
-    Args:
-        values: an input.
-        way: its name.
-        shapes: of all inputs.
-    """
+    """Let rows count differently by whole numbers or booleans, in place, and say how; "": they are no such values."""
     if values.dim() == 1 and is_constant(values) and (len(values), int(values[0])) in [shape[:2] for shape in shapes]:
         values -= torch.tensor(_counts_of_rows(len(values), int(values[0])), dtype=values.dtype)
         return "is shorter in some rows"
@@ -342,12 +314,7 @@ def _counts_of_rows(rows: int, length: int) -> list[int]:
 
 
 def proved_once(value: Any, report: Report) -> Report:
-    """Return the report of a proof with the given inputs alone, which says what they leave open.
-
-    Args:
-        value: the inputs.
-        report: of the proof.
-    """
+    """Return the report of a proof with the given inputs alone, which says what they leave open."""
     return _with_hidden(report, value)
 
 
@@ -419,14 +386,3 @@ def _is_named_mask(values: torch.Tensor, way: str) -> bool:
 def _counts(tensor: torch.Tensor) -> bool:
     """Whether a tensor is 0, 1, 2, ...: positions, and no rows."""
     return tensor.dim() == 1 and torch.equal(tensor.long(), torch.arange(len(tensor)))
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor, str], Any], way: str = "") -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value, way)
-    if isinstance(value, Mapping):
-        return {name: _mapped(each, change, f"{way}.{name}".strip(".")) for name, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_mapped(each, change, f"{way}.{at}".strip(".")) for at, each in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value

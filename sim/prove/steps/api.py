@@ -19,13 +19,13 @@ from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.bound import Perturbed
-from sim.prove.evidence import read_mesh
+from sim.prove.evidence import read_mesh, unit_roundoff
 from sim.prove.modes.choices import ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws, proved_with
 from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
 from sim.prove.randomness import DrawPlace, bare_words
-from sim.prove.record import tensors_in
+from sim.prove.record import mapped, tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import adamw, converted
 from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
@@ -208,7 +208,7 @@ class _StepTask:
         if bad is not None:
             blame = "one device computes nan, and nan cannot be compared"
             raise ValueError(explain(_ASKED, blame, f"nan in the gradient of {bad}", "a batch with finite results"))
-        floor = None if self.dtype == torch.float64 else torch.finfo(self.dtype).eps / 2
+        floor = None if self.dtype == torch.float64 else unit_roundoff(self.dtype)
         return expected, [self._on_one(Perturbed(floor, seed=number), same) for number in range(_RUNS)]
 
     @property
@@ -382,23 +382,12 @@ def _modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:
 
 def _copied(value: Any, dtype: torch.dtype) -> Any:
     """Copy a batch, floating values in a dtype."""
-    return _mapped(value, lambda tensor: tensor.detach().clone().to(dtype if tensor.is_floating_point() else None))
+    return mapped(value, lambda tensor, _: tensor.detach().clone().to(dtype if tensor.is_floating_point() else None))
 
 
 def _numbered(value: Any) -> Any:
     """Return a batch whose elements are their own numbers."""
-    return _mapped(value, lambda tensor: torch.arange(tensor.numel()).reshape(tensor.shape))
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: _mapped(each, change) for name, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_mapped(each, change) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    return mapped(value, lambda tensor, _: torch.arange(tensor.numel()).reshape(tensor.shape))
 
 
 def _permutations(batch: Any, orders: Mapping[int, Sequence[torch.Tensor]]) -> Iterator[Permutation]:

@@ -39,8 +39,6 @@ from sim.prove.steps.names import find_names
 from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
 
-__all__ = ["LoopComparison", "agreed_choices", "bound_of"]
-
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6
@@ -66,15 +64,7 @@ def agreed_choices(
     mesh: Layout,
     again: Callable[[Mapping[ChoiceKey, torch.Tensor]], tuple[LoopRecord, Sequence[LoopRecord]]],
 ) -> tuple[LoopRecord, Sequence[LoopRecord], list[str]]:
-    """Let one device choose as the ranks do in all steps, where candidates lie within the bound; say where.
-
-    Args:
-        expected: of one device.
-        moved: of one device, perturbed.
-        records: of each rank.
-        mesh: the axes of all ranks.
-        again: runs one device with other choices, plainly and perturbed.
-    """
+    """Let one device choose as the ranks do in all steps, where candidates lie within the bound; say where."""
     taken: dict[ChoiceKey, torch.Tensor] = {}
     for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
 

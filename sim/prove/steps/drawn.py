@@ -22,8 +22,6 @@ from sim.prove.judge import short
 from sim.prove.report import Report, ReportRow
 from sim.prove.steps.names import find_names, has_one_value, is_piece, module_of
 
-__all__ = ["DrawnWeights", "best_way", "give_shards"]
-
 _FUSED = (1, 2, 3)  # into how many equal tensors, each of which is split, a weight of one device may be cut: w1 and w3
 _SAME = 0.5  # of the elements: so many that a reference has too are no new draw
 _PARALLEL = 0.99  # the cosine of an angle: beyond, values are those of the reference, scaled
@@ -307,11 +305,7 @@ def _translated(said: Mapping[int, tuple[str, ...]], weight: _Weight) -> Splits:
 
 
 def best_way(prove: Callable[[Mapping[str, int]], tuple[Report, Mapping[str, int]]]) -> Report:
-    """Return the report of the way to split drawn parameters that explains the most.
-
-    Args:
-        prove: proves with the ways that are given by module, and says how many there are.
-    """
+    """Return the report of the way to split drawn parameters that explains the most."""
     chosen: dict[str, int] = {}
     report, ways = prove(chosen)
     tries = 0

@@ -20,8 +20,6 @@ from sim.prove.record import local_of, named_parameters
 from sim.prove.report import MutantRow, Report, Sensitivity
 from sim.world import World
 
-__all__ = ["Mutant", "mutants_of", "put_in", "put_into_model", "run_mutants"]
-
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "all_reduce": ("missing reduction", "twice", "wrong scale", "one rank"),
     "reduce_scatter": ("missing reduction", "twice", "wrong scale", "wrong part", "one rank"),
@@ -72,12 +70,7 @@ class Mutant:
 
 
 def mutants_of(events: Iterable[Any], names: Sequence[str]) -> list[Mutant]:
-    """Return what may be put into a program: each fault at each line that communicates, and in a few parameters.
-
-    Args:
-        events: what the program communicated.
-        names: of its parameters.
-    """
+    """Return what may be put into a program: each fault at each line that communicates, and in a few parameters."""
     sites = dict.fromkeys(
         (_plain(event.op), event.axis or "group", event.line)
         for event in events

@@ -14,8 +14,6 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.infer import explanations, submesh
 
-__all__ = ["has_one_value", "module_of", "NameMap", "find_names", "is_piece", "read_names", "roots_by_value"]
-
 
 @dataclass
 class NameMap:
@@ -113,10 +111,6 @@ def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping
     >>> one = {"0.weight": torch.zeros(2), "1.weight": torch.ones(2), "1.bias": torch.ones(1)}
     >>> roots_by_value({"": {"weight": torch.ones(1)}}, one), roots_by_value({"": {"1.weight": torch.ones(2)}}, one)
     ({'': '1'}, {'': ''})
-
-    Args:
-        roots: for each outermost module, its parameters by their names within it.
-        one: the parameters of one device.
     """
     result: dict[str, str] = {}
     for root, held in roots.items():
@@ -158,12 +152,6 @@ def find_names(
 
     Names that both have stand for each other; then what `given` says; then values are compared: a parameter that is
     another one on every rank, sharded or not, or several of them, one behind the other or in turns.
-
-    Args:
-        one: the parameters of one device as they were made.
-        ranks: those of each rank.
-        mesh: the axes.
-        given: a map that was read.
     """
     result = NameMap()
     theirs = list(dict.fromkeys(name for rank in ranks for name in rank))

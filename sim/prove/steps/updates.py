@@ -20,16 +20,6 @@ from sim.prove.evidence import gap, magnitude, top, unit_roundoff
 from sim.prove.judge import Finding
 from sim.prove.record import copy_of
 
-__all__ = [
-    "ROUNDINGS",
-    "UpdateReplay",
-    "UpdateRule",
-    "UpdateStarts",
-    "UpdatesOfStep",
-    "is_elementwise",
-    "other_options",
-]
-
 ROUNDINGS = 16.0
 """Units of rounding that a step is granted, of the largest element: Adam's chain from gradient to parameter has 12."""
 
@@ -134,13 +124,7 @@ class UpdateReplay:
         values: Mapping[str, torch.Tensor | None],
         gradients: Mapping[str, torch.Tensor | None],
     ) -> dict[str, torch.Tensor]:
-        """Return the parameters after a step, by name; without those of which something is not known.
-
-        Args:
-            rules: of one device.
-            values: of the rank's parameters, before the step.
-            gradients: of the rank.
-        """
+        """Return the parameters after a step, by name; without those of which something is not known."""
         wanted: dict[str, torch.Tensor] = {}
         for name in rules:
             value, grad = values.get(name), gradients.get(name)

@@ -30,8 +30,6 @@ from sim.prove.record import (
 )
 from sim.prove.steps.updates import UpdateStarts
 
-__all__ = ["CallKey", "LoopRecord", "LoopWatch", "RecordedStep"]
-
 _NEAR = 12  # frames of torch's own between a stage and the hook of its module
 
 CallKey = tuple[str, str, str]

@@ -5,39 +5,25 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Comm, Program
 from sim.mesh.replay.draw import draw
 from sim.mesh.replay.pieces import Channel, Prices
-from sim.mesh.replay.player import Occurrence, Player, RankTime, ReplayedStep
-from sim.mesh.replay.spans import write_chrome
-
-__all__ = ["Occurrence", "RankTime", "Timeline", "replay_time"]
+from sim.mesh.replay.player import Player, ReplayedStep
+from sim.mesh.replay.spans import chrome_events
 
 
 class Timeline(ReplayedStep):
     """A steady step of one rank, or of the ranks of a pipeline; see `ReplayedStep` for its attributes."""
 
-    def to_chrome(self, path: str | os.PathLike[str], memory: Sequence[Any] | None = None) -> None:
-        """Write a file for https://ui.perfetto.dev or `chrome://tracing`.
+    def to_chrome(self, path: str | os.PathLike[str]) -> None:
+        """Write a file for https://ui.perfetto.dev or `chrome://tracing`, with the memory as counters."""
+        chrome_events(self).write(path, "ms")
 
-        Args:
-            path: of the file, such as `step.json`.
-            memory: `ClassMemory` of each rank, for counters of what is allocated and reserved.
-        """
-        write_chrome(self, path, memory)
-
-    def plot(self, path: str | os.PathLike[str], memory: Sequence[Any] | None = None, title: str = "") -> None:
-        """Draw the step with matplotlib (the extra `plot`).
-
-        Args:
-            path: of the picture; its ending is its format, such as `.png`.
-            memory: `ClassMemory` of each rank: that of the fullest is drawn below.
-            title: of the picture.
-        """
-        draw(self, path, memory, title)
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the step with matplotlib (the extra `plot`), as `.png`, `.svg` or `.pdf`; the fullest memory below."""
+        draw(self, path)
 
 
 def replay_time(programs: Sequence[Program], prices: Prices, *, exact: bool = False) -> Timeline:

@@ -1,1 +1,0 @@
-"""Models for estimates that hyper_parallel does not train itself."""
