@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from sim.explain.errors import ranks_phrase
 
-__all__ = ["Call", "Contract", "MemoryGone", "Problem", "check_memory", "execute", "reduce_op_name", "sizes_of"]
-
 _MANY = 32  # ranks from which on n * n copies of small parts cost more than anything else
 _NAMED = 4  # pairs of ranks that an error names
 _LOOKED_AT = 8  # tensors of a list whose memory is looked at: a look costs as much as a small copy

@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sim.explain.errors import SimError
 
-__all__ = ["Dispatched", "replace_kernels", "seen_by_modes"]
-
 
 class _Crossing:
     """An operation on its way through the dispatcher: what its kernel needs and cannot see, and what it has made."""

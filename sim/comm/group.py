@@ -24,20 +24,6 @@ from sim.kernel.context import Context
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import Lost, Waitable
 
-__all__ = [
-    "Devices",
-    "Endpoint",
-    "Explanations",
-    "Group",
-    "GroupsMade",
-    "Key",
-    "Message",
-    "Network",
-    "Slot",
-    "deliver",
-    "without_modes",
-]
-
 Done = TypeVar("Done")
 
 

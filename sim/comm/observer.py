@@ -14,8 +14,6 @@ from sim.comm.group import Endpoint, Group, Message, Network, Slot
 from sim.comm.trace import Event
 from sim.kernel.waiting import Waitable
 
-__all__ = ["Observer", "TraceRecorder", "forget", "memory_of", "observe"]
-
 _EVENTS = ("issuing", "issued", "completed", "waited", "made", "ended")
 
 

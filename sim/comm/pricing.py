@@ -13,8 +13,6 @@ from hyper_parallel.core.redistribute.cost import Load, Topology, seconds, topol
 from sim.comm.collectives import Call
 from sim.kernel.clock import check_seconds
 
-__all__ = ["CommPricing", "Cost"]
-
 Cost = Callable[[str, Load], float]
 _OF_ONE_COPY = {"broadcast": "recv_bytes", "reduce": "send_bytes"}  # a root does not send to each one itself
 

@@ -14,8 +14,6 @@ from hyper_parallel.core.common.errors import explain
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import Waitable
 
-__all__ = ["MAKERS", "RankStore", "SharedStore", "Stores", "WaitedKey"]
-
 
 class WaitedKey(Waitable):
     """A key that somebody waits for."""

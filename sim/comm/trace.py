@@ -17,8 +17,6 @@ from rich.text import Text
 from hyper_parallel.core.common.checks import check_choice, read_int
 from hyper_parallel.core.common.tables import View, as_html, plain_table
 
-__all__ = ["OPS", "Event", "EventLog", "Row", "Shape", "Span"]
-
 Shape = tuple[int, ...]
 OPS = (
     *("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter"),

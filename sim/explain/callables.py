@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["check_body", "check_call", "check_result", "kind_of_lazy", "name_of"]
-
 T = TypeVar("T")
 
 _KINDS: dict[type, str] = {

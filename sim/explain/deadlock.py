@@ -16,8 +16,6 @@ from sim.explain.mismatch import being_handled, call_row, tensor_text
 from sim.kernel.waiting import RankThread, Waitable
 from sim.patches.locks import OURS, where
 
-__all__ = ["deadlock", "never_completed"]
-
 _SAME_ORDER = "let all ranks of a group call the same operations in the same order"
 
 

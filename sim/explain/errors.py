@@ -8,21 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = [
-    "CollectiveMismatch",
-    "Deadlock",
-    "InFlightBufferRace",
-    "NonDeterminism",
-    "RankFailed",
-    "RankLost",
-    "RankStopped",
-    "ReplicaMismatch",
-    "SimError",
-    "rank_failed",
-    "said",
-    "what_happened",
-]
-
 
 class SimError(RuntimeError):
     """Base class of the errors that the simulator itself raises."""

@@ -12,8 +12,6 @@ from types import FrameType
 
 import torch
 
-__all__ = ["belongs_to_a_library", "place", "raised_at", "user_line"]
-
 
 def _library_folders() -> tuple[str, ...]:
     here = Path(__file__).resolve().parents[1]

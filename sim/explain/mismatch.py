@@ -16,19 +16,6 @@ from sim.explain.errors import CollectiveMismatch, RankStopped, SimError, ranks_
 from sim.explain.lines import raised_at
 from sim.kernel.scheduler import Scheduler
 
-__all__ = [
-    "Handled",
-    "being_handled",
-    "call_row",
-    "cannot_carry_out",
-    "collective_mismatch",
-    "group_mismatch",
-    "message_mismatch",
-    "message_without_memory",
-    "not_reduced",
-    "tensor_text",
-]
-
 _SHOWN = 5
 Error = TypeVar("Error", bound=SimError)
 

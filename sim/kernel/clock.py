@@ -13,8 +13,6 @@ from hyper_parallel.core.common.errors import explain
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 
-__all__ = ["advance", "check_seconds", "sleep"]
-
 _sleep_for_real = time.sleep
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from sim.explain.errors import SimError
 from sim.kernel.scheduler import Scheduler
 
-__all__ = ["Context", "current_context", "current_rank", "this_thread"]
-
 
 class Context:
     """What belongs to one simulated rank; the layers above add what they keep for it.

@@ -24,8 +24,6 @@ from sim.kernel import watchdog
 from sim.kernel.threads import Worker
 from sim.kernel.waiting import Lost, RankThread, UnscheduledThreads, Waitable
 
-__all__ = ["Scheduler"]
-
 # So many times in a row may ranks ask whether something has happened while nothing does, before they count as stuck;
 # a sleep counts for less, since it makes time pass.
 _MAX_IDLE_POLLS = 10_000

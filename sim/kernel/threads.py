@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from sim.explain.errors import SimError
 
-__all__ = ["Job", "Worker", "busy_threads", "call_on", "lease", "release"]
-
 Job = Callable[[], Callable[[], None]]
 
 

@@ -10,14 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-__all__ = [
-    "Lost",
-    "RankThread",
-    "UnscheduledThreads",
-    "Waitable",
-]
-
-
 # Things that a rank waits for, and the threads of ranks that wait -----------------------------------------------------
 
 Lost: TypeAlias = "Callable[[Waitable, int], BaseException]"

@@ -14,8 +14,6 @@ import traceback
 
 from sim.kernel.waiting import RankThread
 
-__all__ = ["COMPUTES_S", "INTERRUPT_S", "LIMIT_S", "REFUSALS", "Watchdog"]
-
 LIMIT_S = 10.0  # without a turn given up and without computing
 COMPUTES_S = 60.0  # without a turn given up
 REFUSALS = 1_000  # so often has a rank caught what ends it

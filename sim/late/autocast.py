@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["register_autocast"]
-
 _SHORT = """
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm

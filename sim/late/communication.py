@@ -24,8 +24,6 @@ from sim.comm.observer import Observer, memory_of
 from sim.kernel.waiting import Waitable
 from sim.late.device import apart
 
-__all__ = ["CommunicatingDevice", "LateCommunication", "Side"]
-
 
 class CommunicatingDevice(Protocol):
     """What communication asks of the device of a rank.

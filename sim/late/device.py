@@ -17,8 +17,6 @@ from sim.late.memory import DeviceMemory, RaceReport
 from sim.late.queue import Lane, LateQueue, LateTask
 from sim.observers.races import Flights
 
-__all__ = ["LateDevice", "apart", "as_device", "late_device"]
-
 _CPU = torch._C.DispatchKey.CPU
 _ATEN = torch.ops.aten
 

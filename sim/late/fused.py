@@ -19,8 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["ATTENTION", "ATTENTION_GRAD", "COMPUTED", "FUSED", "attention", "define", "split_attention"]
-
 _ATEN = torch.ops.aten
 
 ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu.default

@@ -21,8 +21,6 @@ from sim.late.device import LateDevice, apart, late_device
 from sim.late.queue import LateTask
 from sim.observers.races import accesses
 
-__all__ = ["register"]
-
 _ATEN = torch.ops.aten
 # Indices may be on the host: a real device copies them over, too.
 _TAKE_HOST_TENSORS = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")

@@ -16,8 +16,6 @@ from sim.explain.lines import user_line
 from sim.late.queue import Lane, LateQueue, LateTask
 from sim.observers.races import Part, extent_of, overlap
 
-__all__ = ["Allocation", "DeviceMemory", "RaceReport"]
-
 _GRAIN = 512  # bytes: sizes are rounded up, so that memory is used again as a caching allocator does
 _RELEASE = "the release"
 _POISON = 0xFF  # in every byte: NaN as a float, -1 as an int

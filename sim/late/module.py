@@ -18,8 +18,6 @@ from sim.kernel.context import current_context
 from sim.late.device import LateDevice, late_device
 from sim.late.queue import LateTask
 
-__all__ = ["MEMORY", "MODULE", "LateEvent", "LateStream"]
-
 _TOTAL = 64 << 30  # bytes of a device, as an Ascend 910B has them; what is used is the host's
 
 

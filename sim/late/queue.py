@@ -9,8 +9,6 @@ from typing import Any
 
 from sim.explain.errors import SimError
 
-__all__ = ["Lane", "LateQueue", "LateTask"]
-
 _LIMIT = 1024  # tasks that wait at most, as a real device's launch queue is finite, too
 
 

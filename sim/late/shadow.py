@@ -21,8 +21,6 @@ from sim.late.memory import Allocation, DeviceMemory, RaceReport
 from sim.late.queue import Lane, LateQueue, LateTask
 from sim.observers.races import accesses, is_harmless
 
-__all__ = ["EVENT", "STREAM", "Shadow"]
-
 _KNOWS_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _COPIES = ("copy_", "_to_copy")
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # whoever carries them out enters them

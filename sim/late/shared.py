@@ -19,8 +19,6 @@ import torch
 from sim.late.queue import Lane, LateTask
 from sim.late.shadow import Shadow
 
-__all__ = ["SHARED", "SharedDevice"]
-
 _COUNTED = ("allocated", "reserved")
 _MEMORY = ("memory_stats", "memory_stats_as_nested_dict", "reset_peak_memory_stats")
 _RANDOM = ("manual_seed", "get_rng_state", "set_rng_state")

@@ -26,8 +26,6 @@ from sim.patches.devices import device_module, has_named, importable
 from sim.patches.locks import exchange
 from sim.patches.rank import Host, Undo
 
-__all__ = ["LATE_PATCHES", "LateMode", "why_not"]
-
 
 class LateMode(TorchFunctionMode):
     """What torch asks of the hooks of an accelerator's C++ half, which this one lacks: pinned memory, and copies.

@@ -24,8 +24,6 @@ from sim.explain.errors import SimError
 from sim.explain.lines import belongs_to_a_library, place, user_line
 from sim.kernel.context import current_context
 
-__all__ = ["CapturedObjects", "watch_captured"]
-
 _SHARED = (nn.Module, torch.optim.Optimizer, torch.Tensor)
 
 

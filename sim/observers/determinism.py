@@ -18,8 +18,6 @@ from sim.comm.trace import Event
 from sim.explain.errors import NonDeterminism, RankFailed, SimError, said, table
 from sim.world import world
 
-__all__ = ["check_determinism", "first_difference"]
-
 # What an event is compared by, with the word for it. The data comes last: it is the hardest to act upon.
 _COMPARED = {
     "rank": "rank",

@@ -28,8 +28,6 @@ from sim.explain.lines import user_line
 from sim.kernel.context import current_context
 from sim.observers.spread import axis_names
 
-__all__ = ["Mark", "Misuse", "Partials", "follow"]
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _FEWEST_TO_TIDY = 256

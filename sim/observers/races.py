@@ -25,8 +25,6 @@ from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
 
-__all__ = ["Flights", "Part", "Races", "accesses", "extent_of", "is_harmless", "overlap", "part_of"]
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -27,19 +27,6 @@ from sim.kernel.context import current_context
 from sim.kernel.waiting import Waitable
 from sim.observers.spread import Leaf, leaves, named, of_optimizer, spread_of, spread_of_group
 
-__all__ = [
-    "Copy",
-    "Failure",
-    "GRADIENT",
-    "Meeting",
-    "Replicas",
-    "check_at_steps",
-    "check_replicas",
-    "check_when_made",
-    "disagreement",
-    "first_failure",
-]
-
 
 class Meeting(Waitable):
     """One point at which the ranks of a mesh compare what they hold; ready once all have come.

@@ -15,8 +15,6 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from sim.comm.group import Endpoint, without_modes
 
-__all__ = ["Leaf", "Spread", "axis_names", "leaves", "named", "of_optimizer", "spread_of", "spread_of_group"]
-
 _ASKED = "cannot compare the copies"
 
 

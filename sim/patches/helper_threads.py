@@ -22,8 +22,6 @@ from sim.kernel.waiting import RankThread
 from sim.patches.locks import Local, exchange, my_scheduler
 from sim.patches.rank_thread import catch_up, on_helper_thread
 
-__all__ = ["HELPER_PATCHES"]
-
 # What they start talks to other processes, by ways that the scheduler does not see.
 _RUN_BY_THEMSELVES = (
     *("multiprocessing.", "concurrent.futures.process", "torch.utils.data.", "torch.multiprocessing."),

@@ -21,8 +21,6 @@ from sim.patches.process_groups import PROCESS_GROUP_PATCHES
 from sim.patches.rank import MESSAGE_PATCHES, Host, Undo
 from sim.patches.torch_modules import MODULE_PATCHES
 
-__all__ = ["PATCHES", "install", "is_alive", "uninstall"]
-
 PATCHES: tuple[Callable[[Host], Undo], ...] = (
     *PROCESS_GROUP_PATCHES,
     *DTENSOR_PATCHES,

@@ -28,18 +28,6 @@ from sim.kernel.context import Context, current_context
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import RankThread, Waitable
 
-__all__ = [
-    "EVENT_LOOP_PATCHES",
-    "LOCK_PATCHES",
-    "Local",
-    "Lock",
-    "OURS",
-    "RankSelector",
-    "exchange",
-    "my_scheduler",
-    "where",
-]
-
 _real_lock = _thread.allocate_lock
 _real_monotonic = time.monotonic
 _COMPILER = "torch._dynamo.convert_frame"

@@ -28,19 +28,6 @@ from sim.script.modules import OwnModules
 from sim.script.output import ProcessView
 from sim.script.packages import SharedReferences
 
-__all__ = [
-    "Generators",
-    "Host",
-    "MESSAGE_PATCHES",
-    "RankContext",
-    "SimPlatform",
-    "Undo",
-    "copy_of_filters",
-    "enter_filters",
-    "leave_filters",
-    "use_op_handlers",
-]
-
 Undo = Callable[[], None]
 
 

@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader
 
 from sim.patches.locks import exchange
 
-__all__ = ["Mover", "recorded_offload", "without_compiler_and_workers"]
-
 
 @contextmanager
 def without_compiler_and_workers(on_change: Callable[[str], None]) -> Iterator[None]:

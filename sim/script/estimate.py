@@ -49,8 +49,6 @@ from sim.script.options import Launch, add_options, launch_of
 from sim.script.recording import EnoughSteps, NeedsRank, ScriptRecorder, StandIn, recorders_in_place
 from sim.world import WorldOptions
 
-__all__ = ["RecordedScript", "ScriptEstimate", "estimate_script", "main", "record_script"]
-
 FAILURE, USER_ERROR = 1, 2
 _COMMAND = "python -m sim estimate"
 _WIDTH = 120

@@ -10,8 +10,6 @@ import traceback
 from sim.explain.errors import RankFailed, SimError
 from sim.explain.lines import raised_at
 
-__all__ = ["device_hint", "exit_hint", "report_failure", "traceback_of"]
-
 FAILURE, INTERRUPTED = 1, 130
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ASKED_FOR_CUDA = re.compile(

@@ -25,17 +25,6 @@ from sim.script.options import Launch, parse
 from sim.script.output import ProcessView, RankStream
 from sim.world import World, world
 
-__all__ = [
-    "ScriptSource",
-    "execute_script",
-    "finish_views",
-    "main",
-    "prepare_views",
-    "read_script",
-    "run_script",
-    "script_folder_first",
-]
-
 FAILURE, USER_ERROR = 1, 2
 
 

@@ -21,8 +21,6 @@ from typing import Any
 from sim.kernel.context import current_context
 from sim.script.packages import SharedReferences
 
-__all__ = ["OwnModules", "RankFinder", "RankLocks", "belongs_to_the_user", "find_module"]
-
 _OURS = sys.modules["sim"]
 _INSTALLED = {"site-packages", "dist-packages"}
 

@@ -12,14 +12,6 @@ from typing import Any
 
 from sim.explain.errors import SimError
 
-__all__ = [
-    "SLOTS",
-    "ForwardToRank",
-    "ProcessView",
-    "RankStream",
-]
-
-
 # A rank's `sys.stdout` and `sys.stderr`: lines with a prefix, or nothing ------------------------------------------
 
 

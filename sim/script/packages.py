@@ -18,8 +18,6 @@ from typing import Any
 from hyper_parallel.core.common.errors import explain
 from sim.kernel.context import current_context
 
-__all__ = ["NEVER_PER_RANK", "PER_RANK", "Forwarder", "SharedReferences", "check_own"]
-
 # What each keeps for its process: FLAGS; PartialState; GlobalHydra; resolvers; rank_zero_only.rank; wandb.run.
 PER_RANK = (
     *("absl", "accelerate", "hydra", "omegaconf", "lightning", "lightning_fabric", "lightning_utilities"),

@@ -40,8 +40,6 @@ from sim.script.changes import recorded_offload, without_compiler_and_workers
 from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values, tensors_in
 
-__all__ = ["EnoughSteps", "NeedsRank", "ScriptRecorder", "StandIn", "recorders_in_place"]
-
 _MODULE = "sim_module"  # of a node of autograd: the module whose output it made
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default

@@ -18,8 +18,6 @@ from torch.nn.parallel import distributed as ddp
 
 from sim.patches.locks import exchange
 
-__all__ = ["python_reducer"]
-
 
 class _FlatGradients:
     """Gradients that are reduced together.

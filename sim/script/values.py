@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-__all__ = ["MOST_ELEMENTS", "Values", "tensors_in"]
-
 MOST_ELEMENTS = 1 << 16
 """Elements of the largest tensor whose value is followed."""
 

@@ -32,8 +32,6 @@ from sim.testing.processes import (
 from sim.testing.rank_test import RankTest
 from sim.world import world
 
-__all__ = ["run_body"]
-
 _TIMEOUT = datetime.timedelta(seconds=300)  # of one communication between the ranks of torchrun
 
 

@@ -17,8 +17,6 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 
-__all__ = ["gather_full", "scatter_full"]
-
 _NOISE = 5
 
 

@@ -45,17 +45,6 @@ from sim.explain.errors import ranks_phrase
 from sim.explain.lines import belongs_to_a_library, user_line
 from sim.testing.rank_test import RankTest
 
-__all__ = [
-    "DEVICE_TYPES",
-    "Watch",
-    "end_as_all_have",
-    "outcome_of",
-    "run_processes",
-    "stuck_message",
-    "take_device",
-    "who_left",
-]
-
 DEVICE_TYPES = {"gloo": "cpu", "gpu": "cuda", "npu": "npu"}
 _LIMIT_S = 300.0  # for a body; one that neither ends nor stands still has no other end
 _TIMEOUT = datetime.timedelta(seconds=200)  # of one communication: virtual machines stand still for a minute at times

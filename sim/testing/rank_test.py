@@ -8,8 +8,6 @@ import torch
 
 from hyper_parallel.platform import Reductions, get_platform
 
-__all__ = ["RankTest"]
-
 
 @dataclass(frozen=True)
 class RankTest:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from sim.comm.trace import Event
 from sim.comm.trace import EventLog as Trace
 
-__all__ = ["Bar", "TraceBars", "lay_out", "row_names", "stack"]
-
 
 class Bar(NamedTuple):
     """One rank's part in one operation, on the time axis.

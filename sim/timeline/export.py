@@ -16,8 +16,6 @@ from sim.comm.trace import EventLog as Trace
 from sim.timeline.bars import Bar, lay_out, row_names, row_of, stack
 from sim.timeline.perfetto import PerfettoEvents
 
-__all__ = ["flight_recorder", "write_chrome", "write_flight_recorder"]
-
 Json = dict[str, Any]
 
 # -- chrome ----------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ import json
 import os
 from typing import Any
 
-__all__ = ["EVENTS", "PerfettoEvents"]
-
 Json = dict[str, Any]
 EVENTS = "traceEvents"
 """Key in a file under which its events are; torch's profiler writes the same format."""

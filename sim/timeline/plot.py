@@ -13,8 +13,6 @@ from sim.comm.trace import EventLog as Trace
 from sim.explain.errors import SimError
 from sim.timeline.bars import Bar, TraceBars, lay_out, stack
 
-__all__ = ["blank", "draw"]
-
 _PALETTE = (
     "#4477aa",
     "#ee8866",

@@ -10,22 +10,6 @@ from hyper_parallel.core.common.checks import check, check_above, check_int, che
 from hyper_parallel.core.common.errors import explain
 from sim.explain.errors import ranks_phrase
 
-__all__ = [
-    "FAULT_KINDS",
-    "At",
-    "AtTime",
-    "Corrupt",
-    "Drop",
-    "Fault",
-    "Freeze",
-    "Kill",
-    "Slow",
-    "SlowLink",
-    "at_time",
-    "check_kinds",
-    "check_ranks",
-]
-
 
 @dataclass(frozen=True)
 class AtTime:

@@ -13,8 +13,6 @@ from sim.explain.errors import RankLost, SimError
 from sim.observers.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, check_kinds
 from sim.world import World, world
 
-__all__ = ["SwarmFailed", "swarm"]
-
 Draw = Callable[[Random, int], Sequence[Any]]
 
 

@@ -15,8 +15,6 @@ from sim.explain.errors import ranks_phrase
 from sim.kernel.context import current_context
 from sim.observers.faults.plan import At, AtTime, Corrupt, Drop, Fault, Kill, Slow, SlowLink
 
-__all__ = ["Flip", "Happening", "Trigger", "draw_flips", "execute_flipped", "flipped", "given_by", "region"]
-
 
 class Trigger:
     """Decides at which of the operations that it is shown a fault happens.
