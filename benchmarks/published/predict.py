@@ -45,7 +45,7 @@ _FUSED_BY_HAND = {"scalar": 1e9, "general": 1e9} | dict.fromkeys(("several", "no
 _FUSED_BY_HAND |= {"optimizer": 0.8}
 """Figures of memory of frameworks that have kernels of their own where torchtitan has torch's, one for each operation:
 their rows are fitted with these, and nobody has published what theirs attain."""
-_TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo")
+_TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo.py")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
 _HOOKS = ("gpt.py", "lifetimes.py", "megatron.py", "zero.py")
 
