@@ -11,6 +11,7 @@ import sim
 from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata, save_checkpoint
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.redistribute.api import full_tensor
 
@@ -55,12 +56,12 @@ def batches(device):
     return torch.randint(0, 11, (3, 4, 5), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def sharded(mesh, device):
+def sharded(mesh, device, **options):
     module = model(device)
     if "tp" in mesh.mesh_dim_names:
         parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(module.up, mesh=mesh["dp"])
-    fully_shard(module, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+    fully_shard(module.up, mesh=mesh["dp"], **options)
+    fully_shard(module, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None, **options)
     module.set_reduce_op_type("avg")
     return module
 
@@ -103,6 +104,24 @@ def test_a_training_step(ctx, axes):
     module = sharded(mesh, ctx.device)
     train(module, batches(ctx.device), 3, optimizer_of(module))
     assert max(moved(module, start, reference).values()) < 0.03  # bfloat16's rounding, which the iterations amplify
+
+
+@sim.ranks(2)
+def test_main_gradients_are_what_it_takes(ctx):
+    mesh = init_device_mesh(ctx.device_type, (2,), mesh_dim_names=("dp",))
+    found = []
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(apply_grad_on_fp32_main_grad=True)):
+        module = sharded(mesh, ctx.device, mp_policy=policy)
+        optimizer = optimizer_of(module)
+        train(module, batches(ctx.device), 3, optimizer)
+        assert all(getattr(param, "main_grad", None) is None for param in module.parameters()), "cleared"
+        module(batches(ctx.device)[0]).square().mean().backward()
+        optimizer.zero_grad(set_to_none=False)
+        kept = [param.grad if param.grad is not None else param.main_grad for param in module.parameters()]
+        assert not any(full_tensor(grad).any() for grad in kept)
+        found.append([full_tensor(param.detach()) for param in module.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @sim.ranks(4)

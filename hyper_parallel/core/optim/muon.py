@@ -144,6 +144,21 @@ class Muon(Optimizer):
             _step_shared(sharing, members, updates)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as `torch.optim.Optimizer` does, and those that are kept as `main_grad`.
+
+        Args:
+            set_to_none: drop them; False: fill them with zeros.
+        """
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept = getattr(param, "main_grad", None)
+                if kept is not None and set_to_none:
+                    param.main_grad = None
+                elif kept is not None:
+                    _local(kept).zero_()
+
     def _momentum(self, member: _Member) -> torch.Tensor:
         """Bring the momentum of a parameter up to date and return the rank's shard of what is orthogonalised."""
         param, group = member
@@ -212,7 +227,7 @@ def _step_shared(sharing: Sharing, members: Sequence[_Member], updates: Sequence
             computed[place] = whole
     for matrix, shard in zip(sharing.matrices, exchange.scatter(computed), strict=True):
         param, group = members[matrix.param]
-        if param.grad is None:
+        if _kept_gradient(param) is None:
             continue
         own = _stack(_local(param))[matrix.level]
         own.mul_(1 - group["lr"] * group["weight_decay"])
@@ -279,9 +294,14 @@ def _local(x: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def _kept_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Return `grad`, or `main_grad`, where `MixedPrecisionPolicy(apply_grad_on_fp32_main_grad=True)` keeps it."""
+    return getattr(param, "main_grad", None) if param.grad is None else param.grad
+
+
 def _gradient(param: torch.Tensor) -> torch.Tensor | None:
     """Return the rank's shard of a parameter's gradient, in the layout of the parameter."""
-    grad = param.grad
+    grad = _kept_gradient(param)
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = redistribute(grad, param.device_mesh, param.placements)
     if grad is not None and grad.layout != torch.strided:
