@@ -451,8 +451,9 @@ def test_the_plain_layouts_come_first() -> None:
         asked.append(Candidate(given["dims"], given["recipe"], given["batch"]))
         return fake_estimate(**given)
 
-    result = find("llama3-8b", "h100-sxm", 64, 128, estimator=counting, limit=6)
+    result = find("llama3-8b", "h100-sxm", 64, 128, estimator=counting, limit=7)
     assert {(one.dims.pp, one.dims.cp, one.dims.ep) for one in asked} == {(1, 1, 1)}
+    assert any(one.dims.dp_replicate == one.dims.dp_shard == 8 for one in (*asked, *result.slower)), "sharded in a node"
     alone = {one.recipe.checkpointing for one in (*asked, *result.slower) if one.dims.tp == 1}
     assert alone == {"none", "selective", "alternate", "full"}, "or less recomputation fits"
     assert {one.dims.tp for one in asked} > {1}

@@ -204,8 +204,9 @@ class Exploration:
     def _plain(self, pending: Iterable[Candidate]) -> frozenset[Candidate]:
         """Return the layouts that people try first, whatever the guesses say.
 
-        Those are data parallelism alone, the best at each checkpointing, and with tensor or expert parallelism within a
-        node, the best at each degree; each until one of its kind is estimated.
+        Those are data parallelism alone, the best at each checkpointing and the best that is sharded within a node and
+        replicated between nodes, and with tensor or expert parallelism within a node, the best at each degree; each
+        until one of its kind is estimated.
         """
         score, best = self._scorer(), dict[_PlainKind, Candidate]()
         done = {self._kind(entry.candidate) for entry in (*self.found, *self.too_large)}
@@ -222,7 +223,10 @@ class Exploration:
         dims = one.dims
         if dims.pp * dims.cp > 1 or min(dims.tp, dims.ep) > 1 or dims.tp * dims.ep > self.machine.devices_per_node:
             return None
-        return dims.tp, dims.ep, one.recipe.checkpointing if dims.tp * dims.ep == 1 else ""
+        if dims.tp * dims.ep > 1:
+            return dims.tp, dims.ep, ""
+        hybrid = dims.dp_replicate > 1 and dims.dp_shard == self.machine.devices_per_node
+        return 1, 1, "hybrid" if hybrid else one.recipe.checkpointing
 
     def _scorer(self) -> Callable[[Candidate, tuple[float, float]], float]:
         """Return seconds as the estimates so far correct the guess; more of them where memory is short."""
