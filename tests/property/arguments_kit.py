@@ -321,6 +321,7 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
         hp.Muon([nn.Parameter(torch.ones(2, 2))]),
         {"param_group": {"params": [nn.Parameter(torch.ones(2, 2))]}},
     ),
+    "Muon.zero_grad": lambda g: (hp.Muon([nn.Parameter(torch.ones(2, 2))]), {}),
     "Muon.step": lambda g: (hp.Muon([nn.Parameter(torch.ones(2, 2))]), {}),
     "clip_grad_norm_": lambda g: {"parameters": nn.Linear(4, 4), "max_norm": 1.0},
     "fully_shard": lambda g: {"module": nn.Linear(4, 4), "mesh": g.mesh},

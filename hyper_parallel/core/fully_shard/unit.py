@@ -803,7 +803,7 @@ class Unit:
         if self.schedule is not None:
             # Reductions that go on by comm_async or set_is_last_backward(False) would arrive after the zeros.
             self.schedule.finish_reductions()
-        self._was_reduced &= not set_to_none
+        self._was_reduced = self._was_reduced and not set_to_none
         for reducer in self.reducers:
             reducer.clear()
         for param in self.params:

@@ -150,6 +150,7 @@ class Muon(Optimizer):
         Args:
             set_to_none: drop them; False: fill them with zeros.
         """
+        check("cannot clear gradients", "bool", "True or False", set_to_none=set_to_none)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:
