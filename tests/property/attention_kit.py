@@ -129,7 +129,7 @@ def gpu_operators_on_the_cpu() -> Iterator[None]:
     """Give the operators kernels for the CPU while it lasts: calls go through torch's dispatcher and its schemas."""
     library = torch.library.Library("aten", "IMPL")
     for name, function in STAND_INS.items():
-        library.impl(name, function, "CPU", allow_override=True)  # torch 2.11 forgets none that it had before
+        library.impl(name, function, "CPU")
     try:
         yield
     finally:

@@ -58,7 +58,7 @@ def drawn(dtype: torch.dtype, queries: int, keys: int, *, heads=(4, 2), size: in
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in (*shapes, shapes[0]))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def on_the_cpu():
     with gpu_operators_on_the_cpu():
         yield

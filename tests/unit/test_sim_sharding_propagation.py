@@ -261,7 +261,7 @@ def test_calls_on_two_meshes_of_one_shape(monkeypatch):
         return [outcome(lambda: x @ x, up), outcome(lambda: x @ y, up), outcome(lambda: torch.cat([x, y]), up)]
 
     shared, _ = same_as_torch(body, 4, monkeypatch)
-    assert shared.values[1][1][0] in ("RuntimeError", "NotImplementedError"), "the second one on torch 2.11"
+    assert shared.values[1][1][0] == ("RuntimeError" if torch.__version__ >= "2.13" else "NotImplementedError")
 
 
 def test_strided_shards(monkeypatch):
@@ -399,8 +399,9 @@ def test_an_operator_that_has_failed_is_tried_again():
             table.clear()
             table.update(own)
     assert found.values == [["(Shard(dim=0),)", "(Shard(dim=0),)"]] * 2
-    tries = 2 if torch.__version__ >= "2.13" else 0  # torch 2.11 refuses before it computes a sharding
-    assert found.computed["aten.renorm.default"] == tries + 2, "the failure on each rank, each success on one"
+    # torch 2.11 has a cache of its own before it, made around torch's own method, so that nothing is counted there
+    counted = 2 if torch.__version__ >= "2.13" else 0
+    assert found.computed["aten.renorm.default"] == 2 + counted, "the failure on each rank, each success on one"
 
 
 # -- once per world --------------------------------------------------------------------------------------------

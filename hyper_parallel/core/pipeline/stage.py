@@ -135,6 +135,14 @@ class Stage(PipelineStage):
         _drop_buffers(self.args_recv_info[fwd_chunk_id])  # what was received lives on with its graph
         return output
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send what has no graph: torch 2.11 keeps what it has sent until the next micro-batch's is sent."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        for op in ops:
+            if op.tensor.requires_grad:
+                op.tensor = op.tensor.detach()
+        return ops
+
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output of a micro-batch, or the loss."""
         try:
