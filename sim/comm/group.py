@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from sim.comm.collectives import Call, MemoryGone, Problem, check_memory, execute
+from sim.comm.collectives import Call, Contract, MemoryGone, Problem, check_memory, execute
 from sim.comm.pricing import CommPricing
 from sim.comm.store import RankStore, SharedStore, Stores
 from sim.comm.trace import EventLog, Span
@@ -30,7 +30,7 @@ Done = TypeVar("Done")
 class Slot(Waitable):
     """One collective in the making: the calls that have arrived so far, and when the last one did."""
 
-    __slots__ = ("arrived", "calls", "first", "group", "latest", "mismatch", "seq", "span")
+    __slots__ = ("arrived", "calls", "contract", "group", "latest", "mismatch", "seq", "span")
 
     def __init__(self, group: Group, seq: int) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Slot(Waitable):
         self.seq = seq
         self.calls: list[Call | None] = [None] * len(group.ranks)
         self.arrived = 0
-        self.first: Call | None = None
+        self.contract: Contract | None = None  # of the first that has come
         self.latest = 0.0
         self.mismatch = False
         self.span = Span()
 
     def describe(self) -> str:
         """Name the operation and its group."""
-        op = self.first.contract.op if self.first else "collective"
+        op = self.contract.op if self.contract else "collective"
         return f"{op} #{self.seq} of group {self.group.title!r}"
 
     def missing(self) -> list[int]:
@@ -194,8 +194,8 @@ class Group:
         slot = self.slots.get(seq)
         if slot is None:
             slot = self.slots[seq] = Slot(self, seq)
-            slot.first, slot.lost = call, self.lost
-        elif slot.first is not None and call.contract != slot.first.contract:
+            slot.contract, slot.lost = call.contract, self.lost
+        elif call.contract != slot.contract:
             slot.mismatch = True
         slot.calls[member] = call
         slot.arrived += 1

@@ -152,7 +152,7 @@ class LateCommunication(Observer):
             return
         device = self._devices[endpoint.rank]
         device.wait(ends)
-        if isinstance(what, Slot) and what.first is not None and what.first.contract.op == "barrier":
+        if isinstance(what, Slot) and what.contract is not None and what.contract.op == "barrier":
             device.finish(ends)
 
     def join(self, endpoint: Endpoint) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from mesh_kit import Seen, in_real_numbers
@@ -32,7 +33,7 @@ from mesh_programs import (
 from mesh_training import GivenRouting, steps_of
 from training_kit import MODELS, SEQ, Arrangement, Problem, arrangements, fits
 
-from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.pipeline import SCHEDULES, find_schedule
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from sim.mesh.job import Job
 from sim.mesh.program import Alloc, Op, Program
@@ -267,8 +268,12 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(
+    "name", [name for name, (_, _, given, _) in EACH.items() if SCHEDULES[given.get("schedule", "1f1b")].is_available]
+)
 def test_each_dimension(name):
+    if name == "in double" and torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 says that attention in double returns log-sums in float32")
     model, size, parallel, accumulate = EACH[name]
     limit = NOT_CLIPPED if "not clipped" in name else CLIPPED
     check(
@@ -370,6 +375,7 @@ def test_operations_of_another_run_are_noticed(section, change):
         compare_with(config.with_changes(section, change))
 
 
+@pytest.mark.skipif(not SCHEDULES["zero-bubble"].is_available, reason="this torch has no right one")
 def test_what_is_in_the_wrong_half_of_a_backward_is_noticed():
     config = config_of("dense", {"pp": 2, "schedule": "zero-bubble", "layers_per_stage": "0,1,1,0"}, 2)
     config = replace(config, model=replace(config.model, max_seq_len=SEQ))

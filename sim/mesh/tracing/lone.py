@@ -141,7 +141,7 @@ class _LoneSlot(Slot):
 
     def __init__(self, group: Group, seq: int, call: Call) -> None:
         Waitable.__init__(self)
-        self.group, self.seq, self.first = group, seq, call
+        self.group, self.seq, self.contract = group, seq, call.contract
         self.calls = [call]
         self.arrived = len(group.ranks)
         self.latest, self.mismatch, self.span = 0.0, False, Span(0.0, 0.0)
@@ -158,7 +158,7 @@ class _LoneGroup(Group):
     def carry_out(self, slot: Slot) -> None:
         for tensor in (*slot.calls[0].inputs, *slot.calls[0].outputs) if slot.calls[0] is not None else ():
             self._check(tensor, slot.describe())
-        slot.calls, slot.first = [], None  # the tensors are the rank's own again
+        slot.calls = []  # the tensors are the rank's own again
         self.network.scheduler.complete(slot, 0.0)
 
     def meet(self, message: Message) -> Message | None:
