@@ -10,6 +10,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,10 +38,14 @@ def _instance(noun: str, kind: Any, example: str) -> _Kind:
 
 
 def _is_int(value: Any) -> bool:
+    if type(value) is int:  # an abstract class takes ten times as long to ask
+        return True
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_float(value: Any) -> bool:
+    if type(value) in (float, int):
+        return True
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -122,17 +127,19 @@ def check(asked: str, kinds: Kinds, hint: str = "", error: type[Exception] = Typ
     Raises:
         TypeError: the first that is of none of these kinds.
     """
+    allowed = _allowed(kinds)
     for name, value in given.items():
-        if not any(kind.accepts(value) for kind in _allowed(kinds)):
+        if not any(kind.accepts(value) for kind in allowed):
             raise error(_wrong_kind(asked, kinds, name, value, hint))
 
 
-def _allowed(kinds: Kinds) -> list[_Kind]:
+@cache
+def _allowed(kinds: Kinds) -> tuple[_Kind, ...]:
     if isinstance(kinds, tuple):
-        return [kind for each in kinds for kind in _allowed(each)]
+        return tuple(kind for each in kinds for kind in _allowed(each))
     if isinstance(kinds, type):
-        return [_instance(_article(kinds), kinds, kinds.__name__)]
-    return [_KINDS[word] for word in kinds.split(" | ")]
+        return (_instance(_article(kinds), kinds, kinds.__name__),)
+    return tuple(_KINDS[word] for word in kinds.split(" | "))
 
 
 def _wrong_kind(asked: str, kinds: Kinds, name: str, value: object, hint: str) -> str:
@@ -154,10 +161,20 @@ def check_fields(asked: str, values: Any) -> None:
     Raises:
         TypeError: the first that is of another kind.
     """
-    for field in dataclasses.fields(values):
+    for name, kinds in _fields_to_check(values.__class__):
+        value = getattr(values, name)
+        if not any(kind.accepts(value) for kind in _allowed(kinds)):
+            check(asked, kinds, **{name: value})
+
+
+@cache  # a search of layouts makes thousands of descriptions
+def _fields_to_check(kind: type) -> tuple[tuple[str, Kinds], ...]:
+    found = []
+    for field in dataclasses.fields(kind):
         kinds = field.default_factory if isinstance(field.default_factory, type) else field.type
         if isinstance(kinds, type) or all(word in _KINDS for word in kinds.split(" | ")):
-            check(asked, kinds, **{field.name: getattr(values, field.name)})
+            found.append((field.name, kinds))
+    return tuple(found)
 
 
 def check_least(asked: str, least: float, below: float = math.inf, /, **given: Any) -> None:

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -561,7 +562,7 @@ def _check_names(source: Any, names: tuple[str, ...]) -> None:
     asked, known = "cannot read the degrees of a run", ", ".join(names)
     is_mapping = isinstance(source, Mapping)
     given = list(source) if is_mapping else list(getattr(source, "__dict__", ()))
-    nearly = [name for name in given if name not in names and difflib.get_close_matches(str(name), names, 1, 0.75)]
+    nearly = [name for name in given if name not in names and _is_nearly_one(str(name), names)]
     if nearly:
         blame, hint = f"it has {nearly[0]!r}, which is none of their names", nearest(nearly[0], names)
         raise ValueError(explain(asked, blame, f"names: {known}", hint))
@@ -570,6 +571,11 @@ def _check_names(source: Any, names: tuple[str, ...]) -> None:
     if not has_any and ((is_mapping and given) or not could_be):
         blame = "it has none of their names" if is_mapping else f"it is a {type(source).__name__}"
         raise ValueError(explain(asked, blame, f"got: {source!r}"[:200], f'{{"tp": 4}}; names: {known}'))
+
+
+@lru_cache(maxsize=256)  # a search asks for the same few fields of its descriptions each time
+def _is_nearly_one(name: str, names: tuple[str, ...]) -> bool:
+    return bool(difflib.get_close_matches(name, names, 1, 0.75))
 
 
 def _is_whole(value: Any) -> bool:
