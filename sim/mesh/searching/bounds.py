@@ -7,20 +7,25 @@ of a sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.metrics import least_kept
+from sim.mesh.cost import Pricing
 from sim.mesh.hardware import Hardware
+from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "muon": 4, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
 _FEW = 400  # tokens of a micro-batch that take twice as long as they compute: weights are read, operations issued
-_RECOMPUTED = {"none": 1.0, "selective": 1.05, "alternate": 1.18, "full": 4 / 3}
+_RECOMPUTED = {"none": 1.0, "selective": 1.04, "alternate": 1.11, "full": 1.25}  # forward has the faster kernels
+_NARROWER = 0.07  # of compute, each time that tp doubles: products get narrower, and not all of a block is split
+_COUNTED = 0.6  # of communication over tp that goes along with the products beside it
 
 
 @dataclass(frozen=True)
@@ -30,16 +35,32 @@ class Machine:
     Attributes:
         flops: that a device computes in a second at most, in the dtype of matrix products.
         devices_per_node: that fast links join.
-        inside: bytes per second and device between devices of a node.
+        inside: bytes per second and device between devices of a node, at most.
         between: likewise between nodes.
-        link: likewise between a device and its host.
+        links: what collectives take on them.
+        link: bytes per second between a device and its host.
     """
 
     flops: float
     devices_per_node: int
     inside: float
     between: float
+    links: Links
     link: float = 32e9
+
+    def collective(self, op: str, size: float, ranks: int, stride: int) -> float:
+        """Return seconds of a collective as an estimate prices it.
+
+        Args:
+            op: such as `all_gather`.
+            size: bytes of the full buffer.
+            ranks: that take part.
+            stride: devices from one of them to the next.
+        """
+        if ranks == 1:
+            return 0.0
+        near, nodes = -(-self.devices_per_node // stride), (ranks - 1) * stride // self.devices_per_node + 1
+        return collective_seconds(self.links, op, size, NodeSpread(ranks, min(nodes, ranks), min(near, ranks)))[0]
 
 
 def least_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
@@ -241,22 +262,44 @@ def _blocks_under_way(candidate: Candidate) -> float:
 def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
     """Return about how long a step takes, to order candidates by.
 
-    Compute at a part of the peak, the smaller the fewer tokens a micro-batch has, in a pipeline that of the fullest
-    rank; of tensor and expert parallelism and of messages between stages all communication, of sharded weights what
-    compute does not hide; the bubble of the pipeline.
+    Compute at a part of the peak, the smaller the fewer tokens a micro-batch has and the more ranks share it, in a
+    pipeline that of the fullest rank; of tensor and expert parallelism and of messages between stages all
+    communication, of sharded weights and of gradients what compute does not hide; the bubble of the pipeline.
     """
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     tokens = candidate.batch * seq_len / dims.cp
     flops = machine.flops * (1.6 if recipe.float8 else 1.0) * _MATMUL
     compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / flops
     compute *= _RECOMPUTED[recipe.activations.kind] * (1.0 if recipe.compile else 1.1) * (1 + _FEW * parts / tokens)
-    again = 4 / 3 if recipe.activations.kind == "full" else 1.0
+    compute *= 1 + _NARROWER * math.log2(dims.tp)
 
-    layers, width = shape.layers / dims.pp, _BYTES[recipe.param_dtype]
-    passed = tokens * shape.hidden * width * layers
-    passes = 11 if recipe.reshard_inputs else 10  # two gathers more for each block, half hidden
-    exposed = passes * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
+    exposed = _of_tokens(shape, candidate, seq_len, machine, compute)
+    of_weights = _of_weights(shape, candidate, machine, compute)
+    if recipe.activations.offload:
+        moved = tokens * _kept_of_block(shape, candidate, recipe.activations.kind) * shape.layers / dims.pp
+        exposed += max(2 * moved / machine.link - compute, 0.0)  # to the host and back, while a device computes
+    bubble = 0.0
+    if dims.pp > 1:
+        each = len(owners_of(candidate)) // dims.pp
+        bubble = (dims.pp - 1) / (parts * each)
+        compute *= _fullest(shape, candidate)
+        exposed += 2 * each * parts * message_seconds(shape, candidate, seq_len, machine)
+    return (compute + exposed) * (1 + bubble) + of_weights
+
+
+def _of_tokens(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine, compute: float) -> float:
+    """Communication of activations along tp, ep and cp that compute does not hide."""
+    dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
+    again = 4 / 3 if recipe.activations.kind == "full" else 1.0
+    tokens, width = candidate.batch * seq_len / dims.cp, _BYTES[recipe.param_dtype]
+    layers, exposed = shape.layers / dims.pp, 0.0
+    if dims.tp > 1:
+        # Forward gathers and scatters twice in a block, or adds up twice; backward does as much.
+        op, times = ("all_gather", 8 + recipe.reshard_inputs) if recipe.sequence_parallel else ("all_reduce", 4)
+        each = machine.collective(op, tokens / parts * shape.hidden * width, dims.tp, 1)
+        exposed += times * again * layers * parts * each * (_COUNTED if recipe.tp_overlap else 1.0)
     if dims.ep_enabled:
+        passed = tokens * shape.hidden * width * layers
         speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
         if recipe.ranks_per_node is None:
             exposed += 4 * again * passed * shape.experts_per_token * (1 - 1 / dims.expert_ranks) / speed
@@ -268,22 +311,12 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     if dims.cp > 1:
         ulysses = dims.ulysses_degree or dims.cp
         ring = dims.cp // ulysses
-        speed = machine.inside if dims.cp * dims.tp <= machine.devices_per_node else machine.between
-        kv = tokens * 2 * shape.kv_heads * shape.head_dim / dims.tp * width * layers * (ring - 1)
-        exposed += max(3 * kv / speed - 0.5 * compute, 0.1 * kv / speed)  # a ring computes while it sends
-        heads = tokens * 2 * (shape.heads + shape.kv_heads) * shape.head_dim / dims.tp * width * layers
-        exposed += 2 * again * heads * (ulysses - 1) / ulysses / speed
-    exposed += _of_weights(shape, candidate, machine, compute)
-    if recipe.activations.offload:
-        moved = tokens * _kept_of_block(shape, candidate, recipe.activations.kind) * layers
-        exposed += max(2 * moved / machine.link - compute, 0.0)  # to the host and back, while a device computes
-    bubble = 0.0
-    if dims.pp > 1:
-        each = len(owners_of(candidate)) // dims.pp
-        bubble = (dims.pp - 1) / (parts * each)
-        compute *= _fullest(shape, candidate)
-        exposed += 2 * each * parts * message_seconds(shape, candidate, seq_len, machine)
-    return (compute + exposed) * (1 + bubble)
+        one = tokens / parts * 2 * shape.head_dim / dims.tp * width  # a head's keys and values, or query and result
+        kv = layers * parts * machine.collective("all_gather", one * shape.kv_heads * ring, ring, dims.tp * ulysses)
+        exposed += max(3 * kv - 0.5 * compute, 0.1 * kv)  # a ring computes while it sends
+        heads = machine.collective("all_to_all", one * (shape.heads + shape.kv_heads), ulysses, dims.tp)
+        exposed += 2 * again * layers * parts * heads
+    return exposed
 
 
 def message_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
@@ -310,28 +343,32 @@ def _layers_in_head(shape: Shape) -> float:
 
 
 def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: float) -> float:
-    """Communication of weights and gradients that compute does not hide."""
+    """Communication of weights and gradients that compute does not hide, a block at a time."""
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     shards = dims.dp_shard * dims.ep * dims.cp
-    ranks = shards * dims.dp_replicate
-    if ranks == 1:
-        return 0.0
-    dense, experts = _on_a_rank(shape, candidate)
-    gathers = {3: 2 * parts, 2: 1, 1: 1, 0: 0}[recipe.zero]
-    reductions = parts if recipe.reduce_each else 1
-    sent = (dense + experts) * (gathers * _BYTES[recipe.param_dtype] + reductions * _BYTES[recipe.reduce_dtype])
-    if shards == 1:
-        sent = (dense + experts) * _BYTES[recipe.reduce_dtype]
-    # A group over nodes has the adapters of all its devices in a node.
-    near = max(machine.devices_per_node // dims.tp, 1)
-    inside = shards * dims.tp <= machine.devices_per_node
-    seconds = sent / (machine.inside if inside else machine.between * min(near, shards))
-    if dims.dp_replicate > 1:
-        near = min(max(near // shards, 1), dims.dp_replicate)
-        seconds += 2 * (dense + experts) / shards * _BYTES[recipe.reduce_dtype] / (machine.between * near)
-    return max(seconds - 0.8 * compute, 0.05 * seconds)
+    layers = max(shape.layers / dims.pp, 1.0)
+    block = sum(_on_a_rank(shape, candidate)) / layers
+    splits = recipe.zero >= 1 and shards > 1
+    reduced = block * _BYTES[recipe.reduce_dtype]
+    gather = layers * machine.collective("all_gather", block * _BYTES[recipe.param_dtype], shards, dims.tp)
+    reduction = machine.collective("reduce_scatter" if splits else "all_reduce", reduced, shards, dims.tp)
+    copies = machine.collective("all_reduce", reduced / (shards if splits else 1), dims.dp_replicate, dims.tp * shards)
+    reduction = layers * (reduction + copies)
+    if recipe.zero >= 2:
+        gathers = 2 * parts if recipe.zero == 3 and dims.pp == 1 else 1
+        seconds = gathers * gather + (parts if recipe.reduce_each else 1) * reduction
+        return max(seconds - 0.8 * compute, 0.05 * seconds)
+    # The last micro-batch's backward hides gradients that are ready, the next step's forward weights, or nothing does.
+    hidden, exposed = 0.5 * compute / parts, 0.0
+    for seconds, overlaps in (
+        (reduction, recipe.overlap_grad_reduce),
+        (gather if splits else 0.0, recipe.overlap_param_gather),
+    ):
+        exposed += max(seconds - hidden, 0.05 * seconds) if overlaps else seconds
+    return exposed
 
 
+@cache
 def machine_of(hardware: Hardware) -> Machine:
     """Return what bounds need of the hardware."""
     return Machine(
@@ -339,5 +376,6 @@ def machine_of(hardware: Hardware) -> Machine:
         devices_per_node=hardware.devices_per_node,
         inside=hardware.value("intra.bandwidth"),
         between=hardware.value("inter.bandwidth"),
+        links=Pricing(hardware).links,
         link=hardware.value("host.link", Machine.link),
     )
