@@ -149,8 +149,10 @@ def distribute_tensor(
     split = to_placements(plain, shape)
     with torch.no_grad():
         given = tensor.detach()
-        if src_data_rank is not None and not isinstance(split[0], Shard):
-            given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
+        if src_data_rank is not None:  # what backends are given is memory, without a view's flags
+            given = given.resolve_conj().resolve_neg()
+            if not isinstance(split[0], Shard):
+                given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
         parts = torch_tensor.distribute_tensor(given, ordered, split, src_data_rank=src_data_rank)
         on_mesh = mesh.get_coordinate() is not None
         result = build(parts.to_local(), reduced if on_mesh else target, shape)
