@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
-from hyper_parallel.core.mesh.device_mesh import axes_of, mesh_among, reorder_axes
+from hyper_parallel.core.mesh.device_mesh import axes_of, check_ascending, mesh_among, reorder_axes
 from hyper_parallel.core.redistribute.cost import Topology
 from hyper_parallel.core.redistribute.gradients import FromLocal, PendingRedistribute, moved, moving, take_part, unmoved
 
@@ -134,7 +134,8 @@ def distribute_tensor(
     Raises:
         TypeError: no tensor, or a DTensor.
         ValueError: a tensor that was computed from one that wants a gradient, as the result would not be linked to it;
-            a layout without a mesh, or that does not fit; a `src_data_rank` that some axis does not have.
+            a layout without a mesh, or that does not fit; a mesh along an axis of which ranks do not ascend; a
+            `src_data_rank` that some axis does not have.
     """
     asked = "cannot distribute a tensor"
     _check_whole(asked, tensor)
@@ -142,6 +143,7 @@ def distribute_tensor(
     _check_source(asked, src_data_rank, target)
     mesh, shape = target.mesh, tuple(tensor.shape)
     assert mesh is not None, "read_layout sees to a mesh"
+    check_ascending(asked, mesh)
     torch_form(target, shape)  # a layout that no DTensor can have is found out before anything is sent
     reduced = target.reset_partial()
     plain = in_split_order(reduced, len(shape))
