@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import on_wire
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import FoundParameter, Grouping, make_buckets, own_modules
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
@@ -86,7 +87,9 @@ def _run(collective: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor
 def _all_gather(rows: torch.Tensor, recipe: _TracedCollectives) -> torch.Tensor:
     if recipe.shard is None:
         return rows.view_as(rows)
-    return _run("all_gather_into_tensor", rows, recipe.size, recipe.shard)
+    sent = on_wire(rows)
+    gathered = _run("all_gather_into_tensor", sent, recipe.size, recipe.shard)
+    return gathered if sent is rows else gathered.view(rows.dtype)
 
 
 def _reduced(gradient: torch.Tensor, recipe: _TracedCollectives) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_shape, read_int
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.groups import gather_numbers, group_of
+from hyper_parallel.core.common.groups import gather_numbers, group_of, on_wire
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.convert import build, device_of, in_split_order, to_placements, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -152,12 +152,12 @@ def distribute_tensor(
     with torch.no_grad():
         given = tensor.detach()
         if src_data_rank is not None:  # what backends are given is memory, without a view's flags
-            given = given.resolve_conj().resolve_neg()
+            given = on_wire(given.resolve_conj().resolve_neg())
             if not isinstance(split[0], Shard):
                 given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
-        parts = torch_tensor.distribute_tensor(given, ordered, split, src_data_rank=src_data_rank)
+        parts = torch_tensor.distribute_tensor(given, ordered, split, src_data_rank=src_data_rank).to_local()
         on_mesh = mesh.get_coordinate() is not None
-        result = build(parts.to_local(), reduced if on_mesh else target, shape)
+        result = build(parts.view(tensor.dtype), reduced if on_mesh else target, shape)
         if on_mesh and target.is_partial():
             result = moved(result, target)
     result.requires_grad_(tensor.requires_grad)
