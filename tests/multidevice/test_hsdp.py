@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from units_kit import assert_freed, assert_near, full, gradients, values
 
 import sim
+from hyper_parallel import full_tensor
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
@@ -910,6 +911,36 @@ def test_parameters_of_every_kind(ctx, level):
                 if ctx.float_dtype is not torch.float64:  # and here in fp16
                     bound = measured(kinds_alone) * largest
                 assert (got[name] - grad).abs().max() <= bound, name
+
+
+class Scaled(nn.Module):
+    """Weights that were quantized, frozen, and a scale for each."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.quantized = nn.Parameter((torch.arange(32.0).view(8, 4) % 5).to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((8, 4), 0.5))
+
+    def forward(self, x):
+        return x @ (self.quantized.float() * self.scale).T
+
+
+@sim.ranks(2)
+def test_frozen_parameters_of_dtypes_that_backends_do_not_gather(ctx):
+    mesh = init_device_mesh(ctx.device_type, (2,))
+    x = torch.arange(16.0, device=ctx.device).view(4, 4) / 8
+    for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn):
+        alone = Scaled(dtype).to(ctx.device)
+        alone(x).square().mean().backward()
+        for wrap in (
+            lambda m: fully_shard(m, mesh=mesh),
+            lambda m: hsdp(m, threshold=0, optimizer_level="level3"),
+            lambda m: hsdp(m, threshold=0, optimizer_level="level3", use_eager_hook=False),
+        ):
+            model = wrap(Scaled(dtype).to(ctx.device))
+            model(x[2 * ctx.rank :][:2]).square().mean().backward()
+            torch.testing.assert_close(full(model.scale.grad), alone.scale.grad)
+            assert torch.equal(full_tensor(model.quantized).float(), alone.quantized.float())  # torch's own cannot
 
 
 @pytest.mark.parametrize("level", LEVELS)

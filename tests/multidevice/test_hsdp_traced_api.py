@@ -149,6 +149,34 @@ def test_one_device_on_two_ranks(ctx):
     assert_close(values(other), values(model))
 
 
+class Turned(nn.Module):
+    """A complex parameter, of which autograd keeps a conjugated view for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x + 1j * x.flip(0)) @ self.phase.conj().T
+
+
+@sim.ranks(2, backends=NO_GLOO)
+def test_a_conjugated_view_is_gathered_again_as_one(ctx):
+    """Backward multiplies by what was kept: by its conjugate, the gradient of x would be another one."""
+    for level in LEVELS:
+        torch.manual_seed(0)
+        plain = Turned().to(ctx.device)
+        model = hsdp(copy.deepcopy(plain), use_eager_hook=False, threshold=0, optimizer_level=level)
+        for step in range(2):
+            found = []
+            for m in (plain, model):
+                x = batch(ctx, step, dtype=torch.float32).requires_grad_()
+                torch.view_as_real(m(x)).square().mean().backward()
+                found.append({"x": x.grad, **gradients(m)})
+            for name, wanted in found[0].items():
+                torch.testing.assert_close(found[1][name], wanted, msg=f"{level}: {name}")
+
+
 @sim.ranks(1, backends=NO_GLOO)
 def test_a_single_rank(ctx):
     wanted = train(ctx, net(ctx), micros=2)

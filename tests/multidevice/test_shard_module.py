@@ -436,6 +436,25 @@ def test_tied_parameters_and_shared_modules_stay_so(ctx):
         assert net.embed.weight.grad.placements == net.embed.weight.placements
 
 
+@pytest.mark.parametrize("target", [("None",), ("tp",)], ids=["gathered", "split"])
+@sim.ranks(2, backends=("sim",))
+def test_the_gradient_of_an_embedding_may_have_sums_pending(ctx, target):
+    """That of a linear layer's input has, where its weight is split by rows and nothing says where the input goes."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    tokens = torch.arange(12).view(4, 3) * 5 % 12
+    alone = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 6)).double()
+    alone(tokens).square().mean().backward()
+    net = copy.deepcopy(alone)
+    net.zero_grad()
+    given = {"0.weight": ("tp", "None"), "1.weight": ("tp", "None"), "1.bias": ("tp",)}
+    given = ShardingPlan(plan=given, output_plan={"0.output": target, "output": ("None",)})
+    shard_module(net, mesh, given)
+    net(placed(tokens, mesh, ("None",))).square().mean().backward()
+    for mine, wanted in zip(net.parameters(), alone.parameters(), strict=True):
+        same(mine.grad, wanted.grad)
+
+
 # -- inputs and outputs ------------------------------------------------------------------------------------------------
 
 

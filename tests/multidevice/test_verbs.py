@@ -190,6 +190,25 @@ def test_values_of_even_uneven_empty_and_ordered_splits(ctx):
             assert back.device_mesh == x.device_mesh
 
 
+# torch has no collectives of some of these, with gloo, or with nccl (int16).
+MOVED = [torch.bool, torch.bfloat16, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64]
+MOVED += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+
+
+@sim.ranks(4)
+def test_every_dtype_is_moved(ctx):
+    for dtype in MOVED:
+        for size in (8, 7):
+            full = 2 ** (numbers(ctx, size, 4) % 3)
+            full = full.to(dtype)
+            for entries in ((("dp", "tp"),), ("dp", "tp"), ("None", "tp"), ("None",)):
+                x = distribute_tensor(full, mesh_of(ctx), entries)
+                assert x.dtype == x.to_local().dtype == dtype
+                for found in (full_tensor(x), full_tensor(redistribute(x, ("tp", "dp")))):
+                    assert found.dtype == dtype
+                    assert torch.equal(found.to(torch.complex64), full.to(torch.complex64)), (dtype, size, entries)
+
+
 @sim.ranks(4)
 def test_scalars_and_uneven_splits_against_the_mesh_s_order(ctx):
     mesh = mesh_of(ctx)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sim
-from hyper_parallel import fully_shard, init_device_mesh, shard_module
+from hyper_parallel import DeviceMesh, fully_shard, init_device_mesh, shard_module
 from hyper_parallel.core.expert_parallel import Router, expert_parallel
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
@@ -119,6 +119,25 @@ def refused(config: LlamaConfig, sizes: dict[str, int], options: dict[str, Any])
 def test_what_does_not_fit_is_refused(config, sizes, options, expected):
     world_size = torch.Size(sizes.values()).numel()
     assert sim.run(refused, world_size=world_size, args=(config, sizes, options)) == [expected] * world_size
+
+
+def test_ranks_out_of_order() -> None:
+    """A group sorts its ranks: tokens would go to another rank than the one that has their expert."""
+
+    def body() -> str:
+        with pytest.raises(ValueError) as caught:
+            expert_parallel(MoELlama(CONFIG), DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",)))
+        return str(caught.value)
+
+    assert (
+        sim.run(body, world_size=2)
+        == [
+            "cannot split the experts: ranks along axis 'ep' have to ascend, as a process group has no other order\n"
+            "  mesh: ep=2   ranks: 1, 0\n"
+            "  try: a mesh whose rows and columns ascend, as init_device_mesh makes them"
+        ]
+        * 2
+    )
 
 
 def twice(wrapped: bool) -> str:

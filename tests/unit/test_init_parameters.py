@@ -585,6 +585,29 @@ def test_code_that_mixes_parameters_with_plain_tensors():
     sim.run(body, world_size=3)
 
 
+def test_setting_the_data_of_a_parameter_writes_to_it():
+    """It is no operation, so that what was drawn before came after it, and DTensors kept what they had."""
+
+    def double(w):
+        w.data.normal_()
+        w.data = w.data * 2
+        w.data = w.data  # as `.to(torch.float32)` returns it of what is float32
+        w.data.add_(1)
+
+    def body():
+        model = Own(double)
+        for source in (on_meta(Own, double), model):
+            check_parts(init_parameters(split(source, None, "dp", sizes=(2,)), 5), wanted)
+
+    w = Own(lambda w: w.data.normal_().mul_(2).add_(1))
+    wanted = init_parameters(w, 5).state_dict()
+    plain = Own(double)
+    memory = plain.w.data_ptr()
+    assert torch.equal(init_parameters(plain, 5).w, w.w)
+    assert plain.w.data_ptr() == memory
+    sim.run(body, world_size=2)
+
+
 @pytest.mark.parametrize(
     "fill",
     [
@@ -599,6 +622,8 @@ def test_code_that_mixes_parameters_with_plain_tensors():
         lambda w: w.data.normal_().copy_(w.data[0, 3].clone()),
         lambda w: w.data.copy_(torch.empty(6, 10).copy_(w.data.normal_()).cumsum(0)),
         lambda w: w.data.uniform_().copy_(torch.linalg.qr(w.data.T)[0].T),
+        lambda w: setattr(w, "data", torch.randn(6, 10)),
+        lambda w: setattr(w, "data", nn.init.trunc_normal_(w.data.double(), std=0.02).float()),  # as Hugging Face's do
     ],
 )
 def test_what_needs_all_elements_gets_them(fill):
@@ -632,9 +657,9 @@ class Bare(nn.Module):
 
 
 class Half(nn.Module):
-    def __init__(self):
+    def __init__(self, dtype=torch.float32):
         super().__init__()
-        self.w = nn.Parameter(torch.empty(4, 6))
+        self.w = nn.Parameter(torch.empty(4, 6, dtype=dtype))
 
     def reset_parameters(self):
         self.w.data[:2].normal_()
@@ -653,9 +678,10 @@ def test_what_nothing_fills_is_named():
     assert torch.equal(init_parameters(model).scale, kept), "what was not on meta keeps its values"
 
 
-def test_every_rank_refuses_what_nothing_fills():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_every_rank_refuses_what_nothing_fills(dtype):
     def body():
-        return refused(lambda: init_parameters(split(on_meta(Half), "dp", sizes=(4,))))
+        return refused(lambda: init_parameters(split(on_meta(Half, dtype), "dp", sizes=(4,))))
 
     assert len(set(sim.run(body, world_size=4))) == 1
 
@@ -676,6 +702,11 @@ class Twice(nn.Module):
     [
         (lambda: Own(lambda w: w.to_local().normal_()), "the model (Own)", "it uses a local shard, taken out of its"),
         (lambda: Own(lambda w: w.data.normal_().t_()), "the model (Own)", "t_ changes the shape of a parameter"),
+        (
+            lambda: Own(lambda w: setattr(w, "data", torch.ones(10))),
+            "the model (Own)",
+            "its data is set to values of shape (10,) in torch.float32",
+        ),
         (Twice, "the model (Twice)", "select needs elements that other ranks hold"),
     ],
 )

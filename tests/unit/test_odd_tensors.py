@@ -51,6 +51,22 @@ def test_what_a_view_does_to_its_memory_is_done_before_it_is_sent(pair, flag):
     assert torch.equal(sim.gather_full(sim.run(on_rank, world_size=4), dst, (8, 8)), wanted)
 
 
+@pytest.mark.parametrize("flag", ["conjugate", "negative"])
+@pytest.mark.parametrize("entries", [("dp", "tp"), (("tp", "dp"),), ("None", "tp"), ("None",)])
+def test_a_full_tensor_that_is_a_view_is_distributed(entries, flag):
+    """torch refuses to scatter a conjugated view on the rank that has it, when the others wait for theirs."""
+    numbers = torch.complex(torch.arange(35.0), 1 - torch.arange(35.0)).reshape(7, 5)
+    full = numbers.conj() if flag == "conjugate" else torch._neg_view(numbers.real.contiguous())
+    wanted = full.resolve_conj().resolve_neg()
+
+    def on_rank(source):
+        x = distribute_tensor(full, on_mesh(), entries, src_data_rank=source)
+        return torch.equal(full_tensor(x).resolve_conj().resolve_neg(), wanted)
+
+    for source in (0, None):
+        assert sim.run(on_rank, args=(source,), world_size=4) == [True] * 4
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].placements} to {pair[1].placements}")
 def test_one_element_expanded(pair):
     src, dst = pair

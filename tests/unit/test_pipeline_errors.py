@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import sim
-from hyper_parallel import Layout, from_local, fully_shard, hsdp, init_device_mesh
+from hyper_parallel import DeviceMesh, Layout, from_local, fully_shard, hsdp, init_device_mesh
 from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
 from hyper_parallel.core.pipeline import SCHEDULES, Pipeline, TiedWeights, clip_grad_norm
 
@@ -79,6 +79,9 @@ def test_stages_mesh_and_loss_of_another_kind():
         both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
         with pytest.raises(ValueError, match="mesh has 2 axes, and stages are along one"):
             Pipeline([linear()], both, "gpipe", 1, square)
+        turned = DeviceMesh("cpu", [1, 0], mesh_dim_names=("pp",))
+        with pytest.raises(ValueError, match="cannot make a pipeline: ranks along axis 'pp' have to ascend"):
+            Pipeline([linear()], turned, "gpipe", 1, square)
 
     sim.run(body, world_size=2)
 

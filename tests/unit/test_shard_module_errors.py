@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import sim
@@ -542,7 +542,52 @@ def on_another_mesh():
     shard_module(model, mesh, plan(plan={"head.weight": ("dp",)}))
 
 
+def with_a_gradient():
+    model = Model()
+    model(torch.ones(2, 8)).sum().backward()
+    shard_module(model, mesh_of(), plan(plan={"head.weight": ("tp",)}))
+
+
+def with_hooks(register):
+    model, given = Model(), plan(plan={"head.weight": ("tp",)})
+    shard_module(model, mesh_of(), given)
+    shard_module(model, mesh_of(), given)  # its own hook on the gradient is made anew
+    getattr(model.head.weight, register)(lambda x: None)
+    shard_module(model, mesh_of(), given)
+
+
+def on_ranks_out_of_order():
+    mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))
+    shard_module(Model(), mesh, plan(plan={"head.weight": ("tp",)}))
+
+
+AFTERWARDS = "register them on the parameter that the module has after shard_module"
+
 MODELS = {
+    "ranks out of order": (
+        on_ranks_out_of_order,
+        ValueError,
+        "ranks along axis 'tp' have to ascend, as a process group has no other order",
+        "a mesh whose rows and columns ascend, as init_device_mesh makes them",
+    ),
+    "a gradient before": (
+        with_a_gradient,
+        ValueError,
+        "parameter 'head.weight': it has a gradient, which would be lost",
+        "model.zero_grad() first",
+    ),
+    "a hook before": (
+        lambda: with_hooks("register_hook"),
+        ValueError,
+        "parameter 'head.weight': it has hooks, which would be lost",
+        AFTERWARDS,
+    ),
+    "a hook behind the gradient before": (
+        lambda: with_hooks("register_post_accumulate_grad_hook"),
+        ValueError,
+        "parameter 'head.weight': it has hooks, which would be lost",
+        AFTERWARDS,
+    ),
     "a str": (
         lambda: shard_module("model", mesh_of(), plan()),
         TypeError,

@@ -442,6 +442,33 @@ def test_a_tensor_that_was_computed_is_not_made_a_leaf_of():
     assert events == []
 
 
+@pytest.mark.parametrize("ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]]])
+def test_a_mesh_whose_ranks_do_not_ascend(ranks):
+    """torch scatters to the first rank of a group, and a rank's place on the mesh says which part is its own."""
+
+    def refused():
+        with pytest.raises(ValueError) as caught:
+            distribute_tensor(WHOLE, DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp")), (("dp", "tp"),))
+        return str(caught.value)
+
+    def gathered():
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+        part = torch.full((1,), float(dist.get_rank()))
+        return full_tensor(from_local(part, mesh, (("dp", "tp"),), shape=(4,))).tolist()
+
+    flat = [rank for row in ranks for rank in row]
+    text = (
+        f"{DISTRIBUTE}: ranks along axis {'tp' if flat[0] == 1 else 'dp'!r} have to ascend, as a process group has no "
+        "other order\n"
+        f"  mesh: dp=2, tp=2   ranks: {', '.join(map(str, flat))}\n"
+        "  try: a mesh whose rows and columns ascend, as init_device_mesh makes them"
+    )
+    with sim.world(4) as world:
+        assert world.run(refused) == [text] * 4
+        assert world.trace.events == []
+    assert sim.run(gathered, world_size=4) == [flat] * 4, "what is not torch's own goes by the places on the mesh"
+
+
 def test_a_rank_on_neither_mesh():
     def on_rank(step):
         mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))

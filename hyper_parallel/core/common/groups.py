@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Guards the table below, and is held for no longer than a look into it; it is no state of a rank, but a lock.
@@ -28,6 +29,30 @@ _LOCK = threading.Lock()
 # no state of a rank that another one could see. A process group takes no attributes, hence a table beside it; all
 # access is under the lock.
 _GROUPS = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]()
+
+
+# What every backend gathers and scatters as it is, and what others of one size travel as.
+_SENT = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+    | {torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+_SAME_SIZE = MappingProxyType({1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64})
+
+
+def on_wire(x: torch.Tensor) -> torch.Tensor:
+    """Return the same memory in a dtype that every backend gathers; torch sends complex numbers as pairs."""
+    return x if x.dtype in _SENT or x.is_complex() else x.view(_SAME_SIZE[x.element_size()])
+
+
+def all_gather_single(gathered: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
+    """Gather tensors of one size into one, as torch's function of this name, of any dtype.
+
+    Args:
+        gathered: what all have, one after another.
+        own: what this rank has.
+        options: torch's.
+    """
+    return _all_gather_single(on_wire(gathered), on_wire(own), **options)
 
 
 def group_of(ranks: tuple[int, ...], axes: Sequence[str], mesh: DeviceMesh | None = None) -> dist.ProcessGroup:

@@ -90,6 +90,28 @@ def plain_name(name: str) -> str:
 _MARK = "_hyper_parallel_replaced"  # an attribute of the tensor: it goes when the tensor goes
 
 
+def refuse_lost(asked: str, parameter: torch.Tensor, by: str) -> None:
+    """Refuse to replace a parameter that has what its successor would not have: a gradient, or hooks of others.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        parameter: what is to be replaced.
+        by: the function that does it.
+
+    Raises:
+        ValueError: it has.
+    """
+    if parameter.grad is not None:
+        blame, seen = "it has a gradient, which would be lost", f"seen: a backward before {by}"
+        raise ValueError(explain(asked, blame, seen, "model.zero_grad() first"))
+    hooks = (parameter._backward_hooks or {}).values()
+    lost = [hook for hook in hooks if not getattr(hook, "is_made_anew", False)]  # whoever replaces it makes that anew
+    if lost or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        blame = "it has hooks, which would be lost: the parameter is replaced by a sharded one"
+        seen = f"seen: register_hook or register_post_accumulate_grad_hook before {by}"
+        raise ValueError(explain(asked, blame, seen, f"register them on the parameter that the module has after {by}"))
+
+
 def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
     """Note that a model has another tensor in the place of `parameter` from now on.
 

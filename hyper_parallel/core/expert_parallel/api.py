@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, NodeGroups, SharedGroup
 from hyper_parallel.core.expert_parallel.router import routers_of
-from hyper_parallel.core.mesh.device_mesh import axes_of, flatten_axes
+from hyper_parallel.core.mesh.device_mesh import axes_of, check_ascending, flatten_axes
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.region import OWN_PARTS, is_unit
 
@@ -158,15 +158,10 @@ def exchange_of(mesh: DeviceMesh, over: Sequence[str]) -> SharedGroup | None:
     names = [name for name in over if _size(mesh, "ep", name) > 1]
     if not names:
         return None
-    if len(names) == 1:
-        return SharedGroup(mesh.get_group(names[0]))
     with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
-        ranks = flatten_axes(mesh, names, "_".join(names))
-        order: list[int] = ranks.mesh.tolist()
-    if order != sorted(order):  # a process group sorts its ranks: experts would change places
-        blame, seen = "ranks along the axes that split experts have to ascend", f"ranks: {order}"
-        raise ValueError(explain(_ASKED, blame, seen, "a mesh whose rows ascend, as init_device_mesh makes them"))
-    return SharedGroup(ranks.get_group())
+        shared = mesh[names[0]] if len(names) == 1 else flatten_axes(mesh, names, "_".join(names))
+    check_ascending(_ASKED, shared)  # or experts would change places
+    return SharedGroup(shared.get_group())
 
 
 def nodes_of(mesh: DeviceMesh, over: Sequence[str], ranks_per_node: int | None) -> NodeGroups | None:

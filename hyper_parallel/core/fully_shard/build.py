@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import refuse_lost
 from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, OwnedBucket, Storage, computed_in
 from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
 from hyper_parallel.core.fully_shard.param import ManagedParam, ParamSlot
@@ -141,16 +142,7 @@ def _check_parameter(parameter: nn.Parameter, name: str, api: str) -> None:
     hint = f"run it once, on any rank's input, before {api}"
     if is_lazy(parameter):
         raise ValueError(explain(asked, "it has no shape yet", "seen: a lazy module that has not run", hint))
-    if parameter.grad is not None:
-        blame, seen = "it has a gradient, which would be lost", f"seen: a backward before {api}"
-        raise ValueError(explain(asked, blame, seen, "model.zero_grad() first"))
-    hooks = (parameter._backward_hooks or {}).values()
-    lost = [hook for hook in hooks if not getattr(hook, "is_made_anew", False)]  # a unit sees to the layout itself
-    if lost or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        blame = "it has hooks, which would be lost: the parameter is replaced by a sharded one"
-        seen = "seen: register_hook or register_post_accumulate_grad_hook before wrapping"
-        hint = f"register them on the parameter that the module has after {api}"
-        raise ValueError(explain(asked, blame, seen, hint))
+    refuse_lost(asked, parameter, api)
     if api == "fully_shard" and _is_extended(parameter, asked):
         return
     reason = unpackable(parameter)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hyper_parallel.core.common.groups import all_gather_single, reduce_scatter_single
+from hyper_parallel.core.common.groups import all_gather_single, on_wire, reduce_scatter_single
 from hyper_parallel.platform import Event
 
 
@@ -108,7 +108,7 @@ def all_gather_each(
         group: The ranks. nccl, hccl and simulated ranks do this without a copy; gloo packs by itself, off this thread.
         result: What `wait` returns: the buffer of which the targets are views.
     """
-    targets, sources = _real(targets), _real(sources)
+    targets, sources = (list(map(on_wire, _real(tensors))) for tensors in (targets, sources))
     if group.size() == 1:
         torch._foreach_copy_(targets, sources)
         return Pending(None, result)
@@ -130,7 +130,7 @@ def reduce_scatter_each(
         group: The ranks; see `all_gather_each`.
         result: What `wait` returns: the buffer of which the targets are views.
     """
-    targets, sources = _real(targets), _real(sources)
+    targets, sources = (list(map(on_wire, _real(tensors))) for tensors in (targets, sources))
     if group.size() == 1:
         torch._foreach_copy_(targets, sources)
         return Pending(None, result)

@@ -554,7 +554,10 @@ class GradientReducer:
     def keeping_dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
         """Dtype of gradients that wait: that of their reduction if it was chosen, else at least fp32."""
         dtype = self._dtype(reduce_dtype)
-        return dtype if reduce_dtype is not None else torch.promote_types(dtype, torch.float32)
+        if reduce_dtype is not None:
+            return dtype
+        # torch promotes no float8.
+        return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
 
     def keeps_in_another_dtype(self, reduce_dtype: torch.dtype | None) -> bool:
         """Whether gradients that wait are kept in another dtype than autograd adds them up in."""

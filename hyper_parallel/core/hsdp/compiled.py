@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import on_wire
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import FoundParameter, Grouping, make_buckets, own_modules
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
@@ -86,7 +87,9 @@ def _run(collective: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor
 def _all_gather(rows: torch.Tensor, recipe: _TracedCollectives) -> torch.Tensor:
     if recipe.shard is None:
         return rows.view_as(rows)
-    return _run("all_gather_into_tensor", rows, recipe.size, recipe.shard)
+    sent = on_wire(rows)
+    gathered = _run("all_gather_into_tensor", sent, recipe.size, recipe.shard)
+    return gathered if sent is rows else gathered.view(rows.dtype)
 
 
 def _reduced(gradient: torch.Tensor, recipe: _TracedCollectives) -> torch.Tensor:
@@ -195,7 +198,7 @@ class TracedUnit:
         return saved_tensors_hooks(self._pack, lambda packed: packed() if isinstance(packed, partial) else packed)
 
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | partial[torch.Tensor]:
-        if not self.gathered or type(saved) is not torch.Tensor:
+        if not self.gathered or type(saved) is not torch.Tensor or saved.is_neg():
             return saved
         storage = saved.untyped_storage()._cdata
         for (index, _), (unsharded, parameter) in self.gathered.items():
@@ -205,7 +208,7 @@ class TracedUnit:
             if unsharded.untyped_storage()._cdata == storage:  # this one, or a view of it
                 rows: torch.Tensor = parameter._local_tensor.detach()  # type: ignore[attr-defined]
                 geometry = (saved.shape, saved.stride(), int(saved.storage_offset()))
-                return partial(_gathered_again, rows, recipe, geometry)
+                return partial(_gathered_again, rows, recipe, geometry, saved.is_conj())
         return saved
 
     # -- accumulation of gradients ------------------------------------------------------------------------------------
@@ -248,8 +251,9 @@ class TracedUnit:
 
 
 @torch.no_grad()
-def _gathered_again(rows: torch.Tensor, recipe: _TracedCollectives, geometry: Any) -> torch.Tensor:
-    return _all_gather(rows, recipe).as_strided(*geometry)
+def _gathered_again(rows: torch.Tensor, recipe: _TracedCollectives, geometry: Any, is_conj: bool) -> torch.Tensor:
+    view = _all_gather(rows, recipe).as_strided(*geometry)
+    return view.conj() if is_conj else view
 
 
 class _AccumulatedGradient:

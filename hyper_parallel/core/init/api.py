@@ -76,11 +76,12 @@ def init_parameters(
     where = _device(model, device)
     targets = _targets(model, int(seed))
     with torch.inference_mode(False), torch.no_grad():
-        with DefaultsToCpu(), torch.random.fork_rng(devices=[]):
-            for target in targets:
-                if target.fresh:
-                    _materialise(model, target, where)
-            _fill(model, Filling(int(seed), targets), targets, init_fn)
+        for target in targets:
+            if target.fresh:
+                _materialise(model, target, where)
+        filling = Filling(int(seed), targets)
+        with DefaultsToCpu(filling), torch.random.fork_rng(devices=[]):
+            _fill(model, filling, targets, init_fn)
         flush(targets)
     _check_filled(model, targets, init_fn)
     return model
@@ -255,7 +256,7 @@ def _check_filled(model: nn.Module, targets: list[FillTarget], init_fn: Any) -> 
 
 
 def _has_nan(local: torch.Tensor) -> bool:
-    if not local.is_floating_point():
+    if not (local.is_floating_point() or local.is_complex()):
         return False
     if local.dtype.itemsize > 1 and not local.sum().isnan():  # one pass; a sum may overflow, but hides no NaN
         return False

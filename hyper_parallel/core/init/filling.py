@@ -21,16 +21,24 @@ _DRAWS: Mapping[str, Callable[..., None]] = MappingProxyType({"normal_": normal,
 _CONSTANTS = frozenset({"fill_", "zero_"})
 _SAME = frozenset({"alias", "detach", "lift_fresh"})  # `parameter.data` and `parameter.detach()`
 _RANDOM = torch.Tag.nondeterministic_seeded
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class DefaultsToCpu(DeviceContext):
-    """As `with torch.device("cpu")`, but not of what is written to a given tensor (`out=`), which may be elsewhere."""
+    """As `with torch.device("cpu")`, but not of what is written to a given tensor (`out=`), which may be elsewhere.
 
-    def __init__(self) -> None:
+    Args:
+        filling: what `parameter.data = values` is told to, as it is no operation that a dispatch mode sees.
+    """
+
+    def __init__(self, filling: Filling) -> None:
         super().__init__(torch.device("cpu"))
+        self._filling = filling
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make it on the CPU, if it is made."""
+        if func == _SET_DATA and self._filling.set_data(*args):
+            return None
         if (kwargs or {}).get("out") is not None:
             return func(*args, **kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
@@ -77,6 +85,22 @@ class Filling(TorchDispatchMode):
         if target is None or target.unsharded is not None or not (std > 0 and low < high):
             return False
         target.write(lambda tile, numbers: truncated(tile, numbers, mean, std, low, high), covers=True)
+        return True
+
+    def set_data(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        """Copy what becomes the `data` of a tensor of the model, which keeps its memory; False for another tensor.
+
+        Args:
+            tensor: whose data is set.
+            values: to what.
+        """
+        known = self._by_id.get(id(tensor))
+        if known is None:
+            return False
+        if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
+            raise self._refusal(f"its data is set to values of shape {tuple(values.shape)} in {values.dtype}", known[0])
+        if self._target(values) is not known[0]:
+            tensor.copy_(values)
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +240,8 @@ def _truncated_by_tiles() -> Iterator[None]:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    flags = tensor.is_conj(), tensor.is_neg()
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, flags
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -217,7 +217,8 @@ class FillTarget:
         if unsharded is None or self.locked:
             return
         self.local.copy_(unsharded[self.region])
-        self.filled = self.filled or not (unsharded.is_floating_point() and bool(unsharded.isnan().any()))
+        may_be_nan = unsharded.is_floating_point() or unsharded.is_complex()
+        self.filled = self.filled or not (may_be_nan and bool(unsharded.isnan().any()))
         self._writes, self._covered, self._stored = [], False, True
 
     def flushed(self) -> Iterator[_Block]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
@@ -280,6 +281,30 @@ def check_member(asked: str, mesh: DeviceMesh, which: str = "the mesh") -> None:
             )
         blame, hint = f"the calling rank is not on {which}", "call it on the mesh's ranks only"
         raise ValueError(explain(asked, blame, seen, hint))
+
+
+def check_ascending(asked: str, mesh: DeviceMesh) -> None:
+    """Refuse a mesh along an axis of which ranks do not ascend.
+
+    A process group sorts its ranks. So what torch scatters or gathers over such an axis is in another order than the
+    places on the mesh, by which a rank takes its shard of what it has.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        mesh: the mesh.
+
+    Raises:
+        ValueError: there is such an axis.
+    """
+    axes = axes_of(mesh)
+    if isinstance(axes.ranks, range) and axes.ranks.step > 0:
+        return
+    ranks = np.array(axes.ranks).reshape(axes.sizes)
+    for axis, name in enumerate(axes.names):
+        if (np.diff(ranks, axis=axis) < 0).any():
+            blame = f"ranks along axis {name!r} have to ascend, as a process group has no other order"
+            hint = "a mesh whose rows and columns ascend, as init_device_mesh makes them"
+            raise ValueError(explain(asked, blame, f"mesh: {axes}   ranks: {describe_ranks(axes.ranks)}", hint))
 
 
 def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:

@@ -12,6 +12,7 @@ from torch import nn
 from hyper_parallel.core.common.checks import check, check_modules
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.unit import nested_units
+from hyper_parallel.core.mesh.device_mesh import check_ascending
 
 __all__ = [
     "LossFn",
@@ -51,6 +52,7 @@ def check_mesh(mesh: Any) -> None:
     if mesh.ndim != 1:
         blame = f"mesh has {mesh.ndim} axes, and stages are along one"
         raise ValueError(explain(_ASKED, blame, f"mesh: {mesh}", 'mesh["pp"]'))
+    check_ascending(_ASKED, mesh)  # or stages would change places
 
 
 def check_indices(

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_shape, read_int
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.groups import gather_numbers, group_of
+from hyper_parallel.core.common.groups import gather_numbers, group_of, on_wire
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.convert import build, device_of, in_split_order, to_placements, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
-from hyper_parallel.core.mesh.device_mesh import axes_of, mesh_among, reorder_axes
+from hyper_parallel.core.mesh.device_mesh import axes_of, check_ascending, mesh_among, reorder_axes
 from hyper_parallel.core.redistribute.cost import Topology
 from hyper_parallel.core.redistribute.gradients import FromLocal, PendingRedistribute, moved, moving, take_part, unmoved
 
@@ -134,7 +134,8 @@ def distribute_tensor(
     Raises:
         TypeError: no tensor, or a DTensor.
         ValueError: a tensor that was computed from one that wants a gradient, as the result would not be linked to it;
-            a layout without a mesh, or that does not fit; a `src_data_rank` that some axis does not have.
+            a layout without a mesh, or that does not fit; a mesh along an axis of which ranks do not ascend; a
+            `src_data_rank` that some axis does not have.
     """
     asked = "cannot distribute a tensor"
     _check_whole(asked, tensor)
@@ -142,6 +143,7 @@ def distribute_tensor(
     _check_source(asked, src_data_rank, target)
     mesh, shape = target.mesh, tuple(tensor.shape)
     assert mesh is not None, "read_layout sees to a mesh"
+    check_ascending(asked, mesh)
     torch_form(target, shape)  # a layout that no DTensor can have is found out before anything is sent
     reduced = target.reset_partial()
     plain = in_split_order(reduced, len(shape))
@@ -149,11 +151,13 @@ def distribute_tensor(
     split = to_placements(plain, shape)
     with torch.no_grad():
         given = tensor.detach()
-        if src_data_rank is not None and not isinstance(split[0], Shard):
-            given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
-        parts = torch_tensor.distribute_tensor(given, ordered, split, src_data_rank=src_data_rank)
+        if src_data_rank is not None:  # what backends are given is memory, without a view's flags
+            given = on_wire(given.resolve_conj().resolve_neg())
+            if not isinstance(split[0], Shard):
+                given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
+        parts = torch_tensor.distribute_tensor(given, ordered, split, src_data_rank=src_data_rank).to_local()
         on_mesh = mesh.get_coordinate() is not None
-        result = build(parts.to_local(), reduced if on_mesh else target, shape)
+        result = build(parts.view(tensor.dtype), reduced if on_mesh else target, shape)
         if on_mesh and target.is_partial():
             result = moved(result, target)
     result.requires_grad_(tensor.requires_grad)

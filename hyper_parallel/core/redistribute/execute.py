@@ -22,7 +22,7 @@ from hyper_parallel.core.redistribute.steps import BufferBox, Moves, Step, local
 Working = Generator[dist.Work, None, torch.Tensor]
 """Yields each collective as soon as it is under way; the caller waits for it. Returns the result."""
 
-# What every backend moves as it is; anything else travels as bytes.
+# What every backend exchanges as it is; anything else travels as bytes.
 _WIRE = frozenset({torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64})
 
 

@@ -24,12 +24,12 @@ from torch.distributed.tensor.parallel import (
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import note_replaced
+from hyper_parallel.core.common.torch_compat import note_replaced, refuse_lost
 from hyper_parallel.core.dtensor.convert import build, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.init.api import init_parameters
-from hyper_parallel.core.mesh.device_mesh import axes_of
+from hyper_parallel.core.mesh.device_mesh import axes_of, check_ascending
 from hyper_parallel.core.redistribute.api import distribute_tensor, redistribute
 from hyper_parallel.core.shard.boundaries import Arguments, Inputs, Outputs, localized
 from hyper_parallel.core.shard.local import custom_shard
@@ -90,11 +90,13 @@ def shard_module(model: M, device_mesh: DeviceMesh, sharding_plan: ShardingPlan,
     Raises:
         TypeError: no module or function, no mesh, no plan, a field of the plan of the wrong type.
         ValueError: a path, argument or axis that does not exist, a value that is no layout, a layout that does not
-            fit; parameters that `fully_shard` or another mesh has already.
+            fit; parameters that `fully_shard` or another mesh has already, or that have a gradient or hooks, which
+            would be lost.
     """
     asked = "cannot shard the model"
     check(asked, "module | callable", "shard_module(model, mesh, plan)", model=model)
     check(asked, "mesh", device_mesh=device_mesh)
+    check_ascending(asked, device_mesh)
     if not isinstance(model, nn.Module):
         return _shard_function(asked, model, device_mesh, sharding_plan)
     modules, parameters = names_of(model)
@@ -132,6 +134,7 @@ def _check_parameters(
             raise ValueError(explain(asked, blame, seen, "the same layout for both, or one of them only"))
         chosen[id(param)] = param, aliases, layout
         _check_parameter(asked, model, name, param, layout, mesh)
+        refuse_lost(f"{asked}: parameter {name!r}", param, "shard_module")
     return list(chosen.values())
 
 

@@ -18,6 +18,7 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.api import from_local, redistribute
+from hyper_parallel.core.redistribute.gradients import unmoved
 from hyper_parallel.core.shard.spelling import LayoutTree, describe
 
 
@@ -273,7 +274,8 @@ def _redistributed_or_wrapped(x: Any, layout: Layout) -> Any:
 def by_torch(x: DTensor, layout: Layout) -> DTensor:
     """Let torch take the reduction of shards that a layout has no word for, as the masked ones of a split embedding."""
     if layout.mesh is x.device_mesh and layout.placements is not None:
-        return x.redistribute(x.device_mesh, layout.placements)
+        # Its gradient may have sums pending, which torch cannot bring to the reduction that it has taken.
+        return unmoved(x.redistribute(x.device_mesh, layout.placements))
     reduced = [torch_tensor.Replicate() if placement.is_partial() else placement for placement in x.placements]
     return redistribute(x.redistribute(x.device_mesh, reduced), layout)
 
