@@ -29,7 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.activations import ActivationPolicy
-from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least
+from hyper_parallel.core.common.checks import (
+    check,
+    check_choice,
+    check_elements,
+    check_fields,
+    check_least,
+    check_listed,
+)
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
@@ -178,6 +185,7 @@ class TrainConfig:
         check_choice(asked, "on_nonfinite", self.on_nonfinite, ("skip", "stop", "dump"))
         positive = ("steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
         check_least(asked, 1, **_some(self, *positive))
+        check_listed(asked, accumulate=self.accumulate)
         check_least(asked, 0, **_some(self, "seed", "eval_every", "profile_steps", "memory_limit_gb", "stuck_after_s"))
 
 
@@ -314,7 +322,12 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        check_fields("cannot configure a run", self)
+        asked, train = "cannot configure a run", self.train
+        check_fields(asked, self)
+        pair, width = {"seq_len": train.seq_len}, max(self.model.hidden_size, self.model.vocab_size)
+        check_elements(asked, "attention, a number for each two tokens of a sequence,", train.seq_len**2, **pair)
+        tokens = {"batch_size": train.batch_size, **pair}
+        check_elements(asked, "what a step computes", train.batch_size * train.seq_len * width, **tokens)
 
     def with_changes(self, section: str, changes: Mapping[str, Any]) -> Config:
         """Return a copy in which keys of one section have new values.

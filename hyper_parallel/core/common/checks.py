@@ -21,6 +21,14 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.errors import explain, nearest
 
 
+MOST_COUNTED = 2**63 - 1
+"""What torch and TOML count to: their numbers are int64, sizes in bytes among them."""
+
+MOST_LISTED = 2**20
+"""Most ranks of a mesh, layers, heads, experts and micro-batches. They are listed one by one, with objects of their own
+for each: of a million these take gigabytes and minutes."""
+
+
 class _Kind(NamedTuple):
     """What an argument may be: how people call it, how to tell, and an example of it."""
 
@@ -145,7 +153,7 @@ def _wrong_kind(asked: str, kinds: Kinds, name: str, value: object, hint: str) -
 def check_fields(asked: str, values: Any) -> None:
     """Refuse fields of a dataclass that are not what their annotations say, as far as the table has those words.
 
-    A field that has a class as its default factory is one of that class.
+    A field that has a class as its default factory is one of that class. An int is one that can be counted to.
 
     Args:
         asked: the start of an error message, "cannot ...".
@@ -153,11 +161,62 @@ def check_fields(asked: str, values: Any) -> None:
 
     Raises:
         TypeError: the first that is of another kind.
+        ValueError: the first that is too large an int.
     """
     for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
         kinds = field.default_factory if isinstance(field.default_factory, type) else field.type
         if isinstance(kinds, type) or all(word in _KINDS for word in kinds.split(" | ")):
-            check(asked, kinds, **{field.name: getattr(values, field.name)})
+            check(asked, kinds, **{field.name: value})
+        if _is_int(value):
+            _check_counted(asked, field.name, value)
+
+
+def _check_counted(asked: str, name: str, value: int, hint: str = "") -> None:
+    if abs(value) > MOST_COUNTED:
+        blame = f"{name} is beyond {MOST_COUNTED:,}, to which torch counts"
+        raise ValueError(explain(asked, blame, _seen(name, value), hint or f"a smaller {name}"))
+
+
+def check_listed(asked: str, /, **given: int) -> None:
+    """Refuse more of something than can be listed one by one, see `MOST_LISTED`.
+
+    >>> check_listed("cannot describe a Llama", num_hidden_layers=99_999_999_999)
+    Traceback (most recent call last):
+        ...
+    ValueError: cannot describe a Llama: num_hidden_layers is above 1,048,576, and each takes objects of its own
+      num_hidden_layers: 99999999999
+      try: a smaller num_hidden_layers
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        given: how many there are, by name.
+
+    Raises:
+        ValueError: the first that are too many.
+    """
+    for name, value in given.items():
+        if value > MOST_LISTED:
+            blame = f"{name} is above {MOST_LISTED:,}, and each takes objects of its own"
+            raise ValueError(explain(asked, blame, _seen(name, value), f"a smaller {name}"))
+
+
+def check_elements(asked: str, what: str, elements: int, /, **sizes: int) -> None:
+    """Refuse tensors of so many elements that nothing counts their bytes, at 8 for each.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        what: has the elements, such as "its parameters".
+        elements: how many.
+        sizes: what makes them so many, by name.
+
+    Raises:
+        ValueError: they are too many.
+    """
+    if elements > MOST_COUNTED // 8:
+        blame = f"the bytes of {what} are beyond {MOST_COUNTED:,}, to which torch counts"
+        seen = "   ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(explain(asked, blame, seen, f"a smaller {max(sizes, key=lambda name: sizes[name])}"))
 
 
 def check_least(asked: str, least: float, below: float = math.inf, /, **given: Any) -> None:
@@ -276,7 +335,7 @@ def read_int(
     value: object,
     least: float = -math.inf,
     hint: str = "",
-    most: float = math.inf,
+    most: float = MOST_COUNTED,
     error: type[Exception] = TypeError,
 ) -> int:
     """Return an argument as a plain int.
@@ -290,7 +349,7 @@ def read_int(
         value: its value.
         least: its lower bound.
         hint: what to try.
-        most: its upper bound.
+        most: its upper bound, by default `MOST_COUNTED`.
         error: what is raised for no int.
 
     Raises:
@@ -301,7 +360,9 @@ def read_int(
     if number is None:
         raise error(_wrong_kind(asked, "int", name, value, hint))
     if not least <= number <= most:
-        bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        if number > most == MOST_COUNTED:
+            _check_counted(asked, name, number, hint)
+        bounds = f"at least {least}" if most >= MOST_COUNTED else f"from {least} to {most}"
         hint = hint or f"{name}={least if number < least else most}"
         raise ValueError(explain(asked, f"{name} must be {bounds}", _seen(name, value), hint))
     return number
@@ -316,7 +377,9 @@ def check_shape(global_shape: Any) -> tuple[int, ...]:
     """
     asked, hint = "cannot place a tensor", "tensor.shape, such as (8, 4)"
     check(asked, "sequence", hint, global_shape=global_shape)
-    return tuple(read_int(asked, f"global_shape[{dim}]", size, 0, hint) for dim, size in enumerate(global_shape))
+    return tuple(
+        read_int(asked, f"global_shape[{dim}]", size, 0, hint, math.inf) for dim, size in enumerate(global_shape)
+    )
 
 
 def check_rank(rank: object, first: int, seen: str) -> int:
