@@ -365,7 +365,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
                 raise ValueError(explain(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true"))
             found[name] = value.lower() == "true"
         else:
-            found[name] = int(value) if value.lstrip("-").isdigit() else value
+            found[name] = int(value) if value.lstrip("-").isdecimal() else value
     return found
 
 

@@ -42,7 +42,7 @@ DOES_NOT_FIT = 3
 NOT_SAVED = 74  # EX_IOERR in sysexits.h; the watchdog's is 70
 WIDTH = 170  # columns of the widest tables
 _LET_FIRST_SAY_S = 5.0
-_NOT_WRITTEN = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF))
+_NOT_WRITTEN = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE))  # which reading does not raise
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def output_written() -> Iterator[None]:
     A reader that has read enough, as `head`, is told nothing.
     """
     if sys.stdout is None:  # it was closed before the start
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the process's life
     try:
         try:
             yield
@@ -116,7 +116,7 @@ def output_written() -> Iterator[None]:
 
 
 def _is_in_what_was_asked(error: Exception) -> bool:
-    if isinstance(error, TypeError):
+    if isinstance(error, (TypeError, OSError)):  # the latter of a folder that cannot be written, say
         return "\n  try: " in str(error)  # otherwise a mistake of ours
     if isinstance(error, ValueError):
         return True

@@ -267,8 +267,9 @@ def while_ranks_run(left: str) -> Iterator[None]:
         stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
         raise typer.Exit(FAILURE) from None
     except Exception as error:
-        own = _own(error)
-        own = own.__context__ if isinstance(own, SystemExit) else own  # rich exits where the reader has gone
+        own: BaseException | None = _own(error)
+        if isinstance(own, SystemExit):
+            own = own.__context__  # rich exits where the reader has gone
         if own is not None and is_of_output(own):
             raise own from None
         traceback.print_exc()

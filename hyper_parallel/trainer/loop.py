@@ -617,7 +617,7 @@ class RankPlace:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         found = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if name in os.environ}
         seen = ", ".join(f"{name}={value}" for name, value in found.items())
-        if not all(value.isdigit() for value in found.values()):
+        if not all(value.isdecimal() for value in found.values()):
             raise ValueError(f"cannot read torchrun's environment: not all numbers in {seen}")
         if not any(name in found for name in names):
             return cls()
@@ -638,7 +638,7 @@ class RankPlace:
 def _number(name: str, otherwise: int) -> int:
     """Read a number that whoever made the process group may have set or not."""
     value = os.environ.get(name, "")
-    return int(value) if value.isdigit() else otherwise
+    return int(value) if value.isdecimal() else otherwise
 
 
 @contextmanager

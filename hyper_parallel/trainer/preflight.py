@@ -411,7 +411,7 @@ def _free_by_meminfo() -> int | None:
 def _free_by_cgroup() -> int | None:
     """What a container's limit leaves (cgroup v2)."""
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else None
+    return int(limit) - int(used) if limit.isdecimal() and used.isdecimal() else None
 
 
 def _read(path: str) -> str:

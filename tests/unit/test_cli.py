@@ -208,6 +208,32 @@ def test_more_than_the_memory_of_the_machine_is_one_message() -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "--start-from", ""), "cannot start: start_from is empty"),
+        (("train", "--checkpoint-dir", ""), "cannot use [checkpoint]: folder is empty"),
+        (("train", "--data", ""), "cannot use [data]: path is empty"),
+        (("verify", "--mesh", ""), "cannot read a mesh"),
+        (("export", ".", "out", "--tokenizer", ""), "cannot export: tokenizer is empty"),
+    ],
+)
+def test_a_variable_that_is_not_set_is_no_answer(arguments: tuple[str, ...], message: str) -> None:
+    """As in `--start-from "$FOLDER"`: nothing is trained anew, or written to the folder that one is in."""
+    code, output = invoke(*arguments)
+    assert code == cli.USER_ERROR
+    assert output.startswith(f"error: {message}")
+    assert "\n  try: " in output
+
+
+def test_an_export_to_a_file_is_one_message() -> None:
+    Path("tiny.toml").write_text(TINY)
+    assert invoke("train", "tiny.toml", "--checkpoint-dir", "run")[0] == 0
+    code, output = invoke("export", "run", "tiny.toml")
+    assert code == cli.USER_ERROR
+    assert output.startswith("error: cannot export to tiny.toml: rank 0 could not write\n  seen: ")
+
+
 FULL = Path("/dev/full")
 
 

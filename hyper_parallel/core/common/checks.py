@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain, nearest
 
-
 MOST_COUNTED = 2**63 - 1
 """What torch and TOML count to: their numbers are int64, sizes in bytes among them."""
 
@@ -261,6 +260,22 @@ def check_above(asked: str, bound: float, hint: str = "", /, **given: float) -> 
         if not bound < value < math.inf:
             blame = f"{name} must be a finite number above {bound}"
             raise ValueError(explain(asked, blame, _seen(name, value), hint or f"{name}={bound + 1}"))
+
+
+def check_paths(asked: str, /, **given: str | None) -> None:
+    """Refuse what is no path: the empty text of a variable that is not set, and zero bytes; None is none.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        given: paths by name.
+
+    Raises:
+        ValueError: the first that is none.
+    """
+    for name, value in given.items():
+        if value is not None and (not value or "\0" in value):
+            blame = f"{name} {'has a zero byte' if value else 'is empty'}"
+            raise ValueError(explain(asked, blame, _seen(name, value), f"a path, or leave out {name}"))
 
 
 def check_choice(asked: str, name: str, given: object, choices: Iterable[str], hint: str = "") -> None:
