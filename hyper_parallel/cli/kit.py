@@ -25,6 +25,7 @@ __all__ = [
     "NOT_SAVED",
     "USER_ERROR",
     "busy",
+    "check_can_draw",
     "check_can_write",
     "is_first_rank",
     "is_of_output",
@@ -203,3 +204,15 @@ def check_can_write(path: Path | None) -> None:
     except OSError as error:
         blame = error.strerror or str(error)
         raise ValueError(explain(f"cannot write '{path}'", blame, f"file: {path}", "another path")) from None
+
+
+def check_can_draw(path: Path | None) -> None:
+    """Raise ValueError where a picture cannot be drawn and written: before minutes of work; None is none."""
+    check_can_write(path)
+    if path is None:
+        return
+    from hyper_parallel.core.common.drawing import blank_figure
+
+    if blank_figure(path, 1, 1) is None:
+        blame, seen = "matplotlib is not installed", "missing: the extra 'plot' of hyper_parallel"
+        raise ValueError(explain(f"cannot draw '{path}'", blame, seen, "pip install 'hyper_parallel[plot]'"))

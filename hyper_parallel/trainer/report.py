@@ -161,8 +161,10 @@ class JsonlLog:
             fields = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
             if not record.skipped:
                 del fields["skipped"]
+            # JSON has no NaN, as of a step that is skipped.
+            fields = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
             try:
-                self._file.write(json.dumps(fields) + "\n")
+                self._file.write(json.dumps(fields, allow_nan=False) + "\n")
             except OSError as error:
                 warnings.warn(f"the log {self._path} ends before step {record.step}: {error.strerror}", stacklevel=2)
                 self._close()
@@ -219,7 +221,8 @@ def read_log(path: str | Path) -> list[StepRecord]:
 
 
 def _record(*, predicted: dict[str, Any] | None = None, **fields: Any) -> StepRecord:
-    return StepRecord(**fields, predicted=None if predicted is None else Prediction(**predicted))
+    numbers = {key: float(value) if isinstance(value, str) else value for key, value in fields.items()}
+    return StepRecord(**numbers, predicted=None if predicted is None else Prediction(**predicted))
 
 
 # -- TensorBoard -------------------------------------------------------------------------------------------------------

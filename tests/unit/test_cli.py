@@ -29,6 +29,7 @@ from hyper_parallel import cli
 from hyper_parallel.cli import runs
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import Config, load_config
+from hyper_parallel.trainer.loop import RankPlace
 from hyper_parallel.trainer.report import (
     StepRecord,
     TrainingDisplay,
@@ -40,6 +41,7 @@ from hyper_parallel.trainer.report import (
 )
 from sim.mesh import UnknownOperation, estimate_run, find_hardware
 from sim.mesh.pricing.measure import cpu_name
+from sim.script import estimate as script_estimate
 from sim.script import launch, options
 
 TINY = """
@@ -226,6 +228,33 @@ def test_a_variable_that_is_not_set_is_no_answer(arguments: tuple[str, ...], mes
     assert "\n  try: " in output
 
 
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+@pytest.mark.parametrize("command", ["estimate", "plot", "sim estimate"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, has_matplotlib: bool
+) -> None:
+    if not has_matplotlib:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate_job", pytest.fail)
+    monkeypatch.setattr(script_estimate, "record_script", pytest.fail)
+    Path("script.py").write_text("")
+    arguments = {
+        "estimate": ("estimate", "--model", "llama", "--hardware", "h100-sxm", "--plot", "out.xyz"),
+        "plot": ("plot", "log.jsonl", "--out", "out.xyz"),
+        "sim estimate": ("--nproc", "2", "--hardware", "h100-sxm", "--plot", "out.xyz", "script.py"),
+    }[command]
+    if command == "sim estimate":
+        code, output = script_estimate.main(arguments), capsys.readouterr().err
+    else:
+        code, output = invoke(*arguments)
+    blame = (
+        "cannot write the picture 'out.xyz': 'xyz' is no format" if has_matplotlib else "cannot draw 'out.xyz': matpl"
+    )
+    assert (code, output.count("Traceback")) == (cli.USER_ERROR, 0)
+    assert output.startswith(f"error: {blame}")
+    assert "\n  try: " in output
+
+
 def test_an_export_to_a_file_is_one_message() -> None:
     Path("tiny.toml").write_text(TINY)
     assert invoke("train", "tiny.toml", "--checkpoint-dir", "run")[0] == 0
@@ -333,6 +362,25 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     code, output = invoke("train")
     assert code == cli.USER_ERROR
     assert "cannot read torchrun's environment: LOCAL_RANK and WORLD_SIZE not set, but RANK=0" in output
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "2", "LOCAL_RANK": "0"}, "RANK counts from 0, up to 1 of WORLD_SIZE=2"),
+        ({"RANK": "0", "LOCAL_RANK": "2"}, "LOCAL_RANK counts from 0, up to 1 of the ranks on a machine"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 is more than all ranks"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT is no number"),
+        ({"RANK": "\N{SUPERSCRIPT TWO}", "LOCAL_RANK": "0"}, "not all numbers in RANK=\N{SUPERSCRIPT TWO}"),
+    ],
+)
+def test_a_launcher_of_ones_own_that_is_wrong_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(f"cannot read torchrun's environment: {message}")):
+        RankPlace.from_environment()
 
 
 def test_ranks_without_a_meeting_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,13 @@ def test_a_hook_of_the_script_hears_of_a_rank_that_fails(run: Run, end: str, ins
     assert ("ValueError: boom" in err) == ("boom" in end), "the report of the rank comes as well"
 
 
+def test_an_error_that_has_no_text_is_reported(run: Run) -> None:
+    code, _, err = run("class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute()")
+    assert code == 1
+    assert "\nMute: <exception str() failed>\n" in err
+    assert err.endswith("replay: python -m sim run --nproc 2 --seed 0 script.py\n")
+
+
 def test_what_fails_at_exit_is_shown_and_is_no_failure(run: Run) -> None:
     code, out, err = run(
         "import atexit; atexit.register(print, 'bye'); atexit.register(lambda: 1 / rank)", "--show", "0"
