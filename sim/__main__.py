@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from hyper_parallel.cli.kit import output_written
 from sim.script.launch import main
 
 USAGE = """usage: python -m sim run --nproc N [options] script.py [arguments]
@@ -33,4 +34,5 @@ def _main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    with output_written():
+        sys.exit(_main(sys.argv[1:]))

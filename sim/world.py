@@ -131,7 +131,7 @@ class WorldOptions:
         check(asked, "sequence | None", hint, schedule=self.schedule)
         for place, choice in enumerate(self.schedule or ()):
             read_int(asked, f"schedule[{place}]", choice, 0, hint)
-        read_int(asked, "seed", self.seed, hint="seed=0")
+        read_int(asked, "seed", self.seed, hint="seed=0", most=float("inf"))
         check(asked, "int | None", intraop_threads=self.intraop_threads, keep_events=self.keep_events)
         check_least(asked, 1, intraop_threads=self.intraop_threads)
         check_least(asked, 0, keep_events=self.keep_events)

@@ -24,7 +24,15 @@ import typer
 
 from hyper_parallel import __version__
 from hyper_parallel.cli import doctor, estimate, hardware, plan, simulate, train, verify
-from hyper_parallel.cli.kit import DOES_NOT_FIT, FAILURE, INTERRUPTED, NOT_SAVED, USER_ERROR, stdout_console
+from hyper_parallel.cli.kit import (
+    DOES_NOT_FIT,
+    FAILURE,
+    INTERRUPTED,
+    NOT_SAVED,
+    USER_ERROR,
+    output_written,
+    stdout_console,
+)
 
 __all__ = ["DOES_NOT_FIT", "FAILURE", "INTERRUPTED", "NOT_SAVED", "USER_ERROR", "app", "main"]
 
@@ -67,7 +75,8 @@ def main() -> None:
     """
     sys.meta_path.insert(0, cast(Any, _OwnSimulator))
     try:
-        app()
+        with output_written():
+            app()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
 

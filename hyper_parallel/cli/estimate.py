@@ -17,6 +17,7 @@ from hyper_parallel.cli.kit import (
     DOES_NOT_FIT,
     INTERRUPTED,
     busy,
+    check_can_draw,
     check_can_write,
     mistakes_as_messages,
     print_wide,
@@ -92,7 +93,8 @@ def estimate(
         from sim.mesh.estimate import estimate_job
         from sim.mesh.searching.budget import NoPolicyFits, fit_job
 
-        for path in (plot, trace, None if json_file in (None, "-") else Path(str(json_file))):
+        check_can_draw(plot)
+        for path in (trace, None if json_file in (None, "-") else Path(str(json_file))):
             check_can_write(path)
         if budget is not None and "checkpointing" in given["parallel"]:
             blame, seen = "a budget chooses the checkpointing", f"--checkpointing {given['parallel']['checkpointing']}"
@@ -365,7 +367,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
                 raise ValueError(explain(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true"))
             found[name] = value.lower() == "true"
         else:
-            found[name] = int(value) if value.lstrip("-").isdigit() else value
+            found[name] = int(value) if value.lstrip("-").isdecimal() else value
     return found
 
 

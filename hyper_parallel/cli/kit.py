@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -24,9 +25,12 @@ __all__ = [
     "NOT_SAVED",
     "USER_ERROR",
     "busy",
+    "check_can_draw",
     "check_can_write",
     "is_first_rank",
+    "is_of_output",
     "mistakes_as_messages",
+    "output_written",
     "print_wide",
     "say_error",
     "sigterm_as_ctrl_c",
@@ -39,14 +43,20 @@ DOES_NOT_FIT = 3
 NOT_SAVED = 74  # EX_IOERR in sysexits.h; the watchdog's is 70
 WIDTH = 170  # columns of the widest tables
 _LET_FIRST_SAY_S = 5.0
+_NOT_WRITTEN = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE))  # which reading does not raise
 
 
 @contextmanager
 def mistakes_as_messages() -> Iterator[None]:
-    """Turn a mistake in what was asked into one message and exit code 2."""
+    """Turn a mistake in what was asked into one message and exit code 2, and too little memory into 1."""
     try:
         yield
     except Exception as error:
+        if _lacks_memory(error):
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            blame = "the memory of this machine is too small for the sizes that were asked for"
+            say_error(explain("cannot go on", blame, f"seen: {first}", "smaller sizes"))
+            raise typer.Exit(FAILURE) from None
         if not _is_in_what_was_asked(error):
             raise
         say_error(str(error))
@@ -65,8 +75,49 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _lacks_memory(error: Exception) -> bool:
+    """Tell whether the host has no more: Python and numpy have an error of their own for that, and torch has not."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def is_of_output(error: BaseException | None) -> bool:
+    """Tell whether something could not be written to a stream, as where its disk is full or its reader has gone."""
+    return isinstance(error, OSError) and error.filename is None and error.errno in _NOT_WRITTEN
+
+
+@contextmanager
+def output_written() -> Iterator[None]:
+    """Write out what a command has printed; where that cannot be done, say so in one message and exit with code 1.
+
+    A reader that has read enough, as `head`, is told nothing.
+    """
+    if sys.stdout is None:  # it was closed before the start
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the process's life
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if not is_of_output(error):
+            raise
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError):
+                stream.flush()
+                continue
+            with suppress(OSError, ValueError):  # Python would try once more at exit, and fail
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if error.errno != errno.EPIPE:
+            with suppress(OSError):
+                seen, hint = f"seen: {error}", "another place for the output, or room on its disk"
+                say_error(explain("cannot write the output", str(error.strerror).lower(), seen, hint))
+        raise SystemExit(FAILURE) from None
+
+
 def _is_in_what_was_asked(error: Exception) -> bool:
-    if isinstance(error, TypeError):
+    if isinstance(error, (TypeError, OSError)):  # the latter of a folder that cannot be written, say
         return "\n  try: " in str(error)  # otherwise a mistake of ours
     if isinstance(error, ValueError):
         return True
@@ -153,3 +204,15 @@ def check_can_write(path: Path | None) -> None:
     except OSError as error:
         blame = error.strerror or str(error)
         raise ValueError(explain(f"cannot write '{path}'", blame, f"file: {path}", "another path")) from None
+
+
+def check_can_draw(path: Path | None) -> None:
+    """Raise ValueError where a picture cannot be drawn and written: before minutes of work; None is none."""
+    check_can_write(path)
+    if path is None:
+        return
+    from hyper_parallel.core.common.drawing import blank_figure
+
+    if blank_figure(path, 1, 1) is None:
+        blame, seen = "matplotlib is not installed", "missing: the extra 'plot' of hyper_parallel"
+        raise ValueError(explain(f"cannot draw '{path}'", blame, seen, "pip install 'hyper_parallel[plot]'"))

@@ -76,6 +76,7 @@ def read_run(
         ValueError: as `load_config`; a value that a section refuses; a folder that holds another model; the name of a
             model that the trainer cannot train.
     """
+    from hyper_parallel.core.common.checks import check_paths
     from hyper_parallel.trainer.config import MODELS, Config, load_config
     from hyper_parallel.trainer.saving import check_start, with_shape_of
 
@@ -89,6 +90,8 @@ def read_run(
         given = {**given, "train": {**given["train"], "model": model}}
     for section in {option.group: None for option in RUN_OPTIONS}:
         run = run.with_changes(section, given.get(section, {}))
+    if start_from is not None:
+        check_paths("cannot start", start_from=start_from)  # an empty one is a variable that is not set
     start_from = start_from or run.train.start_from
     if start_from is not None:
         run = with_shape_of(run, start_from, others=others)

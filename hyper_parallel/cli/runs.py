@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hyper_parallel.cli.kit import FAILURE, INTERRUPTED, is_first_rank, say_error, stderr_console
+from hyper_parallel.cli.kit import FAILURE, INTERRUPTED, is_first_rank, is_of_output, say_error, stderr_console
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
@@ -266,7 +266,12 @@ def while_ranks_run(left: str) -> Iterator[None]:
     except RankLostError as error:
         stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
         raise typer.Exit(FAILURE) from None
-    except Exception:
+    except Exception as error:
+        own: BaseException | None = _own(error)
+        if isinstance(own, SystemExit):
+            own = own.__context__  # rich exits where the reader has gone
+        if own is not None and is_of_output(own):
+            raise own from None
         traceback.print_exc()
         raise typer.Exit(FAILURE) from None
 

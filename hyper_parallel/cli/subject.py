@@ -337,7 +337,7 @@ def _input(text: str, generator: torch.Generator) -> torch.Tensor:
     shape, colon, most = text.partition(":")
     if not colon:
         return torch.randn(parse_shape(shape), generator=generator, dtype=torch.float64)
-    if not most.strip().isdigit() or int(most) < 1:
+    if not most.strip().isdecimal() or int(most) < 1:
         blame = f"{most.strip()!r} is no whole number from 1 up"
         raise ValueError(
             explain(f"cannot make --input {text}", blame, "form: SHAPE, or SHAPE:N", f"--input {shape}:100")

@@ -11,6 +11,7 @@ import typer
 
 from hyper_parallel.cli.kit import (
     NOT_SAVED,
+    check_can_draw,
     check_can_write,
     is_first_rank,
     mistakes_as_messages,
@@ -164,7 +165,6 @@ def plot(
     with mistakes_as_messages():
         from hyper_parallel.trainer.report import plot_log
 
-        check_can_write(out)
-        if not plot_log(logs, out):
-            raise ValueError("cannot plot: matplotlib is not installed\n  try: pip install 'hyper_parallel[plot]'")
+        check_can_draw(out)
+        plot_log(logs, out)
         stdout_console().print(f"wrote {out}")

@@ -93,7 +93,8 @@ def verify(
     from hyper_parallel.cli.subject import Subject, llama_subject, named_object, own_subject, verify_subject
     from hyper_parallel.core.shard.plan_file import plan_text
 
-    mesh, model, seed = mesh or "dp=2,tp=4", model or "llama", int(run_options.get("seed", 0))
+    mesh, model = "dp=2,tp=4" if mesh is None else mesh, "llama" if model is None else model
+    seed = int(run_options.get("seed", 0))
     with mistakes_as_messages():
         subject: Subject
         if model == "llama":

@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_parallel.core.common.checks import check, check_above, check_fields, check_least
+from hyper_parallel.core.common.checks import (
+    check,
+    check_above,
+    check_elements,
+    check_fields,
+    check_least,
+    check_listed,
+)
 from hyper_parallel.core.common.errors import explain
 
 if TYPE_CHECKING:
@@ -52,7 +59,8 @@ class LlamaConfig:
 
     Raises:
         TypeError: a value of another kind.
-        ValueError: a size below one, a number out of its bounds, or head counts that do not divide.
+        ValueError: a size below one, a number out of its bounds, more than can be counted, or head counts that do not
+            divide.
     """
 
     vocab_size: int = 256
@@ -86,6 +94,8 @@ class LlamaConfig:
             "max_seq_len",
         ):
             check_least(asked, 1, **{name: getattr(self, name)})
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            check_listed(asked, **{name: getattr(self, name)})
         check_least(asked, 0, norm_eps=self.norm_eps, init_std=self.init_std)
         check_least(asked, 1, rope_factor=self.rope_factor, rope_original_seq_len=self.rope_original_seq_len)
         check_above(asked, 0, "rope_theta=10_000.0", rope_theta=self.rope_theta)
@@ -93,6 +103,10 @@ class LlamaConfig:
         if not 0 < low < high < math.inf:
             blame, seen = "rope_low_freq_factor must be above 0 and below rope_high_freq_factor", f"{low} and {high}"
             raise ValueError(explain(asked, blame, f"they are: {seen}", "1.0 and 4.0"))
+        widths = ("vocab_size", "hidden_size", "intermediate_size", "head_size", "num_hidden_layers")
+        sizes = {name: size for name in widths if (size := getattr(self, name)) is not None}
+        check_elements(asked, "its parameters", self.num_parameters(), **sizes)
+        check_elements(asked, "the rotary tables", self.max_seq_len * self.head_dim, max_seq_len=self.max_seq_len)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
             seen, hint = f"head_size: {self.head_size}", f"head_size={max(2, self.head_size + self.head_size % 2)}"

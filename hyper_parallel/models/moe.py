@@ -12,7 +12,15 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least, read_int
+from hyper_parallel.core.common.checks import (
+    check,
+    check_choice,
+    check_elements,
+    check_fields,
+    check_least,
+    check_listed,
+    read_int,
+)
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.expert_parallel.router import SCORES, Router
 from hyper_parallel.models.llama import Block, FeedForward, Llama, LlamaConfig
@@ -58,6 +66,7 @@ class ExpertsConfig:
             (0, ("num_shared_experts", "num_dense_layers", "routed_scale", "bias_update_rate", "aux_loss_weight")),
         ):
             check_least(asked, least, **{name: getattr(self, name) for name in names})
+        check_listed(asked, num_experts=self.num_experts)
         asked_of = f"cannot send each token to some of num_experts={self.num_experts}"
         read_int(asked_of, "experts_per_token", self.experts_per_token, 1, most=self.num_experts)
         check_choice(asked, "score", self.score, SCORES)
@@ -90,6 +99,10 @@ class MoEConfig(ExpertsConfig, LlamaConfig):
         ExpertsConfig.__post_init__(self)
         asked = f"cannot make some of num_hidden_layers={self.num_hidden_layers} dense"
         read_int(asked, "num_dense_layers", self.num_dense_layers, 0, most=self.num_hidden_layers)
+        sizes = {
+            name: getattr(self, name) for name in ("expert_intermediate_size", "num_experts", "num_shared_experts")
+        }
+        check_elements("cannot describe a mixture of experts", "its parameters", self.num_parameters(), **sizes)
 
     def num_parameters(self) -> int:
         """Count the parameters without building the model."""

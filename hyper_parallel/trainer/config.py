@@ -19,6 +19,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+import math
 import re
 import sys
 import types
@@ -29,7 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.activations import ActivationPolicy
-from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least
+from hyper_parallel.core.common.checks import (
+    check,
+    check_choice,
+    check_elements,
+    check_fields,
+    check_least,
+    check_listed,
+    check_paths,
+)
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
@@ -53,7 +62,7 @@ class DataConfig:
         path: a folder or a file; None means the source files of the installed Python standard library. The records of
             .jsonl and .parquet files have `text`, `prompt` and `completion`, or `messages`.
         pattern: which files of the folder.
-        max_bytes: stop reading after this many bytes.
+        max_bytes: stop reading after this many bytes, of one file or of all together.
         tokenizer: folder of a tokenizer of transformers; None: tokens are bytes. `with_shape_of`, and so
             `--start-from`, takes that of its folder.
         mask_prompts: of prompts and conversations, only what completes them and what the assistant says counts.
@@ -69,6 +78,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields("cannot use [data]", self)
+        check_paths("cannot use [data]", **_some(self, "path", "pattern", "tokenizer"))
+        if Path(self.pattern).is_absolute():
+            blame = "pattern is a path of its own, and chooses files within the folder"
+            hint = "path: the folder (--data), and pattern: '*.txt' (--data-pattern)"
+            raise ValueError(explain("cannot use [data]", blame, f"pattern: {self.pattern!r}", hint))
         check_least("cannot use [data]", 1, max_bytes=self.max_bytes)
         check_least("cannot use [data]", 0, 1, ignored=self.ignored)
 
@@ -172,12 +186,14 @@ class TrainConfig:
         asked = "cannot use [train]"
         check_fields(asked, self)
         check_choice(asked, "model", self.model, (*MODELS, OTHER))
+        check_paths(asked, **_some(self, "log", "start_from", "hardware", "tensorboard"))
         if self.model == OTHER and self.start_from is None:
             blame, hint = "it is the model of a folder, and none is given", "--start-from FOLDER"
             raise ValueError(explain(asked, blame, f"model: '{self.model}'   start_from: None", hint))
         check_choice(asked, "on_nonfinite", self.on_nonfinite, ("skip", "stop", "dump"))
         positive = ("steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
         check_least(asked, 1, **_some(self, *positive))
+        check_listed(asked, accumulate=self.accumulate)
         check_least(asked, 0, **_some(self, "seed", "eval_every", "profile_steps", "memory_limit_gb", "stuck_after_s"))
 
 
@@ -262,7 +278,7 @@ class ParallelConfig:
         if self.layers_per_stage is None:
             return None
         sizes = [word.strip() for word in self.layers_per_stage.split(",")]
-        if not all(word.isdigit() for word in sizes):
+        if not all(word.isdecimal() for word in sizes):
             blame, seen = "layers_per_stage must be numbers with commas", f"layers_per_stage: '{self.layers_per_stage}'"
             raise ValueError(explain("cannot use [parallel]", blame, seen, "'1,2,1'"))
         return [int(word) for word in sizes]
@@ -292,6 +308,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         asked = "cannot use [checkpoint]"
         check_fields(asked, self)
+        check_paths(asked, folder=self.folder)
         check_least(asked, 1, resume_step=self.resume_step, keep=self.keep)
         check_least(asked, 0, every=self.every)
 
@@ -314,7 +331,12 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        check_fields("cannot configure a run", self)
+        asked, train = "cannot configure a run", self.train
+        check_fields(asked, self)
+        pair, width = {"seq_len": train.seq_len}, max(self.model.hidden_size, self.model.vocab_size)
+        check_elements(asked, "attention, a number for each two tokens of a sequence,", train.seq_len**2, **pair)
+        tokens = {"batch_size": train.batch_size, **pair}
+        check_elements(asked, "what a step computes", train.batch_size * train.seq_len * width, **tokens)
 
     def with_changes(self, section: str, changes: Mapping[str, Any]) -> Config:
         """Return a copy in which keys of one section have new values.
@@ -407,7 +429,7 @@ class _ConfigText:
         number = self._find(section, key)
         return self._at(number, key or section or "", message, hint)
 
-    def syntax_error(self, error: ValueError) -> ValueError:
+    def syntax_error(self, error: Exception) -> ValueError:
         """Build the error for text that is not TOML."""
         place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         reason = str(error).split(" (at ")[0]
@@ -463,7 +485,7 @@ def load_config(path: str | Path) -> Config:
     source = _ConfigText(path, tuple(text.splitlines()))
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets in brackets
         raise source.syntax_error(error) from None
     return _build_config(table, source)
 
@@ -521,7 +543,7 @@ def _build_section(cls: type, section: str, values: dict[str, Any], source: _Con
             got = str(value).lower() if isinstance(value, bool) else repr(value)
             raise source.error(f"'{key}' in [{section}] must be {_type_name(known[key])}, got {got}", section, key)
         if float in _members(known[key]):
-            values = {**values, key: float(value)}
+            values = {**values, key: _as_float(value)}
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:
@@ -553,6 +575,13 @@ def _fits(value: Any, hint: Any) -> bool:
     """Tell whether a TOML value has the annotated type; an int is a float too, a bool is not an int."""
     allowed = _members(hint)
     return type(value) in allowed or (type(value) is int and float in allowed)
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an int with hundreds of digits
+        return math.inf if value > 0 else -math.inf
 
 
 def _type_name(hint: Any) -> str:

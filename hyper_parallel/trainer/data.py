@@ -106,9 +106,12 @@ def load_corpus(data: DataConfig | None = None) -> Corpus:
             or has no template for a conversation.
     """
     data = data or DataConfig()
-    root = Path(sysconfig.get_paths()["stdlib"]) if data.path is None else Path(data.path).expanduser()
-    # What is drawn afterwards is not part of what is read.
-    return _read_corpus(root.absolute(), replace(data, ignored=0.0))
+    root = Path(sysconfig.get_paths()["stdlib"]) if data.path is None else Path(os.path.expanduser(data.path))
+    try:  # what is drawn afterwards is not part of what is read
+        return _read_corpus(root.absolute(), replace(data, ignored=0.0))
+    except OSError as error:
+        hint = "files that can be read, or another [data] path or pattern"
+        raise ValueError(explain(f"cannot read the text at '{root}'", "a file fails", f"seen: {error}", hint)) from None
 
 
 @lru_cache(maxsize=4)
@@ -118,7 +121,7 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     has_bytes = data.tokenizer is None
     encode = _encode_bytes if data.tokenizer is None else _encoder(data.tokenizer)
     if root.is_file() and root.suffix not in _RECORDS:
-        content = root.read_bytes()
+        content = _start_of(root, data.max_bytes + 1)
         text = encode(_Text([_Span(content[: data.max_bytes], True)]))
         cut = text.size - text.size // VALID_EVERY
         return Corpus(text[:cut], text[cut:], 1, str(root), has_bytes, len(content) > data.max_bytes)
@@ -187,7 +190,13 @@ def _documents(root: Path, data: DataConfig) -> Iterator[_Text]:
             for number, record in _records(file):
                 yield _text(f"cannot read record {number} of {file}", record, data)
         else:
-            yield _Text([_Span(file.read_bytes(), True)])
+            yield _Text([_Span(_start_of(file, data.max_bytes), True)])
+
+
+def _start_of(file: Path, size: int) -> bytes:
+    """Read so many bytes of a file, and no more: it may be larger than memory."""
+    with file.open("rb") as content:
+        return content.read(size)
 
 
 def _files(folder: Path, pattern: str, left_out: frozenset[str]) -> Iterator[Path]:
@@ -257,7 +266,12 @@ def _text(asked: str, record: Any, data: DataConfig) -> _Text:
         )
         raise ValueError(explain(asked, blame, seen, hint))
     counts = [name != "prompt" or not data.mask_prompts for name in names]
-    return _Text([_Span(str(text).encode(), each) for text, each in zip(texts, counts, strict=True)])
+    return _Text([_Span(_utf8(str(text)), each) for text, each in zip(texts, counts, strict=True)])
+
+
+def _utf8(text: str) -> bytes:
+    """Return the bytes of text; half a surrogate pair, which JSON may hold and UTF-8 may not, is a U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
@@ -294,9 +308,9 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         ending = alone[alone.rfind(content) + len(content) :]  # the mark that ends a turn
         end = place + len(content)
         end += len(ending) if whole.startswith(ending, end) else 0
-        spans += [_Span(whole[done : len(before)].encode(), False), _Span(whole[len(before) : end].encode(), True)]
+        spans += [_Span(_utf8(whole[done : len(before)]), False), _Span(_utf8(whole[len(before) : end]), True)]
         done = end
-    return _Text([*spans, _Span(whole[done:].encode(), not data.mask_prompts)], is_rendered=True)
+    return _Text([*spans, _Span(_utf8(whole[done:]), not data.mask_prompts)], is_rendered=True)
 
 
 def _is_conversation(messages: Any) -> bool:

@@ -238,7 +238,8 @@ class Trainer:
         if not any(param.requires_grad for param in params):
             blame, hint = "none of its parameters is to be trained", "requires_grad_(True) for some"
             raise ValueError(explain(asked, blame, f"parameters: {len(params)}", hint))
-        bits = [int(param.detach().contiguous().view(torch.uint8).sum()) * (n + 1) for n, param in enumerate(params)]
+        flat = [param.detach().reshape(-1).view(torch.uint8) for param in params]  # some have no dim
+        bits = [int(some.sum()) * (n + 1) for n, some in enumerate(flat)]
         if not self.ranks.agree(sum(bits) % 2**62):
             blame, hint = (
                 "the ranks' models have other weights",
@@ -611,13 +612,13 @@ class RankPlace:
         """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, as torchrun sets them; none set means one rank.
 
         Raises:
-            ValueError: one of them is no number, or only some of them are set; with more than one rank,
-                MASTER_ADDR and MASTER_PORT belong to them.
+            ValueError: one of them is no number, or they do not fit each other, or only some of them are set; with more
+                than one rank, MASTER_ADDR and MASTER_PORT belong to them.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         found = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if name in os.environ}
         seen = ", ".join(f"{name}={value}" for name, value in found.items())
-        if not all(value.isdigit() for value in found.values()):
+        if not all(value.isdecimal() for value in found.values()):
             raise ValueError(f"cannot read torchrun's environment: not all numbers in {seen}")
         if not any(name in found for name in names):
             return cls()
@@ -629,16 +630,31 @@ class RankPlace:
                 f"cannot read torchrun's environment: {' and '.join(missing)} not set, but {seen}\n"
                 "  try: start the ranks with torchrun, or unset all of them for one rank"
             )
-        world_size = int(found["WORLD_SIZE"])
-        return cls(
-            int(found["RANK"]), int(found["LOCAL_RANK"]), world_size, int(found.get("LOCAL_WORLD_SIZE", world_size))
-        )
+        rank, local_rank, world_size = (int(found[name]) for name in names)
+        place = cls(rank, local_rank, world_size, int(found.get("LOCAL_WORLD_SIZE", world_size)))
+        place._check(seen)
+        return place
+
+    def _check(self, seen: str) -> None:
+        """Refuse what a launcher of one's own gets wrong, at which ranks would wait for those that never come."""
+        wrong = ""
+        if self.rank >= self.world_size:
+            wrong = f"RANK counts from 0, up to {self.world_size - 1} of WORLD_SIZE={self.world_size}"
+        elif self.local_rank >= self.local_world_size:
+            wrong = f"LOCAL_RANK counts from 0, up to {self.local_world_size - 1} of the ranks on a machine"
+        elif self.local_world_size > self.world_size:
+            wrong = f"LOCAL_WORLD_SIZE={self.local_world_size} is more than all ranks"
+        elif self.world_size > 1 and not os.environ["MASTER_PORT"].isdecimal():
+            wrong, seen = "MASTER_PORT is no number", f"{seen}, MASTER_PORT={os.environ['MASTER_PORT']}"
+        if wrong:
+            hint = "torchrun, or variables as it sets them"
+            raise ValueError(explain("cannot read torchrun's environment", wrong, seen, hint))
 
 
 def _number(name: str, otherwise: int) -> int:
     """Read a number that whoever made the process group may have set or not."""
     value = os.environ.get(name, "")
-    return int(value) if value.isdigit() else otherwise
+    return int(value) if value.isdecimal() else otherwise
 
 
 @contextmanager

@@ -328,7 +328,12 @@ def least_memory(config: Config, dims: ParallelDims) -> int:
     state, gradients, activations = _least_parts(config, dims)
     # The gradients of the only micro-batch come as its activations go.
     together = max(gradients, activations) if config.train.accumulate == 1 else gradients + activations
-    return state + together
+    return state + max(together, _validation(config, dims))
+
+
+def _validation(config: Config, dims: ParallelDims) -> int:
+    """Bytes of the inputs and targets of a validation, which a rank cuts out of the text at once."""
+    return 2 * 8 * config.train.seq_len * -(-config.train.eval_sequences // dims.batch_ranks)
 
 
 def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
@@ -367,9 +372,10 @@ def _inner_width(config: Config) -> int:
 
 def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
     """Raise ValueError when the ranks of this machine cannot do with the limit, or with what is free."""
-    limit, what = available_memory(), "free on this machine"
+    limit: float | None = available_memory()
+    what = "free on this machine"
     if config.train.memory_limit_gb is not None:
-        limit, what = int(config.train.memory_limit_gb * GB), "allowed by memory_limit_gb"
+        limit, what = config.train.memory_limit_gb * GB, "allowed by memory_limit_gb"
     least = least_memory(config, dims)
     if limit is not None and least * local_ranks > limit:
         state, gradients, activations = map(readable_bytes, _least_parts(config, dims))
@@ -379,6 +385,8 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
             f"{state} of weights and AdamW moments, {gradients} of gradients, {activations} of activations"
         )
         hint = "fewer ranks, a smaller hidden_size, num_hidden_layers, batch_size or seq_len, or checkpointing='full'"
+        if _validation(config, dims) * local_ranks > limit:
+            seen, hint = f"{seen}   eval_sequences: {config.train.eval_sequences}", "a smaller eval_sequences"
         raise ValueError(explain(asked, f"it needs at least {readable_bytes(least * local_ranks)}", seen, hint))
 
 
@@ -403,7 +411,7 @@ def _free_by_meminfo() -> int | None:
 def _free_by_cgroup() -> int | None:
     """What a container's limit leaves (cgroup v2)."""
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else None
+    return int(limit) - int(used) if limit.isdecimal() and used.isdecimal() else None
 
 
 def _read(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -149,11 +150,10 @@ class JsonlLog:
         if path is None:
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        earlier = read_log(path) if keep_steps and Path(path).exists() else []
-        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by __exit__
-        for record in earlier:
-            if record.step <= keep_steps:
-                self.write(record)
+        goes_on = keep_steps > 0 and Path(path).is_file()
+        if goes_on:  # nothing is written anew: a run that is killed here keeps its log, too
+            os.truncate(path, _end_of_steps(path, keep_steps))
+        self._file = open(path, "a" if goes_on else "w", buffering=1, encoding="utf-8")  # noqa: SIM115  see __exit__
 
     def write(self, record: StepRecord) -> None:
         """Add one line."""
@@ -161,8 +161,10 @@ class JsonlLog:
             fields = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
             if not record.skipped:
                 del fields["skipped"]
+            # JSON has no NaN, as of a step that is skipped.
+            fields = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
             try:
-                self._file.write(json.dumps(fields) + "\n")
+                self._file.write(json.dumps(fields, allow_nan=False) + "\n")
             except OSError as error:
                 warnings.warn(f"the log {self._path} ends before step {record.step}: {error.strerror}", stacklevel=2)
                 self._close()
@@ -180,18 +182,47 @@ class JsonlLog:
                 file.close()
 
 
+def _end_of_steps(path: str, last: int) -> int:
+    """Return where a log's first line of a step after `last` begins, or an incomplete line; a damaged one stays."""
+    end = 0
+    with open(path, "rb") as file:
+        for line in file:
+            fields = None
+            with suppress(ValueError):
+                fields = json.loads(line)
+            if not line.endswith(b"\n") or (isinstance(fields, dict) and fields.get("step", 0) > last):
+                break
+            end += len(line)
+    return end
+
+
 def read_log(path: str | Path) -> list[StepRecord]:
-    """Read a JSONL log back; an incomplete last line, of a killed run, is ignored.
+    """Read a JSONL log back, without what was not written to its end when a run was killed or a machine went down.
 
     Args:
         path: file that a run wrote, or is writing.
+
+    Raises:
+        ValueError: none of its lines is JSON.
     """
-    with open(path, encoding="utf-8") as file:
-        return [_record(**json.loads(line)) for line in file if line.endswith("\n")]
+    records, damage = list[StepRecord](), None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n"):
+                try:
+                    fields = json.loads(line)
+                except ValueError as error:
+                    damage = damage or error
+                else:
+                    records.append(_record(**fields))
+    if damage is not None and not records:
+        raise damage
+    return records
 
 
 def _record(*, predicted: dict[str, Any] | None = None, **fields: Any) -> StepRecord:
-    return StepRecord(**fields, predicted=None if predicted is None else Prediction(**predicted))
+    numbers = {key: float(value) if isinstance(value, str) else value for key, value in fields.items()}
+    return StepRecord(**numbers, predicted=None if predicted is None else Prediction(**predicted))
 
 
 # -- TensorBoard -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
-from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.checks import check, check_paths
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
@@ -369,6 +369,7 @@ def export_checkpoint(
             see also `export_huggingface`.
         CheckpointError: it is damaged.
     """
+    check_paths("cannot export", tokenizer=tokenizer, base=base)
     path = _newest(Path(checkpoint))
     metadata = read_metadata(path)
     extra = metadata.extra

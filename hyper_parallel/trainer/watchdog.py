@@ -237,8 +237,9 @@ class RunWatchdog:
 
     def _arm(self) -> None:
         """If the watchdog's thread does not get to run again, let C code end the process."""
-        if self.timeout_s < math.inf:
-            faulthandler.dump_traceback_later(self.timeout_s + 8 * self.grace_s, exit=True, file=2)
+        seconds = self.timeout_s + 8 * self.grace_s
+        if seconds < threading.TIMEOUT_MAX:  # after which its clock begins anew: in hundreds of years
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def _is_late(self) -> bool:
         progress = self._progress

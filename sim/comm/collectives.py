@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -217,6 +217,17 @@ _IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "BOR": torch.Tensor.bitwise_or_,
     "BXOR": torch.Tensor.bitwise_xor_,
 }
+
+
+@lru_cache(maxsize=256)
+def computes(dtype: torch.dtype, op: str) -> bool:
+    """Tell whether torch has a reduction for numbers of this dtype on the CPU; tried once."""
+    try:
+        acc, other = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype)
+        _accumulate(acc, [acc, other], op, [1.0, 1.0])
+    except (RuntimeError, KeyError):  # the latter of a reduce op that there is not
+        return False
+    return True
 
 
 def _accumulate(acc: torch.Tensor, parts: Sequence[torch.Tensor], op: str, factors: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import reductions_of
-from sim.comm.collectives import Call, Contract, reduce_op_name
+from sim.comm.collectives import Call, Contract, computes, reduce_op_name
 from sim.comm.dispatcher import Dispatched, seen_by_modes
 from sim.comm.group import Endpoint, Group, Message, deliver, without_modes
 from sim.explain.errors import SimError
@@ -312,10 +312,18 @@ class SimProcessGroup(Dispatched):
             raise TypeError(self._refusal(op, blame, "one dtype for both"))
 
     def _check_reduces(self, op: str, reduce_op: str, tensors: Tensors) -> None:
-        """Refuse what the backend that the world stands for does not reduce; groups under another name take all."""
+        """Refuse what the backend that the world stands for does not reduce, and elsewhere what torch does not.
+
+        Each rank raises by itself, before the others have called, as with a real backend: the world goes on.
+        """
         endpoint = self._endpoint
         network, backend = endpoint.network, endpoint.network.backend
         if backend == "sim" or backend not in str(endpoint.c10d.pg_map[self][0]):
+            for tensor in tensors:
+                if tensor.device.type == "cpu" and not without_modes(partial(computes, tensor.dtype, reduce_op)):
+                    blame = f"torch has no ReduceOp.{reduce_op} of {_dtype(tensor)} on the CPU"
+                    hint = "a dtype and a reduce op that torch can compute on the CPU"
+                    raise RuntimeError(self._refusal(op, blame, hint))
             return
         reductions = reductions_of(backend)
         # Where a backend reduces complex numbers, torch has made pairs of real ones of them.

@@ -213,7 +213,7 @@ def _together(rows: Sequence[Sequence[str]], marks: set[int]) -> tuple[list[Sequ
     """One row for all ranks with equal rows, in the order of the first of each."""
     alike: dict[tuple[str, ...], list[int]] = {}  # "" and the cells of a rank, or a row that is of no rank
     for index, (first, *rest) in enumerate(rows):
-        is_rank = first.removeprefix("rank ").isdigit()
+        is_rank = first.removeprefix("rank ").isdecimal()
         apart = str(index in marks) if is_rank else str(index)
         alike.setdefault(("" if is_rank else first, *rest, apart), []).append(index)
     merged: list[Sequence[str]] = []

@@ -353,7 +353,7 @@ class CustomSpec(ModelSpec):
         if path is None:
             return []
         children = module.get_submodule(path).named_children()
-        return [(int(name) if name.isdigit() else index, block) for index, (name, block) in enumerate(children)]
+        return [(int(name) if name.isdecimal() else index, block) for index, (name, block) in enumerate(children)]
 
     def has_tokens(self, seq_len: int) -> bool:
         """Tell whether the shapes of its inputs depend on `seq_len`."""

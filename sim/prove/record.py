@@ -141,7 +141,7 @@ class ModuleRecorder:
             given = [(str(index), value) for index, value in enumerate(args)]
             given += [(str(names.index(name)) if name in names else name, value) for name, value in kwargs.items()]
             for place, value in given:
-                title = names[int(place)] if place.isdigit() and int(place) < len(names) else place
+                title = names[int(place)] if place.isdecimal() and int(place) < len(names) else place
                 for way, tensor in tensors_in(value):
                     self._note(Key(path, call, "input", place + way), title + way, tensor)
             return args, kwargs
@@ -450,7 +450,7 @@ class Declarations:
             if isinstance(tree, Mapping):
                 tree = tree.get(name, tree.get(way)) if place == 0 else tree.get(way)
             elif isinstance(tree, tuple):
-                tree = tree[int(way)] if way.isdigit() and int(way) < len(tree) else None
+                tree = tree[int(way)] if way.isdecimal() and int(way) < len(tree) else None
         return tree if isinstance(tree, Layout) else None
 
 

@@ -209,9 +209,11 @@ class _Session:
         self.runs = [first_run]
         # Before forward, which may leave other tensors in the place of parameters for a while.
         chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = task.optimizer_fn(chosen) if task.optimizer_fn is not None and chosen else None
+        make = task.optimizer_fn
+        hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
+        self.optimizer = self._called("optimizer_fn", hint, make, chosen) if make is not None and chosen else None
         if task.optimizer_fn is not None and chosen and not hasattr(self.optimizer, "zero_grad"):
-            made, hint = f"optimizer: {self.optimizer!r:.80}", "lambda params: torch.optim.SGD(params, lr=0.1)"
+            made = f"optimizer: {self.optimizer!r:.80}"
             raise TypeError(explain(ASKED, "optimizer_fn returned no optimizer", made, hint))
         self.wide = WidePrecision(dtype, self._inside)
         self.choices = Choices(self._inside, taken)
@@ -243,6 +245,17 @@ class _Session:
     def _inside(self) -> str | None:
         return self.run.recorder.inside[-1] if self.run.recorder.inside else None
 
+    def _called(self, name: str, hint: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the caller's; what it raises on one device is a mistake in what was asked."""
+        if self.axes is not None:
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            blame = f"{name} raises {type(error).__name__} on one device: {error}"
+            seen = f"{name}: {getattr(call, '__qualname__', call)!s:.80}"
+            raise ValueError(explain(ASKED, blame, seen, hint)) from error
+
     def _output(self) -> Any:
         if self.axes is not None:
             return self.model(*self.args, **self.kwargs)
@@ -261,7 +274,8 @@ class _Session:
         loss_fn = self.task.loss_fn
         outputs = list(tensors_in(output))
         if loss_fn is not None:
-            loss = loss_fn(output, *self.args, **self.kwargs)
+            hint = "a function of the model's output and of what the model took"
+            loss = self._called("loss_fn", hint, loss_fn, output, *self.args, **self.kwargs)
             if not isinstance(loss, torch.Tensor) or loss.dim():
                 seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
                 hint = "a loss of one number, such as output.square().mean()"

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from hyper_parallel.cli.kit import DOES_NOT_FIT, check_can_write
+from hyper_parallel.cli.kit import DOES_NOT_FIT, check_can_draw, check_can_write
 from hyper_parallel.core.common.errors import explain
 from sim.comm.trace import Event
 from sim.kernel.context import current_rank
@@ -180,8 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch = launch_of(f"{_COMMAND} --hardware {shlex.quote(own['hardware'])}", most=MAX_LONE_RANKS, **asked)
         ranks = _ranks(own["ranks"], launch.nproc)
         _check_steps(own["warmup"], own["steps"])
-        for name in ("trace", "plot"):  # before minutes of work
-            check_can_write(None if own[name] is None else Path(own[name]))
+        check_can_write(None if own["trace"] is None else Path(own["trace"]))
+        check_can_draw(None if own["plot"] is None else Path(own["plot"]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR

@@ -145,7 +145,8 @@ def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
 def execute_script(code: CodeType, package: str) -> None:
     """Execute the script as the calling rank's `__main__`, then what it has registered with `atexit`.
 
-    That is also called if the rank has failed, but not if others have: torchrun ends these by a signal.
+    That is also called if the rank has failed, behind a `sys.excepthook` of the script's, but not if others have:
+    torchrun ends these by a signal.
     """
     context = current_context()
     assert context is not None
@@ -157,6 +158,7 @@ def execute_script(code: CodeType, package: str) -> None:
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             if context.scheduler.fatal is None:
+                context.view.run_hook(error)
                 context.view.run_exit_calls()
             raise
     context.view.run_exit_calls()

@@ -111,6 +111,7 @@ class ProcessView:
         self.streams = (stdout, stderr)
         self.at_exit: list[Callable[[], Any]] = []
         self.signals: dict[int, Any] = {}
+        self._own_hook = sys.excepthook
         root = logging.RootLogger(logging.WARNING)
         own: dict[str, Any] = {"argv": list(argv), "path": list(path), "stdout": stdout, "stderr": stderr, "root": root}
         own |= {"manager": logging.Manager(root), "_actual_context": None}
@@ -124,6 +125,22 @@ class ProcessView:
     def leave(self) -> None:
         """Keep what the rank has made of them: another one is about to run."""
         self._values = [getattr(owner, name) for owner, name in SLOTS]
+
+    def run_hook(self, error: BaseException) -> None:
+        """Call the `sys.excepthook` that the script has set with what ends the rank, as Python does.
+
+        Args:
+            error: what has come out of the script.
+        """
+        if sys.excepthook is self._own_hook or isinstance(error, SystemExit):
+            return
+        try:
+            sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # less `exec`
+        except SimError:
+            raise
+        except Exception:
+            print("Error in sys.excepthook:", file=sys.stderr)
+            traceback.print_exc()
 
     def run_exit_calls(self) -> None:
         """Call what the rank has registered with `atexit`, the last one first.

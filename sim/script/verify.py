@@ -129,7 +129,12 @@ def _reference(launch: Launch, asked: str | None) -> Launch:
     """Return what one device executes."""
     if asked is None:
         return replace(launch, nproc=1, show=())
-    script, *arguments = shlex.split(asked) or [""]
+    try:
+        script, *arguments = shlex.split(asked) or [""]
+    except ValueError as error:
+        hint = "--reference 'one_device.py --batch 4'"
+        seen = f"--reference: {asked!r}"
+        raise ValueError(explain(f"cannot verify {launch.script}", str(error).lower(), seen, hint)) from None
     if not os.path.isfile(script):
         there = sorted(name for name in os.listdir(os.path.dirname(script) or ".") if name.endswith(".py"))
         hint = "a Python file that trains the same on one device; without --reference, the script itself as one rank"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,6 +269,42 @@ def test_the_log_is_on_disk_after_every_step(tmp_path: Path) -> None:
     lengths: list[int] = []
     train(TINY.with_changes("train", {"log": str(log)}), lambda _: lengths.append(len(read_log(log))))
     assert lengths == [1, 2, 3, 4]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("damage", [b"\0" * 9 + b"\n", b'{"step": 2, "lo\n', b"[1]\n", b"\n", b"\xff\n"])
+def test_a_run_goes_on_behind_a_damaged_line_of_its_log(tmp_path: Path, damage: bytes) -> None:
+    """As a machine that goes down leaves one; what other versions have written of a step stays, too."""
+    log = tmp_path / "log.jsonl"
+    config = TINY.with_changes("train", {"log": str(log)})
+    config = config.with_changes("checkpoint", {"folder": str(tmp_path / "run"), "every": 2})
+    whole = train(config)
+    lines = log.read_bytes().splitlines(keepends=True)
+    kept = [lines[0].replace(b"{", b'{"more": 1, ', 1), damage]
+    log.write_bytes(b"".join([*kept, *lines[2:], b'{"step": 5, "loss": 1']))
+    shutil.rmtree(tmp_path / "run" / "step-00000004")
+    result = train(config)
+    assert result.losses == whole.losses[2:]
+    found = log.read_bytes().splitlines(keepends=True)
+    assert found[:2] == kept, "what is there is not written anew"
+    assert [json.loads(line)["step"] for line in found[2:]] == [3, 4]
+
+
+@pytest.mark.sim
+def test_a_damaged_line_is_no_step_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    train(TINY.with_changes("train", {"log": str(log)}))
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], b"\0\xff\n", *lines[2:], lines[1][:20]]))
+    assert [record.step for record in read_log(log)] == [1, 3, 4]
+    log.write_bytes(b"no log\n")
+    with pytest.raises(ValueError, match="Expecting value"):
+        read_log(log)
+
+
+@pytest.mark.sim
+def test_a_timeout_longer_than_clocks_count_is_none() -> None:
+    train(TINY.with_changes("train", {"stuck_after_s": 1e10}))
 
 
 @pytest.mark.sim

@@ -100,6 +100,9 @@ def test_skip_leaves_the_step_out_and_goes_on(
         assert [record.skipped for record in result.steps] == [False, True, False, False]
         assert [repr(loss) for loss in result.losses] == [repr(loss) for loss in results[0].losses]
     assert [record.skipped for record in read_log(tmp_path / "log.jsonl")] == [False, True, False, False]
+    assert [math.isfinite(record.loss) for record in read_log(tmp_path / "log.jsonl")] == [True, False, True, True]
+    for line in (tmp_path / "log.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # which is called for NaN and Infinity: neither is JSON
 
 
 def test_a_skipped_step_changes_nothing(tmp_path: Path, break_steps: Any) -> None:

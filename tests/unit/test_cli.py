@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import typer
+import warm
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
@@ -27,6 +29,7 @@ from hyper_parallel import cli
 from hyper_parallel.cli import runs
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import Config, load_config
+from hyper_parallel.trainer.loop import RankPlace
 from hyper_parallel.trainer.report import (
     StepRecord,
     TrainingDisplay,
@@ -38,6 +41,7 @@ from hyper_parallel.trainer.report import (
 )
 from sim.mesh import UnknownOperation, estimate_run, find_hardware
 from sim.mesh.pricing.measure import cpu_name
+from sim.script import estimate as script_estimate
 from sim.script import launch, options
 
 TINY = """
@@ -146,6 +150,160 @@ def test_a_mistake_is_one_message_and_exit_code_2(arguments: tuple[str, ...], me
     assert not Path("out").exists(), "nothing may be written before the checks are done"
 
 
+HUGE = "99999999999"
+BEYOND = "100000000000000000000"
+OF_A_STEP = ("estimate", "--hardware", "h100-sxm", "--devices", "2", "--model", "moe")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "seen", "hint"),
+    [
+        ((*OF_A_STEP, "--seq-len", HUGE), "cannot configure a run: the bytes of attention", "seq_len: ", "seq_len"),
+        ((*OF_A_STEP, "--batch-size", HUGE + "0" * 6), "the bytes of what a step computes", "batch_size: ", ""),
+        ((*OF_A_STEP, "--vocab-size", BEYOND), "vocab_size is beyond 9,223,372,036,854,775,807", BEYOND, "vocab_size"),
+        ((*OF_A_STEP, "--hidden-size", "99999999992"), "the bytes of its parameters are beyond", "", "hidden_size"),
+        ((*OF_A_STEP, "--max-seq-len", HUGE + "0" * 6), "the bytes of the rotary tables", "", "max_seq_len"),
+        ((*OF_A_STEP, "--num-hidden-layers", HUGE), "num_hidden_layers is above 1,048,576", HUGE, "num_hidden_layers"),
+        ((*OF_A_STEP, "--num-experts", HUGE), "num_experts is above 1,048,576", HUGE, "num_experts"),
+        ((*OF_A_STEP, "--expert-intermediate-size", HUGE + "0" * 6), "its parameters are beyond", "", ""),
+        ((*OF_A_STEP, "--accumulate", HUGE), "accumulate is above 1,048,576", HUGE, "accumulate"),
+        (("estimate", "--hardware", "h100-sxm", "--dp-replicate", HUGE), f"world_size={HUGE} ranks", "", "1048576"),
+        (("search", "--hardware", "h100-sxm", "--devices", HUGE), "num_devices is above", HUGE, "num_devices"),
+        (("train", "--num-hidden-layers", HUGE), "num_hidden_layers is above 1,048,576", HUGE, "num_hidden_layers"),
+        (
+            ("train", "--head-size", "64", "--num-attention-heads", HUGE, "--num-key-value-heads", "3"),
+            "num_attention_heads is above 1,048,576",
+            HUGE,
+            "num_attention_heads",
+        ),
+        (("train", "--device", "cpu", "--eval-sequences", HUGE), "cannot run in", HUGE, "eval_sequences"),
+        (("train", "--seed", BEYOND), "seed is beyond 9,223,372,036,854,775,807", BEYOND, "a smaller seed"),
+        (("demo", "--steps", BEYOND), "steps is beyond 9,223,372,036,854,775,807", BEYOND, "a smaller steps"),
+        (
+            ("plan", "--mesh", "dp=99999999", "--shape", "8,8", "--from", "dp,None", "--to", "None,None"),
+            "the number of ranks, 99999999, is above 1,048,576",
+            "99999999",
+            "",
+        ),
+        (("verify", "--mesh", "dp=99999999"), "the number of ranks, 99999999, is above", "99999999", ""),
+        (("verify", "--devices", HUGE), f"cannot list world_size={HUGE} ranks", "world_size", "at most"),
+        (("hardware", "measure", "--processes", "1", "--threads", HUGE), "threads must be from 1 to", HUGE, "threads="),
+    ],
+)
+def test_numbers_that_nobody_can_count_to_are_refused_at_once(
+    arguments: tuple[str, ...], message: str, seen: str, hint: str
+) -> None:
+    code, output = invoke(*arguments)
+    assert code == cli.USER_ERROR, output
+    first, *middle, last = output.splitlines()
+    assert first.startswith("error: cannot ")
+    assert message in first
+    assert seen in "".join(middle)
+    assert last.startswith("  try: ")
+    assert hint in last
+
+
+def test_more_than_the_memory_of_the_machine_is_one_message() -> None:
+    code, output = invoke("verify", "--seq-len", HUGE)
+    assert code == cli.FAILURE
+    assert output.startswith("error: cannot go on: the memory of this machine is too small")
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "--start-from", ""), "cannot start: start_from is empty"),
+        (("train", "--checkpoint-dir", ""), "cannot use [checkpoint]: folder is empty"),
+        (("train", "--data", ""), "cannot use [data]: path is empty"),
+        (("verify", "--mesh", ""), "cannot read a mesh"),
+        (("export", ".", "out", "--tokenizer", ""), "cannot export: tokenizer is empty"),
+    ],
+)
+def test_a_variable_that_is_not_set_is_no_answer(arguments: tuple[str, ...], message: str) -> None:
+    """As in `--start-from "$FOLDER"`: nothing is trained anew, or written to the folder that one is in."""
+    code, output = invoke(*arguments)
+    assert code == cli.USER_ERROR
+    assert output.startswith(f"error: {message}")
+    assert "\n  try: " in output
+
+
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+@pytest.mark.parametrize("command", ["estimate", "plot", "sim estimate"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, has_matplotlib: bool
+) -> None:
+    if not has_matplotlib:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate_job", pytest.fail)
+    monkeypatch.setattr(script_estimate, "record_script", pytest.fail)
+    Path("script.py").write_text("")
+    arguments = {
+        "estimate": ("estimate", "--model", "llama", "--hardware", "h100-sxm", "--plot", "out.xyz"),
+        "plot": ("plot", "log.jsonl", "--out", "out.xyz"),
+        "sim estimate": ("--nproc", "2", "--hardware", "h100-sxm", "--plot", "out.xyz", "script.py"),
+    }[command]
+    if command == "sim estimate":
+        code, output = script_estimate.main(arguments), capsys.readouterr().err
+    else:
+        code, output = invoke(*arguments)
+    blame = (
+        "cannot write the picture 'out.xyz': 'xyz' is no format" if has_matplotlib else "cannot draw 'out.xyz': matpl"
+    )
+    assert (code, output.count("Traceback")) == (cli.USER_ERROR, 0)
+    assert output.startswith(f"error: {blame}")
+    assert "\n  try: " in output
+
+
+def test_an_export_to_a_file_is_one_message() -> None:
+    Path("tiny.toml").write_text(TINY)
+    assert invoke("train", "tiny.toml", "--checkpoint-dir", "run")[0] == 0
+    code, output = invoke("export", "run", "tiny.toml")
+    assert code == cli.USER_ERROR
+    assert output.startswith("error: cannot export to tiny.toml: rank 0 could not write\n  seen: ")
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the system has no device that is full")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("hyper_parallel.cli", "--help"),
+        ("hyper_parallel.cli", "--version"),
+        ("hyper_parallel.cli", "hardware"),
+        ("hyper_parallel.cli", "train", "--dump-config"),
+        ("hyper_parallel.cli", "train", "tiny.toml", "--sim", "2"),
+        ("sim", "--help"),
+        ("sim", "run", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_an_output_that_takes_nothing_more_is_one_message(command: tuple[str, ...]) -> None:
+    Path("tiny.toml").write_text(TINY)
+    with FULL.open("w") as full:
+        process = warm.WarmPopen([sys.executable, "-m", *command], stdout=full, stderr=subprocess.PIPE, text=True)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == cli.FAILURE
+    first, seen, hint = said.splitlines()
+    assert first == "error: cannot write the output: no space left on device"
+    assert seen.startswith("  seen: ")
+    assert hint.startswith("  try: ")
+
+
+@pytest.mark.parametrize("command", [("train", "tiny.toml", "--sim", "2"), ("hardware",)], ids=" ".join)
+def test_a_reader_that_has_gone_is_told_nothing(command: tuple[str, ...]) -> None:
+    Path("tiny.toml").write_text(TINY)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        arguments = [sys.executable, "-m", "hyper_parallel.cli", *command]
+        process = warm.WarmPopen(arguments, stdout=gone, stderr=subprocess.PIPE, text=True)
+        _, said = process.communicate(timeout=300)
+    assert (process.returncode, said) == (cli.FAILURE, "")
+
+
 def test_an_unknown_key_is_pointed_at() -> None:
     Path("typo.toml").write_text("[train]\nstpes = 3\n")
     code, output = invoke("train", "typo.toml")
@@ -204,6 +362,25 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     code, output = invoke("train")
     assert code == cli.USER_ERROR
     assert "cannot read torchrun's environment: LOCAL_RANK and WORLD_SIZE not set, but RANK=0" in output
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "2", "LOCAL_RANK": "0"}, "RANK counts from 0, up to 1 of WORLD_SIZE=2"),
+        ({"RANK": "0", "LOCAL_RANK": "2"}, "LOCAL_RANK counts from 0, up to 1 of the ranks on a machine"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 is more than all ranks"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT is no number"),
+        ({"RANK": "\N{SUPERSCRIPT TWO}", "LOCAL_RANK": "0"}, "not all numbers in RANK=\N{SUPERSCRIPT TWO}"),
+    ],
+)
+def test_a_launcher_of_ones_own_that_is_wrong_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(f"cannot read torchrun's environment: {message}")):
+        RankPlace.from_environment()
 
 
 def test_ranks_without_a_meeting_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

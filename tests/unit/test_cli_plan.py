@@ -166,7 +166,7 @@ def test_nothing_received_by_us_is_no_ratio():
         ({"source": "dq"}, ["cannot read a layout: no axis is called 'dq'", "\n  dq\n  ^^\n", "try: 'dp'"]),
         ({"target": "-,-; tp=sun"}, ["no reduction is called 'sun'", "\n  -,-; tp=sun\n          ^^^\n", "'sum'"]),
         ({"target": "dp,dp"}, ["axis 'dp' is used for dim 0 already", "\n  dp,dp\n     ^^\n"]),
-        ({"source": "dp,tp,-"}, ["entry 2, 'None', is for a dim that a tensor of ndim 2 does not have", "try: "]),
+        ({"source": "dp,tp,-"}, ["entry 2, not split, is for a dim that a tensor of ndim 2 does not have", "try: "]),
         ({"dtype": "flaot32"}, ["no dtype is called 'flaot32'", "try: 'float32'"]),
         ({"hardware": "h10"}, ["cannot find a topology called 'h10'", "try: 'h100'"]),
         ({"ranks_per_node": "8"}, ["--ranks-per-node 8 is given without --hardware", "try: --hardware h100"]),

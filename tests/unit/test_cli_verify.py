@@ -90,6 +90,11 @@ def test_a_loss_and_an_optimizer_of_ones_own(own):
     code, output = invoke(*words, "--loss", f"{own}:lost")
     assert code == cli.USER_ERROR
     assert "has no 'lost'" in output
+    for option, argument, wrong in (("--loss", "loss_fn", "momentum"), ("--optimizer", "optimizer_fn", "loss")):
+        code, output = invoke(*words, option, f"{own}:{wrong}")
+        assert code == cli.USER_ERROR, output
+        assert f"error: cannot verify a plan: {argument} raises TypeError on one device: " in output
+        assert f"\n  {argument}: {wrong}\n  try: " in output
     code, output = invoke("--tp", "2", "--loss", f"{own}:loss")
     assert code == cli.USER_ERROR
     assert "it is about a plan, and a run has its own" in output

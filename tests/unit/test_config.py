@@ -226,6 +226,24 @@ def test_every_section_is_read(write) -> None:
             "[parallel]\nlayers_per_stage = '1;2'\n",
             "cannot use [parallel]: layers_per_stage must be numbers with commas",
         ),
+        (
+            "[parallel]\nlayers_per_stage = '1,\N{SUPERSCRIPT TWO}'\n",
+            "cannot use [parallel]: layers_per_stage must be numbers with commas",
+        ),
+        (
+            "[parallel]\ncheckpointing = 'full every \N{SUPERSCRIPT TWO}'\n",
+            "cannot use [parallel]: a number is expected where '\N{SUPERSCRIPT TWO}' is",
+        ),
+        ("[data]\npath = ''\n", "cannot use [data]: path is empty"),
+        (
+            "[data]\npattern = '/text/*.txt'\n",
+            "cannot use [data]: pattern is a path of its own, and chooses files within the folder",
+        ),
+        ("[train]\nlog = ''\n", "cannot use [train]: log is empty"),
+        ("[train]\nstart_from = ''\n", "cannot use [train]: start_from is empty"),
+        ('[train]\nlog = "a\\u0000b"\n', "cannot use [train]: log has a zero byte"),
+        ("[checkpoint]\nfolder = ''\n", "cannot use [checkpoint]: folder is empty"),
+        (f"[optimizer]\nlr = {'9' * 400}\n", "cannot use [optimizer]: lr must be a finite number of at least 0"),
         ("[checkpoint]\nkeep = 0\n", "cannot use [checkpoint]: keep must be a finite number of at least 1"),
         ("[checkpoint]\nfolder = 3\n", "'folder' in [checkpoint] must be a string in quotes, got 3"),
     ],
@@ -236,6 +254,12 @@ def test_a_mistake_in_any_section_shows_its_line(write, text: str, message: str)
     first, shown, *_ = str(caught.value).splitlines()
     assert first == f"run.toml:2: {message}"
     assert shown.strip() == text.splitlines()[1]
+
+
+@pytest.mark.parametrize("text", [f"[train]\nsteps = {'9' * 5000}\n", "a = " + "[" * 3000 + "]" * 3000])
+def test_what_the_reader_of_toml_gives_up_on_is_no_toml(write, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^run\.toml: not valid TOML: (exceeds|maximum recursion)"):
+        load_config(write(text))
 
 
 def test_a_model_with_experts_has_their_shape() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -460,3 +461,39 @@ def test_batches_of_a_loader() -> None:
         LoaderBatches(list, 2, 3, 7).next()
     with pytest.raises(TypeError, match="has no batches"):
         LoaderBatches(lambda: 5, 2, 3, 7)  # type: ignore[arg-type, return-value]
+
+
+def test_no_more_is_read_of_a_file_than_may_be(tmp_path: Path) -> None:
+    """A text file may be larger than memory; these have a terabyte, of which a disk keeps nothing."""
+    (tmp_path / "texts").mkdir()
+    for place in ("one.txt", "texts/0.txt"):
+        with (tmp_path / place).open("wb") as file:
+            file.write(b"a text that is long enough to be cut")
+            file.truncate(2**40)
+    for number in range(1, 10):
+        (tmp_path / "texts" / f"{number}.txt").write_text("another text")
+    whole = load_corpus(DataConfig(path=str(tmp_path / "one.txt"), max_bytes=20))
+    assert bytes([*whole.train, *whole.valid]) == b"a text that is long "
+    assert whole.is_cut
+    with pytest.raises(ValueError, match="found 1 file"):  # which has as many bytes as may be read
+        load_corpus(DataConfig(path=str(tmp_path / "texts"), pattern="*.txt", max_bytes=20))
+
+
+def test_half_a_surrogate_pair_of_a_record_is_replaced(tmp_path: Path) -> None:
+    text = '{"text": "half a pair \\ud83d, and a whole one \\ud83d\\ude00"}'
+    (tmp_path / "records.jsonl").write_text("\n".join([text] * 10))
+    corpus = load_corpus(DataConfig(path=str(tmp_path / "records.jsonl")))
+    assert bytes(corpus.valid) == "half a pair \N{REPLACEMENT CHARACTER}, and a whole one \N{GRINNING FACE}".encode()
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path, message in (
+        ("~nobody-of-that-name/text", "no text at '.*~nobody-of-that-name/text'"),
+        (str(tmp_path / "loop"), "(cannot read the|no) text at '.*loop'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_corpus(DataConfig(path=path))
+    if os.path.exists("/proc/self/mem"):
+        with pytest.raises(ValueError, match=r"cannot read the text at .*: a file fails\n  seen: .*\n  try"):
+            load_corpus(DataConfig(path="/proc/self/mem"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,28 @@ def test_any_module_that_returns_logits_is_trained() -> None:
     ranks = sim.run(train, world_size=4, args=(RUN,), kwargs={"model": Small})[0]
     assert ranks.losses == pytest.approx(alone.losses, rel=1e-12)
     assert len(set(alone.losses)) == 4
+
+
+class Scaled(Small):
+    """Its logits have a temperature, which is a parameter without a dim, as in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.scale
+
+
+@pytest.mark.sim
+def test_a_parameter_without_a_dim_is_trained(tmp_path: Path) -> None:
+    config = RUN.with_changes("checkpoint", {"folder": str(tmp_path), "every": 2})
+    alone = train(RUN, model=Scaled)
+    ranks = sim.run(train, world_size=2, args=(config,), kwargs={"model": Scaled})[0]
+    assert ranks.losses == pytest.approx(alone.losses, rel=1e-12)
+    shutil.rmtree(tmp_path / "step-00000004")
+    again = sim.run(train, world_size=4, args=(config,), kwargs={"model": Scaled})[0]
+    assert again.losses == pytest.approx(alone.losses[2:], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ partial=
     "more entries than ndim": (
         lambda: L("dp", "None").placement_to_tensor_map(1),
         ValueError,
-        "entry 1, 'None', is for a dim",
+        "entry 1, not split, is for a dim",
     ),
     "Shard dim out of range": (
         lambda: L(Shard(3), Shard(0)).placement_to_tensor_map(2),

@@ -154,6 +154,13 @@ def test_a_missing_reference_is_a_mistake(verify: Verify) -> None:
     assert "script.py" in err
 
 
+def test_a_quote_that_is_never_closed_is_a_mistake(verify: Verify) -> None:
+    code, out, err = verify(MODEL + RANKS, None, "--reference", "two.py 'x")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: cannot verify script.py: no closing quotation\n  --reference: ")
+    assert "\n  try: --reference 'one_device.py" in err
+
+
 def test_a_reference_that_fails_is_a_mistake(verify: Verify) -> None:
     code, _, err = verify(MODEL + RANKS, MODEL + "raise KeyError('data')")
     assert code == 2

@@ -330,16 +330,32 @@ def test_one_tensor_on_several_ranks():
     assert shared.tolist() == [1, 1]
 
 
-def test_a_sum_that_torch_cannot_compute():
-    def body() -> None:
-        dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
+def test_a_reduction_that_torch_cannot_compute_is_raised_on_each_rank_and_the_world_goes_on():
+    calls = {
+        "SUM of float8_e4m3fn": lambda: dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn)),
+        "BAND of float32": lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND, async_op=True),
+        "MIN of uint16": lambda: dist.reduce(torch.ones(4, dtype=torch.uint16), 0, dist.ReduceOp.MIN),
+        "AVG of bool": lambda: dist.reduce_scatter(
+            torch.ones(2, dtype=torch.bool), [torch.ones(2, dtype=torch.bool)] * 2, dist.ReduceOp.AVG
+        ),
+    }
 
-    text = text_of(body, 2, sim.SimError)
-    assert text.startswith(
-        "all_reduce #0 of group 'world' cannot be computed\n"
-        "  rank 0  all_reduce  SUM    float8_e4m3fn [4]  test_sim_errors.py:* in body\n"
-    )
-    assert "\n  try: a dtype and a reduce op that torch can compute on the CPU\n" in text
+    def body() -> list[str]:
+        said = []
+        for call in calls.values():
+            with pytest.raises(RuntimeError) as raised:
+                call()
+            said.append(str(raised.value))
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return [*said, str(x.item())]
+
+    first, second = sim.run(body, 2)
+    assert first == second
+    assert first[-1] == "2.0"
+    for name, text in zip(calls, first, strict=False):
+        assert f"torch has no ReduceOp.{name} on the CPU\n  group: " in text
+        assert text.endswith("\n  try: a dtype and a reduce op that torch can compute on the CPU")
 
 
 @pytest.mark.parametrize(

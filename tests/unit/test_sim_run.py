@@ -209,6 +209,43 @@ def test_a_rank_that_fails_says_goodbye(run: Run, end: str, status: int) -> None
     assert (code, out) == (status, "[rank 1] bye from 1\n"), "torchrun ends the other rank, which waits, by a signal"
 
 
+HOOK = """
+    import atexit
+    def hook(kind, error, lines):
+        print("hook", kind.__name__, error, os.path.basename(lines.tb_frame.f_code.co_filename))
+        {inside}
+    sys.excepthook = hook
+    atexit.register(print, "bye from", rank)
+    dist.init_process_group("gloo")
+    if rank == 1:
+        {end}
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "inside", "shown"),
+    [
+        ("raise ValueError('boom')", "", ["hook ValueError boom script.py", "bye from 1"]),
+        ("raise ValueError('boom')", "1 / 0", ["hook ValueError boom script.py", "bye from 1"]),
+        ("sys.exit(3)", "", ["bye from 1"]),
+    ],
+)
+def test_a_hook_of_the_script_hears_of_a_rank_that_fails(run: Run, end: str, inside: str, shown: list[str]) -> None:
+    """As in Python: before what is registered with `atexit`, and not of `sys.exit`."""
+    code, out, err = run(HOOK.format(end=end, inside=inside), "--show", "all")
+    assert (code, out.splitlines()) == (3 if "exit" in end else 1, [f"[rank 1] {line}" for line in shown])
+    assert ("[rank 1] Error in sys.excepthook:" in err) == bool(inside)
+    assert ("ValueError: boom" in err) == ("boom" in end), "the report of the rank comes as well"
+
+
+def test_an_error_that_has_no_text_is_reported(run: Run) -> None:
+    code, _, err = run("class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute()")
+    assert code == 1
+    assert "\nMute: <exception str() failed>\n" in err
+    assert err.endswith("replay: python -m sim run --nproc 2 --seed 0 script.py\n")
+
+
 def test_what_fails_at_exit_is_shown_and_is_no_failure(run: Run) -> None:
     code, out, err = run(
         "import atexit; atexit.register(print, 'bye'); atexit.register(lambda: 1 / rank)", "--show", "0"

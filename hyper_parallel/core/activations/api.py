@@ -174,7 +174,7 @@ def _unread(asked: str, text: str, word: str) -> ValueError:
 
 
 def _number(asked: str, text: str, word: str) -> int:
-    if not word.isdigit():
+    if not word.isdecimal():
         raise ValueError(
             explain(asked, f"a number is expected where {word!r} is", f"checkpointing: {text!r}", "'full first 8'")
         )

@@ -188,7 +188,7 @@ class Holder:
             started=_started(os.getpid()) or "",
             since=time.time(),
             job="" if job == "none" else job,
-            restart=int(restart) if restart.isdigit() else 0,
+            restart=int(restart) if restart.isdecimal() else 0,
         )
 
     def has_ended(self, me: Holder) -> bool | None:

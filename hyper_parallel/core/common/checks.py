@@ -21,6 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain, nearest
 
+MOST_COUNTED = 2**63 - 1
+"""What torch and TOML count to: their numbers are int64, sizes in bytes among them."""
+
+MOST_LISTED = 2**20
+"""Most ranks of a mesh, layers, heads, experts and micro-batches. They are listed one by one, with objects of their own
+for each: of a million these take gigabytes and minutes."""
+
 
 class _Kind(NamedTuple):
     """What an argument may be: how people call it, how to tell, and an example of it."""
@@ -152,7 +159,7 @@ def _wrong_kind(asked: str, kinds: Kinds, name: str, value: object, hint: str) -
 def check_fields(asked: str, values: Any) -> None:
     """Refuse fields of a dataclass that are not what their annotations say, as far as the table has those words.
 
-    A field that has a class as its default factory is one of that class.
+    A field that has a class as its default factory is one of that class. An int is one that can be counted to.
 
     Args:
         asked: the start of an error message, "cannot ...".
@@ -160,21 +167,71 @@ def check_fields(asked: str, values: Any) -> None:
 
     Raises:
         TypeError: the first that is of another kind.
+        ValueError: the first that is too large an int.
     """
-    for name, kinds in _fields_to_check(values.__class__):
+    for name, kinds in _fields(values.__class__):
         value = getattr(values, name)
-        if not any(kind.accepts(value) for kind in _allowed(kinds)):
+        if kinds is not None and not any(kind.accepts(value) for kind in _allowed(kinds)):
             check(asked, kinds, **{name: value})
+        if _is_int(value):
+            _check_counted(asked, name, value)
 
 
 @cache  # a search of layouts makes thousands of descriptions
-def _fields_to_check(kind: type) -> tuple[tuple[str, Kinds], ...]:
+def _fields(kind: type) -> tuple[tuple[str, Kinds | None], ...]:
     found = []
     for field in dataclasses.fields(kind):
         kinds = field.default_factory if isinstance(field.default_factory, type) else field.type
-        if isinstance(kinds, type) or all(word in _KINDS for word in kinds.split(" | ")):
-            found.append((field.name, kinds))
+        is_known = isinstance(kinds, type) or all(word in _KINDS for word in kinds.split(" | "))
+        found.append((field.name, kinds if is_known else None))
     return tuple(found)
+
+
+def _check_counted(asked: str, name: str, value: int, hint: str = "") -> None:
+    if abs(value) > MOST_COUNTED:
+        blame = f"{name} is beyond {MOST_COUNTED:,}, to which torch counts"
+        raise ValueError(explain(asked, blame, _seen(name, value), hint or f"a smaller {name}"))
+
+
+def check_listed(asked: str, /, **given: int) -> None:
+    """Refuse more of something than can be listed one by one, see `MOST_LISTED`.
+
+    >>> check_listed("cannot describe a Llama", num_hidden_layers=99_999_999_999)
+    Traceback (most recent call last):
+        ...
+    ValueError: cannot describe a Llama: num_hidden_layers is above 1,048,576, and each takes objects of its own
+      num_hidden_layers: 99999999999
+      try: a smaller num_hidden_layers
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        given: how many there are, by name.
+
+    Raises:
+        ValueError: the first that are too many.
+    """
+    for name, value in given.items():
+        if value > MOST_LISTED:
+            blame = f"{name} is above {MOST_LISTED:,}, and each takes objects of its own"
+            raise ValueError(explain(asked, blame, _seen(name, value), f"a smaller {name}"))
+
+
+def check_elements(asked: str, what: str, elements: int, /, **sizes: int) -> None:
+    """Refuse tensors of so many elements that nothing counts their bytes, at 8 for each.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        what: has the elements, such as "its parameters".
+        elements: how many.
+        sizes: what makes them so many, by name.
+
+    Raises:
+        ValueError: they are too many.
+    """
+    if elements > MOST_COUNTED // 8:
+        blame = f"the bytes of {what} are beyond {MOST_COUNTED:,}, to which torch counts"
+        seen = "   ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(explain(asked, blame, seen, f"a smaller {max(sizes, key=lambda name: sizes[name])}"))
 
 
 def check_least(asked: str, least: float, below: float = math.inf, /, **given: Any) -> None:
@@ -219,6 +276,22 @@ def check_above(asked: str, bound: float, hint: str = "", /, **given: float) -> 
         if not bound < value < math.inf:
             blame = f"{name} must be a finite number above {bound}"
             raise ValueError(explain(asked, blame, _seen(name, value), hint or f"{name}={bound + 1}"))
+
+
+def check_paths(asked: str, /, **given: str | None) -> None:
+    """Refuse what is no path: the empty text of a variable that is not set, and zero bytes; None is none.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        given: paths by name.
+
+    Raises:
+        ValueError: the first that is none.
+    """
+    for name, value in given.items():
+        if value is not None and (not value or "\0" in value):
+            blame = f"{name} {'has a zero byte' if value else 'is empty'}"
+            raise ValueError(explain(asked, blame, _seen(name, value), f"a path, or leave out {name}"))
 
 
 def check_choice(asked: str, name: str, given: object, choices: Iterable[str], hint: str = "") -> None:
@@ -293,7 +366,7 @@ def read_int(
     value: object,
     least: float = -math.inf,
     hint: str = "",
-    most: float = math.inf,
+    most: float = MOST_COUNTED,
     error: type[Exception] = TypeError,
 ) -> int:
     """Return an argument as a plain int.
@@ -307,7 +380,7 @@ def read_int(
         value: its value.
         least: its lower bound.
         hint: what to try.
-        most: its upper bound.
+        most: its upper bound, by default `MOST_COUNTED`.
         error: what is raised for no int.
 
     Raises:
@@ -318,7 +391,9 @@ def read_int(
     if number is None:
         raise error(_wrong_kind(asked, "int", name, value, hint))
     if not least <= number <= most:
-        bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        if number > most == MOST_COUNTED:
+            _check_counted(asked, name, number, hint)
+        bounds = f"at least {least}" if most >= MOST_COUNTED else f"from {least} to {most}"
         hint = hint or f"{name}={least if number < least else most}"
         raise ValueError(explain(asked, f"{name} must be {bounds}", _seen(name, value), hint))
     return number
@@ -333,7 +408,9 @@ def check_shape(global_shape: Any) -> tuple[int, ...]:
     """
     asked, hint = "cannot place a tensor", "tensor.shape, such as (8, 4)"
     check(asked, "sequence", hint, global_shape=global_shape)
-    return tuple(read_int(asked, f"global_shape[{dim}]", size, 0, hint) for dim, size in enumerate(global_shape))
+    return tuple(
+        read_int(asked, f"global_shape[{dim}]", size, 0, hint, math.inf) for dim, size in enumerate(global_shape)
+    )
 
 
 def check_rank(rank: object, first: int, seen: str) -> int:

@@ -286,7 +286,8 @@ class Layout:
             return spelling.resolve(self._axes, specs, ndim)
         if len(self._splits) > ndim:
             entry = spelling.write_alias(self._axes, self._splits)[ndim]
-            blame = f"entry {ndim}, {entry!r}, is for a dim that a tensor of ndim {ndim} does not have"
+            said = "not split" if entry == "None" else repr(entry)  # on a command line it was typed as "-", maybe
+            blame = f"entry {ndim}, {said}, is for a dim that a tensor of ndim {ndim} does not have"
             raise ValueError(explain("cannot place a tensor", blame, self._describe(), "one entry per dim at most"))
         return self._splits + ((),) * (ndim - len(self._splits))
 

@@ -130,7 +130,7 @@ def reduce_scatter_each(
         group: The ranks; see `all_gather_each`.
         result: What `wait` returns: the buffer of which the targets are views.
     """
-    targets, sources = (list(map(on_wire, _real(tensors))) for tensors in (targets, sources))
+    targets, sources = _real(targets), _real(sources)
     if group.size() == 1:
         torch._foreach_copy_(targets, sources)
         return Pending(None, result)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyper_parallel.core.common.checks import check, read_int
+from hyper_parallel.core.common.checks import check, check_listed, read_int
 from hyper_parallel.core.common.errors import explain, nearest
 
 Ranks = range | tuple[int, ...]
@@ -138,6 +138,7 @@ def check_axes(shape: Any, names: Any, rank_list: Any = None) -> MeshAxes:
         read_int(asked, f"the size of axis {name!r}", size, 1, f"{name}=1, or a mesh without {name!r}")
         for size, name in zip(sizes, labels, strict=True)
     )
+    check_listed(asked, **{f"the number of ranks, {' x '.join(map(str, checked))},": math.prod(checked)})
     return MeshAxes(checked, labels, _check_ranks(asked, rank_list, math.prod(checked), seen))
 
 

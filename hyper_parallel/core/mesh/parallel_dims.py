@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.checks import MOST_LISTED, check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.common.groups import group_of, init_process_group
 from hyper_parallel.platform import get_platform
@@ -494,6 +494,12 @@ class ParallelDims:
             if value < 1 and not (name == "dp_shard" and value == -1):
                 inferred = ", or dp_shard=-1 to infer it" if name == "dp_shard" else ""
                 raise self._error(f"cannot use {name}={value}: it must be at least 1{inferred}", f"{name}=1")
+
+        if self.world_size > MOST_LISTED:
+            raise self._error(
+                f"cannot list world_size={self.world_size} ranks: each takes objects of its own",
+                f"world_size={MOST_LISTED} at most",
+            )
 
     def _inferred_dp_shard(self) -> int:
         others = self.dp_replicate * self.non_dp_size

@@ -161,7 +161,7 @@ class _PlanText:
         """Return what the TOML says."""
         try:
             return dict(tomllib.loads(self.text))
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # the latter of brackets in brackets
             place, reason = re.search(r"line (\d+)", str(error)), str(error).split(" (at ")[0]
             blame = f"not TOML: {reason[:1].lower()}{reason[1:]}"
             hint = '"layers.*.mlp.w1.weight" = "tp,None", path and layout both in quotes'

@@ -142,7 +142,7 @@ def read_hardware_file(path: Path) -> dict[str, Any]:
     file = _File(path)
     try:
         data = tomllib.loads("\n".join(file.lines))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise file.error("it is not valid TOML", str(error), "title = '...'") from None
     sources = data.pop("sources", {})
     made: dict[str, Any] = {"figures": {}, "curves": data.pop("curves", {})}

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.checks import check_int, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import get_platform
 from sim.mesh.hardware import Hardware
@@ -69,6 +69,8 @@ def measure(
         raise ValueError(
             explain(asked, f"processes is not from 1 to the number of {unit}", f"{unit}: {most}", f"{most}")
         )
+    if threads is not None:
+        read_int(asked, "threads", threads, 1, most=os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_work, (count, device, seconds, folder, threads, steps and device == "cpu"), nprocs=count)
         results = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.core.common.checks import check_listed
 from hyper_parallel.core.common.errors import explain, nearest
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.models import Model, find_model
@@ -72,6 +73,7 @@ def search(
     _check(num_devices=num_devices, global_batch=global_batch, seq_len=seq_len, limit=1 if limit is None else limit)
     for number in tp_chunks:
         _check(tp_chunks=number)
+    check_listed("cannot search", num_devices=num_devices)
     fixed = _checked_fixed(fixed or {}, num_devices)
     limit_bytes = device.memory_within("cannot search", memory_limit)
     shape = shape_of(spec, seq_len)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hyper_parallel.core.common.checks import MOST_LISTED
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.cpu import HostEvent, HostStream
@@ -30,7 +31,7 @@ from sim.patches.rank import SimPlatform
 from sim.trace import Trace
 from sim.world import World, WorldOptions
 
-MAX_LONE_RANKS = 1_048_576
+MAX_LONE_RANKS = MOST_LISTED
 
 
 class Listener:

@@ -186,7 +186,7 @@ def _modules_of(names: Sequence[str], every: Sequence[str]) -> dict[str, str]:
 
 def _next_of(path: str) -> str:
     prefix, _, last = path.rpartition(".")
-    return f"{prefix}.{int(last) + 1}" if last.isdigit() else ""
+    return f"{prefix}.{int(last) + 1}" if last.isdecimal() else ""
 
 
 def listed(texts: Sequence[str]) -> str:
