@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from late_kit import IN_RECORD, PROGRAMS, RUN, run, with_fsdp2, without
+from late_kit import IN_RECORD, PROGRAMS, RUN, pipelined, run, with_fsdp2, without
 from one_device import shared
 from torch.distributed import fsdp as torch_fsdp
 
 import sim
+from hyper_parallel.core.fully_shard import reduce
+from hyper_parallel.core.fully_shard.comm import reduce_scatter_each
 from sim.late.switch import why_not
 
 pytestmark = [
@@ -122,6 +124,25 @@ def test_on_a_device_that_ranks_share_each_of_its_waits_is_followed(name):
     for site in WAITS[name]:
         with without(site, IN_RECORD), pytest.raises(sim.InFlightBufferRace):
             shared(program, ranks, args=("npu",), **options)
+
+
+def test_gradients_are_bit_for_bit_the_same_whether_they_are_packed_or_sent_from_where_they_are(monkeypatch):
+    """Of two stages on a rank; the second one's are sent while the first one's backward goes on."""
+    sent: list[int] = []
+
+    def counted(targets, sources, *args):
+        sent.append(len(sources))
+        return reduce_scatter_each(targets, sources, *args)
+
+    monkeypatch.setattr(reduce, "reduce_scatter_each", counted)
+    program = partial(pipelined, schedule="interleaved", layers=4, tied=False, dp=2, shard="layers")
+    npu = {"device": "npu", "backend": "hccl", "check_races": True}
+    in_place = sim.run(partial(program, micro_batches=4), 4, ("npu",), **npu)
+    assert sent
+    sent.clear()
+    monkeypatch.setattr(reduce.GradientReducer, "can_send_in_place", lambda self, options: False)
+    assert sim.run(partial(program, micro_batches=4), 4, ("npu",), **npu) == in_place
+    assert not sent
 
 
 # -- whole runs, and torch's own engine --------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline import SCHEDULES, Pipeline
 from hyper_parallel.models import LlamaConfig
 from sim.mesh import Job, Recipe, find_model, trace
-from sim.mesh.program import Comm, Op
+from sim.mesh.program import Alloc, Comm, Op, Wait
+from sim.mesh.tracing.stitch import orders
 
 pytestmark = pytest.mark.sim
 
@@ -83,6 +84,59 @@ def test_stages_reduce_beside_their_last_backward_unless_another_one_waits_for_i
     layers = 12 // (2 * SCHEDULES[name].stages_per_rank)
     assert beside[0] >= layers - 1  # all but the first layer, whose last gradient comes behind its last product
     assert any(beside[stage] == 0 for stage in beside) is not SCHEDULES[name].splits_backward
+
+
+IN_PLACE = [(name, 4, {}, True) for name in NAMES if SCHEDULES[name].begins_all_stages(4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "other", "in_place"),
+    [
+        *IN_PLACE,
+        ("interleaved", 2, {}, False),  # one stage's gradients would stay while another's come
+        ("gpipe", 1, {}, False),  # those of a unit would stay while another's come
+        ("interleaved", 4, {"dp_replicate": 2}, False),  # an all_reduce goes behind each
+        ("interleaved", 4, {"dp_shard": 3}, False),  # there is padding
+    ],
+)
+def test_stages_send_gradients_from_where_they_are_and_wait_for_no_reduction(name, micro_batches, other, in_place):
+    """What a rank computes after a stage's last backward waits for none, and nothing is packed."""
+    config = LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=12)
+    degrees = {"pp": 2, "dp_shard": 2, "dp_replicate": 1, **other}
+    dims = ParallelDims(**degrees, world_size=2 * degrees["dp_shard"] * degrees["dp_replicate"])
+    seen = 0
+    for program in trace(Job(find_model(config), dims, micro_batches, 8, Recipe(schedule=name))):
+        for (_, stage, variant), segment in program.segments.items():
+            sent = [e for e in segment.events if isinstance(e, Comm) and e.op == "reduce_scatter"]
+            if variant not in ("last", "only") or len(sent) < 2:
+                continue
+            seen += 1
+            waits = [e for e in segment.events if isinstance(e, Wait) and e.handle in {comm.handle for comm in sent}]
+            behind = segment.events[segment.events.index(sent[0]) :]
+            buffers = [e for e in behind if isinstance(e, Alloc) and e.bytes >= sent[0].size]
+            assert (not waits, not buffers) == (in_place, in_place), stage
+    assert seen == 2 * SCHEDULES[name].stages_per_rank
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_stages_of_a_rank_have_gradients_before_the_last_backward_of_any(name):
+    kind = SCHEDULES[name]
+    for ranks in (2, 3, 4):
+        for count in (1, 2, 3, 4, 6, 8, 9, 12, 16):
+            try:
+                kind.check_micro_batches(count, ranks, ranks * kind.stages_per_rank)
+            except ValueError:
+                continue
+            begun = True
+            for actions in orders(name, ranks, None, count):
+                done = [
+                    a.stage for a in actions if a.kind == ("backward_weight" if kind.splits_backward else "backward")
+                ]
+                for stage in set(done):
+                    last = max(place for place, other in enumerate(done) if other == stage)
+                    begun &= set(done[:last]) == set(done)
+            assert begun or not kind.begins_all_stages(count, ranks)
+            assert name == "zbv" or kind.begins_all_stages(count, ranks) is begun, (ranks, count)
 
 
 def test_gathering_for_each_micro_batch_costs_that_many_gathers():

@@ -221,16 +221,20 @@ class StepReductions:
     Args:
         module: with units of `fully_shard` or `hsdp` in it, or none.
         before: called with each unit before its gradients are reduced.
+        in_place: send gradients from where they are, if all units can: no reduction is waited for before `finish`, and
+            gradients stay until then. Else each is packed in the memory of the one before, which is waited for.
 
     Raises:
         ValueError: a unit for `torch.compile` to trace.
     """
 
-    def __init__(self, module: nn.Module, *, before: UnitCallback | None = None) -> None:
+    def __init__(self, module: nn.Module, *, before: UnitCallback | None = None, in_place: bool = False) -> None:
         refuse_traced("cannot reduce gradients when asked", module)
         self._before = before
         self._groups = [root.prepared_units() for root in _roots(module)]
         self._waiting = [unit for units in reversed(self._groups) for unit in reversed(units)]
+        # Of some units alone it would not help: the others wait for all reductions before theirs.
+        self._in_place = in_place and all(unit.can_send_in_place for unit in self._waiting)
         self._reduced: list[Unit] = []  # while their parameters stay
         self._missing: dict[Unit, set[int]] = {}
         self._owners: dict[int, Unit] = {}
@@ -281,7 +285,7 @@ class StepReductions:
             self._reduced.append(ready)
             if self._before is not None:
                 self._before(ready)
-            ready.reduce_in_backward()
+            ready.reduce_in_backward(in_place=self._in_place)
 
     def start(self) -> None:
         """Start the reductions that have not been started, and free all parameters.
@@ -297,7 +301,7 @@ class StepReductions:
         for unit in waiting:
             if self._before is not None:
                 self._before(unit)
-            unit.reduce_now()
+            unit.reduce_now(in_place=self._in_place)
 
     def finish(self) -> None:
         """Wait for all reductions, and apply the gradients; those that may go on after the step do."""

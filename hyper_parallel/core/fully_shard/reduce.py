@@ -367,8 +367,30 @@ class GradientReducer:
         """Whether something waits that a synchronised backward must take along, even if it finds nothing new."""
         return self.pending is not None or (all_reduce and self.partial is not None)
 
-    def reduce(self, options: UnitOptions, fused_all_reduces: FusedAllReduces) -> Reduction | None:
-        """Start to reduce what was collected; None when there is nothing."""
+    def can_send_in_place(self, options: UnitOptions) -> bool:
+        """Whether gradients that wait can be sent from where they are, and nothing is issued behind their reduction.
+
+        They are in the dtype of the reduction, without padding.
+        """
+        if self.scatter is None or self.rows == 1 or self.owned or options.reduce_scatter_with is not None:
+            return False
+        if self.scatters_by_exchange or self.replicas or self.bucket.storage.apart:
+            return False
+        dtype = options.mp_policy.reduce_dtype
+        return self.keeping_dtype(dtype) == self._dtype(dtype) and all(
+            param.contiguous_on_dim_0 and param.numel == self.rows * param.chunk for param in self.params
+        )
+
+    def reduce(
+        self, options: UnitOptions, fused_all_reduces: FusedAllReduces, *, in_place: bool = False
+    ) -> Reduction | None:
+        """Start to reduce what was collected; None when there is nothing.
+
+        Args:
+            options: How.
+            fused_all_reduces: Those that several units share.
+            in_place: Send gradients from where they are, see `can_send_in_place`.
+        """
         # Nothing trainable, which is so on all ranks. A rank without gradients has a list of Nones, and takes part.
         if self.pending is None:
             return None
@@ -394,7 +416,7 @@ class GradientReducer:
             work = self._reduce_to_owners(pending, used, like.new_empty(width) if place is None else place)
         elif options.reduce_scatter_with is not None and self.rows > 1:
             work = self._reduce_scatter_with(options.reduce_scatter_with, pending, used, like, place)
-        elif self.sends_each and all(param.contiguous_on_dim_0 for param in params):
+        elif in_place or (self.sends_each and all(param.contiguous_on_dim_0 for param in params)):
             sources = [*self._padded(pending, dtype), self._flags(used, like)]
             place = like.new_empty(width) if place is None else place
             work = reduce_scatter_each(place.split(self._sizes), sources, self.scatter, place)

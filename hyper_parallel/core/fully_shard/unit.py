@@ -652,18 +652,21 @@ class Unit:
         """Whether the end of a backward reduces gradients."""
         return self.options.requires_gradient_sync and self.control is not StepControl.DEFERRED_SYNC
 
-    def _reshard_and_reduce(self, schedule: Schedule[Unit]) -> None:
+    def _reshard_and_reduce(self, schedule: Schedule[Unit], *, in_place: bool = False) -> None:
         self.backward.under_way = False
         # The order is that of memory, and of the wire. Freed before packed: the peak is one of the two, not both.
         # Received before packed: what the unit before has sent goes back to the allocator, and comes again as this
         # unit's buffer. In FSDP2 a reduce_scatter's input waits for the next post_backward in the same way.
         with torch.no_grad():  # `reduce_now` is called from outside of a backward
             self._reshard_after_backward()
-            self._reduce(schedule)
+            self._reduce(schedule, in_place=in_place)
 
-    def _reduce(self, schedule: Schedule[Unit]) -> None:
+    def _reduce(self, schedule: Schedule[Unit], *, in_place: bool) -> None:
         options = self.options
-        schedule.receive_reductions()
+        # In place there is no buffer whose memory the next one could get. A wait would only hold up what this stream
+        # computes next, such as the backward of the rank's next stage.
+        if not in_place:
+            schedule.receive_reductions()
         for reducer in self.reducers:
             reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs, mean=options.average)
         # Gradients are on their way: an optimizer may step before the next forward, and what was kept be stale.
@@ -676,11 +679,12 @@ class Unit:
             return
         self._gather.reduced = self._was_reduced = True
         how = replace(options)  # for the next backward they may change while this reduction is under way
-        started = [reducer.reduce(how, schedule.fused_all_reduces) for reducer in self.reducers]
+        started = [reducer.reduce(how, schedule.fused_all_reduces, in_place=in_place) for reducer in self.reducers]
         # The all_reduces of the units before go behind these reduce_scatters: on links that both share, the first
         # one issued is through first, and what the next unit waits for is the reduce_scatter alone. In virtual time
         # that was never slower, and up to 2.6 % of a step faster.
-        schedule.advance_reductions()
+        if not in_place:
+            schedule.advance_reductions()
         for reduction in started:
             if reduction is not None:
                 schedule.add(reduction)
@@ -745,15 +749,23 @@ class Unit:
                 if reducer.keeps_in_another_dtype(dtype):
                     reducer.collect(dtype, keep=True, mean=self.options.average)
 
-    def reduce_in_backward(self) -> None:
+    @property
+    def can_send_in_place(self) -> bool:
+        """Whether gradients that wait can be sent from where they are, and nothing is issued behind their reduction."""
+        return all(reducer.can_send_in_place(self.options) for reducer in self.reducers)
+
+    def reduce_in_backward(self, *, in_place: bool) -> None:
         """Start to reduce gradients that have all come; the parameters stay until `free_after_step`.
 
         What backward still computes may need them, such as the gradient of an input by a weight that is frozen.
+
+        Args:
+            in_place: Send gradients from where they are, and wait for no reduction before; see `can_send_in_place`.
         """
         schedule = self.schedule
         assert schedule is not None
         with torch.no_grad():
-            self._reduce(schedule)
+            self._reduce(schedule, in_place=in_place)
 
     def free_after_step(self) -> None:
         """After `reduce_in_backward`: free the unsharded parameters, and reduce gradients that have come since."""
@@ -764,12 +776,16 @@ class Unit:
         self.backward.under_way = False
         self._reshard_after_backward()
 
-    def reduce_now(self) -> None:
-        """Free the unsharded parameters and start to reduce all gradients, as the end of a backward would."""
+    def reduce_now(self, *, in_place: bool = False) -> None:
+        """Free the unsharded parameters and start to reduce all gradients, as the end of a backward would.
+
+        Args:
+            in_place: As in `reduce_in_backward`.
+        """
         schedule = self.schedule
         assert schedule is not None
         self.control = StepControl.HOOKS  # first: a deferred sync would only collect
-        self._reshard_and_reduce(schedule)
+        self._reshard_and_reduce(schedule, in_place=in_place)
 
     def release(self, *, failed: bool) -> None:
         """Free the unsharded parameters, without a reduction; after a failure gradients that wait are dropped."""

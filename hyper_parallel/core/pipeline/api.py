@@ -253,10 +253,11 @@ class Pipeline:
             return known
         first = tuple(Meta(tuple(each.shape), each.dtype) for each in inputs)
         between = [first, *self._known[key], ()]
+        begun = self.kind.begins_all_stages(self.micro_batches, self.group.size())
         stages = [
             Stage(
                 module,
-                StagePosition(index, self.num_stages, self.device, self.group, self.kind.splits_backward),
+                StagePosition(index, self.num_stages, self.device, self.group, self.kind.splits_backward, begun),
                 self.boundary,
                 between[index],
                 between[index + 1],

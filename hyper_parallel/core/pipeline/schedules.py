@@ -91,6 +91,20 @@ class ScheduleKind:
         hint = f"stages_per_rank={self.stages_per_rank}" + ("" if self.is_multi else ", or schedule='interleaved'")
         raise ValueError(explain(_ASKED, blame, f"stages_per_rank: {asked!r}", hint))
 
+    def begins_all_stages(self, micro_batches: int, ranks: int) -> bool:
+        """Whether all gradients of a rank are in memory, of each of its stages, before any stage's last backward.
+
+        >>> [find_schedule("interleaved").begins_all_stages(count, ranks=4) for count in (4, 8)]
+        [False, True]
+
+        Args:
+            micro_batches: in a step.
+            ranks: along the pipeline axis.
+        """
+        if not self.is_multi:
+            return micro_batches > 1
+        return self.rule == "rounds" and micro_batches // ranks > 1
+
     def check_micro_batches(self, micro_batches: int, ranks: int, stages: int) -> None:
         """Check the number of micro-batches against the rule of this schedule.
 

@@ -32,6 +32,7 @@ class StagePosition:
         device: where it computes.
         group: the ranks along the pipeline axis.
         splits_backward: whether gradients of inputs and of weights are computed apart.
+        all_begun: whether all stages of the rank have gradients before the last backward of any of them.
     """
 
     index: int
@@ -39,6 +40,7 @@ class StagePosition:
     device: torch.device
     group: dist.ProcessGroup
     splits_backward: bool
+    all_begun: bool
 
 
 class _HiddenUnits(nn.Module):
@@ -97,6 +99,7 @@ class Stage(PipelineStage):
         self._micro_batch = -1
         self._wider: list[Unit] = []
         self._splits_backward = place.splits_backward
+        self._all_begun = place.all_begun
         inputs = tuple(meta.on_meta() for meta in received)
         outputs = tuple(meta.on_meta() for meta in sent) or (Meta((), torch.float32).on_meta(),)
         self.wrapped = module
@@ -114,7 +117,9 @@ class Stage(PipelineStage):
         """A step starts."""
         self.targets, self.error = targets, None
         self._wider = units_with_wider_sums(self.wrapped) if training else []
-        self.reductions = StepReductions(self.wrapped, before=self.before_unit) if training else None
+        self.reductions = None
+        if training:  # in place: gradients that stay until the step ends were there at once anyway
+            self.reductions = StepReductions(self.wrapped, before=self.before_unit, in_place=self._all_begun)
 
     def end(self) -> None:
         """A step is through, or has failed: release its tensors."""

@@ -109,7 +109,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
     if not _is_known(job):
         return None
     dims, recipe = job.dims, job.recipe
-    kinds = job.model.layer_kinds
+    kinds, schedule = job.model.layer_kinds, find_schedule(recipe.schedule)
     alone = recipe.zero <= 1 or recipe.engine != "fully_shard" or job.is_skewed or recipe.conventions is not None
     if alone or recipe.optimizer == "muon":  # which matrices a rank computes depends on how many ranks there are
         return (job, part, tuple(kept))
@@ -131,7 +131,8 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
         # Fewer experts than ranks are split on another dim.
         _few_experts(job),
-        dims.pp > 1 and (find_schedule(recipe.schedule).splits_backward, sends_end(recipe)),
+        dims.pp > 1
+        and (schedule.splits_backward, sends_end(recipe), schedule.begins_all_stages(job.microbatches, dims.pp)),
         (dims.pp, ends) if ends is not None and (part.is_first or part.is_last) else None,
         (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
         tuple(kinds[layer] for layer in kept),

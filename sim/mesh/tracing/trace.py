@@ -405,9 +405,10 @@ class _Run:
                 boundary, whole = boundary("None", "None", "None"), shape
         between = Meta(shape, job.recipe.dtype, whole)
         tokens = Meta((batch, seq), torch.int64)
+        begun = job.recipe.conventions is None and kind.begins_all_stages(job.microbatches, dims.pp)
         stage = RecordedStage(
             built.module,
-            StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, kind.splits_backward),
+            StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, kind.splits_backward, begun),
             Boundary(boundary),
             [tokens if part.is_first else between],
             [] if part.is_last else [between],
