@@ -83,13 +83,10 @@ class Subject:
             for value, layout in zip(self.inputs, self.input_layouts or [None] * len(self.inputs), strict=True)
         ]
         dtype = str(self.dtype).removeprefix("torch.")
-        axes = ", ".join(
-            f"{name}={size}" for name, size in zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)
-        )
         return [
             self.title,
             f"inputs: {'; '.join(shown)}",
-            f"{self.ranks} simulated ranks on {axes} beside one device, in {dtype} ...",
+            f"{self.ranks} simulated ranks on {self.mesh.axes} beside one device, in {dtype} ...",
         ]
 
 

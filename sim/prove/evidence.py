@@ -90,12 +90,19 @@ def magnitude(tensor: torch.Tensor) -> float:
     """Return the largest finite |element|; 0 of none."""
     if not tensor.numel():
         return 0.0
-    sizes = tensor.abs() if tensor.dtype != torch.bool else tensor.to(torch.uint8)
-    top = float(sizes.max())
-    if math.isfinite(top):
-        return top
-    finite = sizes[sizes.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
+    if tensor.is_floating_point():
+        size = float(torch.linalg.vector_norm(tensor, math.inf))  # in one pass, which copies nothing
+    else:
+        size = float((tensor.abs() if tensor.dtype != torch.bool else tensor.to(torch.uint8)).max())
+    if math.isfinite(size):
+        return size
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def largest(full: torch.Tensor) -> float:
+    """Return the magnitude of what rounding can move; 0 of whole numbers and booleans."""
+    return magnitude(full) if full.is_floating_point() else 0.0
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
