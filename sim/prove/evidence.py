@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.ownership import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices, mesh_lines
 from hyper_parallel.core.dtensor.text import parse_mesh
 
 
@@ -177,11 +177,7 @@ class Evidence:
 
     def groups(self, pending: Pending) -> npt.NDArray[np.int64]:
         """Mesh positions, one row per result of the pending reductions."""
-        axes = [axis for axis, _ in pending]
-        kept = [axis for axis in range(len(self.sizes)) if axis not in axes]
-        copies = math.prod(self.sizes[axis] for axis in axes)
-        positions = np.arange(math.prod(self.sizes)).reshape(self.sizes)
-        return positions.transpose(kept + axes).reshape(-1, copies)
+        return mesh_lines(self.sizes, [axis for axis, _ in pending])
 
     def divisor(self, pending: Pending) -> int:
         """By how much the sum of the copies is divided: the size of the axes that an average is pending over."""
