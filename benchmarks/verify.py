@@ -92,7 +92,8 @@ def _stages() -> Iterator[Counter[str]]:
 
         return call
 
-    def of_reference(_: Any, around: Any = None) -> str:
+    def of_reference(_: Any, around: Any = None, *taken: Any) -> str:
+        del taken
         return "perturbed" if isinstance(around, Perturbed) else "one device"
 
     with ExitStack() as stack:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,10 @@ class Subject:
             for value, layout in zip(self.inputs, self.input_layouts or [None] * len(self.inputs), strict=True)
         ]
         dtype = str(self.dtype).removeprefix("torch.")
-        axes = ", ".join(
-            f"{name}={size}" for name, size in zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)
-        )
         return [
             self.title,
             f"inputs: {'; '.join(shown)}",
-            f"{self.ranks} simulated ranks on {axes} beside one device, in {dtype} ...",
+            f"{self.ranks} simulated ranks on {self.mesh.axes} beside one device, in {dtype} ...",
         ]
 
 
@@ -282,48 +280,54 @@ def verify_subject(
         everything: a line for every tensor.
         steps, loss_fn, optimizer_fn: as for `sim.verify_plan`.
     """
-    from sim import SimError, verify_plan
+    from sim import verify_plan
 
-    console.print("\n".join(subject.lines()))
-    console.file.flush()
-    start = time.perf_counter()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
+    prove = partial(
+        verify_plan,
+        subject.model_fn,
+        subject.inputs,
+        subject.mesh,
+        subject.plan,
+        parallelize=subject.parallelize,
+        input_layouts=subject.input_layouts,
+        dtype=subject.dtype,
+        seed=subject.seed,
+        steps=steps,
+        loss_fn=loss_fn,
+        optimizer_fn=optimizer_fn,
+    )
     try:
-        with one_thread():
-            report = verify_plan(
-                subject.model_fn,
-                subject.inputs,
-                subject.mesh,
-                subject.plan,
-                parallelize=subject.parallelize,
-                input_layouts=subject.input_layouts,
-                dtype=subject.dtype,
-                seed=subject.seed,
-                steps=steps,
-                loss_fn=loss_fn,
-                optimizer_fn=optimizer_fn,
-            )
-    except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
-        say_failed(error)
-        return False
+        return show_proof(console, "\n".join(subject.lines()), prove, everything)
     except (ValueError, TypeError):
         raise
     except Exception:  # the model fails on one device, too
         traceback.print_exc()
         return False
+
+
+def show_proof(console: Console, head: str, prove: Callable[[], Any], everything: bool) -> bool:
+    """Print what is proved and the report, with a line for every tensor if asked; return whether all is well."""
+    from sim import SimError
+
+    console.print(head)
+    console.file.flush()
+    start = time.perf_counter()
+    try:
+        with one_thread():
+            report = prove()
+    except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
+        # How to replay the ranks in Python is left out.
+        said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
+        stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
+        return False
     console.print()
-    console.print(painted(report.table(verbose=everything)))
+    console.print(_painted(report.table(verbose=everything)))
     console.print(f"took {time.perf_counter() - start:.1f} s")
     return report.ok
 
 
-def say_failed(error: Exception) -> None:
-    """Say that simulated ranks have failed, on the error output; how to replay them in Python is left out."""
-    said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
-    stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
-
-
-def painted(table: str) -> Text:
+def _painted(table: str) -> Text:
     """Give the lines of a report that are about mistakes a colour."""
     text = Text()
     for line in table.splitlines(keepends=True):

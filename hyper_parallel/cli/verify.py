@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,24 +139,11 @@ def verify(
 
 def _verify_run(run: Config, devices: int, everything: bool) -> bool:
     """Prove a run, print the report, and return whether all is well."""
-    from hyper_parallel.cli.runs import one_thread
-    from hyper_parallel.cli.subject import painted, say_failed
+    from hyper_parallel.cli.subject import show_proof
     from hyper_parallel.trainer.parallelize import describe_axes
     from hyper_parallel.trainer.preflight import plan_run
-    from sim import SimError
     from sim.prove.training import verify_run
 
-    console, start = stdout_console(), time.perf_counter()
     axes = describe_axes(plan_run(run, devices))
-    console.print(f"a run on {axes}: two steps on simulated ranks beside one device, in float64 ...")
-    console.file.flush()
-    try:
-        with one_thread():
-            report = verify_run(run, devices)
-    except SimError as error:  # the run is wrong, not what was asked
-        say_failed(error)
-        return False
-    console.print()
-    console.print(painted(report.table(verbose=everything)))
-    console.print(f"took {time.perf_counter() - start:.1f} s")
-    return report.ok
+    head = f"a run on {axes}: two steps on simulated ranks beside one device, in float64 ..."
+    return show_proof(stdout_console(), head, lambda: verify_run(run, devices), everything)

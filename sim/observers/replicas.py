@@ -7,7 +7,6 @@ part: nothing enters the trace, and no virtual time passes. A rank that does not
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.common.checks import check_least
+from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.comm.group import Endpoint, Network, without_modes
 from sim.explain.errors import ReplicaMismatch, ranks_phrase, table
 from sim.explain.lines import user_line
@@ -351,11 +351,12 @@ def _failure_of(name: str, copies: Mapping[int, Copy]) -> Failure | None:
 
 def _equal_by_layout(copy: Copy) -> list[list[int]]:
     """The sets of ranks that hold equal copies: they differ in their place along replicated axes only."""
-    sets: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in zip(copy.ranks, itertools.product(*map(range, copy.sizes)), strict=True):
-        kept = tuple(index for index, equal in zip(place, copy.replicated, strict=True) if not equal)
-        sets.setdefault(kept, []).append(rank)
-    return list(sets.values())
+    return _lines(copy, [axis for axis, equal in enumerate(copy.replicated) if equal])
+
+
+def _lines(copy: Copy, axes: Sequence[int]) -> list[list[int]]:
+    """The sets of ranks that differ in their place along some axes only."""
+    return [[copy.ranks[position] for position in line] for line in mesh_lines(copy.sizes, axes).tolist()]
 
 
 def _classes(locals_: Sequence[torch.Tensor], tolerance: tuple[float, float]) -> list[int]:
@@ -430,16 +431,12 @@ def _hint(name: str, axes: str, ranks: Sequence[int]) -> str:
 
 def _axes_to_blame(copy: Copy, classes: Mapping[int, int]) -> list[str]:
     """The axes along which neighbours hold different copies."""
-    places = dict(zip(itertools.product(*map(range, copy.sizes)), copy.ranks, strict=True))
-    found = []
-    for axis, name in enumerate(copy.names):
-        along: dict[tuple[int, ...], set[int]] = {}
-        for place, rank in places.items():
-            if rank in classes and copy.replicated[axis]:
-                along.setdefault((*place[:axis], *place[axis + 1 :]), set()).add(classes[rank])
-        if any(len(seen) > 1 for seen in along.values()):
-            found.append(name)
-    return found
+    return [
+        name
+        for axis, name in enumerate(copy.names)
+        if copy.replicated[axis]
+        and any(len({classes[rank] for rank in line if rank in classes}) > 1 for line in _lines(copy, [axis]))
+    ]
 
 
 def _first(differ: torch.Tensor, like: torch.Tensor) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import cmath
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.errors import explain
-from sim.prove.evidence import gap, top, unit_roundoff
+from sim.prove.evidence import gap, largest, top, unit_roundoff
 
 __all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
 
@@ -224,6 +224,9 @@ smaller (results are changed by up to 2 units, not 1; terms of a sum by n units,
 a loss, the largest of three moves is below 1/16 of the rounding in 2.5 of 100,000 cases, if both are normal; for a
 tensor, of which the largest move of all elements counts, practically never.
 """
+
+FEW = 8.0
+"""Roundings that any tensor is granted, in units of its largest element."""
 
 _MOST = 2.0**-4  # a change that is larger would no longer be a small one, whatever the sum's length says
 _SHORTEST_NOISE = 1 << 16
@@ -464,6 +467,20 @@ def deviation(
             moved[name] = max(moved[name], top(gap(again[name], base[name])))
     torch.set_rng_state(after)
     return base, moved
+
+
+def largest_move(full: torch.Tensor, moved: Iterable[torch.Tensor | None]) -> float:
+    """Return how far a tensor was off at most in perturbed runs, some of which may not have it; 0 of whole numbers."""
+    others = [other for other in moved if other is not None and other.shape == full.shape and full.is_floating_point()]
+    return max(filter(math.isfinite, [top(gap(other, full)) for other in others]), default=0.0)
+
+
+def bound_of(
+    full: torch.Tensor, moved: Iterable[torch.Tensor | None], dtype: torch.dtype | None = None, floor: float = FEW
+) -> float:
+    """Return what rounding can do to a tensor: some times what it did in perturbed runs, or a few units."""
+    units = floor * unit_roundoff(dtype or full.dtype) * largest(full)
+    return max(SAFETY * largest_move(full, moved), units, torch.finfo(torch.float64).tiny)
 
 
 class _Signature(NamedTuple):

@@ -13,7 +13,8 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
-from sim.prove.infer import Order, furthest, order_of, order_of_rows
+from sim.prove.evidence import largest
+from sim.prove.infer import Order, furthest, in_orders, order_of, order_of_rows
 from sim.prove.judge import (
     CUT_OFF,
     AutogradGraph,
@@ -23,6 +24,7 @@ from sim.prove.judge import (
     absent,
     advised,
     first_bug,
+    incomparable,
     innermost,
     leaf,
     nodes_of,
@@ -34,12 +36,13 @@ from sim.prove.judge import (
     spelling,
     split_name,
     title_of,
+    within,
 )
 from sim.prove.modes.draws import ModuleTensor
 from sim.prove.randomness import masks_problem, redrawn_row
 from sim.prove.record import Declarations, Entry, Key, spread_layout
 from sim.prove.report import Report, ReportRow
-from sim.prove.runs import Bounds, Run, Task, largest
+from sim.prove.runs import Bounds, Run, Task
 from sim.prove.steps.updates import UpdateReplay, UpdatesOfStep, UpdateStarts
 
 _MOST_ADDENDS = 16
@@ -71,6 +74,7 @@ class Comparison:
         self.task, self.reference, self.bounds, self.runs = task, reference, bounds, runs
         self.declared, self.judge = declared, judge
         self.notes: list[str] = []
+        self._every = range(len(runs))
         self._memo: dict[Any, Finding] = {}
         self._graph = AutogradGraph()
         self._forward: dict[Key, Finding] = {}
@@ -94,16 +98,18 @@ class Comparison:
         """Judge what stands at a boundary; None where no rank has such a boundary."""
         if key not in self._forward:
             mine = self.reference.recorder.entries[key]
-            held = {
-                rank: run.recorder.entries[key] for rank, run in enumerate(self.runs) if key in run.recorder.entries
-            }
+            held = self._entries(key)
             if not held:
                 return None
             if len(held) < len(self.runs):
-                self._forward[key] = absent(list(held), range(len(self.runs)))
+                self._forward[key] = absent(list(held), self._every)
             else:
                 self._forward[key] = self._value(mine, held)
         return self._forward[key]
+
+    def _entries(self, key: Key) -> dict[int, Entry]:
+        """Return what the ranks have at a boundary, of those that come to it."""
+        return {rank: run.recorder.entries[key] for rank, run in enumerate(self.runs) if key in run.recorder.entries}
 
     def _value(self, mine: Entry, held: Mapping[int, Entry]) -> Finding:
         said = {rank: (entry.layout, entry.known) for rank, entry in held.items()}
@@ -168,13 +174,8 @@ class Comparison:
 
     def _reordered(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> Finding | None:
         """Judge a tensor in the orders in which the ranks were given inputs; None: these explain nothing."""
-        for _, places in self._row_orders:
-            for dim in range(min(full.ndim, 3)):
-                if full.shape[dim] == len(places):
-                    found = self.judge.undeclared(parts, full.index_select(dim, torch.tensor(places)), bound)
-                    if found.status != "unexplained":
-                        return found
-        return None
+        found = (self.judge.undeclared(parts, other, bound) for other in in_orders(full, self.row_orders))
+        return next((each for each in found if each.status != "unexplained"), None)
 
     def _addends(self, mine: Entry) -> dict[str, torch.Tensor]:
         """Return what may have been added once per rank: what went into a module and into those within it."""
@@ -219,7 +220,7 @@ class Comparison:
         full = self.reference.loss.detach()
         parts = {rank: run.loss.detach() for rank, run in enumerate(self.runs) if run.loss is not None}
         if len(parts) < len(self.runs):
-            return absent(list(parts), range(len(self.runs)))
+            return absent(list(parts), self._every)
         found = self._judge(parts, full, self.bounds.of("loss", full), {}, None)
         spread = found.found is not None and set(found.found.partial) <= set(self.task.input_axes)
         spread = spread or bool(self._row_orders)  # the model has split its input by itself
@@ -237,9 +238,7 @@ class Comparison:
     def _share(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> str:
         """Return what the ranks have unequal shares of, by which the mean of their losses would be right."""
         for key in (key for key in self.reference.recorder.entries if key.path == "" and key.side == "input"):
-            held = {
-                rank: run.recorder.entries[key] for rank, run in enumerate(self.runs) if key in run.recorder.entries
-            }
+            held = self._entries(key)
             if len(held) < len(parts) or any(not entry.value.dim() for entry in held.values()):
                 continue
             counted = {"the rows": {rank: len(entry.value) for rank, entry in held.items()}}
@@ -402,8 +401,7 @@ class Comparison:
         return events + list(self._parameter_gradients())
 
     def _gradient(self, entry: Entry, scale: float) -> Finding | None:
-        held = [run.recorder.entries.get(entry.key) for run in self.runs]
-        there = {rank: each for rank, each in enumerate(held) if each is not None}
+        there = self._entries(entry.key)
         grads = {rank: each.grad for rank, each in there.items() if each.grad is not None}
         if len(there) < len(self.runs):
             return None  # forward has said so
@@ -435,8 +433,7 @@ class Comparison:
             layout = self._parameters.get(name)
             if layout is None:
                 continue  # there is no such parameter, as was said before
-            grads = {rank: self._held(run, run.gradients, name) for rank, run in enumerate(self.runs)}
-            there = {rank: grad for rank, grad in grads.items() if grad is not None}
+            there = self._there("gradients", name)
             yield Judged(
                 *split_name(name),
                 "gradient",
@@ -452,27 +449,15 @@ class Comparison:
             if all(not bool(grad.count_nonzero()) for grad in there.values()):
                 return Finding("right", made.found, made.declared)
             if mine is None:
-                return Finding(
-                    "wrong",
-                    declared=made.declared,
-                    error=math.inf,
-                    ratio=math.inf,
-                    sentence=f"there is no gradient on one device, and one on {ranks_phrase(there)}",
-                )
+                sentence = f"there is no gradient on one device, and one on {ranks_phrase(there)}"
+                return incomparable(sentence, declared=made.declared)
         if not there:
-            return Finding(
-                "wrong",
-                declared=made.declared,
-                error=math.inf,
-                ratio=math.inf,
-                sentence="no rank has a gradient, and one device has",
-                suggestion=CUT_OFF,
-            )
+            return incomparable("no rank has a gradient, and one device has", CUT_OFF, made.declared)
         bound = self.bounds.of(("gradient", name), mine) if mine is not None else 0.0
         if made.status == "absent" and mine is not None:
             return self._of_owners(name, there, mine, bound)
         if len(there) < len(self.runs):
-            return replace(absent(list(there), range(len(self.runs)), made.declared), status="wrong")
+            return replace(absent(list(there), self._every, made.declared), status="wrong")
         if name in self._orders:
             return self._in_order(name, there, mine, bound)
         said = {rank: run.grad_layouts[run.same.get(name, name)] for rank, run in enumerate(self.runs)}
@@ -572,16 +557,10 @@ class Comparison:
         return self._judge(parts, mine, self.bounds.of(key, mine), {}, None)
 
     def _made(self, name: str, mine: torch.Tensor) -> Finding:
-        parts = {rank: self._held(run, run.initial, name) for rank, run in enumerate(self.runs)}
-        there = {rank: part for rank, part in parts.items() if part is not None}
+        there = self._there("initial", name)
         if not there:
-            return Finding(
-                "wrong",
-                error=math.inf,
-                ratio=math.inf,
-                sentence="the parallel model has no parameter of that name, so nothing is known of it",
-                suggestion="keep the names of the single-device model",
-            )
+            sentence = "the parallel model has no parameter of that name, so nothing is known of it"
+            return incomparable(sentence, "keep the names of the single-device model")
         if len(there) < len(self.runs):
             return self._lacking(name, mine, there)
         said = {rank: run.layouts[run.same[name]] for rank, run in enumerate(self.runs)}
@@ -589,10 +568,9 @@ class Comparison:
         found = self._judge(there, mine, bound, said, self.declared.parameters.get(name))
         if found.status != "unexplained":
             return found
-        places = {rank: self._held(run, run.places, name) for rank, run in enumerate(self.runs)}
-        said_places = {rank: place for rank, place in places.items() if place is not None}
-        if len(said_places) == len(self.runs) and furthest(there, mine, said_places) == 0:
-            self._orders[name] = said_places
+        places = self._there("places", name)
+        if len(places) == len(self.runs) and furthest(there, mine, places) == 0:
+            self._orders[name] = places
             return Finding("right", bound=bound)
         order = order_of(there, mine)
         if order is None:
@@ -603,35 +581,28 @@ class Comparison:
 
     def _lacking(self, name: str, mine: torch.Tensor, there: Mapping[int, torch.Tensor]) -> Finding:
         """Judge a parameter that some ranks do not have: right for experts, of which each rank calls only its own."""
-        lacking = [rank for rank in range(len(self.runs)) if rank not in there]
+        lacking = [rank for rank in self._every if rank not in there]
         sentence = f"{ranks_phrase(lacking)} {'has' if len(lacking) == 1 else 'have'} no such parameter"
         path = split_name(name)[0]
         if any(path in self.runs[rank].recorder.calls for rank in lacking):
-            return Finding("wrong", error=math.inf, ratio=math.inf, sentence=sentence)
-        error, bound = _furthest_copy(there, mine), self.bounds.of(("initial", name), mine)
-        if not error <= bound:
-            sentence = f"{ranks_phrase(there)} alone {'has' if len(there) == 1 else 'have'} it, and not with its values"
-            return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=sentence)
+            return incomparable(sentence)
+        otherwise = f"{ranks_phrase(there)} alone {'has' if len(there) == 1 else 'have'} it, and not with its values"
+        found = within(_furthest_copy(there, mine), self.bounds.of(("initial", name), mine), otherwise)
+        if found.status == "wrong":
+            return found
         self._owned.setdefault(path, tuple(there))
         return Finding("absent", sentence=sentence)
 
     def _of_owners(self, name: str, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> Finding:
         """Compare what the ranks that have a parameter hold of it, or of its gradient."""
-        error = _furthest_copy(parts, full)
-        if error <= bound:
-            return Finding("right", error=error, ratio=error / bound, bound=bound)
-        sentence = (
-            f"it is not that of one device; {ranks_phrase(parts)} alone {'has' if len(parts) == 1 else 'have'} it"
-        )
-        return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=sentence)
+        have = "has" if len(parts) == 1 else "have"
+        otherwise = f"it is not that of one device; {ranks_phrase(parts)} alone {have} it"
+        return within(_furthest_copy(parts, full), bound, otherwise)
 
     def _in_order(self, name: str, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> Finding:
         """Compare parts of a parameter, or of its gradient, in the order in which the ranks hold it."""
-        error = furthest(parts, full, self._orders[name])
-        if error <= bound:
-            return Finding("right", error=error, ratio=error / bound, bound=bound)
-        sentence = "it is not that of one device, in the order in which the ranks hold the parameter"
-        return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=sentence)
+        otherwise = "it is not that of one device, in the order in which the ranks hold the parameter"
+        return within(furthest(parts, full, self._orders[name]), bound, otherwise)
 
     def update_events(self) -> Iterator[Judged]:
         """Judge the parameters after the optimizer's step."""
@@ -641,8 +612,7 @@ class Comparison:
             made = self._parameters.get(name)
             if made is None or updates is None:
                 continue
-            parts = {rank: self._held(run, run.update, name) for rank, run in enumerate(self.runs)}
-            there = {rank: part for rank, part in parts.items() if part is not None}
+            there = self._there("update", name)
             found = self._updated(name, mine, there, made, self.bounds.of(("update", step, name), mine))
             found = updates.judged(name, there, found)
             module, tensor = split_name(name)
@@ -668,7 +638,7 @@ class Comparison:
         if made.status == "absent":
             return self._of_owners(name, there, mine, bound)
         if len(there) < len(self.runs):
-            return replace(absent(list(there), range(len(self.runs)), made.declared), status="wrong")
+            return replace(absent(list(there), self._every, made.declared), status="wrong")
         if name in self._orders:
             return self._in_order(name, there, mine, bound)
         found = replace(self._judge(there, mine, bound, {}, made.found), declared=made.declared)
@@ -682,11 +652,13 @@ class Comparison:
 
     def _unmoved(self, name: str) -> bool:
         """Whether a parameter is on all ranks what it was before the step."""
-        pairs = [(self._held(run, run.initial, name), self._held(run, run.update, name)) for run in self.runs]
-        return all(one is not None and other is not None and torch.equal(one, other) for one, other in pairs)
+        before, after = self._there("initial", name), self._there("update", name)
+        return all(rank in before and rank in after and torch.equal(before[rank], after[rank]) for rank in self._every)
 
-    def _held(self, run: Run, values: Mapping[str, Any], name: str) -> Any:
-        return values.get(run.same.get(name, name))
+    def _there(self, kind: str, name: str) -> dict[int, torch.Tensor]:
+        """Return what each rank has of a parameter, where it has any: its values, gradient, update or places."""
+        held = {rank: getattr(run, kind).get(run.same.get(name, name)) for rank, run in enumerate(self.runs)}
+        return {rank: each for rank, each in held.items() if each is not None}
 
     # -- all of it ---------------------------------------------------------------------------------------------------
 
@@ -698,16 +670,13 @@ class Comparison:
         for each in later:
             rows += each._step_rows()
             self.notes += [note for note in each.notes if note not in self.notes]
-        axes = zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True)
         rows = advised(rows)
         self._note_calls()
         if self._owned:
             some = ", ".join(f"{path} on {ranks_phrase(ranks)}" for path, ranks in list(self._owned.items())[:4])
             more = f" and {len(self._owned) - 4} more" if len(self._owned) > 4 else ""
             self.notes.append(f"{some}{more}: other ranks do not have these modules, and do not call them")
-        return Report(
-            tuple(rows), first_bug(rows), ", ".join(f"{name}={size}" for name, size in axes), tuple(self.notes)
-        )
+        return Report(tuple(rows), first_bug(rows), str(self.task.mesh.axes), tuple(self.notes))
 
     def _step_rows(self) -> list[ReportRow]:
         """Judge forward, backward and what the optimizer has made of it."""

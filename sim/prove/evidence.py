@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.ownership import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices, mesh_lines
 from hyper_parallel.core.dtensor.text import parse_mesh
 
 
@@ -90,12 +90,19 @@ def magnitude(tensor: torch.Tensor) -> float:
     """Return the largest finite |element|; 0 of none."""
     if not tensor.numel():
         return 0.0
-    sizes = tensor.abs() if tensor.dtype != torch.bool else tensor.to(torch.uint8)
-    top = float(sizes.max())
-    if math.isfinite(top):
-        return top
-    finite = sizes[sizes.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
+    if tensor.is_floating_point():
+        size = float(torch.linalg.vector_norm(tensor, math.inf))  # in one pass, which copies nothing
+    else:
+        size = float((tensor.abs() if tensor.dtype != torch.bool else tensor.to(torch.uint8)).max())
+    if math.isfinite(size):
+        return size
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def largest(full: torch.Tensor) -> float:
+    """Return the magnitude of what rounding can move; 0 of whole numbers and booleans."""
+    return magnitude(full) if full.is_floating_point() else 0.0
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
@@ -170,11 +177,7 @@ class Evidence:
 
     def groups(self, pending: Pending) -> npt.NDArray[np.int64]:
         """Mesh positions, one row per result of the pending reductions."""
-        axes = [axis for axis, _ in pending]
-        kept = [axis for axis in range(len(self.sizes)) if axis not in axes]
-        copies = math.prod(self.sizes[axis] for axis in axes)
-        positions = np.arange(math.prod(self.sizes)).reshape(self.sizes)
-        return positions.transpose(kept + axes).reshape(-1, copies)
+        return mesh_lines(self.sizes, [axis for axis, _ in pending])
 
     def divisor(self, pending: Pending) -> int:
         """By how much the sum of the copies is divided: the size of the axes that an average is pending over."""

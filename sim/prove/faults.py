@@ -309,8 +309,7 @@ def shapes(evidence: Evidence) -> Diagnosis:
         return whose
     held_shapes = {tuple(each.shape): position for position, each in reversed(list(enumerate(evidence.parts)))}
     found = [f"rank {evidence.ranks[position]} holds {shape}" for shape, position in sorted(held_shapes.items())]
-    mesh = ", ".join(f"{name}={size}" for name, size in zip(evidence.names, evidence.sizes, strict=True))
-    sentence = f"no split of {full} over {mesh} gives these parts: {', '.join(found[:4])}"
+    sentence = f"no split of {full} over {evidence.mesh.axes} gives these parts: {', '.join(found[:4])}"
     return Diagnosis("shapes", sentence + f" ({math.prod(evidence.sizes)} ranks)")
 
 

@@ -426,6 +426,22 @@ def order_of_rows(
     return None
 
 
+def in_orders(full: torch.Tensor, orders: Sequence[tuple[int, ...]]) -> Iterator[torch.Tensor]:
+    """Yield a tensor in orders of rows, along each dim that has as many; then in two of them, along both dims.
+
+    >>> [turned.tolist() for turned in in_orders(torch.tensor([[1, 2], [3, 4]]), [(1, 0)])]
+    [[[3, 4], [1, 2]], [[2, 1], [4, 3]]]
+    """
+    for places in orders:
+        for dim in range(min(full.dim(), 3)):
+            if full.shape[dim] == len(places):
+                turned = full.index_select(dim, torch.tensor(places))
+                yield turned
+                for more in orders:
+                    if dim == 0 and full.dim() > 1 and full.shape[1] == len(more) and more != places:
+                        yield turned.index_select(1, torch.tensor(more))
+
+
 def order_said(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
     """Return where a rank's part of a DTensor is in the full tensor, flattened, by its own mesh; None: unknown."""
     try:

@@ -269,16 +269,23 @@ def _close(parts: Mapping[int, torch.Tensor], full: torch.Tensor, layout: Layout
     return Fit(layout, error, error / bound)
 
 
+def incomparable(sentence: str, suggestion: str = "", declared: str = "") -> Finding:
+    """Return the finding for what is no part of the tensor, or is not there."""
+    return Finding("wrong", None, declared, math.inf, math.inf, 0.0, sentence, suggestion)
+
+
+def within(error: float, bound: float, otherwise: str) -> Finding:
+    """Return the finding for parts of which the largest error is known, and what to say where it is too large."""
+    is_right = error <= bound
+    sentence = "" if is_right else otherwise
+    return Finding("right" if is_right else "wrong", None, "", error, error / bound, bound, sentence)
+
+
 def absent(have: Sequence[int], every: Sequence[int], declared: str = "") -> Finding:
     """Return the finding for a tensor that only some ranks have."""
     lacking = ranks_phrase(rank for rank in every if rank not in have)
-    return Finding(
-        "absent",
-        declared=declared,
-        error=math.inf,
-        ratio=math.inf,
-        sentence=f"{lacking} did not compute it, {ranks_phrase(have)} did",
-    )
+    found = incomparable(f"{lacking} did not compute it, {ranks_phrase(have)} did", declared=declared)
+    return replace(found, status="absent")
 
 
 def of_own_rows(found: Finding, given: Layout | None, parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> Finding:

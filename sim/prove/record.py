@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.ownership import mesh_lines
 from hyper_parallel.core.shard.sharding_plan import Reading, ShardingPlan, read_plan
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves, read_layouts
 
@@ -252,18 +253,9 @@ def ranks_along(mesh: Layout, axes: Sequence[str], rank: int) -> tuple[int, ...]
     >>> ranks_along(Layout((2, 3), ("dp", "tp")), ("tp",), 4), ranks_along(Layout((2, 3), ("dp", "tp")), ("dp",), 4)
     ((3, 4, 5), (1, 4))
     """
-    ranks, sizes = mesh.rank_list, mesh.mesh_shape
-    index = ranks.index(rank)
-    positions, stride = [0], 1
-    fixed = 0
-    for name, size in zip(reversed(mesh.alias_name), reversed(sizes), strict=True):
-        here = index // stride % size
-        if name in axes:
-            positions = [step * stride + place for step in range(size) for place in positions]
-        else:
-            fixed += here * stride
-        stride *= size
-    return tuple(ranks[fixed + place] for place in positions)
+    rows = mesh_lines(mesh.mesh_shape, [at for at, name in enumerate(mesh.alias_name) if name in axes])
+    (row,) = rows[(rows == mesh.axes.position(rank)).any(1)].tolist()
+    return tuple(mesh.axes.ranks[position] for position in row)
 
 
 def spread_layout(layout: Layout, known: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,8 +20,8 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
 from sim.explain.errors import RankFailed, SimError
-from sim.prove.bound import SAFETY, DoubleGroupedProducts
-from sim.prove.evidence import gap, unit_roundoff
+from sim.prove.bound import FEW, SAFETY, DoubleGroupedProducts, largest_move
+from sim.prove.evidence import largest, unit_roundoff
 from sim.prove.infer import order_said
 from sim.prove.modes.choices import Choice, ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws
@@ -613,7 +612,6 @@ def _averages(model: nn.Module) -> bool:
     return any(kind.__name__ in names for module in model.modules() for kind in type(module).__mro__)
 
 
-_FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
 _COARSE = 2.0**-7  # a bound that is larger than that, beside the tensor, hides what people call an error
 _TINY, _MANY = 1e-5, 1024.0  # beside the largest tensor of its kind; and in units of rounding
 
@@ -642,7 +640,7 @@ class Bounds:
             again = [other[name] for other in others if name in other]
             key = (id(tensor), *map(id, again))
             if key not in seen:
-                seen[key] = max((_furthest(other, tensor) for other in again), default=0.0)
+                seen[key] = largest_move(tensor, again)
             self._moves[name] = seen[key]
             self._scales[name[0]] = max(self._scales.get(name[0], 0.0), largest(tensor))
 
@@ -652,7 +650,7 @@ class Bounds:
         if size is None:
             size = self._sizes[id(full)] = largest(full)
         tiny = torch.finfo(torch.float64).tiny
-        few = ROUNDINGS * (name[1] + 1) if name[0] in ("update", "stepped buffer") else _FEW
+        few = ROUNDINGS * (name[1] + 1) if name[0] in ("update", "stepped buffer") else FEW
         measured = SAFETY * self._moves.get(name, 0.0)
         # What is zero but for rounding has a bound above its own size, and one that is tiny beside its like.
         least = max(_TINY, _MANY * self._unit) * self._scales.get(name[0], 0.0)
@@ -687,26 +685,6 @@ def _tensors(run: Run) -> Iterator[tuple[Any, torch.Tensor]]:
         yield ("update", run.step, name), tensor
     for name, tensor in run.stepped_buffers.items():
         yield ("stepped buffer", run.step, name), tensor
-
-
-def _furthest(one: torch.Tensor, other: torch.Tensor) -> float:
-    if one.shape != other.shape or not one.numel() or not one.is_floating_point():
-        return 0.0
-    move = float((one - other).abs_().max())
-    if not math.isfinite(move):
-        move = float(gap(one, other).max())
-    return move if math.isfinite(move) else 0.0
-
-
-def largest(full: torch.Tensor) -> float:
-    """Return the largest finite magnitude."""
-    if not full.numel() or not full.is_floating_point():
-        return 0.0
-    size = float(torch.linalg.vector_norm(full, math.inf))
-    if math.isfinite(size):
-        return size
-    finite = full[full.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

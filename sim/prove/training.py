@@ -28,7 +28,8 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from hyper_parallel.trainer.preflight import plan_run
-from sim.prove.bound import SAFETY, Perturbed
+from sim.prove.bound import SAFETY, Perturbed, largest_move
+from sim.prove.evidence import gap, largest, ratio_of, top
 from sim.prove.faults import diagnose
 from sim.prove.infer import explanations
 from sim.prove.judge import Finding, pending_words
@@ -406,22 +407,22 @@ class _Comparison:
         return dataclasses.replace(row, verdict="bug", sentence=found.sentence)
 
     def _number(self, step: int, name: str) -> ReportRow:
-        values = [torch.tensor(rank.numbers[step, name], dtype=torch.float64) for rank in self.ranks]
-        wanted = self.expected.numbers[step, name]
-        moves = [abs(other.numbers[step, name] - wanted) for other in self.moved]
+        (wanted, *moved), found = (
+            [torch.tensor(each.numbers[step, name], dtype=torch.float64) for each in those]
+            for those in ((self.expected, *self.moved), self.ranks)
+        )
         row = ReportRow("", f"{_SAID[name]} of step {step}", "gradient" if name == "norm" else "forward")
-        return self._judged(row, torch.tensor(wanted, dtype=torch.float64), moves, dict(enumerate(values)))
+        return self._judged(row, wanted, moved, dict(enumerate(found)))
 
     def _tensor(self, key: tuple[int, str, str]) -> ReportRow:
         step, kind, name = key
-        wanted = self.expected.tensors[key]
-        moves = [_gap(other.tensors[key], wanted) for other in self.moved]
+        wanted, *moved = (each.tensors[key] for each in (self.expected, *self.moved))
         found = {number: rank.tensors[key] for number, rank in enumerate(self.ranks) if key in rank.tensors}
         module, _, tensor = name.rpartition(".")
-        return self._judged(ReportRow(module, f"{tensor} in step {step}", kind), wanted, moves, found)
+        return self._judged(ReportRow(module, f"{tensor} in step {step}", kind), wanted, moved, found)
 
     def _judged(
-        self, row: ReportRow, wanted: torch.Tensor, moves: Sequence[float], found: Mapping[int, torch.Tensor]
+        self, row: ReportRow, wanted: torch.Tensor, moved: Sequence[torch.Tensor], found: Mapping[int, torch.Tensor]
     ) -> ReportRow:
         if not found:
             hint = "let the optimizer have every parameter of the model"
@@ -430,23 +431,13 @@ class _Comparison:
         if wrong:
             said = f"{_ranks(wrong)} of shape {tuple(found[wrong[0]].shape)}, not {tuple(wanted.shape)}"
             return dataclasses.replace(row, verdict="bug", sentence=said)
-        errors = {rank: _gap(value, wanted) for rank, value in found.items()}
-        floor = ROUNDINGS * _UNIT * float(wanted.abs().max()) if wanted.numel() else 0.0
-        bound = max(SAFETY * max(moves), floor) if wanted.is_floating_point() else 0.0
-        worst = max(errors.values())
-        ratio = worst / bound if bound else math.inf if worst else 0.0
-        row = dataclasses.replace(row, error=worst, bound=bound, ratio=ratio)
+        bound = max(SAFETY * largest_move(wanted, moved), ROUNDINGS * _UNIT * largest(wanted))
+        worst = max(top(gap(value, wanted)) for value in found.values())
+        row = dataclasses.replace(row, error=worst, bound=bound, ratio=ratio_of(worst, bound))
         if worst <= bound:
             return dataclasses.replace(row, verdict="rounding" if worst else "exact")
         sentence, suggestion = _cause(wanted, found, bound, self.axes)
         return dataclasses.replace(row, verdict="bug", sentence=sentence, suggestion=suggestion)
-
-
-def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    if not one.numel():
-        return 0.0
-    worst = float((one.double() - other.double()).abs().max())
-    return worst if math.isfinite(worst) else math.inf
 
 
 # -- what a difference suggests ----------------------------------------------------------------------------------------

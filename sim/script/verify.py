@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.explain.errors import RankFailed, SimError
 from sim.kernel.context import current_rank
 from sim.prove.bound import Perturbed
@@ -541,12 +542,12 @@ def mesh_of_groups(size: int, groups: Iterable[tuple[str, tuple[int, ...]]]) -> 
         called[frozenset(ranks)] = known or (name if name.isidentifier() and name != "world" else "")
     wanted = {ranks for ranks in called if 1 < len(ranks) < size}
     for shape in sorted(_factors(size), key=len):
-        lines = {axes: _lines(shape, axes) for axes in _choices(len(shape))}
-        if not wanted <= set().union(*lines.values()):
+        found = {axes: set(map(frozenset, mesh_lines(shape, axes).tolist())) for axes in _choices(len(shape))}
+        if not wanted <= set().union(*found.values()):
             continue
         names: list[str] = []
         for axis in range(len(shape)):
-            name = next((called[line] for line in lines[axis,] if called.get(line)), "")
+            name = next((called[line] for line in found[axis,] if called.get(line)), "")
             fallback = "ranks" if len(shape) == 1 else f"axis{axis}"
             names.append(fallback if not name or name in names else name)
         return Layout(shape, tuple(names))
@@ -567,12 +568,3 @@ def _factors(size: int) -> Iterator[tuple[int, ...]]:
 
 def _choices(count: int) -> list[tuple[int, ...]]:
     return [axes for length in range(1, count + 1) for axes in itertools.combinations(range(count), length)]
-
-
-def _lines(shape: tuple[int, ...], axes: tuple[int, ...]) -> set[frozenset[int]]:
-    """Return the sets of ranks that differ in their places along some axes only."""
-    places = itertools.product(*map(range, shape))
-    found: dict[tuple[int, ...], set[int]] = {}
-    for rank, place in zip(range(math.prod(shape)), places, strict=True):
-        found.setdefault(tuple(at for axis, at in enumerate(place) if axis not in axes), set()).add(rank)
-    return {frozenset(ranks) for ranks in found.values()}

@@ -34,6 +34,21 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(full, size - start)
 
 
+def mesh_lines(sizes: Sequence[int], axes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the mesh positions that differ along some axes only, each set of them in a row.
+
+    >>> mesh_lines((2, 3), (1,)).tolist(), mesh_lines((2, 3), (0,)).tolist()
+    ([[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]])
+
+    Args:
+        sizes: ranks along each axis.
+        axes: of which the last one is the fastest in a row.
+    """
+    kept = [axis for axis in range(len(sizes)) if axis not in axes]
+    positions = np.arange(math.prod(sizes)).reshape(sizes)
+    return positions.transpose(*kept, *axes).reshape(-1, math.prod(sizes[axis] for axis in axes))
+
+
 def one_slice(
     global_shape: Sequence[int], sizes: Sequence[int], splits: Splits, coordinates: Sequence[int]
 ) -> tuple[slice, ...]:

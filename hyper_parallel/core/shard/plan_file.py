@@ -113,8 +113,7 @@ def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
             counted from the last dim.
     """
     base = _base(mesh)
-    axes = ", ".join(f"{name}={size}" for name, size in zip(base.alias_name, base.mesh_shape, strict=True))
-    lines = [f"# on a mesh {axes}"]
+    lines = [f"# on a mesh {base.axes}"]
     if plan.return_local_tensor:
         lines.append(f"return_local_tensor = {json.dumps(list(plan.return_local_tensor))}")
     if plan.wrap_inputs:

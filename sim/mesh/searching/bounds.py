@@ -121,12 +121,11 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
 
 def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     """Return bytes of weights and optimizer state, and of gradients while micro-batches add theirs up."""
-    dims, recipe = candidate.dims, candidate.recipe
     standing, gradients = _state(shape, candidate)
-    if dims.pp > 1 or candidate.parts == 1:
+    if candidate.dims.pp > 1 or candidate.parts == 1:
         return standing, 0.0
-    if recipe.zero >= 2 and not recipe.reduce_each and dims.dp_shard * dims.ep * dims.cp > 1:
-        gradients = sum(_on_a_rank(shape, candidate)) * _BYTES[recipe.param_dtype]  # whole on each rank until the last
+    if _gradients_wait(candidate):
+        gradients = sum(_on_a_rank(shape, candidate)) * _BYTES[candidate.recipe.param_dtype]
     return standing, gradients
 
 

@@ -12,12 +12,11 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
-from sim.prove.bound import SAFETY
-from sim.prove.evidence import gap, top, unit_roundoff
+from sim.prove.bound import FEW, bound_of
+from sim.prove.evidence import largest
 from sim.prove.faults import diagnose
-from sim.prove.infer import order_of_rows, submesh
+from sim.prove.infer import in_orders, order_of_rows, submesh
 from sim.prove.judge import (
-    COARSE,
     AutogradGraph,
     Finding,
     Judge,
@@ -26,35 +25,23 @@ from sim.prove.judge import (
     first_bug,
     of_own_rows,
     pending_words,
+    row_of,
     settle,
-    short,
     split_name,
 )
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
 from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
-from sim.prove.runs import largest
 from sim.prove.steps.names import find_names
 from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
 
-_FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6
 _MOST_ROUNDS = 16  # of choices that follow from others
 
 Permutation = tuple[int, ...]
-
-
-def bound_of(
-    full: torch.Tensor, moved: Sequence[torch.Tensor], dtype: torch.dtype | None = None, floor: float = _FEW
-) -> float:
-    """Return what rounding can do to a tensor: some times what it did in perturbed runs, or a few units."""
-    moves = [top(gap(other, full)) for other in moved if other.shape == full.shape and full.is_floating_point()]
-    finite = [move for move in moves if math.isfinite(move)]
-    unit = unit_roundoff(dtype or full.dtype)
-    return max(SAFETY * max(finite, default=0.0), floor * unit * largest(full), torch.finfo(torch.float64).tiny)
 
 
 def agreed_choices(
@@ -137,10 +124,7 @@ class LoopComparison:
         self.notes += [f"by their values, {text}" for text in self._said(self.names.found)]
         if self._left:
             self.notes.append(f"not compared, as no rank has them by a name that is known: {self._some(self._left)}")
-        mesh = ", ".join(
-            f"{name}={size}" for name, size in zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)
-        )
-        return Report(tuple(rows), first, mesh, tuple(self.notes))
+        return Report(tuple(rows), first, str(self.mesh.axes), tuple(self.notes))
 
     def _redrawn(self) -> Iterator[ReportRow]:
         named = [
@@ -197,16 +181,14 @@ class LoopComparison:
         shared.check_used(self.expected.uses, [_own(rank.uses) for rank in self.ranks], misfit=misfit)
 
     def _bound_of_draw(self, place: DrawPlace, given: torch.Tensor) -> float:
-        others = [other.uses[place].given for other in self.moved if place in other.uses]
-        return bound_of(given, [other for other in others if other is not None])
+        return bound_of(given, [other.uses[place].given for other in self.moved if place in other.uses])
 
     def _boundaries(self, step: int) -> Iterator[ModuleTensor]:
         for key, values in self.expected.steps[step].calls.items():
             full = _joined(values)
             if full is not None and full.is_floating_point():
                 others = [_joined(each.steps[step].calls.get(key, [])) for each in self.moved if step < len(each.steps)]
-                bound = bound_of(full, [other for other in others if other is not None])
-                yield ModuleTensor(ReportRow(key[0], _title(key), "forward").place, full, bound)
+                yield ModuleTensor(ReportRow(key[0], _title(key), "forward").place, full, bound_of(full, others))
 
     # -- words -------------------------------------------------------------------------------------------------------
 
@@ -266,23 +248,19 @@ class LoopComparison:
                 continue  # every stage has a model of its own
             there = {rank: each[key] for rank, each in calls.items() if key in each}
             alike = len({len(values), *map(len, there.values())}) > 1 and all(map(_are_equal, there.values()))
-            parts = {
-                rank: each[0] if alike else joined
-                for rank, each in there.items()
-                if (joined := _joined(each)) is not None
-            }
+            joined = _there({rank: _joined(each) for rank, each in there.items()})
+            parts = {rank: there[rank][0] for rank in joined} if alike else joined
             full = values[0] if alike and _are_equal(values) else _joined(values)
             if full is None or not parts:
                 self._left.update({path: None} if path and not parts else {})
                 continue
-            moved = [joined for other in others if (joined := _joined(other.calls.get(key, []))) is not None]
-            title = _title(key)
-            found = self._find(parts, full, bound_of(full, moved), may_reorder=True)
+            bound = bound_of(full, (_joined(other.calls.get(key, [])) for other in others))
+            found = self._find(parts, full, bound, may_reorder=True)
             if side == "input":
                 given.setdefault(path, found.found)
             elif path in self.expected.batch_norms:
                 found = of_own_rows(found, given.get(path), parts, full)
-            yield self._row(ReportRow(path, title, "forward"), found)
+            yield self._row(ReportRow(path, _title(key), "forward"), found)
 
     def _backward(
         self,
@@ -332,12 +310,10 @@ class LoopComparison:
                 continue
             joined.update([key] if ways[0] is None else [])
             full, which = _gradient_of(mine, key, ways[0]), ways[0]
-            found = {rank: _gradient_of(step, own, which) for rank, (step, own) in there.items()}
-            parts = {rank: part for rank, part in found.items() if part is not None}
+            parts = _there({rank: _gradient_of(step, own, which) for rank, (step, own) in there.items()})
             if full is None or not parts or (key, call) not in mine.nodes:
                 continue
-            again = [_gradient_of(other, key, which) for other in others]
-            bound = bound_of(full, [each for each in again if each is not None])
+            bound = bound_of(full, [_gradient_of(other, key, which) for other in others])
             if scale is None:
                 if bound >= largest(full):
                     continue  # zero but for rounding
@@ -356,13 +332,11 @@ class LoopComparison:
     ) -> bool:
         """Whether what stood at a boundary in a call, or in all, is explained, so that its gradient can be."""
         full = _value_of(mine, key, call)
-        found = {rank: _value_of(step, own, call) for rank, (step, own) in there.items()}
-        parts = {rank: part for rank, part in found.items() if part is not None}
+        parts = _there({rank: _value_of(step, own, call) for rank, (step, own) in there.items()})
         counts = {len(mine.calls[key]), *(len(step.calls[own]) for step, own in there.values())}
-        if full is None or not parts or len(parts) < len(found) or (call is not None and len(counts) > 1):
+        if full is None or not parts or len(parts) < len(there) or (call is not None and len(counts) > 1):
             return False
-        again = [_value_of(other, key, call) for other in others]
-        bound = bound_of(full, [each for each in again if each is not None])
+        bound = bound_of(full, [_value_of(other, key, call) for other in others])
         return self._find(parts, full, bound, may_reorder=True).status in ("right", "pending")
 
     def _named_calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, CallKey]:
@@ -390,13 +364,8 @@ class LoopComparison:
     ) -> Iterator[ReportRow]:
         if not mine.losses:
             return
-        full = torch.stack([loss.double() for loss in mine.losses]).sum()
-        moved = [torch.stack([loss.double() for loss in other.losses]).sum() for other in others if other.losses]
-        parts = {
-            rank: torch.stack([loss.double() for loss in step.losses]).sum()
-            for rank, step in theirs.items()
-            if step.losses
-        }
+        full, moved = _sum(mine), [_sum(other) for other in others if other.losses]
+        parts = {rank: _sum(step) for rank, step in theirs.items() if step.losses}
         if parts:
             found = self._find(parts, full, bound_of(full, moved, mine.losses[0].dtype))
             found = replace(found, status="right") if found.status == "pending" else found
@@ -421,7 +390,7 @@ class LoopComparison:
         updates = self._updates(number, mine, theirs) if kind == "updates" else None
         for name in list(order):
             full, module, leaf = full_by_name[name], *split_name(name)
-            parts = {rank: tensors[name] for rank, tensors in named.items() if tensors.get(name) is not None}
+            parts = _there({rank: tensors.get(name) for rank, tensors in named.items()})
             row = ReportRow(module, leaf, title)
             if full is None:
                 if any(bool(part.count_nonzero()) for part in parts.values()):
@@ -436,8 +405,8 @@ class LoopComparison:
                 sentence = f"{ranks_phrase(rank for rank in having if rank not in parts)} has none"
                 yield replace(row, verdict="bug", sentence=sentence)
                 continue
-            moved = [getattr(other, kind)[name] for other in others if getattr(other, kind).get(name) is not None]
-            floor = ROUNDINGS * (number + 1) if kind == "updates" else _FEW
+            moved = [getattr(other, kind).get(name) for other in others]
+            floor = ROUNDINGS * (number + 1) if kind == "updates" else FEW
             found = self._find(parts, self.names.ordered(name, full), bound_of(full, moved, floor=floor))
             if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
                 found = replace(found, status="right")  # the optimizer adds them up
@@ -482,7 +451,7 @@ class LoopComparison:
         found = judge.undeclared(parts, full, bound)
         if found.status != "unexplained" or not may_reorder:
             return found
-        for other in self._reordered(full):
+        for other in in_orders(full, self._orders):
             again = judge.undeclared(parts, other, bound)
             if again.status != "unexplained":
                 return again
@@ -493,38 +462,17 @@ class LoopComparison:
         self._orders.append(places)
         return judge.undeclared(parts, full.index_select(dim, torch.tensor(places)), bound)
 
-    def _reordered(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
-        for places in self._orders:
-            for dim in range(min(full.dim(), 3)):
-                if full.shape[dim] == len(places):
-                    turned = full.index_select(dim, torch.tensor(places))
-                    yield turned
-                    for more in self._orders:
-                        if dim == 0 and full.dim() > 1 and full.shape[1] == len(more) and more != places:
-                            yield turned.index_select(1, torch.tensor(more))
-
     def _row(self, row: ReportRow, found: Finding) -> ReportRow:
-        verdict = {"right": "rounding" if found.error else "exact", "pending": "pending", "private": "private"}
-        kind = verdict.get(found.status, "bug")
-        sentence, hint = (found.sentence, "") if kind in ("bug", "pending") else ("", "")
-        if found.is_coarse and kind in ("rounding", "exact"):
-            kind, sentence = "not proved", COARSE
-        if row.kind in ("gradient", "update", "parameter") and kind == "pending":
-            kind, over = "bug", " and ".join(found.found.partial) if found.found is not None else ""
-            words = pending_words(found.found) if found.found is not None else ""
-            sentence, hint = f"the ranks hold {words}, and nothing reduced it", f"all_reduce over {over}"
-            if row.kind == "gradient" and found.found is not None and _are_sums_of_copies(found, found.found):
-                sentence, hint = divided_words(found.found)
-        return replace(
-            row,
-            found=short(found.found),
-            error=found.error,
-            bound=found.bound,
-            ratio=found.ratio,
-            verdict=kind,
-            sentence=sentence,
-            suggestion=found.suggestion or hint,
-        )
+        row = row_of(Judged(row.module, row.tensor, row.kind, found))
+        if row.verdict in ("exact", "rounding", "private"):
+            return replace(row, sentence="")
+        if row.verdict != "pending" or found.found is None or row.kind not in ("gradient", "update", "parameter"):
+            return row
+        sentence = f"the ranks hold {pending_words(found.found)}, and nothing reduced it"
+        hint = f"all_reduce over {' and '.join(found.found.partial)}"
+        if row.kind == "gradient" and _are_sums_of_copies(found, found.found):
+            sentence, hint = divided_words(found.found)
+        return replace(row, verdict="bug", sentence=sentence, suggestion=found.suggestion or hint)
 
 
 def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:
@@ -587,6 +535,16 @@ def _gradient_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Te
     if not grads or len(grads) < len(values):
         return None
     return torch.stack(grads).sum(0) if len(values) > 1 and _are_equal(values) else _joined(grads)
+
+
+def _sum(step: RecordedStep) -> torch.Tensor:
+    """Add up the losses of a step's micro-batches."""
+    return torch.stack([loss.double() for loss in step.losses]).sum()
+
+
+def _there(parts: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """Return the parts of the ranks that have one."""
+    return {rank: part for rank, part in parts.items() if part is not None}
 
 
 def _title(key: CallKey) -> str:

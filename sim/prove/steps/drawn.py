@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.ownership import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices, mesh_lines
 from sim.prove.evidence import Evidence
 from sim.prove.infer import splits_by_shape, submesh, to_layout
 from sim.prove.judge import short
@@ -182,16 +181,18 @@ class _Weight:
 
     def unequal(self, way: _Way) -> list[str]:
         """Return the axes along which ranks have drawn different values for the same part."""
-        axes = [axis for axes in way.splits for axis in axes]
-        places = dict(zip(self.mesh.rank_list, itertools.product(*map(range, self.mesh.mesh_shape)), strict=True))
-        odd = []
-        for axis, (name, size) in enumerate(zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)):
-            first = {at[:axis] + at[axis + 1 :]: rank for rank, at in places.items() if at[axis] == 0}
-            if size > 1 and axis not in axes:
-                pairs = ((rank, first[at[:axis] + at[axis + 1 :]]) for rank, at in places.items())
-                if not all(torch.equal(self.parts[rank], self.parts[other]) for rank, other in pairs):
-                    odd.append(name)
-        return odd
+        split = {axis for axes in way.splits for axis in axes}
+        held = [self.parts[rank] for rank in self.mesh.rank_list]
+        return [
+            name
+            for axis, name in enumerate(self.mesh.alias_name)
+            if axis not in split
+            and not all(
+                torch.equal(held[at], held[first])
+                for first, *rest in mesh_lines(self.mesh.mesh_shape, [axis]).tolist()
+                for at in rest
+            )
+        ]
 
     def is_scaled(self) -> bool:
         """Whether the ranks hold values of one device in other units: that is no draw."""
