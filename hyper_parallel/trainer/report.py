@@ -221,7 +221,7 @@ def read_log(path: str | Path) -> list[StepRecord]:
 
 
 def _record(*, predicted: dict[str, Any] | None = None, **fields: Any) -> StepRecord:
-    numbers = {key: float(value) if isinstance(value, str) else value for key, value in fields.items()}
+    numbers: dict[str, Any] = {key: float(value) if isinstance(value, str) else value for key, value in fields.items()}
     return StepRecord(**numbers, predicted=None if predicted is None else Prediction(**predicted))
 
 
