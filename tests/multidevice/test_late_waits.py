@@ -40,7 +40,7 @@ WAITS = {
     "activations on the host": (GATHER, "offload._copying", "offload._leave", "offload._unpack", REDUCE),
     "inputs of blocks on the host": ("offload._copying", "offload._leave", "offload._unpack"),
     "redistribute": ("api.distribute_tensor", "gradients.wait"),
-    "chunks": ("chunks.land", "groups.gather_numbers"),
+    "chunks": ("chunks.land", "groups.all_gather_single"),
     "ring attention": ("attention.wait", "attention._exchanged"),
     "pipelines": (
         "tied._gather",
