@@ -157,7 +157,8 @@ def distribute_tensor(
                 given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
         parts = torch_tensor.distribute_tensor(given, ordered, split, src_data_rank=src_data_rank).to_local()
         on_mesh = mesh.get_coordinate() is not None
-        result = build(parts.view(tensor.dtype), reduced if on_mesh else target, shape)
+        parts = parts if parts.dtype == tensor.dtype else parts.view(tensor.dtype)
+        result = build(parts, reduced if on_mesh else target, shape)
         if on_mesh and target.is_partial():
             result = moved(result, target)
     result.requires_grad_(tensor.requires_grad)
