@@ -303,11 +303,18 @@ class StepReductions:
                 self._before(unit)
             unit.reduce_now(in_place=self._in_place)
 
+    def _say_whose(self, units: list[Unit], reducer: Any) -> None:
+        assert self._before is not None
+        self._before(next(unit for unit in units if reducer in unit.reducers))
+
     def finish(self) -> None:
         """Wait for all reductions, and apply the gradients; those that may go on after the step do."""
         for units in self._groups:
             schedule = units[0].schedule
             assert schedule is not None
+            if self._before is not None and self._in_place:  # here they are waited for, unit by unit
+                with torch.no_grad():
+                    schedule.finish_each(functools.partial(self._say_whose, units))
             if any(unit.options.leave_pending for unit in units):
                 note_pending_reductions(schedule)
             else:

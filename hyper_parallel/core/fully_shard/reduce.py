@@ -149,7 +149,7 @@ class Reduction:
         finish: Finish,
         fused: FusedAllReduce | None,
     ) -> None:
-        self._owner = owner
+        self.owner = owner
         self._params = params
         self._starts = starts
         self._used = used
@@ -176,7 +176,7 @@ class Reduction:
         """
         if self.done or (self._shard is not None and (self._fused is not None or not self._to_reduce)):
             return
-        owner = self._owner
+        owner = self.owner
         first = self._shard is None  # partial sums are added once, before the first all_reduce of them
         shard = self._shard = self._work.wait()
         if first and owner.keep_or_add(shard, self._finish.options, self._finish.partial):
@@ -211,12 +211,12 @@ class Reduction:
             if self._fused is not None:
                 self._fused.drop()
             if self._shard is None and self._finish.partial is not None:
-                self._owner.partial = self._finish.partial  # as it was before the backward that failed
+                self.owner.partial = self._finish.partial  # as it was before the backward that failed
             self.done = True
 
     def _apply(self, shard: torch.Tensor) -> None:
         self.done = True
-        owner, end = self._owner, self._starts[-1]
+        owner, end = self.owner, self._starts[-1]
         used = self._used
         # Flags that were added up say whether any rank has used a parameter; reading them waits for the device. Where
         # this rank has used all of them, nobody needs to look.
@@ -417,10 +417,11 @@ class GradientReducer:
         elif options.reduce_scatter_with is not None and self.rows > 1:
             work = self._reduce_scatter_with(options.reduce_scatter_with, pending, used, like, place)
         elif in_place or (self.sends_each and all(param.contiguous_on_dim_0 for param in params)):
-            sources = [*self._padded(pending, dtype), self._flags(used, like)]
+            flags = like.new_ones(self.rows * len(used)) if in_place and all(used) else self._flags(used, like)
+            sources = [*self._padded(pending, dtype), flags]
             place = like.new_empty(width) if place is None else place
             work = reduce_scatter_each(place.split(self._sizes), sources, self.scatter, place)
-            del sources  # from now on the collective alone keeps them
+            del sources, flags  # from now on the collective alone keeps them
         else:
             buffer = self._packed(pending, used, like)
             work = reduce_scatter(buffer, self.scatter, by_all_to_all=self.scatters_by_exchange, out=place)

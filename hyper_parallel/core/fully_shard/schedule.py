@@ -247,6 +247,12 @@ class Schedule(Generic[U]):
             earlier.advance()
         self.reductions = [earlier for earlier in self.reductions if not earlier.done]
 
+    def finish_each(self, before: Callable[[Any], object]) -> None:
+        """Take each reduction under way a step further, and say before whose it is."""
+        for reduction in self.reductions:
+            before(reduction.owner)
+            reduction.advance()
+
     def finish_reductions(self) -> None:
         """Wait for the reductions under way and apply their gradients."""
         reductions, self.reductions = self.reductions, []  # first: a wait raises where a peer has died, but only once
