@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import distribute_tensor as distribute_by_torch
+from torch.distributed.tensor import distribute_tensor
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
-from hyper_parallel.core.redistribute import distribute_tensor
+from hyper_parallel.core.redistribute import from_local, redistribute
 from sim.strategies import AXIS_NAMES, layouts
 
 pytestmark = pytest.mark.sim
@@ -99,16 +99,18 @@ def given_as(value, wanted, held, rank):
     if value.way == "whole" or (value.way == "mixed ranks" and rank % 2):
         return wanted
     if value.way in ("part", "mixed ranks"):
-        return distribute_by_torch(wanted, held.device_mesh, held.placements, src_data_rank=None).to_local().clone()
+        return distribute_tensor(wanted, held.device_mesh, held.placements, src_data_rank=None).to_local().clone()
     sizes = value.source.mesh_shape
     if value.way == "slice":  # every rank along the first axis has all of it on its own slice
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXIS_NAMES[: len(sizes)])[AXIS_NAMES[len(sizes) - 1]]
-        return distribute_by_torch(wanted, mesh, [Shard(len(value.shape) - 1)], src_data_rank=None)
+        return distribute_tensor(wanted, mesh, [Shard(len(value.shape) - 1)], src_data_rank=None)
     ranks = torch.tensor(value.order).view(sizes)
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=value.source.alias_name)
     entries = value.source.alias_placements
     layout = Layout.from_device_mesh(mesh)(*entries, partial=value.source.partial)
-    return distribute_tensor(wanted, layout, src_data_rank=None)
+    whole = layout.reset_partial()
+    part = wanted[whole.local_slice(value.shape)].clone()  # distribute_tensor wants ranks in order
+    return redistribute(from_local(part, whole, shape=value.shape), layout)
 
 
 def whole_values(case):
