@@ -102,8 +102,8 @@ def load_corpus(data: DataConfig | None = None) -> Corpus:
             tenth is held back.
 
     Raises:
-        ValueError: the path is missing, holds too little text, or records without text; the tokenizer cannot be loaded,
-            or has no template for a conversation.
+        ValueError: the path is missing, holds too little text, a compressed file, or records without text; the
+            tokenizer cannot be loaded, or has no template for a conversation.
     """
     data = data or DataConfig()
     root = Path(sysconfig.get_paths()["stdlib"]) if data.path is None else Path(os.path.expanduser(data.path))
@@ -154,6 +154,7 @@ def _other_text(root: Path, pattern: str) -> str:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 _RECORDS = (".jsonl", ".parquet")
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gzip, bzip2, xz, zstd, zip
 
 
 class _Span(NamedTuple):
@@ -196,7 +197,11 @@ def _documents(root: Path, data: DataConfig) -> Iterator[_Text]:
 def _start_of(file: Path, size: int) -> bytes:
     """Read so many bytes of a file, and no more: it may be larger than memory."""
     with file.open("rb") as content:
-        return content.read(size)
+        text = content.read(size)
+    if text.startswith(_PACKED):
+        hint = "the file that comes out when it is unpacked"
+        raise ValueError(explain(f"cannot read {file}", "it is compressed", f"its first bytes: {text[:6]!r}", hint))
+    return text
 
 
 def _files(folder: Path, pattern: str, left_out: frozenset[str]) -> Iterator[Path]:

@@ -365,8 +365,8 @@ def export_checkpoint(
         How many parameters were written.
 
     Raises:
-        ValueError: no checkpoint of this trainer, or its tokenizer cannot be loaded; `merge` of a run without adapters;
-            see also `export_huggingface`.
+        ValueError: no checkpoint of this trainer, or its tokenizer cannot be loaded; `merge` or `base` of a run that
+            has all weights; see also `export_huggingface`.
         CheckpointError: it is damaged.
     """
     check_paths("cannot export", tokenizer=tokenizer, base=base)
@@ -381,6 +381,9 @@ def export_checkpoint(
     trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
     words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
     kind, precision, lora = shape.pop("kind"), shape.pop("precision"), LoraConfig(**(shape.pop("lora", None) or {}))
+    if not lora.rank and (merge or (base is not None and kind in MODELS)):
+        seen, hint = ("merge: True", "leave out merge") if merge else (f"base: {base!r}", "leave out base")
+        raise ValueError(explain(f"cannot export {path}", "it has all weights, and no adapters", seen, hint))
     base = base or extra.get("start_from")
     if kind not in MODELS and base is not None:
         return _export_other(
@@ -404,9 +407,6 @@ def export_checkpoint(
             "export_given(checkpoint, model, folder)",
         )
         raise ValueError(explain(f"cannot export {path}", blame, f"kind: {kind}", hint))
-    if not lora.rank and merge:
-        blame, hint = "it has all weights, and no adapters", "leave out merge"
-        raise ValueError(explain(f"cannot export {path}", blame, "merge: True", hint))
     config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
     model = _filled(path, metadata, config, lora, precision)
     if lora.rank and not merge:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout

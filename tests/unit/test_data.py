@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import itertools
 import json
+import lzma
 import os
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -318,6 +322,22 @@ def test_records_without_text_are_named(content: str, message: str, tmp_path: Pa
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
         load_corpus(DataConfig(str(tmp_path / "x.jsonl")))
+
+
+@pytest.mark.parametrize("module", [gzip, bz2, lzma, zipfile])
+def test_compressed_files_are_named(module: Any, tmp_path: Path) -> None:
+    for at in range(10):
+        (tmp_path / f"{at}.txt").write_text("text " * 20)
+    packed = tmp_path / "9.txt"
+    if module is zipfile:
+        with zipfile.ZipFile(packed, "w") as archive:
+            archive.write(tmp_path / "8.txt")
+    else:
+        packed.write_bytes(module.compress(b"text " * 20))
+    message = r"cannot read .*9.txt: it is compressed\n  its first bytes: b.*\n  try: "
+    for place in (tmp_path, packed):
+        with pytest.raises(ValueError, match=message):
+            load_corpus(DataConfig(str(place), pattern="*.txt"))
 
 
 def test_files_of_another_kind_are_named(tmp_path: Path) -> None:

@@ -208,7 +208,8 @@ def test_export_says_what_it_has_written_and_where_the_model_is(
     finally:
         moved.rename(base)
     train(replace(RUN, lora=LoraConfig(), checkpoint=CheckpointConfig(str(tmp_path / "whole"))))
-    assert "it has all weights, and no adapters" in export(str(tmp_path / "whole"), str(tmp_path / "out"), "--merge")
+    for given in (["--merge"], ["--base", str(base)]):
+        assert "it has all weights, and no adapters" in export(str(tmp_path / "whole"), str(tmp_path / "out"), *given)
 
 
 # -- models that transformers alone knows ------------------------------------------------------------------------------
