@@ -138,7 +138,7 @@ def check_axes(shape: Any, names: Any, rank_list: Any = None) -> MeshAxes:
         read_int(asked, f"the size of axis {name!r}", size, 1, f"{name}=1, or a mesh without {name!r}")
         for size, name in zip(sizes, labels, strict=True)
     )
-    check_listed(asked, **{f"the number of ranks, {' x '.join(map(str, checked))},": math.prod(checked)})
+    check_listed(asked, **{"number of ranks": math.prod(checked)})
     return MeshAxes(checked, labels, _check_ranks(asked, rank_list, math.prod(checked), seen))
 
 
