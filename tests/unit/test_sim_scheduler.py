@@ -300,10 +300,17 @@ def test_what_a_rank_switched_on_for_its_thread_does_not_reach_the_next_world():
 
     sim.run(body, 2)
 
-    def seen() -> tuple[str, bool, bool]:
-        return str(torch.ones(1).device), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+    def packs() -> None:
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
 
-    assert sim.run(seen, 2) == [("cpu", False, True)] * 2
+    sim.run(packs, 2)
+
+    def seen() -> tuple[str, bool, bool, bool]:
+        saved = torch.ones(1, requires_grad=True).exp().grad_fn._raw_saved_result
+        modes = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+        return str(torch.ones(1).device), *modes, saved.unpack_hook is None
+
+    assert sim.run(seen, 2) == [("cpu", False, True, True)] * 2
 
 
 def test_intraop_threads_are_the_ranks_own():
