@@ -399,6 +399,12 @@ _GUESSED: dict[str, tuple[Any, dict[str, Any]]] = {
         GPTSpec("gpt", GPTConfig(**_SIZES, activation="squared-relu", max_seq_len=4096)),
         {"reduce_dtype": "bf16"},
     ),
+    "scores": (GPTSpec("gpt", GPTConfig(**_SIZES, max_seq_len=4096)), {"attention": "math"}),
+    "scores with dropout": (
+        GPTSpec("gpt", GPTConfig(**_SIZES, attention_dropout=0.1, max_seq_len=4096)),
+        {"attention": "math"},
+    ),
+    "scores made again": (GPTSpec("gpt", GPTConfig(**_SIZES, max_seq_len=4096)), {"attention": "math-recomputed"}),
 }
 
 
@@ -414,6 +420,22 @@ def test_the_guess_of_memory_is_near_an_estimate_and_the_bound_below(name: str, 
     peak = estimate(model, one.dims, one.batch, 4096, "h100-sxm", one.recipe).memory.peak
     assert least_memory(where.shape, one, 4096) <= peak, one
     assert guess_memory(where.shape, one, 4096) == pytest.approx(peak, rel=0.2), one
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_the_guess_of_a_pipeline_knows_that_gradients_wait_for_its_last_micro_batch(zero: int, schedule: str) -> None:
+    model, dims = (
+        LlamaConfig(**_SIZES, num_key_value_heads=4, intermediate_size=5632),
+        ParallelDims(pp=2, dp_shard=4, world_size=8),
+    )
+    recipe = Recipe(microbatches=4, schedule=schedule, zero=zero)
+    peak = estimate(model, dims, 4, 1024, "h100-sxm", recipe).memory.peak
+    shape = shape_of(find_model(model), 1024)
+    waiting = 4 * shape.parameters / 2
+    guessed = guess_memory(shape, Candidate(dims, recipe, 4), 1024)
+    assert guessed == pytest.approx(peak, rel=0.2)
+    assert waiting > 0.25 * guessed, "without them it is not"
 
 
 def test_sums_that_wait_for_replicas_are_bounded_in_the_dtype_of_the_reduction() -> None:

@@ -175,7 +175,7 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     dims, recipe = candidate.dims, candidate.recipe
     width, tokens = _BYTES[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
     layers = -(-shape.layers // dims.pp)
-    kept, at_work = _guess_of_block(shape, candidate)
+    kept, at_work = _guess_of_block(shape, candidate, seq_len)
     policy = recipe.activations
     checkpointed = sum(map(policy.takes, range(layers)))
     per_layer = min(2 / max(checkpointed, 1), 1.0) * kept[policy.kind] if policy.offload else kept[policy.kind]
@@ -197,8 +197,11 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     return _together((standing, gradients), bytes_, candidate)
 
 
-def _guess_of_block(shape: Shape, candidate: Candidate) -> tuple[dict[str, float], float]:
-    """Return bytes that a block keeps of a token at each level of checkpointing, and what its backward works with."""
+def _guess_of_block(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[dict[str, float], float]:
+    """Return bytes that a block keeps of a token at each level of checkpointing, and what its backward works with.
+
+    Attention by matrix products has a score for each pair of tokens: see `zoo.MathAttention` for its bytes.
+    """
     dims, recipe = candidate.dims, candidate.recipe
     width = _BYTES[recipe.param_dtype]
     hidden = shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1)
@@ -211,14 +214,19 @@ def _guess_of_block(shape: Shape, candidate: Candidate) -> tuple[dict[str, float
     kept["alternate"] = (kept["selective"] + hidden) / 2  # attention, and every other matrix product
     if recipe.sequence_parallel and not recipe.reshard_inputs:
         kept["none"] += gathered_inputs
-    return kept, kept["none"] + 2 * hidden + gathered_inputs
+    scores = 0.0 if recipe.attention == "flash" else shape.heads / dims.tp * seq_len
+    kept_of_scores = scores * (2 * width + 1 if shape.drops_scores else width)
+    at_work = kept["none"] + 2 * hidden + gathered_inputs + kept_of_scores + scores * width  # and their gradient
+    if recipe.attention == "math":
+        kept["none"] += kept_of_scores
+    return kept, at_work
 
 
 def _gradients_wait(candidate: Candidate) -> bool:
     """Whether gradients are whole on each rank until the last micro-batch has added its own."""
     dims, recipe = candidate.dims, candidate.recipe
     shards = dims.dp_shard * dims.ep * dims.cp
-    return recipe.zero >= 2 and not recipe.reduce_each and candidate.parts > 1 and dims.pp == 1 and shards > 1
+    return recipe.zero >= 2 and not recipe.reduce_each and candidate.parts > 1 and shards > 1
 
 
 @cache

@@ -135,6 +135,7 @@ class Shape:
         splits: whether tensors inside of layers can be split over axis tp.
         has_stages: whether a pipeline can be made of it.
         gated: whether the feed-forward multiplies two products of its input.
+        drops_scores: whether attention's weights have dropout.
     """
 
     layers: int
@@ -152,6 +153,7 @@ class Shape:
     splits: bool = True
     has_stages: bool = True
     gated: bool = True
+    drops_scores: bool = False
 
     @property
     def num_attention_heads(self) -> int | None:
@@ -245,6 +247,7 @@ def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
         splits=_splits(spec),
         has_stages=spec.has_stages,
         gated=bool(getattr(getattr(spec, "config", None), "is_gated", True)),
+        drops_scores=bool(getattr(getattr(spec, "config", None), "attention_dropout", 0)),
     )
 
 
