@@ -154,7 +154,8 @@ def _other_text(root: Path, pattern: str) -> str:
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 _RECORDS = (".jsonl", ".parquet")
-_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gzip, bzip2, xz, zstd, zip
+_BZIP2 = tuple(b"BZh%d" % level for level in range(1, 10))  # a text may well begin with BZh
+_PACKED = (b"\x1f\x8b", *_BZIP2, b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gzip, bzip2, xz, zstd, zip
 
 
 class _Span(NamedTuple):

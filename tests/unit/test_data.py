@@ -338,6 +338,8 @@ def test_compressed_files_are_named(module: Any, tmp_path: Path) -> None:
     for place in (tmp_path, packed):
         with pytest.raises(ValueError, match=message):
             load_corpus(DataConfig(str(place), pattern="*.txt"))
+    packed.write_text("BZh is how some text begins. " * 20)
+    assert load_corpus(DataConfig(str(packed))).documents == 1
 
 
 def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
