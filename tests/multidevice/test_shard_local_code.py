@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from hyper_parallel import DTensor, distribute_tensor, full_tensor, fully_shard
+from hyper_parallel import DTensor, checkpoint_blocks, distribute_tensor, full_tensor, fully_shard
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
@@ -234,6 +234,81 @@ def test_checkpoints_frozen_parameters_and_evaluation(ctx):
             found = net(x)
         assert not found.requires_grad
         same(found, alone(value))
+
+
+class Sections(nn.Module):
+    """Sections of its code are computed again in backward, one of them a block of its own."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant, self.fail = reentrant, False
+        self.weight = nn.Parameter(numbers(5, 5, seed=1))
+        self.frozen = nn.Parameter(numbers(5, 5, seed=2), requires_grad=False)
+        self.blocks = nn.ModuleList([Weighted(5, 5)])
+
+    def section(self, x):
+        assert not isinstance(self.weight, DTensor)
+        if self.fail and torch._C._current_graph_task_id() != -1:
+            raise ArithmeticError("in backward")
+        return torch.tanh(x @ self.weight) + torch.tanh(x @ self.frozen) * x
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.section, x, use_reentrant=self.reentrant)
+        return self.blocks[0](x)
+
+
+class TwoCalls(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner = Sections(reentrant)
+
+    def forward(self, x):
+        x = x * 2
+        return self.inner(self.inner(x)) + self.inner(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("fsdp", [False, True])
+@sim.ranks(2, backends=("sim",))
+def test_checkpoints_around_sections_of_the_code(ctx, fsdp, reentrant):
+    mesh = init_device_mesh(ctx.device_type, (2,), mesh_dim_names=("dp",))
+    alone, net = TwoCalls(reentrant), TwoCalls(reentrant)
+    names = [name for name, _ in net.named_parameters()]
+    shard_module(
+        net,
+        mesh,
+        ShardingPlan(
+            plan=dict.fromkeys(names, ("None",)), input_plan={"input": ("dp",)}, local_plan={"inner": ("dp",)}
+        ),
+    )
+    for model in (alone, net):
+        checkpoint_blocks(model.inner, "full")
+    if fsdp:
+        fully_shard(net.inner)
+    seen = []
+    if not reentrant:  # whose sections have backwards of their own, in which they need the shards
+        net.inner.weight.register_post_accumulate_grad_hook(lambda p: seen.append(net.inner.weight is p))
+    for step in range(2):
+        value = numbers(4, 5, seed=step)
+        x, reference = placed(value, mesh, "dp"), value.clone().requires_grad_()
+        for model, given in ((alone, reference), (net, x)):
+            model.zero_grad()
+            model(given).square().sum().backward()
+        same(x.grad, reference.grad)
+        for name, param in alone.inner.named_parameters():
+            if param.requires_grad:
+                same(net.inner.get_parameter(name).grad, param.grad, name, 1e-9)
+        assert not {"weight", "frozen"} & set(vars(net.inner))
+    assert all(seen)
+    net.inner.fail = True
+    with pytest.raises(ArithmeticError):
+        net(placed(numbers(4, 5), mesh, "dp")).square().sum().backward()
+    net.inner.fail = False
+    net.zero_grad()
+    net(placed(value, mesh, "dp")).square().sum().backward()  # of this forward, not of the one that has failed
+    same(net.inner.weight.grad, alone.inner.weight.grad, "weight", 1e-9)
+    assert not {"weight", "frozen"} & set(vars(net.inner))
 
 
 @sim.ranks(2, backends=("sim",))

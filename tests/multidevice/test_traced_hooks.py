@@ -352,6 +352,41 @@ def test_activation_checkpointing(ctx):
         check_against_one_device(ctx, model, compiled(ctx, model, "aot_eager"), wanted)
 
 
+class Sections(Net):
+    """Sections of the cell's own code are computed again in backward."""
+
+    def __init__(self, reentrant=False):
+        super().__init__()
+        self.reentrant = reentrant
+        self.weight = nn.Parameter(torch.eye(8) + 0.1)
+
+    def section(self, x):
+        return torch.tanh(x @ self.weight) @ self.weight + self.shift
+
+    def forward(self, x):
+        x = self.embed(x) * self.scale
+        for _ in range(2):
+            x = checkpoint(self.section, x, use_reentrant=self.reentrant)
+        return self.head(self.blocks[0](x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@sim.ranks(2, backends=NO_GLOO)
+def test_checkpoints_around_sections_of_a_cell(ctx, reentrant):
+    wanted = train(ctx, net(ctx, make=Sections))
+    for level in LEVELS:
+        model = net(ctx, make=lambda: Sections(reentrant))
+        wrap(model, mesh_of(ctx), level)
+        check_against_one_device(ctx, model, model, wanted)
+        seen = []
+        model.scale.register_post_accumulate_grad_hook(
+            lambda p, m=model, s=seen: s.append(m.weight is m._parameters["weight"])
+        )
+        model(data(ctx, 0, ctx.rank)).sum().backward()
+        assert seen
+        assert all(seen)  # hooks of users see the shard
+
+
 @sim.ranks(2, backends=NO_GLOO)
 def test_activation_checkpointing_still_saves_memory(ctx):
     """The hooks of level3 do not stand in the way of those that checkpoint an activation."""

@@ -57,6 +57,15 @@ def has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def computes_again() -> bool:
+    """Return whether an activation checkpoint computes a part of a forward again, in backward.
+
+    It does so with gradients enabled, without which hooks run; those of a backward with `create_graph` are not told
+    apart.
+    """
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
+
 def is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are the same elements of the same memory, as `one.is_set_to(other)`.
 

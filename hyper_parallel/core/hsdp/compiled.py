@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import on_wire
+from hyper_parallel.core.common.torch_compat import computes_again
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import FoundParameter, Grouping, make_buckets, own_modules
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
@@ -158,12 +159,15 @@ class TracedUnit:
         self._ends_backward: int | None = None  # the backward at whose end sums will be reduced
 
     def read(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
-        """What a module sees of a registered parameter: during a forward, the one that its first use has gathered."""
+        """What a module sees of a registered parameter: during a forward, the one that its first use has gathered.
+
+        A part of a forward that an activation checkpoint computes again in backward gathers once per use.
+        """
         if torch.compiler.is_compiling():
             # Once per use: where some of a graph is checkpointed, the graph cannot change what is outside of it.
             return self.gather(index, parameter)
         if self.gathered is None:
-            return parameter
+            return self.gather(index, parameter) if computes_again() else parameter
         key = (index, torch.is_grad_enabled())  # one gathered under no_grad has no gradient to give
         if key not in self.gathered:
             self.gathered[key] = (self.gather(index, parameter), parameter)

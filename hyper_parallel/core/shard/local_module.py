@@ -35,7 +35,7 @@ from hyper_parallel.core.shard.entry_exit import (
     marked,
     shard_shape,
 )
-from hyper_parallel.core.shard.region import LocalParameters, Region, hide
+from hyper_parallel.core.shard.region import LocalParameters, Region, Shown
 from hyper_parallel.core.shard.spelling import LayoutTree, describe, leaves
 
 
@@ -127,7 +127,7 @@ class _Call(NamedTuple):
     """A forward that is running: what shapes follow from, where shards stand in front of parameters, freed inputs."""
 
     key: Any
-    shown: list[tuple[nn.Module, str]]
+    shown: Shown
     lookup: Lookup | None
     resharded: ReshardedInputs | None
 
@@ -213,7 +213,7 @@ class LocalModule:
             return None
         call = self._running.pop()
         self.region.running.pop()
-        hide(call.shown)
+        self._parameters.hide(call.shown, result)
         if call.resharded is not None:
             call.resharded.end(result)
         if call.lookup is not None:

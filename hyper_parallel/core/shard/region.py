@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import ADDS_UP
+from hyper_parallel.core.common.torch_compat import ADDS_UP, runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.spelling import is_strided
@@ -94,6 +97,16 @@ class Taken:
         return grad
 
 
+Place = tuple[nn.Module, str]
+
+
+class Shown(NamedTuple):
+    """A call's number among those of a module, and where shards stand in front of parameters in it."""
+
+    call: int
+    places: list[Place]
+
+
 class _Known(NamedTuple):
     """What has been worked out about one parameter, for as long as it has this spec."""
 
@@ -120,11 +133,21 @@ class LocalParameters:
         self._grad_layout, self._region = grad_layout, region
         self._where, self._shared = where, shared
         self._known: dict[tuple[int, str], _Known] = {}
+        self._again = ShownAgain()
         self._owners: list[nn.Module] | None = None  # known when first needed: `fully_shard` may be called until then
 
-    def show(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    def show(self, module: nn.Module) -> Shown:
         """Put shards in front of the parameters, and return where; attributes of an instance come before parameters."""
-        places: list[tuple[nn.Module, str]] = []
+        shown = Shown(self._again.begin_forward(), [])
+        try:
+            self._put_in_front(module, shown)
+        except BaseException:
+            self.hide(shown, None)
+            raise
+        return shown
+
+    def _put_in_front(self, module: nn.Module, shown: Shown) -> None:
+        places = shown.places
         wanting: list[DTensor] = []
         known: list[_Known] = []
         if self._owners is None:
@@ -133,7 +156,6 @@ class LocalParameters:
             for name, param in _parameters(owner):
                 if not isinstance(param, DTensor) or name in owner.__dict__:
                     if self._shared and type(param) is nn.Parameter and param.requires_grad and torch.is_grad_enabled():
-                        hide(places)
                         raise self._unknown(module, param)
                     continue
                 if param.requires_grad and torch.is_grad_enabled():
@@ -144,10 +166,16 @@ class LocalParameters:
                     owner.__dict__[name] = waited_for(param._local_tensor).detach()
                     places.insert(0, (owner, name))
         if wanting:
-            shards = _Shards.apply(known, self._region.taken, *wanting)
+            shards = _Shards.apply(known, self._region.taken, partial(self._again.end, shown.call), *wanting)
             for (owner, name), shard in zip(places[-len(shards) :], shards, strict=True):
                 owner.__dict__[name] = shard
-        return places
+
+    def hide(self, shown: Shown, results: Any) -> None:
+        """Take the shards of a call away, until backward comes to its results; None: it has raised."""
+        if shown.places and results is not None and torch.is_grad_enabled():
+            self._again.watch(shown.call, shown.places, results)
+        hide(shown.places)
+        self._again.end_forward()
 
     def _unknown(self, module: nn.Module, param: nn.Parameter) -> ValueError:
         """Say that a parameter would get the gradient of this rank's share, so that copies of it drift apart."""
@@ -172,29 +200,115 @@ def _parameters(owner: nn.Module) -> list[tuple[str, Any]]:
     return list(owner._parameters.items())
 
 
-def hide(places: Sequence[tuple[nn.Module, str]]) -> None:
+def hide(places: Sequence[Place]) -> None:
     """Take away the shards that stand in front of parameters."""
     for owner, name in places:
         owner.__dict__.pop(name, None)
+
+
+class ShownAgain:
+    """Shards that stand in front of a module's parameters in backward, as they did in forward.
+
+    An activation checkpoint around a section of the module's code computes it again in backward. There they stand
+    from the first gradient of a call's results on, until all gradients of its shards have come.
+    """
+
+    def __init__(self) -> None:
+        self._backwards: dict[int, _Backward] = {}  # of the calls that one is in, by number, the last one last
+        self._count, self._running = 0, 0
+
+    def __reduce__(self) -> Any:
+        return ShownAgain, ()  # the copy of a module is in no backward
+
+    def begin_forward(self) -> int:
+        """Hide them while a forward runs, which has its own; return the number of this call."""
+        self._hide()
+        if torch._C._current_graph_task_id() == -1:
+            self._backwards = {}  # one that has failed leaves its shards
+        self._running += 1
+        self._count += 1
+        return self._count
+
+    def end_forward(self) -> None:
+        """Show them again."""
+        self._running -= 1
+        self._show()
+
+    def watch(self, call: int, places: Sequence[Place], results: Any) -> None:
+        """Note what stands in front of the parameters in a call that now ends, for its backward."""
+        begin = partial(self._begin, call, [(owner, name, owner.__dict__[name]) for owner, name in places])
+        for result in tree_leaves(results):
+            # A leaf is the caller's own, on which hooks would stay.
+            if isinstance(result, torch.Tensor) and result.grad_fn is not None:
+                result.register_hook(begin)
+
+    @runs_eagerly
+    def _begin(self, call: int, shown: list[tuple[nn.Module, str, torch.Tensor]], grad: torch.Tensor) -> None:
+        del grad
+        if call in self._backwards:
+            return
+        task = torch._C._current_graph_task_id()
+        if all(task != other.task for other in self._backwards.values()):
+            Variable._execution_engine.queue_callback(partial(self._end_all, task))
+        self._backwards[call] = _Backward(task, shown)
+        self._show()
+
+    def end(self, call: int) -> None:
+        """Hide the shards of a call, whose gradients have come: hooks of users may read parameters from now on."""
+        backward = self._backwards.get(call)
+        # A reentrant checkpoint has a backward of its own, after which others may come.
+        if backward is not None and backward.task == torch._C._current_graph_task_id():
+            self._hide()
+            del self._backwards[call]
+            self._show()
+
+    def _end_all(self, task: int) -> None:
+        """Hide those of a backward that is through: of calls to whose parameters it has not come."""
+        self._hide()
+        self._backwards = {call: each for call, each in self._backwards.items() if each.task != task}
+        self._show()
+
+    def _show(self) -> None:
+        if self._running:
+            return
+        for backward in self._backwards.values():
+            for owner, name, shard in backward.shown:
+                owner.__dict__[name] = shard
+
+    def _hide(self) -> None:
+        if self._running:
+            return
+        for backward in self._backwards.values():
+            hide([(owner, name) for owner, name, _ in backward.shown])
+
+
+class _Backward(NamedTuple):
+    """The backward that a call is in, by the number of its graph, and what stands where meanwhile."""
+
+    task: int
+    shown: list[tuple[nn.Module, str, torch.Tensor]]
 
 
 class _Shards(torch.autograd.Function):
     """DTensors in, this rank's shards of them out; the gradients go back as the parameters lie."""
 
     @staticmethod
-    def forward(ctx: Any, known: Sequence[_Known], taken: Taken, *params: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, known: Sequence[_Known], taken: Taken, end: Callable[[], None], *params: DTensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.known, ctx.taken = known, taken
+        ctx.known, ctx.taken, ctx.end = known, taken, end
         held = [waited_for(param._local_tensor) for param in params]
         return tuple(shard.view_as(shard) for shard in held)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.end()
         back = [
             None if grad is None else _back(waited_for(grad), known, ctx.taken)
             for known, grad in zip(ctx.known, grads, strict=True)
         ]
-        return (None, None, *back)
+        return (None, None, None, *back)
 
 
 def _back(grad: torch.Tensor, known: _Known, taken: Taken) -> DTensor:
