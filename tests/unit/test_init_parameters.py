@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
-from hyper_parallel import DTensor, Layout, Partial, fully_shard
+from hyper_parallel import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, fully_shard
 from hyper_parallel.core.dtensor import to_torch
 from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.core.init.tiles import FillTarget, Numbers, digest, flush, normal, tiles, truncated, uniform
@@ -635,6 +635,45 @@ def test_what_needs_all_elements_gets_them(fill):
     sim.run(body, world_size=4)
 
 
+def numbered(w, *placements):
+    """Values of all elements; with placements as a DTensor, on ranks that have the parameter as one."""
+    full = torch.arange(60.0).view(6, 10)
+    if not placements or not isinstance(w, DTensor):
+        return full
+    return distribute_tensor(full, w.device_mesh, placements)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda w: w.data.copy_(numbered(w)),
+        lambda w: w.data.copy_(numbered(w, Shard(0))),
+        lambda w: w.data.copy_(numbered(w, Replicate())),
+        lambda w: w.data.copy_(numbered(w)).view(6, 10)[1].mul_(3),
+        lambda w: w.data.copy_(numbered(w, Shard(0))).mul_(3),
+        lambda w: w.data.normal_().copy_(numbered(w)).add_(w.data.norm()),
+        lambda w: w.data.normal_().div_(w.data.norm()).copy_(numbered(w, Shard(0))),
+        lambda w: setattr(w, "data", numbered(w, Shard(0))),
+        lambda w: w.data.fill_(torch.tensor(3.0)),
+        lambda w: w.data.random_(0, 9),
+        lambda w: torch.mul(numbered(w), 2, out=w.data),
+        nn.init.orthogonal_,
+        nn.init.eye_,
+    ],
+)
+def test_values_that_are_there_do_not_stand_in_the_way_of_new_ones(fill):
+    def body():
+        sources = (on_meta(Own, fill), split(on_meta(Own, nn.init.normal_), "dp", sizes=(3,)))
+        init_parameters(sources[1], 1)
+        sources[1].fill = fill
+        for source in (split(sources[0], "dp", sizes=(3,)), sources[1]):
+            check_parts(init_parameters(source, 5), full)
+
+    full = init_parameters(on_meta(Own, fill), 5).state_dict()
+    assert not full["w"].isnan().any()
+    sim.run(body, world_size=3)
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -706,6 +745,11 @@ class Twice(nn.Module):
             lambda: Own(lambda w: setattr(w, "data", torch.ones(10))),
             "the model (Own)",
             "its data is set to values of shape (10,) in torch.float32",
+        ),
+        (
+            lambda: Own(lambda w: w.data.copy_(numbered(w, Shard(0)))),
+            "the model (Own)",
+            "it copies a DTensor that lies otherwise, elements of which other ranks hold",
         ),
         (Twice, "the model (Twice)", "select needs elements that other ranks hold"),
     ],

@@ -45,8 +45,9 @@ def init_parameters(
     parents, so that a parent can override. What fills a parameter by `normal_`, `uniform_`, `trunc_normal_` and all of
     `torch.nn.init` that is made of them, by constants and by element-wise operations with numbers costs time and memory
     for this rank's shard only. For what else is done to a parameter (`orthogonal_`, a norm, indexing) it is unsharded
-    on the CPU of each rank, one module at a time. A parameter under several names is filled once, by the module that
-    has it first.
+    on the CPU of each rank, one module at a time; so it is where all values are copied from a plain tensor, the same on
+    all ranks. A DTensor may be copied that lies as the parameter does, or is replicated. A parameter under several
+    names is filled once, by the module that has it first.
 
     Several threads draw, as many as the process has CPUs; `LOCAL_WORLD_SIZE` processes, as torchrun has them, share
     those of a machine. Their number changes no bit. What goes to a device passes through a few MB of the host.
@@ -68,7 +69,7 @@ def init_parameters(
         TypeError: model is no module, seed no int, init_fn not callable.
         ValueError: a negative seed; a device that cannot be; a lazy parameter, or one with a reduction pending; a
             parameter or buffer that was on meta and that nothing fills; an operation that needs values of other ranks,
-            of a parameter that already had values or was unsharded for a child.
+            of a parameter that already had values or was unsharded for a child, or of a DTensor that is copied.
     """
     _check(model, seed, init_fn)
     if detect_fake_mode() is not None:

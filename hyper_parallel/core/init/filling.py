@@ -12,13 +12,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.init.tiles import FillTarget, Write, digest, normal, truncated, uniform
 
 _DRAWS: Mapping[str, Callable[..., None]] = MappingProxyType({"normal_": normal, "uniform_": uniform})
 _CONSTANTS = frozenset({"fill_", "zero_"})
+_SETS_ALL = (
+    _CONSTANTS
+    | frozenset(_DRAWS)
+    | {*("copy_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_")}
+)
+"""What gives each element of its first argument a value, whatever was there."""
+_SET_ALL_FIRST = "normal_, uniform_ or copy_ first, which set all of it, in the module that has it; or init_fn=..."
 _SAME = frozenset({"alias", "detach", "lift_fresh"})  # `parameter.data` and `parameter.detach()`
 _RANDOM = torch.Tag.nondeterministic_seeded
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -108,7 +115,7 @@ class Filling(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         target = None if first is None else self._target(first)
-        if target is not None and name in _SAME:
+        if target is not None and (name in _SAME or (name == "view" and tuple(args[1]) == tuple(args[0].shape))):
             same = func(*args, **kwargs)
             self._by_id[id(same)] = target, same  # kept, so that nothing else gets its id
             return same
@@ -117,6 +124,12 @@ class Filling(TorchDispatchMode):
             return first
         if target is not None and torch.Tag.inplace_view in func.tags:
             raise self._refusal(f"{name} changes the shape of a parameter", target)
+        if name == "copy_" and target is not None and isinstance(args[1], DTensor) and self._target(args[1]) is None:
+            if _lies_alike(args[1], target.tensor):
+                target.store(args[1]._local_tensor)
+                return first
+            args = args[0], self._whole(args[1], target), *args[2:]
+        self._discard(target if name in _SETS_ALL else None, args, kwargs)
         own_args, own_kwargs = self._unsharded(name, args, kwargs)
         run = _drawn_on_cpu if _RANDOM in func.tags else _run
         result = run(func, own_args, own_kwargs)
@@ -136,6 +149,22 @@ class Filling(TorchDispatchMode):
         if _geometry(tensor) != _geometry(target.local):  # what `parameter.data` gives is the same
             raise self._refusal("it uses a view that was taken before", target)
         return target
+
+    def _discard(self, target: FillTarget | None, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forget the values of what an operation gives new ones: its first argument, or `out`; unless it reads them."""
+        out, read = kwargs.get("out"), [*args[target is not None :], *kwargs.values()]
+        if target is None and isinstance(out, torch.Tensor):
+            target, read = self._target(out), [*args, *(value for value in kwargs.values() if value is not out)]
+        tensors = [value for value in tree_leaves(read) if isinstance(value, torch.Tensor)]
+        if target is not None and all(self._target(tensor) is not target for tensor in tensors):
+            target.discard()
+
+    def _whole(self, values: DTensor, target: FillTarget) -> torch.Tensor:
+        """Return what every rank holds all of."""
+        if any(not p.is_replicate() and values.device_mesh.size(axis) > 1 for axis, p in enumerate(values.placements)):
+            blame = "it copies a DTensor that lies otherwise, elements of which other ranks hold"
+            raise self._refusal(blame, target, "a plain tensor of all values, the same on all ranks")
+        return values._local_tensor
 
     def _unsharded(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Arguments with plain tensors on the CPU for those that stand for the model's."""
@@ -162,11 +191,8 @@ class Filling(TorchDispatchMode):
             own_args = tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) and v is not first else v, own_args)
         return own_args, own_kwargs
 
-    def _refusal(self, blame: str, target: FillTarget) -> ValueError:
+    def _refusal(self, blame: str, target: FillTarget, hint: str = _SET_ALL_FIRST) -> ValueError:
         seen = f"seen: {target.name!r} of shape {tuple(target.tensor.shape)}"
-        hint = (
-            "normal_, uniform_ or trunc_normal_ first, which set all of it, in the module that has it; or init_fn=..."
-        )
         return ValueError(explain(f"cannot fill {self._where} shard by shard", blame, seen, hint))
 
 
@@ -186,6 +212,13 @@ def _write(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
         return lambda tile, numbers: func(tile, *args[1:], **kwargs)
     given = [*args[1:], *(value for word, value in kwargs.items() if word != "generator")]
     return lambda tile, numbers: _DRAWS[name](tile, numbers, *given)
+
+
+def _lies_alike(values: DTensor, tensor: torch.Tensor) -> bool:
+    """Whether each rank holds of both the same elements."""
+    if not isinstance(tensor, DTensor) or values.shape != tensor.shape:
+        return False
+    return values.device_mesh == tensor.device_mesh and values.placements == tensor.placements
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -199,6 +199,23 @@ class FillTarget:
             torch.default_generator.manual_seed(digest(self.seed, self.name, self._count) % 2**63)
             self._begun, self._count = True, self._count + 1
 
+    def discard(self) -> None:
+        """Forget all values: each element is about to get another one."""
+        if self.locked:
+            return
+        self._writes, self._covered, self._stored = [], False, False
+        if self.unsharded is None:
+            self.begin()
+            self.unsharded = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
+
+    def store(self, local: torch.Tensor) -> None:
+        """Take this rank's shard of values that all ranks have."""
+        if self.locked:
+            return
+        self.local.copy_(local)
+        self._writes, self._covered, self._stored = [], False, True
+        self.filled, self.unsharded = True, None
+
     def unshard(self) -> torch.Tensor | None:
         """Return the unsharded values on the CPU, to read and to write; None if only other ranks have them."""
         if self.unsharded is None:
