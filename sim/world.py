@@ -391,6 +391,7 @@ class World:
         scheduler = self.scheduler
         scheduler.restart(self.options.seed * 1_000_003 + self._runs)
         self.network.stores.clear()
+        self.network.stepped.clear()
         self.host.references.forward_closure(fn)
         process_rng, process_filters = torch.default_generator.get_state(), leave_filters()
         process_hooks = leave_hooks()
@@ -428,7 +429,7 @@ class World:
             results = [rank.result for rank in scheduler.ranks]
             scheduler.ranks = []  # their results and errors belong to the caller now
         self._raise_failure(scheduler, watch)
-        disagreement = mismatch.group_mismatch(self.network, at_end=True)
+        disagreement = mismatch.group_mismatch(self.network, at_end=True) or mismatch.unequal_steps(self.network)
         if disagreement is not None:
             raise disagreement
         if watch is not None:

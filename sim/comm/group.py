@@ -332,6 +332,7 @@ class Network:
         groups: By torch's name, ranks and generation of the default group.
         groups_made: Of which ranks they have made their groups.
         lost: The ranks that faults have killed or frozen.
+        stepped: By the ranks that share parameters, which of them have begun an optimizer's step, and in which line.
         execute: Carries out a collective.
         devices: On which it does so later; None: at once, on the host.
         rejoin: Lets a rank join a default group that is made anew, as this rank of so many; None: nobody can be lost.
@@ -364,6 +365,7 @@ class Network:
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
         self.groups_made = GroupsMade()
         self.lost: Mapping[int, object] = {}
+        self.stepped: dict[tuple[int, ...], dict[int, str]] = {}
         self.execute: Callable[[list[Call]], Problem | None] = execute
         self.devices: Devices | None = None
         self.rejoin: Callable[[Any, int, int], None] | None = None

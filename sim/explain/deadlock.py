@@ -47,7 +47,7 @@ def deadlock(network: Network) -> Deadlock:
     finished = {thread.rank for thread in network.scheduler.ranks if thread.finished}
     ring, because = _why(waits_for, finished)
     size = len(network.scheduler.ranks)
-    handled = being_handled(network.scheduler, network.world_size)
+    handled = being_handled(network)
     return handled.chained(
         Deadlock(
             f"no rank can run: {size - len(finished)} of {size} ranks wait, and none of them can go on\n"

@@ -12,9 +12,17 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, MemoryGone, Problem, sizes_of
 from sim.comm.group import Key, Message, Network, Slot
-from sim.explain.errors import CollectiveMismatch, RankStopped, SimError, ranks_phrase, said, short_ranks_phrase, table
+from sim.explain.errors import (
+    CollectiveMismatch,
+    RankStopped,
+    ReplicaMismatch,
+    SimError,
+    ranks_phrase,
+    said,
+    short_ranks_phrase,
+    table,
+)
 from sim.explain.lines import raised_at
-from sim.kernel.scheduler import Scheduler
 
 _SHOWN = 5
 Error = TypeVar("Error", bound=SimError)
@@ -43,7 +51,7 @@ def _collective_mismatch(network: Network, slot: Slot, problem: Problem | None) 
             marked.append(index)
     if problem is not None:
         marked += problem.blamed
-    handled = being_handled(network.scheduler, network.world_size)
+    handled = being_handled(network)
     return handled.chained(
         CollectiveMismatch(
             f"the ranks of group {slot.group.title!r} do not agree on its operation #{slot.seq}\n"
@@ -164,7 +172,7 @@ def message_mismatch(network: Network, source: Message, target: Message) -> Coll
     sender, receiver = ranks[source.sender], ranks[target.receiver]
     what = "device" if source.tensor.is_meta != target.tensor.is_meta else "dtype and size"
     rows = _message_rows(source, target)
-    handled = being_handled(network.scheduler, network.world_size)
+    handled = being_handled(network)
     return handled.chained(
         CollectiveMismatch(
             f"a send from rank {sender} does not fit the recv on rank {receiver} "
@@ -234,7 +242,7 @@ def _group_error(network: Network, key: Key, made: dict[int, bool], at_end: bool
         rows.append((f"rank {rank}", f"of {short_ranks_phrase(found.members)}", axis, found.line))
     differs = [f"{short_ranks_phrase(m)} on {ranks_phrase(who)}" for m, who in by_members.items()]
     differs += [f"none on {ranks_phrase(missing)}"] if missing else []
-    handled = being_handled(network.scheduler, network.world_size)
+    handled = being_handled(network)
     return handled.chained(
         CollectiveMismatch(
             f"the ranks do not agree on the members of the group that they made as number {key[2]}\n"
@@ -245,6 +253,30 @@ def _group_error(network: Network, key: Key, made: dict[int, bool], at_end: bool
             f"  replay: {network.replay}"
         )
     )
+
+
+def unequal_steps(network: Network) -> ReplicaMismatch | None:
+    """The error for parameters that some of the ranks that share them have stepped, and others never, if there are."""
+    found = _stepped_by_some(network)
+    if found is None:
+        return None
+    ranks, stepped = found
+    rows = [(f"rank {rank}", "steps" if rank in stepped else "never steps", stepped.get(rank, "")) for rank in ranks]
+    return ReplicaMismatch(
+        f"an optimizer steps on {ranks_phrase(list(stepped))} alone, and others have shards of its parameters\n"
+        f"{table(rows, marked=[place for place, rank in enumerate(ranks) if rank not in stepped])}\n"
+        "  try: optimizer.step() on every rank, also where p.grad is None, as it is where a parameter has an owner\n"
+        f"  replay: {network.replay}"
+    )
+
+
+def _stepped_by_some(network: Network) -> tuple[tuple[int, ...], dict[int, str]] | None:
+    run = {endpoint.rank for endpoint in network.endpoints}  # of a world of stand-ins only some are
+    for shared, stepped in network.stepped.items():
+        ranks = tuple(rank for rank in shared if rank in run)
+        if len(stepped) < len(ranks) and not set(ranks) & set(network.lost):
+            return ranks, dict(sorted(stepped.items()))
+    return None
 
 
 class Handled:
@@ -282,11 +314,12 @@ class Handled:
         return error
 
 
-def being_handled(scheduler: Scheduler, world_size: int) -> Handled:
-    """Ask every thread of every rank for the exception in whose `except` or `finally` it is.
+def being_handled(network: Network) -> Handled:
+    """Ask every thread of every rank for the exception in whose `except` or `finally` it is; and who steps.
 
     Those that never left a library, such as torch's or the simulator's own, are nobody's concern.
     """
+    scheduler = network.scheduler
     found: dict[str, tuple[list[int], BaseException]] = {}
     current: dict[int, Any] = sys._current_exceptions()
     for thread in sorted((*scheduler.ranks, *scheduler.helpers), key=lambda thread: thread.rank):
@@ -298,4 +331,10 @@ def being_handled(scheduler: Scheduler, world_size: int) -> Handled:
         line = raised_at(error)
         if line:
             found.setdefault(f"{said(error)}  {line}", ([], error))[0].append(thread.rank)
-    return Handled(found, world_size)
+    handled = Handled(found, network.world_size)
+    if (steps := _stepped_by_some(network)) is not None:
+        ranks, stepped = steps
+        others = ranks_phrase([rank for rank in ranks if rank not in stepped])
+        line = next(iter(stepped.values()))
+        handled.lines += f"  {ranks_phrase(list(stepped))} began optimizer.step() at {line}, {others} did not so far\n"
+    return handled

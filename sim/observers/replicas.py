@@ -211,14 +211,28 @@ def _own_thread() -> Any:
 
 
 def check_at_steps() -> Callable[[], None]:
-    """Compare the parameters and gradients of every optimizer before each of its steps; returns how to undo that."""
+    """Note who steps, and, where a world asks for it, compare what an optimizer has; returns how to undo that."""
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        context = current_context()
+        if context is not None:
+            _note_step(context, optimizer)
         context = _own_thread()
         if context is not None:
             _compare(context.replicas, context, named(list(of_optimizer(optimizer))))
 
     return register_optimizer_step_pre_hook(before_step).remove
+
+
+def _note_step(context: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Note that a rank steps parameters of which others have shards or copies; those with an owner are its own."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for mesh in {param.device_mesh: None for param in params if isinstance(param, DTensor)}:
+        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        if len(ranks) > 1:
+            stepped = context.replicas.network.stepped.setdefault(ranks, {})
+            if context.rank not in stepped:
+                stepped[context.rank] = user_line()
 
 
 def check_when_made(original: Callable[..., DTensor]) -> Callable[..., DTensor]:

@@ -88,9 +88,7 @@ def _loss_parallel(host: Host) -> Undo:
 
 
 def _optimizer_steps(host: Host) -> Undo:
-    """With `check_replicas`, every optimizer compares its parameters and gradients before a step."""
-    if host.partials is None:
-        return lambda: None
+    """Every optimizer notes who steps; with `check_replicas` it compares its parameters and gradients before."""
     return replicas.check_at_steps()
 
 

@@ -421,15 +421,14 @@ def test_seam_optimizer_steps():
 
     hooks = optimizer._global_optimizer_pre_hooks
     before = list(hooks)
-    with sim.world(2):
+    for checks in (False, True):
+        with sim.world(2, check_replicas=checks):
+            assert len(hooks) == len(before) + 1
+            weight = torch.ones(2, requires_grad=True)
+            weight.grad = torch.ones(2)
+            torch.optim.SGD([weight], lr=1.0).step()  # this thread is no rank
+            assert weight.tolist() == [0.0, 0.0]
         assert list(hooks) == before
-    with sim.world(2, check_replicas=True):
-        assert len(hooks) == len(before) + 1
-        weight = torch.ones(2, requires_grad=True)
-        weight.grad = torch.ones(2)
-        torch.optim.SGD([weight], lr=1.0).step()  # this thread is no rank
-        assert weight.tolist() == [0.0, 0.0]
-    assert list(hooks) == before
 
 
 def test_seam_warning_prefix(capsys):

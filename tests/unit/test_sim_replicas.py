@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import sim
+from hyper_parallel import Muon, Owner, fully_shard
 from sim.kernel import threads
 from sim.observers import partials
 
@@ -760,3 +761,58 @@ def test_an_update_that_one_replica_misses_is_found_at_the_next_step():
     assert text.startswith("the copies of 'weight' along axis 'dp_replicate' differ\n")
     assert "* rank 2 " in text
     assert "  also: 1 more tensor: 'bias'\n" in text
+
+
+# -- steps that not all ranks take -----------------------------------------------------------------------------------
+
+
+def trained_where(steps: Callable[[Any], bool], *, keeps: bool = False, muon: bool = False) -> None:
+    """Train matrices that rank 0 owns and one that is split, with a step where `steps` says so of the former."""
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
+    fully_shard(net[0], shard_placement_fn=lambda p: Owner(0))
+    fully_shard(net)
+    if keeps:
+        net.set_reshard_after_backward(False)
+    optimizer = Muon(net.parameters()) if muon else torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        net(torch.ones(1, 4)).sum().backward()
+        if steps(net[0].weight):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def owns(param: torch.Tensor) -> bool:
+    return param.grad is not None
+
+
+def test_a_step_that_only_the_owner_of_a_parameter_takes():
+    assert text_of(lambda: trained_where(owns), 2) == expect(
+        """
+        an optimizer steps on rank 0 alone, and others have shards of its parameters
+          rank 0  steps        test_sim_replicas.py: in trained_where
+        * rank 1  never steps
+          try: optimizer.step() on every rank, also where p.grad is None, as it is where a parameter has an owner
+          replay: sim.run(..., world_size=2, seed=0)
+        """
+    )
+    for options in ({"muon": True}, {"keeps": True}):  # in the step, and after it
+        with pytest.raises(
+            sim.CollectiveMismatch, match=r"rank 0 began optimizer\.step\(\) at test_sim_replicas"
+        ) as caught:
+            sim.run(lambda options=options: trained_where(owns, **options), 2)
+        assert "in trained_where, rank 1 did not so far" in str(caught.value)
+
+
+def test_steps_that_ranks_may_leave_out():
+    def of_each_parameter() -> None:
+        net = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
+        owners = iter((0, 0))
+        fully_shard(net, shard_placement_fn=lambda p: Owner(next(owners)))
+        net(torch.ones(1, 4)).sum().backward()
+        for param in net.parameters():
+            if param.grad is not None:
+                torch.optim.SGD([param], lr=0.1).step()
+
+    sim.run(of_each_parameter, 2)
+    sim.run(lambda: trained_where(lambda param: False), 2)
+    sim.run(lambda: trained_where(lambda param: True), 2)
