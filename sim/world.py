@@ -97,8 +97,9 @@ class WorldOptions:
             late, in an order drawn from the seed. None: the CPU, as ever.
         map_device: `"cuda"` or `"npu"`: what names this device gets the CPU, as with `--map-device`.
         backend: `"hccl"`, `"nccl"` or `"gloo"`: the default group reports this name, and every group of that name
-            refuses to reduce the dtypes, and by the reduce ops, that the real backend refuses; it takes no part in
-            anything else. None: `"sim"`, which refuses nothing.
+            refuses to reduce the dtypes, and by the reduce ops, that the real backend refuses. `"gloo"` also refuses
+            to gather, scatter and broadcast the dtypes that the real one does not. It takes no part in anything else.
+            None: `"sim"`, which refuses nothing.
         own: Installed packages of which each rank gets a copy, because they keep the state of a process; besides
             those that are known to do so (accelerate, hydra, lightning, wandb, absl ...).
         keep_events: How many events of each rank the trace keeps, some 600 bytes each; None: all. Its counts and sums

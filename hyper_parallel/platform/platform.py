@@ -1,4 +1,4 @@
-"""The device interface of the library: one small class, the same for every kind of device, and what backends reduce.
+"""The device interface of the library: one small class, the same for every kind of device, and what backends take.
 
 Code outside this folder never names a vendor. It asks `get_platform()` for a `Platform` and works with streams, events
 and memory statistics through it. On a device without streams (the CPU) the same calls do nothing, so callers need no
@@ -35,23 +35,32 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Reductions:
-    """What a backend reduces.
+    """What a backend reduces, and what it moves.
 
     >>> hccl = reductions_of("hccl")
     >>> hccl.takes(torch.float32), hccl.takes(torch.float64), hccl.takes(torch.bfloat16, "PRODUCT")
     (True, False, False)
+    >>> reductions_of("gloo").moves(torch.int16), hccl.moves(torch.int16)
+    (False, True)
 
     Attributes:
         dtypes: by the name of the `ReduceOp`, such as "SUM"; an op that is missing is refused.
         lacking: by collective, dtypes that it refuses although others take them.
+        moved: dtypes of tensors that go to other ranks as they are, but for `broadcast`, which takes complex numbers
+            too; None where nothing is ruled out.
     """
 
     dtypes: Mapping[str, frozenset[torch.dtype]]
     lacking: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)
+    moved: frozenset[torch.dtype] | None = None
 
     def takes(self, dtype: torch.dtype, reduce_op: str = "SUM", collective: str = "all_reduce") -> bool:
         """Tell whether a collective ("all_reduce", "reduce" or "reduce_scatter") reduces a dtype by a reduce op."""
         return dtype in self.dtypes.get(reduce_op, ()) and dtype not in self.lacking.get(collective, ())
+
+    def moves(self, dtype: torch.dtype, collective: str = "all_gather") -> bool:
+        """Tell whether a collective that does not reduce, such as "scatter" or "all_to_all", takes a dtype."""
+        return self.moved is None or dtype in self.moved or (collective == "broadcast" and dtype.is_complex)
 
     @property
     def widest_float(self) -> torch.dtype:
@@ -59,7 +68,8 @@ class Reductions:
         return torch.float64 if self.takes(torch.float64) else torch.float32
 
 
-# The dtypes and reduce ops of each backend's all_reduce, reduce and reduce_scatter. gloo and nccl: torch 2.11 to 2.15.
+# The dtypes and reduce ops of each backend's all_reduce, reduce and reduce_scatter. gloo and nccl: torch 2.11 to 2.15;
+# what gloo moves: 2.13.
 # hccl: torch_npu 2.11 to 2.14 and CANN 8 and 9 on Atlas A2 and A3. (Ascend 950 also reduces float64, inside of one
 # node; that is left out here.)
 def _table(names: str, dtypes: frozenset[torch.dtype]) -> dict[str, frozenset[torch.dtype]]:
@@ -83,10 +93,11 @@ _ANY = Reductions(
 _BY_BACKEND: Mapping[str, Reductions] = MappingProxyType(
     {
         "gloo": Reductions(
-            _table("SUM", _FLOATS | _COMPLEX | _INTS | _BYTES)
+            _table("SUM", _FLOATS | _COMPLEX | {torch.complex32} | _INTS | _BYTES)
             | _table("PRODUCT MIN MAX", _FLOATS | _INTS | _BYTES)
-            | _table("AVG", _FLOATS)
-            | _table("BAND BOR BXOR", _INTS | _BYTES)
+            | _table("AVG", _FLOATS | _COMPLEX)
+            | _table("BAND BOR BXOR", _INTS | _BYTES),
+            moved=_FLOATS | _INTS | _BYTES,
         ),
         "nccl": Reductions(
             _table("SUM", _FLOATS | _COMPLEX | _INTS | _BYTES)

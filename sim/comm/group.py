@@ -296,6 +296,9 @@ class Explanations(Protocol):
     def not_reduced(self, backend: str, op: str, reduce_op: str, tensor: torch.Tensor, group: str) -> Exception:
         """The error for a reduction that the backend refuses for which the network stands."""
 
+    def not_moved(self, backend: str, op: str, tensor: torch.Tensor, group: str) -> Exception:
+        """The error for a tensor that this backend does not send as it is."""
+
 
 class Devices(Protocol):
     """Devices of the ranks that carry out later what is communicated.

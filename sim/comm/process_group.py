@@ -311,14 +311,27 @@ class SimProcessGroup(Dispatched):
             blame = f"the {which} is {_dtype(tensor)}, but the other side of the transfer is {_dtype(like)}"
             raise TypeError(self._refusal(op, blame, "one dtype for both"))
 
+    def _stands_in(self) -> bool:
+        """Whether the group has the name of the backend that the world stands for, and so its rules."""
+        endpoint = self._endpoint
+        backend = endpoint.network.backend
+        return backend != "sim" and backend in str(endpoint.c10d.pg_map[self][0])
+
+    def _check_moves(self, op: str, tensors: Tensors) -> None:
+        """Refuse what the backend that the world stands for does not move, each rank by itself."""
+        network = self._endpoint.network
+        takes = reductions_of(network.backend)
+        refused = next((t for t in tensors if not takes.moves(t.dtype, op)), None)
+        if refused is not None:
+            raise network.explain.not_moved(network.backend, op, refused, self._title())
+
     def _check_reduces(self, op: str, reduce_op: str, tensors: Tensors) -> None:
         """Refuse what the backend that the world stands for does not reduce, and elsewhere what torch does not.
 
         Each rank raises by itself, before the others have called, as with a real backend: the world goes on.
         """
-        endpoint = self._endpoint
-        network, backend = endpoint.network, endpoint.network.backend
-        if backend == "sim" or backend not in str(endpoint.c10d.pg_map[self][0]):
+        network, backend = self._endpoint.network, self._endpoint.network.backend
+        if not self._stands_in():
             for tensor in tensors:
                 if tensor.device.type == "cpu" and not without_modes(partial(computes, tensor.dtype, reduce_op)):
                     blame = f"torch has no ReduceOp.{reduce_op} of {_dtype(tensor)} on the CPU"
@@ -326,8 +339,7 @@ class SimProcessGroup(Dispatched):
                     raise RuntimeError(self._refusal(op, blame, hint))
             return
         reductions = reductions_of(backend)
-        # Where a backend reduces complex numbers, torch has made pairs of real ones of them.
-        refused = next((t for t in tensors if t.is_complex() or not reductions.takes(t.dtype, reduce_op, op)), None)
+        refused = next((t for t in tensors if not reductions.takes(t.dtype, reduce_op, op)), None)
         if refused is not None:
             raise network.explain.not_reduced(backend, op, reduce_op, refused, self._title())
 
@@ -384,6 +396,8 @@ class SimProcessGroup(Dispatched):
             raise network.scheduler.end_of_rank()
         if network.devices is not None:
             self._check_device(call.contract.op, (*call.inputs, *call.outputs))
+        if call.contract.reduce_op == "-" and self._stands_in():
+            self._check_moves(call.contract.op, (*call.inputs, *call.outputs))
         call.line = user_line()
         call.axis = self._axis()
         for issuing in network.issuing:

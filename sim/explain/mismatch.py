@@ -113,6 +113,18 @@ def not_reduced(backend: str, op: str, reduce_op: str, tensor: torch.Tensor, gro
     )
 
 
+def not_moved(backend: str, op: str, tensor: torch.Tensor, group: str) -> Exception:
+    """Describe a dtype that the backend a world stands for does not send as it is."""
+    takes = reductions_of(backend)
+    dtypes = ", ".join(_name(dtype) for dtype in _REDUCIBLE if takes.moves(dtype, op))
+    seen = f"tensor: {_name(tensor.dtype)} {list(tensor.shape)}   group: {group}   {backend} takes: {dtypes}"
+    hint = "torch.view_as_real(tensor)" if tensor.is_complex() else f"tensor.view(torch.{_SAME_SIZE[tensor.itemsize]})"
+    asked, blame = f"cannot {op} {_name(tensor.dtype)}", f"{backend} does not move this dtype"
+    return TypeError(explain(asked, blame, seen, hint))
+
+
+_SAME_SIZE = {1: "uint8", 2: "float16", 4: "int32", 8: "int64"}
+
 _REDUCIBLE = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),

@@ -29,6 +29,31 @@ def dtypes(ctx) -> list[torch.dtype]:
     return EVERYWHERE if ctx.backend != "sim" else [*EVERYWHERE, *NARROW]
 
 
+def moves_of(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> dict:
+    """One call of each kind, in a group of its own: gloo raises once more for what it finds in a group's list."""
+    full, of_root = torch.cat([x, x]), [[x, x]] if ctx.rank == 0 else []
+    return {
+        "broadcast": lambda: group.broadcast([x], dist.BroadcastOptions()),
+        "scatter": lambda: group.scatter([x], of_root, dist.ScatterOptions()),
+        "gather": lambda: group.gather(of_root, [x], dist.GatherOptions()),
+        "all_gather": lambda: group.allgather([[x, x]], [x]),
+        "all_to_all": lambda: group.alltoall_base(full.clone(), full, [], []),
+    }
+
+
+@sim.ranks(2, backends=HOST)
+def test_every_dtype_is_moved_or_refused_as_the_platform_says(ctx):
+    """At the process group itself, as `torch.distributed` sends complex numbers as pairs in some collectives only."""
+    for dtype in [*EVERYWHERE, *NARROW, torch.uint16, torch.uint32, torch.uint64, torch.complex32]:
+        calls = moves_of(ctx, torch.ones(2).to(dtype), dist.new_group())
+        for name, call in calls.items():
+            if ctx.reductions.moves(dtype, name):
+                call().wait()
+            else:
+                with pytest.raises((TypeError, RuntimeError), match=r"Invalid scalar type|gloo does not move"):
+                    call().wait()
+
+
 @sim.ranks(3)
 def test_broadcast(ctx):
     for root in range(ctx.world_size):

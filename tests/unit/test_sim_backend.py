@@ -1,4 +1,4 @@
-"""Worlds that stand for a backend: what it does not reduce is refused, at the call and on every rank."""
+"""Worlds that stand for a backend: what it does not reduce or move is refused, at the call and on every rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
+import hyper_parallel as hp
 import sim
 from hyper_parallel.platform import get_platform
 
@@ -100,6 +101,63 @@ def test_a_reduce_op_that_is_refused():
 def test_what_is_taken_and_what_is_not(backend, call, dtype, op, hint):
     answers = refusals(call, dtype, op, backend=backend)
     assert answers == ["", ""] if hint is None else answers[0].endswith(f"\n  try: {hint}"), answers
+
+
+def test_complex_numbers_are_reduced_as_pairs_where_the_backend_has_it_so():
+    for backend, call in (("gloo", "reduce"), ("gloo", "reduce_scatter, tensors"), ("nccl", "reduce")):
+        assert refusals(call, torch.complex64, ReduceOp.SUM, backend=backend) == ["", ""]
+    assert refusals("reduce", torch.complex64, ReduceOp.AVG, backend="gloo") == ["", ""]
+    assert "does not reduce" in refusals("reduce", torch.complex64, ReduceOp.PRODUCT, backend="gloo")[0]
+
+
+MOVES = {
+    "broadcast": lambda x: dist.broadcast(x, 1),
+    "scatter": lambda x: dist.scatter(x, [x, x] if dist.get_rank() == 1 else None, 1),
+    "gather": lambda x: dist.gather(x, [x.clone(), x.clone()] if dist.get_rank() == 1 else None, 1),
+    "all_gather": lambda x: dist.all_gather([x.clone(), x.clone()], x),
+    "all_gather, tensors": lambda x: dist.all_gather_into_tensor(torch.cat([x, x]), x),
+    "all_to_all": lambda x: dist.all_to_all_single(torch.empty_like(x), x),
+    "all_to_all, lists": lambda x: dist.all_to_all(list(x.clone().chunk(2)), list(x.chunk(2))),
+}
+
+
+@pytest.mark.parametrize("call", MOVES)
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.uint32, torch.float8_e4m3fn, torch.complex64, torch.bool], ids=str
+)
+def test_dtypes_that_gloo_does_not_move(call, dtype):
+    def body() -> str:
+        try:
+            MOVES[call](torch.ones(4).to(dtype))
+        except TypeError as error:
+            return str(error)
+        return ""
+
+    # torch.distributed sends complex numbers as pairs, but not in a gather
+    taken = call != "gather" if dtype.is_complex else dtype is torch.bool
+    answers = sim.run(body, 2, backend="gloo")
+    assert answers[0] == answers[1]
+    assert taken == (answers[0] == "")
+    if (call, dtype) == ("broadcast", torch.int16):
+        assert answers[0] == (
+            "cannot broadcast int16: gloo does not move this dtype\n  tensor: int16 [4]   group: world   "
+            "gloo takes: float64, float32, float16, bfloat16, int64, int32, int8, uint8, bool\n"
+            "  try: tensor.view(torch.float16)"
+        )
+    assert sim.run(body, 2) == sim.run(body, 2, backend="nccl") == ["", ""]
+
+
+def test_messages_and_the_verbs_of_the_library_move_what_gloo_does_not():
+    def body() -> list:
+        x = torch.arange(4, dtype=torch.int16)
+        if dist.get_rank() == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        return hp.full_tensor(hp.redistribute(hp.distribute_tensor(x, mesh, ("tp",)), ())).tolist()
+
+    assert sim.run(body, 2, backend="gloo") == [[0, 1, 2, 3]] * 2
 
 
 def test_groups_have_its_name_and_its_rules_and_groups_of_another_name_have_not():
