@@ -26,11 +26,12 @@ from moe_kit import (
     variant,
 )
 from rounding_kit import measured, tolerances
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 import sim
 from hyper_parallel import DTensor, init_device_mesh
-from hyper_parallel.core.expert_parallel import Router, take_aux, update_expert_bias
+from hyper_parallel.core.expert_parallel import GroupedExperts, Router, expert_parallel, take_aux, update_expert_bias
 from hyper_parallel.core.expert_parallel.experts import exchange_rows
 from hyper_parallel.core.fully_shard.api import get_model_state_dict, load_state_dict
 from hyper_parallel.models.moe import MoEConfig
@@ -242,6 +243,34 @@ def test_experts_are_dtensors_of_the_whole_model(ctx):
     assert weights.w2.to_local().shape == (4, 32, 6)
     tokens = TEXT[:2, :8].to(ctx.device_type)
     assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
+
+
+def shared_experts() -> nn.ModuleList:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(GroupedExperts(4, 8, 6).double() for _ in range(3))
+    layers[1].w1, layers[1].w3, layers[2].w2 = layers[0].w1, layers[0].w1, layers[1].w2
+    return layers
+
+
+def gradients_of_shared_experts(layers: nn.ModuleList, places: slice) -> dict[str, torch.Tensor]:
+    rows = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))[places]
+    chosen = torch.tensor([[0, 3], [1, 2], [3, 1], [3, 0]])[places]
+    for experts in layers:
+        rows = experts(rows, chosen, torch.ones_like(chosen, dtype=rows.dtype))
+    rows.square().sum().backward()
+    return {name: full(param.grad) for name, param in layers.named_parameters()}
+
+
+@sim.ranks(2, backends=("sim",))
+def test_layers_may_share_weights_of_experts(ctx):
+    expected = gradients_of_shared_experts(shared_experts(), slice(0, 4))
+    layers = shared_experts()
+    expert_parallel(layers, init_device_mesh(ctx.device_type, (2,), mesh_dim_names=("ep",)))
+    found = gradients_of_shared_experts(layers, slice(2 * ctx.rank, 2 * ctx.rank + 2))
+    assert len(expected) == 6, "of nine names"
+    assert list(found) == list(expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, **CLOSE)
 
 
 # -- the exchange ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 
 import sim
 from hyper_parallel import DeviceMesh, fully_shard, init_device_mesh, shard_module
-from hyper_parallel.core.expert_parallel import Router, expert_parallel
+from hyper_parallel.core.expert_parallel import GroupedExperts, Router, expert_parallel
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import moe_plan, parallelize_moe
@@ -150,6 +150,46 @@ def twice(wrapped: bool) -> str:
     with pytest.raises(ValueError) as error:
         expert_parallel(model, mesh)
     return str(error.value)
+
+
+def with_a_gradient(experts: GroupedExperts) -> None:
+    experts.w1.grad = torch.zeros_like(experts.w1)
+
+
+def with_a_hook(experts: GroupedExperts) -> None:
+    experts.w2.register_hook(lambda grad: grad)
+
+
+def with_another_holder(experts: GroupedExperts) -> None:
+    experts.head = nn.Module()
+    experts.head.weight = experts.w1
+
+
+def with_one_weight_for_two(experts: GroupedExperts) -> None:
+    experts.w2 = experts.w1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (with_a_gradient, "weight 'layer.w1': it has a gradient, which would be lost"),
+        (with_a_hook, "weight 'layer.w2': it has hooks, which would be lost"),
+        (with_another_holder, "'layer.w1' is also 'weight' of 'layer.head', which needs it otherwise"),
+        (with_one_weight_for_two, "'layer.w1' is also 'w2' of 'layer', which needs it otherwise"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_of_which_something_would_be_lost(change, expected, ranks):
+    def body() -> str:
+        model = nn.ModuleDict({"layer": GroupedExperts(4, 8, 8)})
+        change(model["layer"])
+        with pytest.raises(ValueError) as error:
+            expert_parallel(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
+        return str(error.value)
+
+    answers = sim.run(body, ranks)
+    assert len(set(answers)) == 1
+    assert answers[0].startswith(f"cannot split the experts: {expected}")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

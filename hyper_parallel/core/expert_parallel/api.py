@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.common.groups import group_of
-from hyper_parallel.core.common.torch_compat import note_replaced
+from hyper_parallel.core.common.torch_compat import note_replaced, refuse_lost
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, NodeGroups, SharedGroup
@@ -78,7 +78,8 @@ def expert_parallel(
         TypeError: no mesh, or another argument of another kind.
         ValueError: no experts in the model; experts or an inner width that the ranks cannot share evenly; an `etp` that
             is neither; no such axis; axes out of mesh order, or whose ranks do not ascend; weights that are split
-            already; experts of which some nodes would have more than others.
+            already, that have a gradient or hooks, which would be lost, or that a module without experts has, too;
+            experts of which some nodes would have more than others.
     """
     check(_ASKED, "module", model=model)
     check(_ASKED, "str", tp=tp, cp=cp)
@@ -94,9 +95,11 @@ def expert_parallel(
     if held:
         layouts = _layouts(mesh[held], splitting, tp if degree > 1 else None)
         exchange, nodes = exchange_of(mesh, over), nodes_of(mesh, over, ranks_per_node)
+        for holders in _holders(model):
+            owner, name = holders[0]
+            if isinstance(owner, GroupedExperts) and name in layouts:
+                _split(holders, layouts[name])
         for _, experts in found:
-            for name, layout in layouts.items():
-                _split(experts, name, layout)
             experts.__dict__[OWN_PARTS] = True
             experts.exchange, experts.nodes = exchange, nodes
     between = (SharedGroup(mesh.get_group(tp)),) if sizes["tp"] > degree else ()
@@ -260,7 +263,32 @@ def _checked(
         if is_unit(experts) or any(isinstance(weight, DTensor) for weight in experts.parameters()):
             blame = f"the weights of {name!r} are split already"
             raise ValueError(explain(_ASKED, blame, seen, "expert_parallel once, before shard_module and fully_shard"))
+    _check_replaceable(model, found)
     return found
+
+
+def _check_replaceable(model: nn.Module, found: list[tuple[str, GroupedExperts]]) -> None:
+    """Refuse weights of which something would be lost: gradients, hooks, or that another module has them as well."""
+    names = {module: name for name, module in model.named_modules()}
+    holders = {id(places[0][0]._parameters[places[0][1]]): places for places in _holders(model)}
+    for path, experts in found:
+        for last in ("w1", "w2", "w3"):
+            weight, name = experts.get_parameter(last), f"{path}.{last}".lstrip(".")
+            refuse_lost(f"{_ASKED}: weight {name!r}", weight, "expert_parallel")
+            for module, other in holders[id(weight)]:
+                if not isinstance(module, GroupedExperts) or (other == "w2") != (last == "w2"):
+                    blame = f"{name!r} is also {other!r} of {names[module] or 'the model'!r}, which needs it otherwise"
+                    seen = f"shape: {tuple(weight.shape)}   the other module: {type(module).__name__}"
+                    raise ValueError(explain(_ASKED, blame, seen, "a parameter of its own for each"))
+
+
+def _holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return for each parameter the modules that have it, with its names there."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            holders.setdefault(id(param), []).append((module, name))
+    return list(holders.values())
 
 
 def _layouts(mesh: DeviceMesh, over: Sequence[str], tp: str | None) -> dict[str, Layout]:
@@ -270,11 +298,14 @@ def _layouts(mesh: DeviceMesh, over: Sequence[str], tp: str | None) -> dict[str,
     return {"w1": base(first, inner, "None"), "w2": base(first, "None", inner), "w3": base(first, inner, "None")}
 
 
-def _split(experts: GroupedExperts, name: str, layout: Layout) -> None:
-    full = experts.get_parameter(name)
+def _split(holders: list[tuple[nn.Module, str]], layout: Layout) -> None:
+    """Replace a parameter wherever it is: experts may share it."""
+    owner, name = holders[0]
+    full = owner.get_parameter(name)
     with torch.no_grad():
         part = full[layout.local_slice(tuple(full.shape))].clone(memory_format=torch.contiguous_format)
         new = nn.Parameter(from_local(part, layout, shape=full.shape), requires_grad=full.requires_grad)
     new.__dict__.update(full.__dict__)
-    experts._parameters[name] = new
+    for module, last in holders:
+        module._parameters[last] = new
     note_replaced(full, name, "expert_parallel")
