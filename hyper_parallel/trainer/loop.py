@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import init_process_group
+from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.hsdp.api import HSDPCell
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -238,7 +239,7 @@ class Trainer:
         if not any(param.requires_grad for param in params):
             blame, hint = "none of its parameters is to be trained", "requires_grad_(True) for some"
             raise ValueError(explain(asked, blame, f"parameters: {len(params)}", hint))
-        flat = [param.detach().reshape(-1).view(torch.uint8) for param in params]  # some have no dim
+        flat = [flat_bytes(param.detach().contiguous()) for param in params]
         bits = [int(some.sum()) * (n + 1) for n, some in enumerate(flat)]
         if not self.ranks.agree(sum(bits) % 2**62):
             blame, hint = (

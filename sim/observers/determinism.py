@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import flat_bytes
 from sim.comm.collectives import Call
 from sim.comm.group import Endpoint, Message, Slot
 from sim.comm.observer import Observer, observe
@@ -143,7 +144,7 @@ def _digest(tensors: Sequence[torch.Tensor]) -> str:
         for tensor in tensors:
             if not tensor.is_meta and tensor.numel():
                 dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-                data = dense.contiguous().reshape(-1).view(torch.uint8)
+                data = flat_bytes(dense.contiguous())
                 found.update(data.numpy().tobytes())
     return found.hexdigest() if tensors else ""
 
@@ -303,7 +304,7 @@ def _tensor_difference(one: torch.Tensor, other: torch.Tensor, where: str) -> tu
         return None
     flat, flat_other = (t.contiguous().reshape(-1) for t in (one, other))
     size = one.element_size()
-    bits, bits_other = (t.view(torch.uint8).view(-1, size) for t in (flat, flat_other))
+    bits, bits_other = (flat_bytes(t).view(-1, size) for t in (flat, flat_other))
     place = int((bits != bits_other).any(dim=1).nonzero()[0])
     index = list(torch.unravel_index(torch.tensor(place), one.shape)) if one.dim() else []
     left, right = (repr(t[place].item()) for t in (flat, flat_other))

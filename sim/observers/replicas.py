@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.common.checks import check_least
+from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.comm.group import Endpoint, Network, without_modes
 from sim.explain.errors import ReplicaMismatch, ranks_phrase, table
@@ -398,7 +399,7 @@ def _differs(a: torch.Tensor, b: torch.Tensor, tolerance: tuple[float, float]) -
         rtol, atol = tolerance
         wide = torch.complex128 if a.is_complex() else torch.float64
         return ~torch.isclose(a.to(wide), b.to(wide), rtol=rtol, atol=atol, equal_nan=True)
-    bits = [t.view(torch.uint8).view(t.numel(), -1) for t in (a, b)]
+    bits = [flat_bytes(t).view(t.numel(), -1) for t in (a, b)]
     differ = (bits[0] != bits[1]).any(dim=1)
     if differ.any() and (a.is_floating_point() or a.is_complex()):
         wide = torch.complex128 if a.is_complex() else torch.float64

@@ -338,6 +338,16 @@ def test_views_that_say_how_to_read_their_memory_are_filled(tmp_path, view):
     assert torch.equal(filled.resolve_conj().resolve_neg(), view(wanted).resolve_conj().resolve_neg())
 
 
+def test_few_elements_with_any_stride(tmp_path):
+    """Torch calls what has one element, or none, contiguous, and does not view it as bytes."""
+    tensors = {"column": torch.arange(6.0).view(2, 3)[:1, 1], "expanded": torch.tensor(3).expand(1)}
+    tensors["nothing"] = torch.zeros(0, 3)[:, 1]
+    save_checkpoint(tmp_path / "c", tensors)
+    filled = {name: torch.zeros_like(x).repeat(4)[::2][: len(x)] for name, x in tensors.items()}
+    load_checkpoint(tmp_path / "c", filled)
+    assert {name: x.tolist() for name, x in filled.items()} == {"column": [1.0], "expanded": [3], "nothing": []}
+
+
 def test_nothing_but_numbers(tmp_path):
     save_checkpoint(tmp_path / "c", {}, {"step": 3})
     assert load_checkpoint(tmp_path / "c", {}) == {"step": 3}

@@ -132,6 +132,18 @@ class Scaled(Small):
         return super().forward(ids) * self.scale
 
 
+class OneOfMany(Scaled):
+    """Its scale is one element of a larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3, 3), 0.5)[:1, 1])
+
+
+def test_a_parameter_of_one_element_with_any_stride_is_trained() -> None:
+    assert train(RUN, model=OneOfMany).losses == pytest.approx(train(RUN, model=Scaled).losses, rel=1e-6)
+
+
 @pytest.mark.sim
 def test_a_parameter_without_a_dim_is_trained(tmp_path: Path) -> None:
     config = RUN.with_changes("checkpoint", {"folder": str(tmp_path), "every": 2})

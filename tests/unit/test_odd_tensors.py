@@ -80,6 +80,21 @@ def test_one_element_expanded(pair):
     assert sim.run(on_rank, world_size=4) == [(True, [3.0 * copies])] * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int16])
+def test_parts_of_one_element_with_any_stride(dtype):
+    """Torch calls them contiguous; as bytes, as which some dtypes travel, it does not view them."""
+    makes = [lambda x: x, lambda x: x.repeat(4)[::3][:1], lambda x: x[0].expand(1), lambda x: x.repeat(3)[1:2]]
+    src, dst = MESH(("dp", "tp")), MESH(("tp", "dp"))
+
+    def on_rank():
+        part = makes[dist.get_rank()](torch.full((1,), dist.get_rank()).to(dtype))
+        x = from_local(part, on_mesh(), (("dp", "tp"),), shape=(4,))
+        return execute(plan(src, dst, (4,), dtype), part).real.tolist(), full_tensor(x).real.tolist()
+
+    found = sim.run(on_rank, world_size=4)
+    assert found == [([number], [0, 1, 2, 3]) for number in (0, 2, 1, 3)]
+
+
 @pytest.mark.parametrize("make", ["redistribute", "from_local"])
 def test_a_transposed_part_can_be_reshaped(make):
     """The DTensor says of its memory what the parts say of theirs, or torch would take a view where it has to copy."""

@@ -150,6 +150,16 @@ MISTAKES = {
             DTYPE_HINT,
         ),
     ),
+    "an average of bytes": (
+        between(MESH(), MESH(partial={"dp": "avg"}), torch.uint8),
+        TypeError,
+        (
+            PLAN,
+            "avg is pending over 'dp', and sums of torch.uint8 soon exceed its range",
+            f"from: () {ON}   to: {pends('()', 'avg over dp')}   global_shape: (8,)",
+            DTYPE_HINT,
+        ),
+    ),
     "the largest of complex numbers": (
         between(MESH(), MESH(partial={"dp": "max"}), torch.complex64),
         TypeError,

@@ -130,6 +130,14 @@ def test_results_that_differ():
     )
 
 
+def test_results_of_one_element_with_any_stride():
+    def body():
+        dist.all_reduce(torch.ones(4)[::2][:1])
+        return torch.arange(6.0).view(2, 3)[:1, 1]
+
+    sim.check_determinism(body, 2)
+
+
 def test_seeds_are_compared_by_results_and_not_by_order():
     order: list[int] = []
 

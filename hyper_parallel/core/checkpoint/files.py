@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import flat_bytes
 
 # Values as JSON and back, exactly: what comes out equals what went in, with the same types ----------------------------
 
@@ -151,7 +152,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     [1, 3, 2, 4]
     """
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return flat_bytes(tensor).numpy().data
 
 
 class BlockWriter:

@@ -31,6 +31,7 @@ from hyper_parallel.core.checkpoint.files import DTYPES, checksums, open_plain
 from hyper_parallel.core.checkpoint.record import NAME, Box, CheckpointMetadata, FileEntry, TensorEntry
 from hyper_parallel.core.checkpoint.shards import key_in_file
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import flat_bytes
 
 _PIECE = 2**19  # bytes that are read at once where they cannot be read into their place: they stay in a core's cache
 
@@ -183,7 +184,7 @@ def _copy_range(
 
 
 def _read_into(file: int, at: int, target: torch.Tensor) -> None:
-    view = target.detach().reshape(-1).view(torch.uint8).numpy().data
+    view = flat_bytes(target).numpy().data
     done = 0
     while done < len(view):
         got = os.preadv(file, [view[done : done + 2**30]], at + done)

@@ -77,6 +77,20 @@ def is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
     return where == there
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes, one after the other.
+
+    Torch calls a tensor of one element, or of none, contiguous whatever its stride is, and then does not view it so.
+
+    >>> flat_bytes(torch.tensor([1, 2, 3], dtype=torch.int16)[::2][1:]).tolist()
+    [3, 0]
+
+    Args:
+        tensor: contiguous, and no conjugated or negated view.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
 
 

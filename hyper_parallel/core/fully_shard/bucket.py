@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each, broadcast_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
@@ -849,4 +850,4 @@ def _shard_mesh(param: ManagedParam) -> DeviceMesh:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat_bytes(tensor.detach().contiguous())

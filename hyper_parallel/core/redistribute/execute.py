@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import all_gather_single, group_of, reduce_scatter_single
+from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.mesh.device_mesh import describe_ranks, mesh_among
 from hyper_parallel.core.redistribute.holdings import Located
 from hyper_parallel.core.redistribute.plan import Plan
@@ -257,7 +258,7 @@ def all_to_all(
     """
     if packed.dtype not in _WIRE:
         size = packed.element_size()
-        arrived, packed = arrived.view(torch.uint8), packed.view(torch.uint8)
+        arrived, packed = flat_bytes(arrived), flat_bytes(packed)
         receives, sends = [count * size for count in receives], [count * size for count in sends]
     work = dist.all_to_all_single(arrived, packed, list(receives), list(sends), group=group, async_op=True)
     assert work is not None, "an asynchronous call gives work to wait for"

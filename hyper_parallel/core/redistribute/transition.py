@@ -281,7 +281,9 @@ def _no_reduction(kind: str, dtype: torch.dtype) -> str | None:
         return f"torch does not compute with {dtype}"
     if dtype.is_complex and kind not in LINEAR:
         return f"torch.distributed has no {kind} of {dtype}"
-    return f"there is no average of {dtype}" if dtype == torch.bool and kind == "avg" else None
+    if kind != "avg" or dtype.is_floating_point or dtype.is_complex or dtype.itemsize >= 4:
+        return None
+    return f"there is no average of {dtype}" if dtype == torch.bool else f"sums of {dtype} soon exceed its range"
 
 
 # -- on one mesh -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.infer import explanations, submesh
 
@@ -264,8 +266,8 @@ def _joined(of_ranks: Sequence[_Rows]) -> _Rows:
 
 
 def _keys(tensor: torch.Tensor) -> list[bytes]:
-    rows = tensor.detach().reshape(len(tensor), -1).contiguous()
-    return [row.tobytes() for row in rows.view(torch.uint8).numpy()]
+    rows, size = tensor.detach().contiguous(), math.prod(tensor.shape[1:]) * tensor.element_size()
+    return [row.tobytes() for row in flat_bytes(rows).view(len(rows), size).numpy()]
 
 
 def _inverse(order: Sequence[int]) -> _Rows:
