@@ -370,12 +370,15 @@ def summarise(console: Console, result: TrainResult, *, has_bytes: bool = True) 
         console.print(f"went on from step {result.first_step - 1}")
     if result.stopped is not None:
         console.print(f"stopped by {result.stopped} after step {result.steps[-1].step}")
-    last, first = result.losses[-10:], result.steps[0]
+    taken = [record for record in result.steps if not record.skipped] or result.steps  # of the others loss may be NaN
+    last, first = [record.loss for record in taken[-10:]], taken[0]
     at = "" if first.step == result.first_step else f" at step {first.step:,}"
     console.print(
         f"loss {first.loss:.3f}{at} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} steps), "
         f"{result.tokens_per_s:,.0f} tokens/s"
     )
+    if skipped := sum(record.skipped for record in result.steps):
+        console.print(f"skipped: {skipped:,} of {len(result.steps):,} steps, whose loss or gradient was not finite")
     if result.valid_loss is not None:
         bits = f"{bits_per_byte(result.valid_loss):.2f} bits per byte (8 is guessing)"
         console.print(f"held-back text: loss {result.valid_loss:.3f}" + (f", {bits}" if has_bytes else ""))

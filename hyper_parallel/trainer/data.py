@@ -77,15 +77,25 @@ class Corpus:
         Args:
             seq_len: tokens of a window.
         """
-        count = (self.train.size - 1) // seq_len
-        counts = self.train[1 : count * seq_len + 1].reshape(count, seq_len) >= 0
-        return np.flatnonzero(counts.any(axis=1))
+        return windows_that_count(self.train, seq_len)
 
     def largest(self) -> int:
         """Return the largest id."""
         return int(
             max(np.maximum(part, -1 - part.astype(np.int64)).max(initial=0) for part in (self.train, self.valid))
         )
+
+
+def windows_that_count(text: Tokens, seq_len: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of the windows of a text that have a target.
+
+    Args:
+        text: ids, see `Corpus`.
+        seq_len: tokens of a window.
+    """
+    count = (text.size - 1) // seq_len
+    counts = text[1 : count * seq_len + 1].reshape(count, seq_len) >= 0
+    return np.flatnonzero(counts.any(axis=1))
 
 
 def load_corpus(data: DataConfig | None = None) -> Corpus:
@@ -501,7 +511,7 @@ def rank_part(used: int, batch_size: int, rank: int, ranks: int) -> range:
 def valid_samples(
     text: Tokens, count: int, seq_len: int, rank: int, ranks: int, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut this rank's part of `count` evenly spaced validation samples.
+    """Cut this rank's part of `count` evenly spaced validation samples: of a text with prompts, those with a target.
 
     Every rank gets the same number of sequences, because every rank must take part in every forward: what is more than
     `count` repeats the last sample, with targets that are all `IGNORED`.
@@ -520,8 +530,11 @@ def valid_samples(
     check_length(text, seq_len, "validation")
     local = -(-count // (ranks * multiple)) * multiple
     index = np.arange(rank * local, (rank + 1) * local)
-    starts = np.minimum(index, count - 1) * (text.size - seq_len - 1) // max(count - 1, 1)
-    inputs, targets = _cut(text, starts.astype(np.int64), seq_len)
+    windows = windows_that_count(text, seq_len)
+    is_all = len(windows) == (text.size - 1) // seq_len
+    last = text.size - seq_len - 1 if is_all else len(windows) - 1
+    places = (np.minimum(index, count - 1) * last // max(count - 1, 1)).astype(np.int64)
+    inputs, targets = _cut(text, places if is_all else windows[places] * seq_len, seq_len)
     targets[torch.from_numpy(index >= count)] = IGNORED
     return inputs, targets
 

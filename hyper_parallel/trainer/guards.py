@@ -70,7 +70,13 @@ class NonFinitePolicy:
 
 
 def nonfinite_error(
-    step: int, loss: float, grad_norm: float, *, skipped_in_a_row: int = 0, dumped_to: str | Path | None = None
+    step: int,
+    loss: float,
+    grad_norm: float,
+    *,
+    skipped_in_a_row: int = 0,
+    dumped_to: str | Path | None = None,
+    counted: float = 1,
 ) -> NonFiniteError:
     """Return the error that ends a run.
 
@@ -85,8 +91,11 @@ def nonfinite_error(
         grad_norm: over all parameters.
         skipped_in_a_row: steps just before that were skipped for the same reason.
         dumped_to: folder that `dump_nonfinite` was given.
+        counted: targets of the global batch that count; of none there is no mean.
     """
     bad = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+    if not counted:
+        bad = "no target of its batch counts, and the loss is the mean over those that do"
     if skipped_in_a_row:
         bad += f", after {skipped_in_a_row} steps in a row that were skipped"
     if dumped_to is None:
@@ -94,6 +103,8 @@ def nonfinite_error(
     else:
         file = _folder(dumped_to, step) / "rank-0.json"
         hint = f"look at {file} and the other ranks': non-finite gradients, and the samples"
+    if not counted:
+        hint = "a larger batch_size, or less that does not count; on_nonfinite='skip' leaves such steps out"
     seen = f"loss: {loss}   gradient norm: {grad_norm}"
     return NonFiniteError(explain(f"cannot take step {step}", bad, seen, hint))
 

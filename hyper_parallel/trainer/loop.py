@@ -385,7 +385,8 @@ class Trainer:
                 named, rank = self.model.named_parameters(), self.place.rank
                 dump_nonfinite(folder, named, rank=rank, step=step, loss=loss, grad_norm=grad_norm, samples=part)
                 self.ranks.any(False)  # a rank that raises ends the others: let all have written
-            raise nonfinite_error(step, loss, grad_norm, skipped_in_a_row=self.skipped, dumped_to=folder)
+            about: dict[str, Any] = {"skipped_in_a_row": self.skipped, "dumped_to": folder}
+            raise nonfinite_error(step, loss, grad_norm, **about, counted=self.share.counted)
         self.skipped = 0 if action == "go" else self.skipped + 1
         return action == "go"
 

@@ -22,7 +22,7 @@ from hyper_parallel.models.lora import check_targets
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import OTHER, Config
-from hyper_parallel.trainer.data import Corpus, check_length, load_corpus
+from hyper_parallel.trainer.data import Corpus, check_length, load_corpus, windows_that_count
 from hyper_parallel.trainer.metrics import least_kept
 from hyper_parallel.trainer.parallelize import WEIGHTS
 from hyper_parallel.trainer.report import check_tensorboard
@@ -271,10 +271,11 @@ def read_text(config: Config) -> Corpus:
     corpus = load_corpus(config.data)
     check_length(corpus.train, config.train.seq_len, "training")
     check_length(corpus.valid, config.train.seq_len, "validation")
-    if not len(corpus.windows(config.train.seq_len)):
-        blame, seen = "none of its tokens counts as a target", f"mask_prompts: {config.data.mask_prompts}"
-        hint = "records with a completion, or something that the assistant says; or mask_prompts = false"
-        raise ValueError(explain("cannot train on the text", blame, seen, hint))
+    for part, whose, to in ((corpus.train, "its", "train"), (corpus.valid, "its held-back", "validate")):
+        if not len(windows_that_count(part, config.train.seq_len)):
+            blame, seen = f"none of {whose} tokens counts as a target", f"mask_prompts: {config.data.mask_prompts}"
+            hint = "records with a completion, or something that the assistant says; or mask_prompts = false"
+            raise ValueError(explain(f"cannot {to} on the text", blame, seen, hint))
     if (largest := corpus.largest()) >= config.model.vocab_size:
         blame = f"the text has token {largest}, and model.vocab_size is {config.model.vocab_size}"
         seen, hint = f"tokenizer: {config.data.tokenizer}", f"vocab_size={largest + 1}, or more"

@@ -148,3 +148,24 @@ def test_a_rate_that_is_far_too_high_ends_the_run(tmp_path: Path) -> None:
     config = replace(with_policy("stop", tmp_path), optimizer=OptimizerConfig(lr=1e30, warmup_steps=0))
     with pytest.raises(NonFiniteError, match=r"cannot take step [23]: the (loss|gradient norm) is (nan|inf)"):
         sim.run(train, 2, args=(config,))
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), [(1, {}), *ARRANGED])
+def test_a_batch_without_a_target_is_no_step(tmp_path: Path, world_size: int, degrees: dict[str, int]) -> None:
+    few = replace(TINY.with_changes("data", {"ignored": 0.97}), parallel=ParallelConfig(**degrees))
+    config = few.with_changes("train", {"steps": 8, "on_nonfinite": "skip"})
+    found = sim.run(train, world_size, args=(config,))[0]
+    assert [record.skipped for record in found.steps] == [record.tokens == 0 for record in found.steps]
+    assert {record.tokens == 0 for record in found.steps} == {True, False}
+    assert all(math.isfinite(record.loss) == (record.tokens > 0) for record in found.steps)
+
+    def body() -> str:
+        with pytest.raises(NonFiniteError) as caught:
+            train(few.with_changes("train", {"steps": 8}))
+        return str(caught.value)
+
+    raised = sim.run(body, world_size)
+    first = next(record.step for record in found.steps if record.skipped)
+    assert raised[0].startswith(f"cannot take step {first}: no target of its batch counts")
+    assert "try: a larger batch_size" in raised[0]
+    assert raised == [raised[0]] * world_size

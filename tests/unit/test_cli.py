@@ -413,6 +413,17 @@ def test_a_run_alone_writes_its_log_and_says_so() -> None:
     assert output.splitlines()[-1] == "log: log.jsonl"
 
 
+def test_steps_that_were_skipped_are_no_part_of_the_mean() -> None:
+    few = ("--steps", "8", "--data-ignored", "0.98", "--on-nonfinite", "skip")
+    code, output = invoke("train", "tiny.toml", *few)
+    assert code == 0, output
+    records = read_log("log.jsonl")
+    taken = [record.loss for record in records if not record.skipped]
+    assert 0 < len(taken) < len(records)
+    assert f"-> {sum(taken) / len(taken):.3f} (mean of the last {len(taken)} steps)" in output
+    assert f"skipped: {8 - len(taken)} of 8 steps" in output
+
+
 def test_what_is_predicted_stands_beside_what_is_measured() -> None:
     code, output = invoke("train", "tiny.toml", "--hardware", "laptop-cpu")
     assert code == 0, output

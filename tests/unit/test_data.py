@@ -424,6 +424,11 @@ def test_what_a_text_and_a_model_do_not_share_is_refused(tokenizer: Any, tmp_pat
     with pytest.raises(ValueError, match=r"none of its tokens counts as a target\n  mask_prompts: True"):
         read_text(config.with_changes("data", {"path": path}))
     assert read_text(config.with_changes("data", {"path": path, "mask_prompts": False})).targets() > 0
+    records = [{"prompt": "1 + 2 = " * 4, "completion": "" if number == 9 else "3"} for number in range(10)]
+    path = tmp_path / "z.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    with pytest.raises(ValueError, match=r"cannot validate on the text: none of its held-back tokens counts"):
+        read_text(Config(data=DataConfig(str(path)), train=TrainConfig(seq_len=8, device="cpu")))
 
 
 def test_windows_in_the_middle_of_a_prompt_are_left_out(tmp_path: Path) -> None:
@@ -438,6 +443,8 @@ def test_windows_in_the_middle_of_a_prompt_are_left_out(tmp_path: Path) -> None:
     assert 9 <= len(found) < len(everything) / 2
     train_on = samples(corpus.train, range(2 * len(found)), seq_len, 0, windows=found)
     assert ((train_on[1] != IGNORED).any(dim=1)).all()
+    validated = torch.cat([valid_samples(corpus.train, 7, seq_len, rank, 3)[1] for rank in range(3)])
+    assert (validated != IGNORED).any(dim=1).tolist() == [True] * 7 + [False] * 2
     assert sorted(map(tuple, train_on[0][: len(found)].tolist())) == sorted(
         tuple(abs(corpus.train[n * 8 : n * 8 + 8] + (corpus.train[n * 8 : n * 8 + 8] < 0)).tolist()) for n in found
     ), "an epoch has each of them once"
