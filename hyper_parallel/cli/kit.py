@@ -29,10 +29,12 @@ __all__ = [
     "check_can_write",
     "is_first_rank",
     "is_of_output",
+    "lacks_memory",
     "mistakes_as_messages",
     "output_written",
     "print_wide",
     "say_error",
+    "say_lacking_memory",
     "sigterm_as_ctrl_c",
     "stderr_console",
     "stdout_console",
@@ -52,10 +54,8 @@ def mistakes_as_messages() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _lacks_memory(error):
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            blame = "the memory of this machine is too small for the sizes that were asked for"
-            say_error(explain("cannot go on", blame, f"seen: {first}", "smaller sizes"))
+        if lacks_memory(error):
+            say_lacking_memory(error)
             raise typer.Exit(FAILURE) from None
         if not _is_in_what_was_asked(error):
             raise
@@ -75,7 +75,14 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _lacks_memory(error: Exception) -> bool:
+def say_lacking_memory(error: BaseException) -> None:
+    """Print that the host has no more memory."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    blame = "the memory of this machine is too small for the sizes that were asked for"
+    say_error(explain("cannot go on", blame, f"seen: {first}", "smaller sizes"))
+
+
+def lacks_memory(error: BaseException) -> bool:
     """Tell whether the host has no more: Python and numpy have an error of their own for that, and torch has not."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)

@@ -21,7 +21,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hyper_parallel.cli.kit import FAILURE, INTERRUPTED, is_first_rank, is_of_output, say_error, stderr_console
+from hyper_parallel.cli.kit import (
+    FAILURE,
+    INTERRUPTED,
+    is_first_rank,
+    is_of_output,
+    lacks_memory,
+    say_error,
+    say_lacking_memory,
+    stderr_console,
+)
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
@@ -272,6 +281,9 @@ def while_ranks_run(left: str) -> Iterator[None]:
             own = own.__context__  # rich exits where the reader has gone
         if own is not None and is_of_output(own):
             raise own from None
+        if own is not None and lacks_memory(own):
+            say_lacking_memory(own)
+            raise typer.Exit(FAILURE) from None
         traceback.print_exc()
         raise typer.Exit(FAILURE) from None
 

@@ -128,6 +128,9 @@ def load_corpus(data: DataConfig | None = None) -> Corpus:
 def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     if not root.exists():
         raise ValueError(f"no text at '{root}': no such file or folder\n  try: another [data] path, or leave it out")
+    if not (root.is_file() or root.is_dir()):  # a pipe could be read once, and may never answer
+        asked, hint = f"cannot read the text at '{root}'", "a file with what comes out of it"
+        raise ValueError(explain(asked, "it is neither a file nor a folder", f"path: {root}", hint))
     has_bytes = data.tokenizer is None
     encode = _encode_bytes if data.tokenizer is None else _encoder(data.tokenizer)
     if root.is_file() and root.suffix not in _RECORDS:
@@ -166,6 +169,7 @@ def _other_text(root: Path, pattern: str) -> str:
 _RECORDS = (".jsonl", ".parquet")
 _BZIP2 = tuple(b"BZh%d" % level for level in range(1, 10))  # a text may well begin with BZh
 _PACKED = (b"\x1f\x8b", *_BZIP2, b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gzip, bzip2, xz, zstd, zip
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # as PowerShell writes what is redirected to a file
 
 
 class _Span(NamedTuple):
@@ -212,6 +216,9 @@ def _start_of(file: Path, size: int) -> bytes:
     if text.startswith(_PACKED):
         hint = "the file that comes out when it is unpacked"
         raise ValueError(explain(f"cannot read {file}", "it is compressed", f"its first bytes: {text[:6]!r}", hint))
+    if text.startswith(_UTF16):
+        hint = f"iconv -f UTF-16 -t UTF-8 {file.name}"
+        raise ValueError(explain(f"cannot read {file}", "it is UTF-16", f"its first bytes: {text[:6]!r}", hint))
     return text
 
 
@@ -245,7 +252,7 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     if line.strip():
                         yield number, json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:  # the latter of brackets within brackets
                     hint = "one JSON object in each line"
                     asked, seen = f"cannot read record {number} of {file}", f"line: {line.strip()[:100]!r}"
                     raise ValueError(explain(asked, f"it is no JSON: {error}", seen, hint)) from None
@@ -670,20 +677,32 @@ class RecordLoader:
         self._passes, self._seed, self._at_once = 0, config.train.seed, shuffle or 1
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield inputs and targets (batch_size, seq_len), from where it is; without end, unless there is no record."""
+        """Yield inputs and targets (batch_size, seq_len), from where it is; without end, unless there is no record.
+
+        Batches without a target, in the middle of a prompt that is longer, are left out.
+
+        Raises:
+            ValueError: a record of another form, or a pass in which no token counts as a target.
+        """
         batch, seq_len = self.shape
         starts = np.arange(batch, dtype=np.int64) * seq_len
         has_some = True
         while has_some:
-            has_some = self._read > 0
+            has_some = has_targets = self._read > 0
             for record in self._remaining():
                 has_some, self._read = True, self._read + 1
                 text = _text(f"cannot read record {self._read} of the data", record, self.data)
                 self._tokens.append(self._encode(text))
+                has_targets = has_targets or bool((self._tokens[-1] >= 0).any())
                 while sum(map(len, self._tokens)) > batch * seq_len:
                     tokens = cast("Tokens", np.concatenate(self._tokens))
                     self._tokens = [tokens[batch * seq_len :]]
-                    yield _cut(tokens, starts, seq_len)
+                    if (tokens[1 : batch * seq_len + 1] >= 0).any():
+                        yield _cut(tokens, starts, seq_len)
+            if has_some and not has_targets:
+                asked, blame = "cannot train on the records", "none of their tokens counts as a target"
+                hint = "records with a completion, or mask_prompts = false"
+                raise ValueError(explain(asked, blame, f"records: {self._read}", hint))
             self._read, self._passes = 0, self._passes + 1
             if self._knows_its_place:  # datasets begins where it was loaded, whenever it is iterated over
                 self._load(self._begin)

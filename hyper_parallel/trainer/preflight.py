@@ -439,7 +439,7 @@ def _is_log(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             first = json.loads(file.readline(100_000))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(first, dict) and "step" in first
 

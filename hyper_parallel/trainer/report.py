@@ -188,7 +188,7 @@ def _end_of_steps(path: str, last: int) -> int:
     with open(path, "rb") as file:
         for line in file:
             fields = None
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 fields = json.loads(line)
             if not line.endswith(b"\n") or (isinstance(fields, dict) and fields.get("step", 0) > last):
                 break
@@ -211,8 +211,8 @@ def read_log(path: str | Path) -> list[StepRecord]:
             if line.endswith("\n"):
                 try:
                     fields = json.loads(line)
-                except ValueError as error:
-                    damage = damage or error
+                except (ValueError, RecursionError) as error:  # the latter of brackets within brackets
+                    damage = damage or ValueError(str(error))
                 else:
                     records.append(_record(**fields))
     if damage is not None and not records:

@@ -413,6 +413,13 @@ def test_a_run_alone_writes_its_log_and_says_so() -> None:
     assert output.splitlines()[-1] == "log: log.jsonl"
 
 
+def test_a_run_that_memory_is_too_small_for_says_so() -> None:
+    code, output = invoke("train", "tiny.toml", "--max-seq-len", str(2**45))
+    assert code == cli.FAILURE
+    assert "error: cannot go on: the memory of this machine is too small for the sizes that were asked for\n" in output
+    assert "Traceback" not in output
+
+
 def test_steps_that_were_skipped_are_no_part_of_the_mean() -> None:
     few = ("--steps", "8", "--data-ignored", "0.98", "--on-nonfinite", "skip")
     code, output = invoke("train", "tiny.toml", *few)

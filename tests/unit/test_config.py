@@ -31,6 +31,8 @@ from hyper_parallel.trainer.preflight import (
     plan_run,
 )
 
+TOO_LONG = "has a name of more than 255 bytes, which file systems do not have"
+
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -243,6 +245,8 @@ def test_every_section_is_read(write) -> None:
         ("[train]\nstart_from = ''\n", "cannot use [train]: start_from is empty"),
         ('[train]\nlog = "a\\u0000b"\n', "cannot use [train]: log has a zero byte"),
         ("[checkpoint]\nfolder = ''\n", "cannot use [checkpoint]: folder is empty"),
+        (f"[checkpoint]\nfolder = 'out/{'r' * 256}'\n", f"cannot use [checkpoint]: folder {TOO_LONG}"),
+        (f"[train]\nlog = '{'é' * 128}/log'\n", f"cannot use [train]: log {TOO_LONG}"),
         (f"[optimizer]\nlr = {'9' * 400}\n", "cannot use [optimizer]: lr must be a finite number of at least 0"),
         ("[checkpoint]\nkeep = 0\n", "cannot use [checkpoint]: keep must be a finite number of at least 1"),
         ("[checkpoint]\nfolder = 3\n", "'folder' in [checkpoint] must be a string in quotes, got 3"),

@@ -310,6 +310,7 @@ def test_parquet_files_hold_the_same_records(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "cannot read record 1 of .*: it is no JSON"),
+        pytest.param("[" * 100_000, "cannot read record 1 of .*: it is no JSON", id="brackets"),
         ('{"body": "x"}', "it has no text in 'text'\n  keys: body"),
         ('{"completion": "x"}', "it has no text in 'prompt' and 'completion'"),
         ("[1]", "it has no text in 'text'\n  keys: list"),
@@ -340,6 +341,20 @@ def test_compressed_files_are_named(module: Any, tmp_path: Path) -> None:
             load_corpus(DataConfig(str(place), pattern="*.txt"))
     packed.write_text("BZh is how some text begins. " * 20)
     assert load_corpus(DataConfig(str(packed))).documents == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_text_that_is_not_utf_8_is_named(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "x.txt").write_text("\ufeff" + "some text " * 50, encoding=encoding)
+    with pytest.raises(ValueError, match=r"cannot read .*x.txt: it is UTF-16\n.*\n  try: iconv"):
+        load_corpus(DataConfig(str(tmp_path / "x.txt")))
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match="it is neither a file nor a folder"):
+        load_corpus(DataConfig(str(tmp_path / name)))
 
 
 def test_files_of_another_kind_are_named(tmp_path: Path) -> None:

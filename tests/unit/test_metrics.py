@@ -222,6 +222,7 @@ def test_the_first_step_and_what_was_not_predicted_do_not_count() -> None:
         ("hello\n", "it is no log"),
         ('{"a": 1}\n', "it is no log"),
         ("1\n", "it is no log"),
+        pytest.param("[" * 100_000 + "\n", "it is no log", id="brackets"),
     ],
 )
 def test_what_is_no_log_is_refused(tmp_path: Path, content: str | None, message: str) -> None:

@@ -308,6 +308,9 @@ def test_a_file_that_is_no_log_is_not_overwritten(tmp_path: Path) -> None:
         ValueError, match=r"there is a file that is no log, and would be lost\n.*\n  try: --log-file .*jsonl"
     ):
         check_machine(config, dims, 1, on_host=True)
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="there is a file that is no log"):
+        check_machine(config, dims, 1, on_host=True)
     for text in ("", '{"step": 1, "loss": 2.0}\n'):
         file.write_text(text)
         check_machine(config, dims, 1, on_host=True)

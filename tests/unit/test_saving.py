@@ -471,6 +471,11 @@ def test_records_are_read_one_after_the_other_and_over_again() -> None:
         assert bytes(inputs.flatten().tolist()) == stream[:-1]
         assert bytes(targets.flatten().tolist()) == stream[1:]
     assert list(RecordLoader([], config)) == []
+    long = [{"prompt": "p" * 700, "completion": "c"}] * 3
+    for _, (_, targets) in zip(range(9), RecordLoader(long, BASE), strict=False):
+        assert (targets != IGNORED).any(), "a batch in the middle of a prompt is left out"
+    with pytest.raises(ValueError, match="none of their tokens counts as a target"):
+        next(iter(RecordLoader([{"prompt": "p" * 700, "completion": ""}] * 3, BASE)))
     inputs, targets = next(iter(RecordLoader(RECORDS, BASE)))
     assert 0.3 < (targets == IGNORED).float().mean() < 0.6, "prompts do not count"
     with pytest.raises(ValueError, match="cannot read record 2 of the data: it has no text in 'text'"):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain, nearest
 
+_LONGEST_NAME = 255
 MOST_COUNTED = 2**63 - 1
 """What torch and TOML count to: their numbers are int64, sizes in bytes among them."""
 
@@ -279,7 +280,7 @@ def check_above(asked: str, bound: float, hint: str = "", /, **given: float) -> 
 
 
 def check_paths(asked: str, /, **given: str | None) -> None:
-    """Refuse what is no path: the empty text of a variable that is not set, and zero bytes; None is none.
+    """Refuse what is no path: empty text of a variable that is not set, zero bytes, what is too long; None is none.
 
     Args:
         asked: the start of an error message, "cannot ...".
@@ -292,6 +293,11 @@ def check_paths(asked: str, /, **given: str | None) -> None:
         if value is not None and (not value or "\0" in value):
             blame = f"{name} {'has a zero byte' if value else 'is empty'}"
             raise ValueError(explain(asked, blame, _seen(name, value), f"a path, or leave out {name}"))
+        longest = max(len(part.encode("utf-8", "surrogatepass")) for part in (value or "").split("/"))
+        if longest > _LONGEST_NAME:  # the system says so where it is opened, to each that does
+            seen = f"{name}: {value:.60}...   bytes: {longest}"
+            blame = f"{name} has a name of more than {_LONGEST_NAME} bytes, which file systems do not have"
+            raise ValueError(explain(asked, blame, seen, "a shorter name"))
 
 
 def check_choice(asked: str, name: str, given: object, choices: Iterable[str], hint: str = "") -> None:
