@@ -360,7 +360,7 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
     if found is not None:
         console.print(f"goes on from step {found[0]} in {run.checkpoint.folder}")
         for change in found[1]:
-            console.print(f"  other text than before: {change}")
+            console.print(f"  not as before: {change}")
     elif train.start_from is not None:
         console.print(f"starts with the weights of {train.start_from}")
 

@@ -120,8 +120,8 @@ def demo(
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of train, or its --checkpoint-dir: the newest.")],
-    folder: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint of train, or its --checkpoint-dir: the newest.")],
+    folder: Annotated[str, typer.Argument(help="Where to; made if it is not there.")],
     dtype: Annotated[str | None, typer.Option(help="Of the weights, such as bfloat16; default: as they are.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder of the tokenizer to add; default: that of the run.")

@@ -58,8 +58,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
         if not param.requires_grad:
             continue
         mesh = param.device_mesh if isinstance(param, DTensor) else None
-        is_hidden = param.ndim >= 2 and not any(end in name for end in ("embed", "head."))
-        groups.setdefault((param.ndim >= 2, config.muon and is_hidden, mesh), []).append(param)
+        groups.setdefault((param.ndim >= 2, config.muon and is_hidden(name, param.ndim), mesh), []).append(param)
     settings: list[dict[str, Any]] = [
         {"params": params, "weight_decay": config.weight_decay if decays else 0.0, "use_muon": by_muon}
         for (decays, by_muon, _), params in groups.items()
@@ -72,6 +71,19 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
     for group in settings:
         del group["use_muon"]
     return ShardedAdamW(settings, lr=config.lr, betas=betas, fused=True)
+
+
+def is_hidden(name: str, ndim: int) -> bool:
+    """Tell whether a parameter is a matrix within the blocks, which Muon can update.
+
+    >>> is_hidden("layers.0.mlp.up.weight", 2), is_hidden("embed.weight", 2), is_hidden("norm.weight", 1)
+    (True, False, False)
+
+    Args:
+        name: of the parameter.
+        ndim: its number of dims.
+    """
+    return ndim >= 2 and not any(end in name for end in ("embed", "head."))
 
 
 _DECAY = 0.2  # of the steps after the warmup, after Hägele et al. 2024 (arXiv:2405.18392)

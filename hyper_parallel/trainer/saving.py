@@ -36,6 +36,7 @@ from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.config import MODELS, OTHER, Config, TrainConfig
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.guards import NonFiniteError
+from hyper_parallel.trainer.optimizer import is_hidden
 from hyper_parallel.trainer.parallelize import Parallelized
 
 _HEAD, _TABLE = "head.weight", "embed.weight"
@@ -256,6 +257,8 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
     extra = _checked(config, path, {} if config.train.model == OTHER else _shape(config)).extra
     then, now = extra.get("text"), _text(config)
     then = {"order": "drawn", **(then if isinstance(then, dict) else {})}  # once samples were drawn independently
+    if config.lora.rank:  # what is not in the checkpoint
+        then["start_from"], now["start_from"] = extra.get("start_from"), config.train.start_from
     changes = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in now if key in then and then[key] != now[key]]
     return extra["progress"]["steps"], changes
 
@@ -301,9 +304,27 @@ def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMeta
     different = [key for key in compared if saved.get(key) != mine[key]]
     if different:
         seen = "\n  ".join(f"{key}: {saved.get(key)!r} there, {mine[key]!r} here" for key in different)
-        hint = "the [model] and [experts] it was saved with, or another folder"
+        keys = {"kind": "model", "precision": "param_dtype (--precision)", "lora": "[lora]"}
+        places = dict.fromkeys(keys.get(key, "[model] and [experts]") for key in different)
+        hint = f"the {', '.join(places)} it was saved with, or another folder"
         raise ValueError(explain(asked, "it is of another model", seen, hint))
+    _check_optimizer(config, metadata, asked)
     return metadata
+
+
+def _check_optimizer(config: Config, metadata: CheckpointMetadata, asked: str) -> None:
+    """Refuse the state of another optimizer: a step would look for moments that are not there."""
+    states = {name: name.removeprefix("optimizer.").rpartition(".") for name in metadata.tensors}
+    by_muon = any(state == "momentum_buffer" for _, _, state in states.values())
+    by_adamw = any(
+        state == "exp_avg" and is_hidden(param, len(metadata.tensors[name].shape))
+        for name, (param, _, state) in states.items()
+    )
+    here = config.optimizer.muon
+    if by_adamw if here else by_muon:
+        seen = f"muon: {str(not here).lower()} there, {str(here).lower()} here"
+        hint = "the optimizer it was saved with; or a new folder, and --start-from what hyper-parallel export writes"
+        raise ValueError(explain(asked, "its optimizer is another one", seen, hint))
 
 
 def _is_progress(extra: dict[str, Any]) -> bool:
@@ -369,7 +390,8 @@ def export_checkpoint(
             has all weights; see also `export_huggingface`.
         CheckpointError: it is damaged.
     """
-    check_paths("cannot export", tokenizer=tokenizer, base=base)
+    paths = {"checkpoint": os.fspath(checkpoint), "folder": os.fspath(folder), "tokenizer": tokenizer, "base": base}
+    check_paths("cannot export", **paths)
     path = _newest(Path(checkpoint))
     metadata = read_metadata(path)
     extra = metadata.extra

@@ -218,6 +218,8 @@ def test_more_than_the_memory_of_the_machine_is_one_message() -> None:
         (("train", "--data", ""), "cannot use [data]: path is empty"),
         (("verify", "--mesh", ""), "cannot read a mesh"),
         (("export", ".", "out", "--tokenizer", ""), "cannot export: tokenizer is empty"),
+        (("export", ".", ""), "cannot export: folder is empty"),
+        (("export", "", "out"), "cannot export: checkpoint is empty"),
     ],
 )
 def test_a_variable_that_is_not_set_is_no_answer(arguments: tuple[str, ...], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama, expor
 from hyper_parallel.models.lora import LoraConfig, with_lora
 from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainConfig
 from hyper_parallel.trainer.loop import train
-from hyper_parallel.trainer.saving import export_checkpoint
+from hyper_parallel.trainer.saving import export_checkpoint, run_to_go_on_from
 
 SHAPE = LlamaConfig(
     vocab_size=256,
@@ -285,3 +286,13 @@ def test_what_cannot_be_adapted_is_refused_before_a_step(base: Path, trained: Pa
         train(other)
     with pytest.raises(ValueError, match="it is of another model\n  lora: "):
         train(replace(other, lora=LoraConfig()))
+
+
+def test_other_weights_beside_the_same_adapters_are_told(base: Path, tmp_path: Path) -> None:
+    """A checkpoint has the adapters alone, and those of one model say nothing beside the weights of another."""
+    run = replace(starting_from(base), checkpoint=CheckpointConfig(str(tmp_path / "run")))
+    train(run.with_changes("train", {"steps": 1}))
+    assert run_to_go_on_from(run) == (1, [])
+    shutil.copytree(base, other := str(tmp_path / "other"))
+    told = f"start_from: {str(base)!r} then, {other!r} now"
+    assert run_to_go_on_from(run.with_changes("train", {"start_from": other})) == (1, [told])

@@ -199,7 +199,22 @@ def test_a_checkpoint_of_another_model_is_refused(
         train(config.with_changes(section, changes))
     assert str(caught.value).startswith(f"cannot go on from {tmp_path / 'step-00000001'}: it is of another model\n")
     assert message in str(caught.value)
-    assert str(caught.value).endswith("\n  try: the [model] and [experts] it was saved with, or another folder")
+    where = {"model": "[model] and [experts]", "train": "model", "parallel": "param_dtype (--precision)"}[section]
+    assert str(caught.value).endswith(f"\n  try: the {where} it was saved with, or another folder")
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, muon: bool) -> None:
+    config = saving(tmp_path).with_changes("train", {"steps": 1}).with_changes("optimizer", {"muon": muon})
+    train(config)
+    other = config.with_changes("train", {"steps": 2}).with_changes("optimizer", {"muon": not muon})
+    then, now = (str(each).lower() for each in (muon, not muon))
+    message = rf"its optimizer is another one\n  muon: {then} there, {now} here\n  try: the optimizer it was saved with"
+    with pytest.raises(ValueError, match=message):
+        run_to_go_on_from(other)
+    with pytest.raises(ValueError, match=message):
+        train(other)
+    assert len(train(config.with_changes("train", {"steps": 2})).losses) == 1
 
 
 @pytest.mark.parametrize(
