@@ -1401,6 +1401,40 @@ def test_results_that_forward_does_not_return_never_give_a_wrong_gradient(ctx, l
             model.zero_grad()
 
 
+@sim.ranks(2, backends=NO_GLOO)
+def test_a_unit_that_returns_nothing_and_keeps_its_result_says_so_in_backward(ctx):
+    """Of freed memory the product of a gradient and a weight ended the process, before any check."""
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 13), nn.Linear(13, 8, bias=False)
+
+        def forward(self, x):
+            self.kept = self.down(torch.tanh(self.up(x)))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = Keeps(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.inner(x)
+            return self.head(self.inner.kept)
+
+    model = Outer().to(ctx.device, ctx.float_dtype)
+    fully_shard(model.inner, mesh=mesh_of(ctx))
+    fully_shard(model, mesh=mesh_of(ctx))
+    x = torch.ones(2, 8, device=ctx.device, dtype=ctx.float_dtype)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a tensor that its forward did not return"):
+            model(x).sum().backward()
+    model(x)
+    with torch.no_grad():
+        model(x)
+    assert model.inner._hyper_parallel_unit.is_resharded()
+
+
 class NoError(Exception):
     """Backward has given the right gradients."""
 

@@ -11,6 +11,7 @@ none of whose inputs needs a gradient has no such node: its gradients are reduce
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -486,7 +487,8 @@ class Unit:
             if self._modules_to_run:
                 self.show_shards()  # the other modules of the unit need the data, or never run
             else:
-                self._leave_forward(schedule, with_backward=bool(differentiable))
+                hides = output is None and sys.exc_info()[0] is None  # None is also given where forward has raised
+                self._leave_forward(schedule, with_backward=bool(differentiable), hides=hides)
         return output
 
     def interrupted(self) -> None:
@@ -495,7 +497,7 @@ class Unit:
         self._modules_to_run.clear()
         self.show_shards()
 
-    def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool) -> None:
+    def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool, hides: bool = False) -> None:
         schedule.note_post_forward(self)
         for bucket in self.buckets:
             bucket.check_untouched()  # while the data is there: once freed, what forward has written is lost
@@ -503,7 +505,10 @@ class Unit:
             self._drop_post_forward_shards()
         # In a backward that recomputes this forward the unit is what comes next: freed, it would be gathered once more.
         keeps = not self.options.reshard_after_forward or self.is_root or schedule.in_backward
-        if (with_backward and keeps) or (self._gather.by_user and not torch.is_grad_enabled()):
+        # A module that returns None may have kept its result: of freed memory, whose products end the process, backward
+        # would not come to the parameters' own check, which says what is wrong.
+        hides = hides and torch.is_grad_enabled() and any(p.unsharded.requires_grad for p in self.params)
+        if (with_backward and keeps) or hides or (self._gather.by_user and not torch.is_grad_enabled()):
             # Backward starts with the root's parameters, or will soon be here: their data stays. The modules show
             # shards all the same: an optimizer that is made now, after an evaluation, would train copies else.
             self.show_shards()
