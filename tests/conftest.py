@@ -26,7 +26,7 @@ from hypothesis import settings
 TIERS = ("check", "test", "full", "deep")
 # CPU seconds up to which an item is placed in a tier, and above which one that is there is too slow. The second is far
 # larger: an import, the first call of an operator in a process, or a shared reference falls on whoever comes first.
-LIMITS = {"check": 0.1, "test": 1.5, "full": 30.0}
+LIMITS = {"check": 0.1, "test": 1.0, "full": 30.0}
 TOO_SLOW = {"check": 4.0, "test": 15.0, "full": 200.0}
 EXAMPLES = {"check": 10, "test": 10, "full": 40, "deep": 5_000}
 FILE = Path(__file__).with_name("tiers.json")
