@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, Owner, fully_shard
+from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
 from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
@@ -738,3 +739,34 @@ def test_an_optimizer_that_was_made_before_wrapping(wrap, by, foreach):
 
     expected = rf"cannot step with AdamW: {by} has replaced \d of its 2 parameters .*\n  replaced: .*'weight'"
     fails_on_every_rank(call, ValueError, expected, communicates=True)
+
+
+def test_unsharded_parameters_are_neither_stepped_nor_clipped():
+    """An optimizer that is made after `unshard()` trained nothing; the norm of what has no gradients was 0."""
+
+    def model():
+        made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for part in (made[0], made):
+            fully_shard(part, mesh=mesh())
+        return made
+
+    def step():
+        made = model()
+        made[0].unshard()
+        optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
+        made[0].reshard()
+        made(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    text = r"cannot step with SGD: reshard\(\) has replaced 2 of its 4 .*\n  replaced: .*'weight'.*\n  try: .*after"
+    fails_on_every_rank(step, ValueError, text, communicates=True)
+    for of in (lambda made: made, lambda made: made.parameters(), lambda made: list(made.parameters())[:1]):
+
+        def clip(of=of):
+            made = model()
+            made(torch.ones(2, 4)).sum().backward()
+            made[0].unshard()
+            clip_grad_norm_(of(made), 1.0)
+
+        text = r"cannot clip gradients: parameter .* is not the one that has the gradient: reshard\(\) puts a sharded"
+        fails_on_every_rank(clip, ValueError, text, communicates=True)

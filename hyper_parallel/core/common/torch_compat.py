@@ -146,6 +146,12 @@ def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
     parameter.__dict__[_MARK] = (name, by)
 
 
+def replaced_by(parameter: torch.Tensor) -> str | None:
+    """Return what has put another tensor in the place of a parameter, or will; None: it is the model's own."""
+    found = parameter.__dict__.get(_MARK)
+    return None if found is None else str(found[1])
+
+
 def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise ValueError where an optimizer was made before its parameters were replaced."""
     given = [param for group in optimizer.param_groups for param in group["params"]]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import replaced_by
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.mesh.device_mesh import mesh_among
 from hyper_parallel.core.redistribute.api import redistribute
@@ -268,6 +269,9 @@ def _named(asked: str, parameters: Any) -> list[tuple[str, torch.Tensor]]:
 
 def _gradient(asked: str, name: str, param: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient, or None, and check that it is one of this parameter."""
+    if (by := replaced_by(param)) is not None:
+        blame = f"{name} is not the one that has the gradient: {by} puts a sharded one in its place"
+        raise ValueError(explain(asked, blame, f"parameter: {_show(param)}", f"model.parameters() after {by}"))
     attribute = "grad" if param.grad is not None else "main_grad"
     grad = getattr(param, attribute, None)
     if grad is None:

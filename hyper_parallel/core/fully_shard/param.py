@@ -212,6 +212,8 @@ class ManagedParam:
         # Made once, and filled again by each gather: autograd has saved this very tensor, and leaves its gradient here.
         self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         self.unsharded.__dict__.update(self.attributes)
+        # Modules show it after `unshard()`: an optimizer that is made then has parameters that the model gathers anew.
+        note_replaced(self.unsharded, self.name, "reshard()")
         self.made_version = self.unsharded._version
         self.watch()
         if self._view_spec is not None:
