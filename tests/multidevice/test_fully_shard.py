@@ -399,6 +399,37 @@ def check_one_step(ctx, model, plain, step=0):
 
 
 @sim.ranks(2, backends=NO_GLOO)
+def test_requires_grad_of_a_gathered_parameter_stays_when_it_is_freed(ctx):
+    class Freezes(nn.Linear):
+        freeze = False
+
+        def forward(self, x):
+            if self.freeze:
+                self.weight.requires_grad_(False)
+            return super().forward(x)
+
+    model = nn.Sequential(Freezes(5, 5), nn.Linear(5, 5)).to(ctx.device, ctx.float_dtype)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh_of(ctx))
+    weight, bias = model[0].weight, model[1].bias
+    model[1].unshard()
+    model[1].bias.requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    model[1].reshard()
+    model[1].weight.requires_grad_(True)  # of the sharded one, as ever
+    model[0].freeze = True
+    for frozen in (True, False):
+        model.zero_grad()
+        model(data(ctx, rank=ctx.rank)).sum().backward()
+        assert (weight.grad is None, bias.grad is None) == (frozen, frozen)
+        assert model[1].weight.grad is not None
+        assert (weight.requires_grad, bias.requires_grad) == (not frozen, not frozen)
+        model[0].freeze = False
+        for param in (weight, bias):
+            param.requires_grad_(True)
+
+
+@sim.ranks(2, backends=NO_GLOO)
 def test_units_that_do_not_run_run_alone_or_run_twice(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
     check_one_step(ctx, model, plain)

@@ -548,6 +548,7 @@ class Bucket:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
                 if not param.unsharded._backward_hooks:
                     param.watch()
+            param.shown_trainable = param.unsharded.requires_grad
         for module, name, param in self._plain:
             module._parameters[name] = param.unsharded
         for param in self._others:
@@ -555,6 +556,11 @@ class Bucket:
 
     def show_shards(self) -> None:
         """Let the modules, and thereby optimizers and state dicts, see the sharded parameters."""
+        for param in self.params:
+            trainable = param.unsharded.requires_grad
+            if trainable != param.shown_trainable:  # frozen after `unshard()`, or by forward: the module's own word
+                param.shown_trainable = trainable
+                param.sharded.requires_grad_(trainable)
         for module, name, param in self._plain:
             module._parameters[name] = param.sharded
         for param in self._others:

@@ -136,6 +136,7 @@ class ManagedParam:
         self.to_host: Callable[..., torch.Tensor] | None = None  # makes copies on the host, if the shard is kept there
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
+        self.shown_trainable = False  # whether the unsharded one was to be trained when modules last began to show it
         self.made_version = 0  # of the latter; in-place changes count it up
         self._view_spec: Any = None
 
@@ -215,6 +216,7 @@ class ManagedParam:
         # Modules show it after `unshard()`: an optimizer that is made then has parameters that the model gathers anew.
         note_replaced(self.unsharded, self.name, "reshard()")
         self.made_version = self.unsharded._version
+        self.shown_trainable = self.unsharded.requires_grad
         self.watch()
         if self._view_spec is not None:
             self.unsharded.__dict__[ADDS_UP] = True
