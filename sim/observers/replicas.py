@@ -227,11 +227,11 @@ def check_at_steps() -> Callable[[], None]:
 
 def _note_step(context: Any, optimizer: torch.optim.Optimizer) -> None:
     """Note that a rank steps parameters of which others have shards or copies; those with an owner are its own."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for mesh in {param.device_mesh: None for param in params if isinstance(param, DTensor)}:
-        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-        if len(ranks) > 1:
-            stepped = context.replicas.network.stepped.setdefault(ranks, {})
+    params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
+    for param in {param.device_mesh: param for param in params}.values():
+        how = spread_of(param)
+        if how is not None and len(how.ranks) > 1:
+            stepped = context.replicas.network.stepped.setdefault(tuple(sorted(how.ranks)), {})
             if context.rank not in stepped:
                 stepped[context.rank] = user_line()
 
