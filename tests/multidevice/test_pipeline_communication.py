@@ -15,7 +15,7 @@ import sim
 from hyper_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, init_device_mesh
 from hyper_parallel.core.fully_shard.unit import StepControl, nested_units
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.pipeline import SCHEDULES, Pipeline
+from hyper_parallel.core.pipeline import SCHEDULES, Pipeline, stages_of_rank
 from hyper_parallel.models import LlamaConfig
 from sim.mesh import Job, Recipe, find_model, trace
 from sim.mesh.program import Alloc, Comm, Op, Wait
@@ -301,3 +301,46 @@ def test_batches_of_other_shapes():
     first, last = sim.run(body, world_size=2)
     assert first == ([0.0] * 4, 5 * 2 + 3)
     assert last == (pytest.approx([rows * one for rows in (2, 6, 4, 6)]), 5 * 2)
+
+
+class Rotated(nn.Module):
+    """Takes a tensor and a complex one, whose gradients and values may be conjugated views; returns such a pair."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        torch.manual_seed(place)
+        self.factor = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.place = place
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        z = torch.complex(x, 2 * x) if z is None else z
+        return x + (z * self.factor).abs(), z.conj() if self.place % 2 else (z * self.factor).mH.mT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_complex_numbers_go_between_stages(name):
+    def loss_of(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+        return (output[0] * output[1].real - target).square().sum()
+
+    generator = torch.Generator().manual_seed(0)
+    rows, targets = (torch.randn(8, 4, dtype=torch.float64, generator=generator) for _ in range(2))
+    each = SCHEDULES[name].stages_per_rank if SCHEDULES[name].stages_per_rank else 2
+    stages = [Rotated(place) for place in range(2 * each)]
+    given: tuple[torch.Tensor, ...] = (rows,)
+    for stage in stages:
+        given = stage(*given)
+    expected = loss_of(given, targets)
+    expected.backward()
+
+    def body() -> tuple[float, dict[int, torch.Tensor]]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        mine = stages_of_rank(name, mesh.get_local_rank(), 2, each)
+        own = [Rotated(place) for place in mine]
+        loss = Pipeline(own, mesh, name, 4, loss_of).step(rows, targets)
+        return loss.item(), {place: stage.factor.grad for place, stage in zip(mine, own, strict=True)}
+
+    found = sim.run(body, world_size=2)
+    assert sum(loss for loss, _ in found) == pytest.approx(expected.item(), rel=1e-12)
+    for _, gradients in found:
+        for place, gradient in gradients.items():
+            torch.testing.assert_close(gradient, stages[place].factor.grad, rtol=1e-9, atol=1e-12)

@@ -201,7 +201,7 @@ class Pipeline:
         before = self._known[runner.key][-1] if self.num_stages > 1 else ()
         params = [] if self.num_stages > 1 else [param.dtype for param in self.stages[-1].parameters()]
         known = [meta.dtype for meta in before] + params
-        return torch.float64 if torch.float64 in known else torch.float32
+        return torch.float64 if {torch.float64, torch.complex128} & {*known} else torch.float32
 
     @contextmanager
     def _whole_parameters(self, inputs: tuple[torch.Tensor, ...], *, training: bool) -> Iterator[_Runner]:

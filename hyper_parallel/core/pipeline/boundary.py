@@ -21,6 +21,7 @@ __all__ = [
     "Boundary",
     "Meta",
     "find_boundaries",
+    "memory_of",
     "plain_loss",
 ]
 
@@ -46,13 +47,18 @@ class Meta:
     dtype: torch.dtype
     global_shape: tuple[int, ...] | None = None
 
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether it can have a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def on_meta(self) -> torch.Tensor:
         """A tensor like it, without data."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.wants_gradient)
 
     def zeros(self, device: torch.device) -> torch.Tensor:
         """A tensor like it, of zeros, which wants a gradient if it can have one."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=self.dtype.is_floating_point)
+        return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=self.wants_gradient)
 
     def __str__(self) -> str:
         shard = "" if self.global_shape is None else f", a shard of {self.global_shape}"
@@ -119,7 +125,7 @@ class Boundary:
 
 
 class _Contiguous(torch.autograd.Function):
-    """The identity; its gradient is contiguous, as what is sent has to be."""
+    """The identity; its gradient is as what is sent has to be."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +133,12 @@ class _Contiguous(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
+        return memory_of(gradient)
+
+
+def memory_of(x: torch.Tensor) -> torch.Tensor:
+    """Return what can be sent: the elements side by side, none of them to be conjugated or negated when it is read."""
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def plain_loss(loss: Any) -> torch.Tensor:
@@ -165,7 +176,7 @@ def _part(asked: str, value: torch.Tensor, layout: Layout | None) -> torch.Tenso
         raise ValueError(explain(asked, "it is a plain tensor, and a boundary of DTensors was given", seen, hint))
     # Ranks that hold the same compute the same: their gradients are one gradient, and each sends all of it.
     shard = value if layout is None else enter(value, layout, layout)  # type: ignore[arg-type]
-    return shard.contiguous()
+    return memory_of(shard)
 
 
 def _check_layout(given: object, layout: Any) -> None:

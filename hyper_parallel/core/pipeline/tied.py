@@ -22,6 +22,7 @@ from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_, get_tota
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.mesh.device_mesh import OwnerMesh
 from hyper_parallel.core.pipeline.api import Pipeline
+from hyper_parallel.core.pipeline.boundary import memory_of
 from hyper_parallel.core.redistribute.api import redistribute
 
 __all__ = ["TiedWeights", "clip_grad_norm"]
@@ -131,7 +132,7 @@ class TiedWeights:
 
     def _sent(self, local: torch.Tensor) -> torch.Tensor:
         """What is sent of a shard: where the pipeline communicates, as it may be kept on the host."""
-        return (local if local.is_meta else local.to(self._device)).contiguous()
+        return memory_of(local if local.is_meta else local.to(self._device))
 
 
 class _Owned:
