@@ -54,6 +54,8 @@ def names(folder):
     [
         ({"a|b": W}, {}, ValueError, "'a|b' is no name for a tensor in it"),
         ({3: W}, {}, ValueError, "3 is no name for a tensor in it"),
+        ({"__metadata__": W}, {}, ValueError, "'__metadata__' is no name for a tensor in it"),
+        ({"\ud800": W}, {}, ValueError, r"'\ud800' is no name for a tensor in it"),
         ({"w": 1.5}, {}, TypeError, "'w' is a float, not a tensor"),
         ({"w": W.to("meta")}, {}, ValueError, "'w' is on the meta device and has no values"),
         ({"w": W.to_sparse()}, {}, ValueError, "'w' is torch.sparse_coo or quantized"),
@@ -80,6 +82,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path, tensors, options, err
         ({"w": torch.zeros(2, 3).half(), "n": torch.zeros(2)}, "'w' has another dtype"),
         ({"w": torch.zeros(2, 3), "m": torch.zeros(2)}, "it has no 'm'\n  missing: 'm'"),
         ({"w": torch.zeros(2, 3)}, "no rank asks for 'n'\n  only in the checkpoint: 'n'"),
+        ({"w": torch.zeros(2, 3), "n": torch.zeros(1).expand(2)}, "several elements of 'n' are one in memory"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path, tensors, text):
@@ -129,6 +132,33 @@ def test_parts_that_do_not_make_a_whole(tmp_path):
     first, second = sim.run(body, 2)
     assert first == second
     assert names(tmp_path) == []
+
+
+def test_ranks_at_different_steps_are_named(tmp_path):
+    def body():
+        rank = torch.distributed.get_rank()
+        message = r"the ranks are at different steps\n  rank 0: step 5\n  rank 1: step 6\n  try: "
+        with pytest.raises(ValueError, match=message):
+            save_checkpoint(tmp_path / "c", {"w": W}, step=5 + rank)
+        with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=message):
+            checkpointer.save(5 + rank, {"w": W})
+
+    sim.run(body, 2)
+    assert names(tmp_path) == []
+
+
+def test_a_checkpointer_that_is_closed_says_so(tmp_path):
+    def body():
+        checkpointer = Checkpointer(tmp_path)
+        checkpointer.save(1, {"w": W})
+        checkpointer.close()
+        checkpointer.close()
+        for call in (checkpointer.acquire, lambda: checkpointer.save(2, {"w": W}), lambda: checkpointer.load({"w": W})):
+            with pytest.raises(ValueError, match=r"it has been closed.*\n  root: .*\n  try: another one"):
+                call()
+        return checkpointer.latest()
+
+    assert sim.run(body, 2) == [tmp_path / "step-00000001"] * 2
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------

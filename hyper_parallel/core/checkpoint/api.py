@@ -106,7 +106,9 @@ def write(
         except Exception as error:
             failure = error
     try:
-        attempt = peers.agree(failure, attempt)[0]
+        everyone = peers.agree(failure, (attempt, step))
+        attempt = everyone[0][0]
+        _check_same_step(_cannot_save(folder), [of_rank for _, of_rank in everyone])
         place = folders.place(folder, attempt)
         on_stage("begin")
         planner = SavePlanner(_cannot_save(folder))
@@ -116,6 +118,12 @@ def write(
         if peers.rank == 0 and attempt:
             shutil.rmtree(folders.place(folder, attempt), ignore_errors=True)
         raise
+
+
+def _check_same_step(asked: str, steps: list[int | None]) -> None:
+    if len(dict.fromkeys(steps)) > 1:
+        ranks = "\n  ".join(f"rank {rank}: step {step}" for rank, step in enumerate(steps))
+        raise ValueError(explain(asked, "the ranks are at different steps", ranks, "the same step on every rank"))
 
 
 def run_of(folder: Path) -> str | None:
@@ -252,6 +260,9 @@ def _that_fit(
         near = nearest(lacking[0], list(record.by_key)[:2000]) if record.by_key else "another checkpoint"
         raise ValueError(explain(asked, blame, seen, f"{near[:200]}, or strict=False to leave those alone"))
     for key, shard in shards.items():
+        if any(size > 1 and stride == 0 for size, stride in zip(shard.sizes, shard.local.stride(), strict=True)):
+            blame, seen = f"several elements of {key!r} are one in memory", f"strides: {shard.local.stride()}"
+            raise ValueError(explain(asked, blame, seen, "a tensor that has not been expanded: its clone()"))
         entry = record.by_key.get(key)
         if entry is not None and (entry.shape, entry.dtype) != (shard.shape, shard.dtype):
             what = "shape" if entry.shape != shard.shape else "dtype"

@@ -117,6 +117,7 @@ class Checkpointer:
         self._on_stage = on_stage or (lambda _: None)
         self._own_group = process_group is None and dist.is_available() and dist.is_initialized()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if self._own_group else process_group
+        self._closed = False  # its own group is no more
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._ended: Saved | Exception | None = None
@@ -157,7 +158,7 @@ class Checkpointer:
 
         if self._acquired:
             return None
-        peers = Peers.of(self._group)
+        peers = self._peers()
         refusal, unwritable, attempt = None, None, ""
         if peers.rank == 0:
             try:
@@ -200,7 +201,7 @@ class Checkpointer:
                 another run has the lease of the root.
         """
         before = self._returned(self._join())
-        peers = Peers.of(self._group)
+        peers = self._peers()
         folder = self.root
         shards: Mapping[str, LocalShard] = {}
         text = "null"
@@ -248,7 +249,7 @@ class Checkpointer:
             self._staging = Staging()
             self.release()
             if self._own_group and dist.is_initialized():
-                self._own_group = False
+                self._own_group, self._closed = False, True
                 with suppress(ValueError):  # somebody has destroyed it already
                     dist.destroy_process_group(self._group)
 
@@ -324,7 +325,7 @@ class Checkpointer:
     def _returned(self, ended: Saved | Exception | None) -> Saved | None:
         if isinstance(ended, Exception):
             raise ended
-        if ended is not None and ended.error is not None and Peers.of(self._group).rank == 0:
+        if ended is not None and ended.error is not None and self._peers().rank == 0:
             warnings.warn(f"step {ended.step} has not been saved: {ended.error}", stacklevel=3)
         return ended
 
@@ -411,7 +412,7 @@ class Checkpointer:
             hint = "step, to go back to it, or path, to look at it"
             raise ValueError(explain("cannot load two checkpoints", "both are given", f"{step=}, {path=}", hint))
         self._ended = self._join()
-        peers = Peers.of(self._group)
+        peers = self._peers()
         if path is None:
             path = self._agreed_path(peers, step)
         if path is None:
@@ -434,6 +435,12 @@ class Checkpointer:
             except CheckpointError as error:
                 failure = error
         return peers.agree(failure, path)[0]
+
+    def _peers(self) -> Peers:
+        if self._closed and dist.is_initialized():
+            blame = "it has been closed, and with it the group that its ranks talk through"
+            raise ValueError(explain("cannot use this Checkpointer", blame, f"root: {self.root}", "another one"))
+        return Peers.of(self._group)
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"

@@ -123,6 +123,10 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
 """What safetensors calls the dtypes that it has."""
 
 
+HEADER = "__metadata__"
+"""The name in a file's header under which it tells of itself."""
+
+
 def header_of(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int]], about: Mapping[str, str]) -> bytes:
     """Return the beginning of a file, up to the first tensor's bytes; those lie at a multiple of 64.
 
@@ -135,7 +139,7 @@ def header_of(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int]], ab
             so that each begins at a multiple of its own element.
         about: what else the header says.
     """
-    described: dict[str, object] = {"__metadata__": dict(about)}
+    described: dict[str, object] = {HEADER: dict(about)}
     at = 0
     for name, dtype, shape, size in entries:
         described[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hyper_parallel.core.checkpoint.errors import CheckpointError
-from hyper_parallel.core.checkpoint.files import DTYPES, checksums, open_plain
+from hyper_parallel.core.checkpoint.files import DTYPES, HEADER, checksums, open_plain
 from hyper_parallel.core.checkpoint.record import NAME, Box, CheckpointMetadata, FileEntry, TensorEntry
 from hyper_parallel.core.checkpoint.shards import key_in_file
 from hyper_parallel.core.common.errors import explain
@@ -285,7 +285,7 @@ def _header_error(
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))
         wrong = [key for key, entry, box in described if not _is_described(header, key, entry, box, 8 + length)]
-        if not wrong and header["__metadata__"]["attempt"] == attempt:
+        if not wrong and header[HEADER]["attempt"] == attempt:
             return None
         blame = f"{path.name!r} does not have {wrong[0]!r} where {NAME} says" if wrong else ""
     except OSError as error:
@@ -342,7 +342,7 @@ def _what_is_wrong(path: Path, attempt: str) -> str:
         with open(open_plain(path), "rb") as file:
             begin = file.read(8)
             header = json.loads(file.read(min(int.from_bytes(begin, "little"), 100_000_000)))
-        of = header["__metadata__"]["attempt"]
+        of = header[HEADER]["attempt"]
     except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, RecursionError):
         return "is damaged, or not a safetensors file"
     return "is damaged" if of == attempt else "belongs to another checkpoint"

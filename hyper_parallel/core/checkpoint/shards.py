@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hyper_parallel.core.checkpoint.files import DTYPES
+from hyper_parallel.core.checkpoint.files import DTYPES, HEADER
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.convert import layout_of
@@ -97,9 +97,9 @@ def shards_of(
 
 
 def _check(asked: str, name: Any, tensor: Any) -> None:
-    if not isinstance(name, str) or BETWEEN in name:
+    if not isinstance(name, str) or BETWEEN in name or name == HEADER or not _is_text(name):
         blame = f"{name!r} is no name for a tensor in it"
-        hint = f"a string without {BETWEEN!r}"
+        hint = f"a string in UTF-8 without {BETWEEN!r}, and not {HEADER!r}, which files have for themselves"
         raise ValueError(explain(asked, blame, f"it names a {type(tensor).__name__}", hint))
     hint = "numbers and strings in extra; optimizer_tensors(...) for the state of an optimizer"
     check(asked, "tensor", hint, **{repr(name): tensor})
@@ -117,6 +117,14 @@ def _check(asked: str, name: Any, tensor: Any) -> None:
         blame = f"{name!r} is of dtype {tensor.dtype}, which safetensors files do not have"
         close = nearest(tensor.dtype, [str(dtype) for dtype in DTYPES])
         raise ValueError(explain(asked, blame, f"shape: {tuple(tensor.shape)}", close))
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which other readers of the files refuse
+        return False
+    return True
 
 
 def _shard(asked: str, name: str, tensor: torch.Tensor, rank: int) -> LocalShard | None:
