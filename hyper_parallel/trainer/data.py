@@ -16,6 +16,8 @@ import itertools
 import json
 import os
 import sysconfig
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -78,6 +80,10 @@ class Corpus:
             seq_len: tokens of a window.
         """
         return windows_that_count(self.train, seq_len)
+
+    def content(self) -> dict[str, Any]:
+        """Return what tells the text to train on from another one in the same place."""
+        return {"tokens": self.train.size, "crc32": f"{zlib.crc32(self.train.data):08x}"}
 
     def largest(self) -> int:
         """Return the largest id."""
@@ -609,6 +615,8 @@ class LoaderBatches:
             if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
                 blame, hint = "sequences are padded on the left, where the model would read it", "padding_side='right'"
                 raise ValueError(explain(asked, blame, f"attention_mask: {mask[0].tolist()}"[:200], hint))
+            if mask is not None and "labels" not in batch:
+                targets = targets.masked_fill(mask == 0, IGNORED)  # padding is no text
             targets = torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
         ids = torch.cat([inputs, targets.masked_fill(targets == IGNORED, 0)])
         least, most = int(ids.min()), int(ids.max())
@@ -748,7 +756,9 @@ class RecordLoader:
         left = np.concatenate([np.empty(0, dtype=np.int32), *self._tokens]).astype(np.int32)
         # Within a block its records are read again: which of them are due follows from their number.
         place = self._before if self._read % self._at_once else self._after
-        return {"read": self._read, "passes": self._passes, "tokens": torch.from_numpy(left), "records": place}
+        order = [self._at_once, self._seed if self._at_once > 1 else 0]
+        tokens = torch.from_numpy(left)
+        return {"read": self._read, "passes": self._passes, "tokens": tokens, "records": place, "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another one was.
@@ -762,9 +772,16 @@ class RecordLoader:
         """
         asked = "cannot go on in the records"
         check(asked, "mapping", state=state)
-        if state.keys() != self.state_dict().keys() or not torch.is_tensor(state["tokens"]):
+        mine = self.state_dict()
+        state = {"order": mine["order"], **state}  # those from before there was an order do not say
+        if state.keys() != mine.keys() or not torch.is_tensor(state["tokens"]):
             hint = "what state_dict() of another RecordLoader returned"
             raise ValueError(explain(asked, "the state is of something else", f"state: {state!r}"[:200], hint))
+        if state["order"] != mine["order"]:
+            then, now = (f"shuffle={size}, seed={seed}" for size, seed in (state["order"], mine["order"]))
+            asked = "cannot go on in the order of before"
+            blame = "it is another one, so that some records of this pass come again, and others not at all"
+            warnings.warn(explain(asked, blame, f"then: {then}   now: {now}", then), stacklevel=2)
         self._read, self._passes, self._tokens = state["read"], state["passes"], [state["tokens"].numpy()]
         if state["records"] is not None:
             self._load(state["records"])

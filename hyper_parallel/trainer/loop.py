@@ -225,9 +225,10 @@ class Trainer:
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
         self._are_same = False  # the batches of the ranks' loaders: looked at once
-        self.saver = Saver(
-            config, self.model, self.optimizer, self.device, rank=place.rank, world_size=place.world_size, shape=shape
-        )
+        saved = self.corpus if config.checkpoint.folder is not None else None
+        about: dict[str, Any] = {"shape": shape, "content": None if saved is None else saved.content()}
+        ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+        self.saver = Saver(config, self.model, self.optimizer, self.device, **ranks, **about)
         self._resume()
 
     def _made(self, make: MakeModel) -> nn.Module:
@@ -427,7 +428,7 @@ class Trainer:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
             self.rates.go_on(self.saver.states["scheduler"], self.steps_done)
             if self.loader is not None:
-                self.loader.go_on(self.saver.states["loader"], self.steps_done)
+                self.loader.go_on(self.saver.states["loader"], self.samples_used // self.config.train.batch_size)
 
     def _start_from(self, folder: str) -> None:
         check_start(self.config)

@@ -34,7 +34,7 @@ from hyper_parallel.models.lora import (
 )
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.config import MODELS, OTHER, Config, TrainConfig
-from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.data import load_corpus, load_tokenizer
 from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.optimizer import is_hidden
 from hyper_parallel.trainer.parallelize import Parallelized
@@ -71,6 +71,7 @@ class Saver:
         rank: of the caller.
         world_size: number of ranks.
         shape: what tells the model from others, of one that is not the config's.
+        content: what tells the text from others; None: there is none.
 
     Attributes:
         failures: what went wrong so far; the run goes on.
@@ -89,7 +90,9 @@ class Saver:
         rank: int,
         world_size: int,
         shape: dict[str, Any] | None = None,
+        content: dict[str, Any] | None = None,
     ) -> None:
+        self.text = {**_text(config), **(content or {})}
         self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
         self.shape = _shape(config) if shape is None else shape
         self.rank, self.world_size = rank, world_size
@@ -156,7 +159,7 @@ class Saver:
         extra: dict[str, Any] = {
             "progress": dataclasses.asdict(progress),
             "model": self.shape,
-            "text": _text(self.config),
+            "text": self.text,
             "start_from": self.config.train.start_from,
             **states,
         }
@@ -255,7 +258,7 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
     if path is None:
         return None
     extra = _checked(config, path, {} if config.train.model == OTHER else _shape(config)).extra
-    then, now = extra.get("text"), _text(config)
+    then, now = extra.get("text"), {**_text(config), **load_corpus(config.data).content()}
     then = {"order": "drawn", **(then if isinstance(then, dict) else {})}  # once samples were drawn independently
     if config.lora.rank:  # what is not in the checkpoint
         then["start_from"], now["start_from"] = extra.get("start_from"), config.train.start_from

@@ -491,6 +491,10 @@ def test_batches_of_a_loader() -> None:
     inputs, targets = LoaderBatches(lambda: [padded], 2, 3, 7).next()
     assert inputs.tolist() == ids.tolist()
     assert targets.tolist() == [[1, 2, IGNORED], [4, 5, IGNORED]]
+    del padded["labels"]
+    _, targets = LoaderBatches(lambda: [padded], 2, 3, 7).next()
+    assert targets.tolist() == [[1, IGNORED, IGNORED], [4, 5, IGNORED]], "padding is no text"
+    padded["labels"] = labels
     for batch, message in (
         ((ids[:1], ids[:1]), "another form"),
         ((ids.float(), ids), "another form"),

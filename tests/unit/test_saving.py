@@ -163,6 +163,57 @@ def test_a_run_from_before_the_text_was_shuffled_says_so(tmp_path: Path, monkeyp
     assert run_to_go_on_from(config) == (2, [])
 
 
+def test_a_text_that_has_changed_is_told(tmp_path: Path) -> None:
+    """The windows of an epoch are in another order then, and some are seen again."""
+    text = tmp_path / "text.txt"
+    text.write_text("the first text " * 200)
+    config = saving(tmp_path / "run").with_changes("data", {"path": str(text)}).with_changes("train", {"steps": 1})
+    train(config)
+    assert run_to_go_on_from(config) == (1, [])
+    config = config.with_changes("data", {"path": str(tmp_path / "link.txt")})
+    (tmp_path / "link.txt").write_text("the other text " * 200)
+    changes = run_to_go_on_from(config)
+    assert changes is not None
+    assert [change.split(":")[0] for change in changes[1]] == ["path", "crc32"]
+
+
+def test_a_loader_that_forgets_goes_on_in_batches_of_another_size(tmp_path: Path) -> None:
+    rows = torch.arange(16 * 9).view(16, 9)
+    read = list[list[int]]()
+
+    def make(size: int) -> Any:
+        class Rows:
+            def __iter__(self) -> Any:
+                for some in rows.split(size):
+                    read.append(some[:, 0].tolist())
+                    yield some[:, :-1].contiguous(), some[:, 1:].contiguous()
+
+        return Rows()
+
+    config = saving(tmp_path, BASE.with_changes("train", {"batch_size": 4, "accumulate": 1}))
+    train(config.with_changes("train", {"steps": 2}), data=lambda: make(4))
+    read.clear()
+    train(config.with_changes("train", {"steps": 3, "batch_size": 8}), data=lambda: make(8))
+    assert read == [rows[:8, 0].tolist(), rows[8:, 0].tolist()], "the first is read past, the second trained on"
+
+
+def test_records_in_another_order_than_before_are_told() -> None:
+    def state(shuffle: int, seed: int) -> dict[str, Any]:
+        loader = RecordLoader(RECORDS, BASE.with_changes("train", {"seed": seed}), shuffle=shuffle)
+        next(iter(loader))
+        return loader.state_dict()
+
+    again = RecordLoader(RECORDS, BASE, shuffle=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_state_dict(state(6, 0))
+        again.load_state_dict({key: value for key, value in state(6, 0).items() if key != "order"})
+        RecordLoader(RECORDS, BASE).load_state_dict(state(0, 1))
+    for other in ((6, 1), (7, 0), (0, 0)):
+        with pytest.warns(UserWarning, match=r"the order of before(?s:.*)now: shuffle=6, seed=0\n  try: "):
+            again.load_state_dict(state(*other))
+
+
 def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
     tied = replace(TINY, model=replace(TINY.model, tie_embeddings=True)).with_changes("train", {"steps": 1})
     train(saving(tmp_path / "tied", tied))
