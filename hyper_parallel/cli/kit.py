@@ -197,9 +197,9 @@ def check_can_write(path: Path | None) -> None:
     """Raise ValueError where a file cannot be written, and make its folder; None is none."""
     if path is None:
         return
-    if path.is_dir():
+    if os.path.isdir(path):  # of pathlib's, a name that is too long raises
         raise ValueError(explain(f"cannot write '{path}'", "it is a folder", f"file: {path}", f"{path / 'out.json'}"))
-    there = next(parent for parent in path.absolute().parents if parent.exists())
+    there = next(parent for parent in path.absolute().parents if os.path.exists(parent))
     if not there.is_dir():
         raise ValueError(explain(f"cannot write '{path}'", f"'{there}' is no folder", f"file: {path}", "another path"))
     try:  # permissions do not tell: nobody can write in /proc, say

@@ -158,7 +158,8 @@ def launch_of(
     _refuse_ranks_in_ranks(nproc)
     if not 1 <= nproc <= most:
         asked = f"cannot run {script} on {nproc} ranks"
-        blame, hint = f"--nproc must be from 1 to {most:,}", f"{command} --nproc 8 {script}"
+        again = shlex.join(["--nproc", "8", *["-m"] * module, script])
+        blame, hint = f"--nproc must be from 1 to {most:,}", f"{command} {again}"
         raise ValueError(explain(asked, blame, f"--nproc: {nproc}", hint))
     if module:
         _check_module(script, nproc, command)
@@ -194,14 +195,16 @@ def _refuse_ranks_in_ranks(nproc: int) -> None:
 def _check_machines(nnodes: str, script: str, command: str) -> None:
     if nnodes not in ("1", "1:1"):
         asked, blame = f"cannot run {script} on more machines than one", "all simulated ranks are in this process"
-        hint = f"{command} --nproc 16 {script}, with as many ranks as all machines have together"
+        hint = f"{command} --nproc 16 {shlex.quote(script)}, with as many ranks as all machines have together"
         raise ValueError(explain(asked, blame, f"--nnodes: {nnodes}, expected 1", hint))
 
 
 def _check_module(name: str, nproc: int, command: str) -> None:
     if find_module(name, [os.getcwd(), *sys.path]) is None:
         is_path = name.endswith(".py") or os.sep in name
-        better = f"{command} --nproc {nproc} {name}" if is_path else "it in the folder that the module is in"
+        better = (
+            f"{command} --nproc {nproc} {shlex.quote(name)}" if is_path else "it in the folder that the module is in"
+        )
         asked, blame = f"cannot run the module {name} on {nproc} ranks", "there is none in Python source"
         seen = f"-m: {name}, expected a module, or a package with a __main__.py, as for python -m"
         raise ValueError(explain(asked, blame, seen, better))
@@ -209,14 +212,15 @@ def _check_module(name: str, nproc: int, command: str) -> None:
 
 def _check_script(script: str, nproc: int, command: str) -> None:
     path = Path(script)
-    if path.is_file():
+    if os.path.isfile(path):  # of pathlib's, a name that is too long raises
         return
-    what = "is a folder" if path.is_dir() else "does not exist"
-    folder = path if path.is_dir() else path.parent
-    there = sorted(each.name for each in folder.glob("*.py")) if folder.is_dir() else []
+    is_folder = os.path.isdir(path)
+    what = "is a folder" if is_folder else "is no regular file" if os.path.exists(path) else "does not exist"
+    folder = path if is_folder else path.parent
+    there = sorted(each.name for each in folder.glob("*.py")) if os.path.isdir(folder) else []
     close = difflib.get_close_matches(path.name, there, n=1) or there[:1]
     better = os.path.normpath(os.path.join(folder, close[0])) if close else "the path of a Python file"
-    hint = f"{command} --nproc {nproc} {better}" if close else better
+    hint = f"{command} --nproc {nproc} {shlex.quote(better)}" if close else better
     raise ValueError(explain(f"cannot run {script} on {nproc} ranks", f"it {what}", f"script: {path.absolute()}", hint))
 
 

@@ -224,6 +224,7 @@ def test_a_config_of_ones_own(asked: list[dict[str, Any]]) -> None:
         (("--set", "graphs=maybe"), ["cannot use --set graphs=maybe: it is neither true nor false"]),
         (("--set", "routing=even"), ["the skew of loads is a number"]),
         (("--plot", "."), ["cannot write '.': it is a folder"]),
+        (("--plot", "x" * 256), ["': File name too long"]),
         (("--json", "own_model.py/x.json"), ["own_model.py' is no folder"]),
     ],
 )

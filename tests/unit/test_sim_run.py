@@ -464,6 +464,26 @@ def test_a_script_for_npu(tmp_path: Path) -> None:
             ["--nproc", "2", "."],
             "cannot run . on 2 ranks: it is a folder\n  script: {here}\n  try: python -m sim run --nproc 2 train.py\n",
         ),
+        (
+            ["--nproc", "2", "my runs/tain.py"],
+            "cannot run my runs/tain.py on 2 ranks: it does not exist\n  script: {here}/my runs/tain.py\n"
+            "  try: python -m sim run --nproc 2 'my runs/train.py'\n",
+        ),
+        (
+            ["--nproc", "2", "pipe"],
+            "cannot run pipe on 2 ranks: it is no regular file\n  script: {here}/pipe\n"
+            "  try: python -m sim run --nproc 2 train.py\n",
+        ),
+        (
+            ["--nproc", "2", f"{'x' * 256}/x.py"],
+            f"cannot run {'x' * 256}/x.py on 2 ranks: it does not exist\n  script: {{here}}/{'x' * 256}/x.py\n"
+            "  try: the path of a Python file\n",
+        ),
+        (
+            ["--nproc", "0", "-m", "json.tool"],
+            "cannot run json.tool on 0 ranks: --nproc must be from 1 to 65,536\n  --nproc: 0\n"
+            "  try: python -m sim run --nproc 8 -m json.tool\n",
+        ),
     ],
 )
 def test_mistakes(
@@ -471,6 +491,9 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
+    Path("my runs").mkdir()
+    Path("my runs/train.py").touch()
+    os.mkfifo("pipe")
     assert main(command) == 2
     assert capsys.readouterr().err == "error: " + said.format(here=tmp_path)
 
