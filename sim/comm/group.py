@@ -498,6 +498,7 @@ class GroupsMade:
     def __init__(self) -> None:
         self.others: dict[Key, dict[int, _Asked]] = {}
         self.known: dict[Key, tuple[int, list[int], dict[str, Any]]] = {}  # of how many ranks, which, and how
+        self.places: dict[Key, dict[int, int]] = {}  # of the ranks within it, as torch keeps them
         self._first: dict[Key, _Asked] = {}
         self._members: dict[tuple[Key, int], _Asked] = {}
         self._most = 1024  # members, until those of groups that all ranks have made are forgotten
@@ -517,6 +518,7 @@ class GroupsMade:
         self._first = {k: asked for k, asked in self._first.items() if k >= key or k in self.others}
         self._members = {of: asked for of, asked in self._members.items() if of[0] in self._first}
         self.known = {k: how for k, how in self.known.items() if k in self._first}
+        self.places = {k: places for k, places in self.places.items() if k in self._first}
         self._most = max(1024, 2 * len(self._members))
 
     def differing(self) -> list[Key]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -49,6 +50,7 @@ class SharedStore:
         self.scheduler = scheduler
         self.data: dict[str, bytes] = {}
         self.awaited: dict[str, WaitedKey] = {}
+        self.queues: dict[str, deque[bytes]] = {}
         self.server = _WaitedServer(port)
         self.workers = 0
 
@@ -56,14 +58,30 @@ class SharedStore:
         """Set a key and let those that wait for it run on."""
         self.scheduler.check_alive()
         self.data[key] = value
+        self._is_there(key)
+
+    def push(self, key: str, value: bytes) -> None:
+        """Append to a queue and let those that wait for it run on."""
+        self.scheduler.check_alive()
+        self.queues.setdefault(key, deque()).append(value)
+        self._is_there(key)
+
+    def _is_there(self, key: str) -> None:
         waitable = self.awaited.pop(key, None)
         if waitable is not None:
             self.scheduler.complete(waitable)
 
     def until_set(self, key: str, seconds: float | None = None) -> None:
         """Let other ranks run until the key exists, no longer than so many virtual seconds."""
+        self._until(lambda: key in self.data, key, seconds)
+
+    def until_pushed(self, key: str, seconds: float | None = None) -> None:
+        """Let other ranks run until something is in the queue, likewise."""
+        self._until(lambda: bool(self.queues.get(key)), key, seconds)
+
+    def _until(self, is_there: Callable[[], bool], key: str, seconds: float | None) -> None:
         until = None if seconds is None else self.scheduler.now + seconds
-        while key not in self.data:
+        while not is_there():
             waitable = self.awaited.get(key)
             if waitable is None:
                 waitable = self.awaited[key] = WaitedKey(key)
@@ -150,6 +168,22 @@ class RankStore(dist.Store):
 
     def list_keys(self) -> list[str]:
         return list(self._shared.data)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self._shared.push(key, _encoded(value))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        queues = self._shared.queues
+        if block:
+            self._shared.until_pushed(key, self.patience)
+        elif not queues.get(key):
+            self._shared.scheduler.poll()  # a loop that asks until something is there lets others push it
+        if not queues.get(key):
+            raise dist.QueueEmptyError(f"queue is empty: {key}")
+        return queues[key].popleft()
+
+    def queue_len(self, key: str) -> int:
+        return len(self._shared.queues.get(key, ()))
 
     def has_extended_api(self) -> bool:
         return True

@@ -405,11 +405,14 @@ def _new_group(host: Host) -> Undo:
         is_known = before is not None and default is not None and before == (default.size(), ranks, options)
         if is_known and default.rank() not in ranks:
             state.group_count = number + 1
+            # As in torch: what an outsider can ask for is the last group's.
+            state.pg_group_ranks[dist.GroupMember.NON_GROUP_MEMBER] = host.network.groups_made.places[key]
             return dist.GroupMember.NON_GROUP_MEMBER
         group = original(ranks, **options)
         host.network.groups_made.note(key, context.rank, ranks, options.get("group_desc") or "")
         if before is None and default is not None:
             known[key] = (default.size(), ranks.copy(), options)
+            host.network.groups_made.places[key] = state.pg_group_ranks.get(group, {})
         return group
 
     get_rank = torch_device_mesh.get_rank

@@ -37,6 +37,7 @@ def test_new_group(ctx):
 @sim.ranks(3)
 def test_an_outsider_of_a_group_does_nothing(ctx):
     group = dist.new_group([0, 1])
+    assert dist.get_process_group_ranks(group) == [0, 1], "known to outsiders until they hear of the next group"
     x = values(ctx, ctx.rank, 3)
     work = dist.all_reduce(x, group=group, async_op=True)
     if ctx.rank == 2:

@@ -374,6 +374,27 @@ def test_a_wait_for_a_key_that_gives_up():
         assert world.now == pytest.approx(16)
 
 
+def test_queues_of_a_store():
+    def body() -> tuple[list[bytes], int]:
+        rank = dist.get_rank()
+        store = dist.TCPStore("localhost", 29_501, is_master=rank == 0)
+        if rank == 0:
+            time.sleep(1)
+            for value in ("first", b"second"):
+                store.queue_push("work", value)
+            store.queue_push("more", "third")
+        taken = [store.queue_pop("work"), store.queue_pop("more")] if rank == 1 else []
+        dist.barrier()
+        with pytest.raises(dist.QueueEmptyError):
+            store.queue_pop("more", False)
+        store.set_timeout(timedelta(seconds=2))
+        with pytest.raises(dist.DistStoreError, match="wait timeout after 2000ms, keys: /more"):
+            store.queue_pop("more")
+        return taken, store.queue_len("work")
+
+    assert sim.run(body, 2) == [([], 1), ([b"first", b"third"], 1)]
+
+
 def test_two_servers_on_one_port():
     with pytest.raises(dist.DistNetworkError, match=r"cannot listen: rank \d is the master of port 29501 already"):
         sim.run(lambda: dist.TCPStore("localhost", 29_501, is_master=True), 2)
