@@ -17,9 +17,11 @@ from functools import partial
 from typing import Any
 
 from sim.explain.errors import RankStopped, SimError
+from sim.kernel.context import current_context
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import RankThread
 from sim.patches.locks import Local, exchange, my_scheduler
+from sim.patches.rank import RankContext
 from sim.patches.rank_thread import catch_up, on_helper_thread
 
 # What they start talks to other processes, by ways that the scheduler does not see.
@@ -48,6 +50,7 @@ def _threads(host: object) -> Callable[[], None]:
         if scheduler is None or me is None:
             start(thread)
             return
+        vars(thread)[_OF_RANK] = me.rank
         by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith(_RUN_BY_THEMSELVES)
         helper = None if by_itself else _as_helper(scheduler, me, thread)
         me.by_itself = True
@@ -100,6 +103,38 @@ def _threads(host: object) -> Callable[[], None]:
             thread.join(_CLEARING_UP_S)
 
     return undo
+
+
+_OF_RANK = "_of_simulated_rank"  # of a thread: the rank that has started it
+
+
+def _main_thread(host: object) -> Callable[[], None]:
+    """Where a rank runs a script, the thread that does is the main thread, and other ranks' threads are not seen."""
+    main_thread, enumerate_all, count = threading.main_thread, threading.enumerate, threading.active_count
+
+    def main_of_rank() -> threading.Thread | None:
+        context: RankContext | None = current_context()
+        return None if context is None or context.view is None else context.view.thread
+
+    def main_on_rank() -> threading.Thread:
+        return main_of_rank() or main_thread()
+
+    def enumerate_on_rank() -> list[threading.Thread]:
+        main, context = main_of_rank(), current_context()
+        if main is None or context is None:
+            return enumerate_all()
+        return [main, *(each for each in enumerate_all() if vars(each).get(_OF_RANK) == context.rank)]
+
+    def count_on_rank() -> int:
+        return count() if main_of_rank() is None else len(enumerate_on_rank())
+
+    return exchange(
+        [
+            (threading, "main_thread", main_on_rank),
+            (threading, "enumerate", enumerate_on_rank),
+            (threading, "active_count", count_on_rank),
+        ]
+    )
 
 
 _CLEARING_UP_S = 5.0  # to be through with what Python does after a thread's function; far more than it takes
@@ -201,4 +236,4 @@ def _futures(host: object) -> Callable[[], None]:
     return undo
 
 
-HELPER_PATCHES = (_threads, _futures)
+HELPER_PATCHES = (_threads, _main_thread, _futures)

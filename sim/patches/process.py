@@ -215,6 +215,8 @@ def _process_view(host: Host) -> Undo:
 def _imports(host: Host) -> Undo:
     """What a rank imports of user code and of some packages becomes its own; Python's locks by module name do, too."""
     finder = RankFinder(host.folder)
+    for context in host.contexts:
+        context.modules.folder = host.folder
     place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
     sys.meta_path.insert(place, finder)
     locks = RankLocks(vars(_bootstrap)["_module_locks"])
@@ -266,8 +268,11 @@ def _exit_calls(host: Host) -> Undo:
 
 
 def _signals(host: Host) -> Undo:
-    """A script may set signal handlers, which Python allows on the main thread only; no signal reaches a rank."""
-    set_handler, get_handler = signal.signal, signal.getsignal
+    """A script may set signal handlers, which Python allows on the main thread only.
+
+    The rank's handler is called for what the rank sends itself. No other signal reaches a rank, and no timer goes off.
+    """
+    set_handler, get_handler, kill, raise_signal = signal.signal, signal.getsignal, os.kill, signal.raise_signal
 
     def set_on_rank(number: int, handler: Any) -> Any:
         view = _view()
@@ -281,7 +286,61 @@ def _signals(host: Host) -> Undo:
         view = _view()
         return view.signals[number] if view is not None and number in view.signals else get_handler(number)
 
-    return exchange([(signal, "signal", set_on_rank), (signal, "getsignal", get_on_rank)])
+    def kill_on_rank(process: int, number: int) -> None:
+        context = _context()
+        if context is None or number == 0 or process != os.getpid() or process != context.scheduler.pid:
+            kill(process, number)
+        else:
+            deliver(context, number, lambda: kill(process, number))
+
+    def raise_on_rank(number: int) -> None:
+        context = _context()
+        if context is None or os.getpid() != context.scheduler.pid:
+            raise_signal(number)
+        else:
+            deliver(context, number, lambda: raise_signal(number))
+
+    def deliver(context: RankContext, number: int, send: Callable[[], None]) -> None:
+        handler = get_on_rank(number)
+        if handler == signal.SIG_DFL and number not in _HARMLESS:
+            raise SimError(_ends_all_ranks(context, number))
+        if context.view is None:
+            send()
+        elif callable(handler):
+            handler(int(number), sys._getframe(2))
+
+    def no_timer(name: str, answer: Any) -> Replacement:
+        original = getattr(signal, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **options: Any) -> Any:
+            return original(*args, **options) if _view() is None else answer
+
+        return signal, name, call
+
+    return exchange(
+        [
+            (signal, "signal", set_on_rank),
+            (signal, "getsignal", get_on_rank),
+            (signal, "raise_signal", raise_on_rank),
+            (os, "kill", kill_on_rank),
+            no_timer("alarm", 0),
+            no_timer("setitimer", (0.0, 0.0)),
+            no_timer("set_wakeup_fd", -1),  # by which an event loop hears of signals
+        ]
+    )
+
+
+_HARMLESS = (signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # without a handler nothing happens
+
+
+def _ends_all_ranks(context: RankContext, number: int) -> str:
+    name = signal.Signals(number).name
+    return (
+        f"rank {context.rank} sent itself {name}, which would end all {context.network.world_size} simulated ranks\n"
+        "  seen: every rank is a thread of this one process, and the rank has set no handler\n"
+        "  try: sys.exit(1), which ends the calling rank alone, or sim.faults.Kill"
+    )
 
 
 class _PerRankEnvironment(MutableMapping[bytes, bytes]):

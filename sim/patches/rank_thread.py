@@ -14,6 +14,7 @@ from sim.kernel.waiting import RankThread
 from sim.late.switch import LateMode
 from sim.patches.devices import MapDevice
 from sim.patches.rank import RankContext
+from sim.patches.torch_modules import end_profile
 
 __all__ = [
     "catch_up",
@@ -82,7 +83,8 @@ def catch_up() -> None:
 
 
 def leave_rank() -> None:
-    """Forget the rank's group names on this thread, which goes back to the pool."""
+    """Forget the rank's group names on this thread, which goes back to the pool, and end what profiles it."""
+    end_profile()
     torch._C._distributed_c10d._unregister_all_process_groups()
 
 

@@ -9,12 +9,15 @@ they serve all ranks.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from itertools import chain
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +28,7 @@ from torch.optim import optimizer
 from sim.kernel.context import current_context, this_thread
 from sim.patches.locks import exchange
 
-__all__ = ["MODULE_PATCHES", "Hooks", "enter_hooks", "leave_hooks"]
+__all__ = ["MODULE_PATCHES", "Hooks", "NoRecords", "end_profile", "enter_hooks", "leave_hooks"]
 
 _modules: Any = torch.nn.modules.module
 _FULL = "_global_is_full_backward_hook"  # whether the backward hooks are of the newer kind, once there is one
@@ -152,5 +155,75 @@ def _active_ddp(host: object) -> Callable[[], None]:
     )
 
 
-MODULE_PATCHES = (_active_ddp, _torch_imports)
+# -- the profiler --------------------------------------------------------------------------------------------------
+
+
+class NoRecords:
+    """What torch's profiler has recorded of a rank that began while another one was being profiled: nothing."""
+
+    def events(self) -> list[Any]:
+        """Return no operations."""
+        return []
+
+    experimental_event_tree = trace_activities = events
+
+    def trace_start_ns(self) -> int:
+        """Return the time 0."""
+        return 0
+
+    def save(self, path: str) -> None:
+        """Write a trace without events."""
+        Path(path).write_text('{"traceEvents": []}\n')
+
+
+def _profiler(host: object) -> Callable[[], None]:
+    """One rank is profiled at a time: torch's profiler is one for the process, and crashes if two end it.
+
+    It records the operations of the thread that has begun it. For a rank that begins meanwhile it stays without events.
+    """
+    profiler: Any = torch.autograd.profiler
+    enable, disable = profiler._enable_profiler, profiler._disable_profiler
+    owners: list[Any] = [None] if profiler._is_profiler_enabled else []  # None: the process itself
+    others: list[Any] = []
+
+    def begin(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def begin_on_rank(*args: Any, **options: Any) -> None:
+            asking = current_context()
+            if asking not in others and (not owners or owners[0] is asking):
+                owners[:] = [asking]
+                original(*args, **options)
+            elif asking not in others:
+                others.append(asking)
+                who = "the process" if owners[0] is None else f"rank {owners[0].rank}"
+                whose = "this profile" if asking is None else f"the profile of rank {asking.rank}"
+                warnings.warn(f"{whose} stays empty: torch profiles {who} already, and one at a time", stacklevel=2)
+
+        return begin_on_rank
+
+    def end() -> Any:
+        asking = current_context()
+        if asking in others:
+            others.remove(asking)
+            return NoRecords()
+        if owners and owners[0] is asking:
+            owners.clear()
+        return disable()
+
+    return exchange(
+        [
+            (profiler, "_prepare_profiler", begin(profiler._prepare_profiler)),
+            (profiler, "_enable_profiler", begin(enable)),
+            (profiler, "_disable_profiler", end),
+        ]
+    )
+
+
+def end_profile() -> None:
+    """End a profile that a rank has left running: it would be on its thread for the next one."""
+    if torch.autograd._profiler_enabled():
+        torch.autograd.profiler._disable_profiler()
+
+
+MODULE_PATCHES = (_active_ddp, _torch_imports, _profiler)
 """What is changed of torch's modules."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -138,7 +139,7 @@ def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
     module = ModuleType("__main__")
     module.__dict__.update(__file__=file, __builtins__=__builtins__, __loader__=SourceFileLoader("__main__", file))
     if spec is not None:
-        module.__dict__.update(__spec__=spec, __package__=spec.parent)
+        module.__dict__.update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
     return module
 
 
@@ -152,9 +153,10 @@ def execute_script(code: CodeType, package: str) -> None:
     assert context is not None
     assert context.view is not None
     try:
-        if package:
-            importlib.import_module(package)
-        exec(code, sys.modules["__main__"].__dict__)
+        with as_main_thread(context.view):
+            if package:
+                importlib.import_module(package)
+            exec(code, sys.modules["__main__"].__dict__)
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             if context.scheduler.fatal is None:
@@ -162,6 +164,17 @@ def execute_script(code: CodeType, package: str) -> None:
                 context.view.run_exit_calls()
             raise
     context.view.run_exit_calls()
+
+
+@contextmanager
+def as_main_thread(view: ProcessView) -> Iterator[None]:
+    """Let the calling thread be the script's main thread, by name, too: logs show it."""
+    view.thread = thread = threading.current_thread()
+    name, thread.name = thread.name, "MainThread"
+    try:
+        yield
+    finally:
+        thread.name = name
 
 
 def finish_views(views: Sequence[ProcessView]) -> None:

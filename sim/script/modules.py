@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ class OwnModules:
     Attributes:
         main: Its `__main__` if it runs a script; then user code is its own, too.
         has_sim: Whether `sim` is a module of the user's, and not this package.
+        folder: Of the script.
     """
 
     def __init__(self, references: SharedReferences) -> None:
@@ -41,8 +43,10 @@ class OwnModules:
         self.locks: dict[str, Any] = {}
         self.main: ModuleType | None = None
         self.has_sim = False
+        self.folder = ""
         self._references = references
         self._held: dict[str, ModuleType] = {}
+        self._entered = 0  # how many modules there were when its turn began
         self._known = 0  # how many modules there were when shared ones were last looked through
 
     def enter(self) -> None:
@@ -52,11 +56,14 @@ class OwnModules:
         if self.has_sim:
             sys.modules.pop("sim", None)
         sys.modules.update(self._held)
+        self._entered = len(sys.modules)
 
     def leave(self) -> None:
         """Take them out of `sys.modules`; `__main__` stays until another one takes its place."""
         if self.main is not None:
             self.main = sys.modules["__main__"]
+            if len(sys.modules) > self._entered:
+                self._adopt(len(sys.modules) - self._entered)
         if not self.names and not self.has_sim:
             return
         self._held = {name: sys.modules.pop(name) for name in self.names if name in sys.modules}
@@ -66,6 +73,17 @@ class OwnModules:
             packages = {name: module for name, module in self._held.items() if self._references.covers(name)}
             self._references.forward(packages)
             self._known = len(sys.modules)
+
+    def _adopt(self, newest: int) -> None:
+        """Let modules be its own that the script has put into `sys.modules` itself, as for plug-ins from files.
+
+        Args:
+            newest: Entries to look at.
+        """
+        for name in list(islice(reversed(sys.modules), newest)):
+            spec = getattr(sys.modules[name], "__spec__", None)
+            if isinstance(spec, ModuleSpec) and name not in self.names and belongs_to_the_user(spec, self.folder):
+                self.names[name] = None
 
     def takes(self, spec: ModuleSpec, folder: str) -> bool:
         """Whether a module that the rank imports becomes its own. Compiled ones do not: they cannot be copied."""

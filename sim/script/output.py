@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import logging
 import sys
+import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import context as multiprocessing_context
@@ -89,11 +91,18 @@ SLOTS: tuple[tuple[Any, str], ...] = (
     (sys, "path"),
     (sys, "stdout"),
     (sys, "stderr"),
+    (sys, "stdin"),
     (sys, "excepthook"),
+    (sys, "unraisablehook"),
+    (sys, "displayhook"),
+    (threading, "excepthook"),
+    (tempfile, "tempdir"),
     (builtins, "print"),  # "only rank 0 prints" is often written by replacing it
     (logging, "root"),
     (logging.Logger, "root"),
     (logging.Logger, "manager"),
+    (logging, "_loggerClass"),
+    (logging, "_logRecordFactory"),
     (multiprocessing_context._default_context, "_actual_context"),  # set_start_method
 )
 
@@ -104,13 +113,15 @@ class ProcessView:
     Attributes:
         streams: Its `sys.stdout` and `sys.stderr`.
         at_exit: What it has registered with `atexit`.
-        signals: The signal handlers it has set, which nobody calls.
+        signals: The signal handlers it has set, which are called for what the rank sends itself.
+        thread: The one that executes the script.
     """
 
     def __init__(self, argv: Sequence[str], path: Sequence[str], stdout: RankStream, stderr: RankStream) -> None:
         self.streams = (stdout, stderr)
         self.at_exit: list[Callable[[], Any]] = []
         self.signals: dict[int, Any] = {}
+        self.thread: threading.Thread | None = None
         self._own_hook = sys.excepthook
         root = logging.RootLogger(logging.WARNING)
         own: dict[str, Any] = {"argv": list(argv), "path": list(path), "stdout": stdout, "stderr": stderr, "root": root}
@@ -153,7 +164,7 @@ class ProcessView:
                 call()
             except SimError:
                 raise
-            except Exception:
+            except (Exception, SystemExit):
                 print(f"Exception ignored in atexit callback: {getattr(call, 'func', call)}", file=sys.stderr)
                 traceback.print_exc()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import builtins
 import contextlib
@@ -14,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import warnings
@@ -40,6 +42,7 @@ from sim.late.module import MODULE
 from sim.late.shared import SHARED, SharedDevice
 from sim.late.switch import why_not
 from sim.patches import devices, install, process_groups
+from sim.script.launch import as_main_thread
 from sim.script.output import SLOTS, ProcessView, RankStream
 
 pytestmark = pytest.mark.sim
@@ -910,6 +913,97 @@ def test_seam_signals():
     with script_world(2) as world:
         assert world.run(body) == [(True, True)] * 2
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_signals_that_a_rank_sends_itself():
+    kill, before = os.kill, signal.raise_signal
+
+    def body() -> list[int]:
+        heard: list[int] = []
+        signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGCHLD)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), 0)
+        assert (signal.alarm(1), signal.setitimer(signal.ITIMER_REAL, 0.01)) == (0, (0.0, 0.0))
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "it would end the process"
+        return heard
+
+    async def an_event_loop_of_a_script() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print)
+
+    with script_world(2) as world:
+        assert world.run(body) == [[signal.SIGUSR1] * 2] * 2
+        world.run(lambda: asyncio.run(an_event_loop_of_a_script()))
+    for each in (lambda: os.kill(os.getpid(), signal.SIGUSR1), lambda: signal.raise_signal(signal.SIGUSR1)):
+        with pytest.raises(sim.SimError, match=r"rank \d sent itself SIGUSR1, which would end all 2 simulated ranks"):
+            sim.run(each, 2)
+    assert (os.kill, signal.raise_signal) == (kill, before)
+
+
+def test_seam_main_thread():
+    before = threading.main_thread, threading.enumerate, threading.active_count
+
+    def body() -> tuple:
+        go = threading.Event()
+        helper = threading.Thread(target=go.wait)
+        with as_main_thread(this_thread.context.view):
+            helper.start()
+            dist.barrier()
+            seen = threading.enumerate()
+            mine = threading.current_thread()
+            answer = threading.main_thread() is mine, mine.name, seen == [mine, helper], threading.active_count()
+        go.set()
+        helper.join()
+        return answer
+
+    with script_world(3) as world:
+        assert world.run(body) == [(True, "MainThread", True, 2)] * 3
+    assert (threading.main_thread, threading.enumerate, threading.active_count) == before
+    assert len(sim.run(threading.enumerate, 2)[0]) > 2, "where no script runs, ranks are threads like others"
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_seam_profiler(tmp_path):
+    profiler = torch.autograd.profiler
+    before = profiler._prepare_profiler, profiler._enable_profiler, profiler._disable_profiler
+    done = []
+
+    def body() -> int:
+        file = tmp_path / f"{dist.get_rank()}.json"
+        with torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=2)) as profile:
+            for _ in range(4):
+                x = torch.ones(4) * 2
+                dist.all_reduce(x)
+                profile.step()
+        profile.export_chrome_trace(str(file))
+        assert (len(profile.events()) > 0) == ("aten::mul" in file.read_text())
+        profile.key_averages().table()
+        done.append(dist.get_rank())
+        return len([each for each in profile.events() if each.name == "aten::mul"])
+
+    with pytest.warns(UserWarning, match=r"the profile of rank \d stays empty: torch profiles rank \d already"):
+        counts = sim.run(body, 3)
+    assert sorted(counts) == [0, 0, 2], "its own operations only"
+
+    def leaves_it_running() -> int:
+        if dist.get_rank() == 1:
+            torch.profiler.profile().start()
+        return len(done)
+
+    sim.run(leaves_it_running, 2)
+    assert sim.run(lambda: torch.autograd._profiler_enabled(), 2) == [False, False]  # noqa: PLW0108 - asked on the rank
+    with torch.profiler.profile() as outside:
+        with pytest.warns(UserWarning, match="torch profiles the process already"):
+            assert sim.run(body, 1) == [0]
+        _ = torch.ones(4) * 2
+    assert [each.name for each in outside.events()].count("aten::mul") == 1
+    assert (profiler._prepare_profiler, profiler._enable_profiler, profiler._disable_profiler) == before
 
 
 # -- the group itself ------------------------------------------------------------------------------------------

@@ -85,6 +85,60 @@ def test_modules_of_the_user_are_each_ranks_own(run: Run, seed: int) -> None:
     assert not {"helper", "package", "package.part", "package.late"} & set(sys.modules)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_module_that_the_script_loads_from_a_file(run: Run, seed: int) -> None:
+    """As `importlib` shows it: the script puts it into `sys.modules` itself."""
+    source = """
+        import importlib.util, pickle
+        from pathlib import Path
+        dist.init_process_group("gloo")
+        path = Path(f"plugin_{rank}.py")
+        path.write_text(f"class Thing:\\n    rank = {rank}\\n")
+        spec = importlib.util.spec_from_file_location("plugin", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["plugin"] = module
+        spec.loader.exec_module(module)
+        dist.barrier()
+        import plugin
+        things = [None] * dist.get_world_size()
+        dist.all_gather_object(things, module.Thing())
+        print(plugin is module, [type(thing) is module.Thing for thing in things], plugin.Thing.rank)
+    """
+    code, out, err = run(source, "--show", "all", "--seed", str(seed))
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[rank {rank}] True [True, True] {rank}" for rank in range(2)]
+    assert "plugin" not in sys.modules
+
+
+def test_hooks_and_settings_of_a_process_are_each_ranks_own(run: Run) -> None:
+    source = """
+        import logging, tempfile, threading
+        dist.init_process_group("gloo")
+        heard = []
+        threading.excepthook = lambda args: heard.append(str(args.exc_value))
+        def fails(): raise ValueError(f"of rank {rank}")
+        thread = threading.Thread(target=fails)
+        dist.barrier()
+        thread.start()
+        thread.join()
+        if rank == 0:
+            sys.unraisablehook = sys.displayhook = sys.stdin = None
+            tempfile.tempdir = "/"
+            logging.setLoggerClass(type("Own", (logging.Logger,), {}))
+            logging.setLogRecordFactory(print)
+        dist.barrier()
+        own = sys.unraisablehook, sys.displayhook, sys.stdin
+        print(heard, own.count(None), tempfile.gettempdir() == "/", logging.getLoggerClass().__name__,
+              logging.getLogRecordFactory() is print)
+    """
+    code, out, err = run(source, "--show", "all")
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [
+        "[rank 0] ['of rank 0'] 3 True Own True",
+        "[rank 1] ['of rank 1'] 0 False Logger False",
+    ]
+
+
 def test_what_is_installed_is_shared(run: Run) -> None:
     source = """
         import colorsys, numpy, hyper_parallel
@@ -250,6 +304,7 @@ def test_what_fails_at_exit_is_shown_and_is_no_failure(run: Run) -> None:
     code, out, err = run(
         "import atexit; atexit.register(print, 'bye'); atexit.register(lambda: 1 / rank)", "--show", "0"
     )
+    assert run("import atexit; atexit.register(sys.exit, 5)")[0] == 0
     assert (code, out) == (0, "bye\n")
     assert err.startswith("[rank 0] Exception ignored in atexit callback: <function <lambda> at ")
     assert err.endswith("[rank 0] ZeroDivisionError: division by zero\n")
