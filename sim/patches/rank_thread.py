@@ -64,7 +64,12 @@ def on_helper_thread(helper: RankThread) -> Iterator[None]:
 
 
 def enter_rank(context: RankContext) -> None:
-    """Make the rank's groups known by name on the thread that is about to run it."""
+    """Make the rank's groups known by name on the thread that is about to run it, without autocast's cache.
+
+    That is the process's: the first rank to leave an autocast empties it for all, so that others cast weights anew in
+    their next forward, get gradients in another order, and reduce in another one.
+    """
+    torch.set_autocast_cache_enabled(False)
     for pg, name in context.c10d.pg_names.items():
         torch._C._distributed_c10d._register_process_group(name, pg)
 
@@ -85,6 +90,7 @@ def catch_up() -> None:
 def leave_rank() -> None:
     """Forget the rank's group names on this thread, which goes back to the pool, and end what profiles it."""
     end_profile()
+    torch.set_autocast_cache_enabled(True)
     torch._C._distributed_c10d._unregister_all_process_groups()
 
 

@@ -19,6 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import sim
+from hyper_parallel import full_tensor, hsdp
 from sim.observers.determinism import first_difference
 
 pytestmark = pytest.mark.sim
@@ -162,6 +163,26 @@ def test_each_rank_has_its_own(change, look, expected):
     assert torch.ones(1).device.type == "cpu"
     assert sim.run(torch.is_grad_enabled, 3) == [True] * 3, "and nothing of it is left for the next world"
     assert sim.run(lambda: torch.is_autocast_enabled("cpu"), 3) == [False] * 3
+
+
+def test_a_rank_that_leaves_autocast_first_does_not_change_the_order_of_others():
+    """torch keeps casts of weights for the process, and drops those of all ranks with the first that leaves."""
+
+    def body() -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Tanh()) for _ in range(3)])
+        for part in (*model, model):
+            hsdp(part)  # replicated: no gather lets ranks wait for each other
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                for micro in range(2):
+                    model(torch.full((2, 7), float(dist.get_rank() + micro))).float().square().mean().backward()
+        return [full_tensor(param.grad).norm().item() for param in model.parameters()]
+
+    for seed in range(3):
+        found = sim.run(body, 3, seed=seed)
+        assert found[0] == found[1] == found[2]
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_inference_mode_and_no_grad_around_a_collective():
