@@ -770,3 +770,24 @@ def test_unsharded_parameters_are_neither_stepped_nor_clipped():
 
         text = r"cannot clip gradients: parameter .* is not the one that has the gradient: reshard\(\) puts a sharded"
         fails_on_every_rank(clip, ValueError, text, communicates=True)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: fully_shard(m, mesh=mesh()), hsdp, lambda m: hsdp(m, threshold=0, use_eager_hook=False)]
+)
+def test_a_forward_that_runs_later_and_a_sparse_gradient(wrap):
+    class Yields(nn.Linear):
+        def forward(self, x):
+            yield super().forward(x)
+
+    expected = (
+        r"cannot run forward: it returns code that runs later, .*\n  unit: .*Yields; seen: a generator\n  try: return"
+    )
+    fails_on_every_rank(lambda: wrap(Yields(4, 4))(torch.ones(1, 4)), TypeError, expected, communicates=True)
+
+    def sparse():
+        model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+        wrap(model)(torch.arange(4)).sum().backward()
+
+    expected = r"cannot reduce gradients: the gradient of .* is sparse\n  seen: torch.sparse_coo"
+    fails_on_every_rank(sparse, RuntimeError, expected, communicates=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, ValuesView
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hyper_parallel.core.common.errors import explain
 
 
 class _CallListener(Protocol):
@@ -217,6 +220,22 @@ def _inside(leaf: Any) -> list[Any]:
     if isinstance(leaf, (list, tuple, set, frozenset, ValuesView)):
         return list(leaf)
     return list(getattr(leaf, "__dict__", {}).values())
+
+
+def refuse_lazy(module: nn.Module, output: Any) -> None:
+    """Refuse a forward whose code is yet to run, with shards.
+
+    Args:
+        module: of a unit.
+        output: what its forward has returned.
+
+    Raises:
+        TypeError: a generator or a coroutine.
+    """
+    if isinstance(output, (GeneratorType, CoroutineType, AsyncGeneratorType)):
+        asked, blame = "cannot run forward", "it returns code that runs later, when its parameters are shards again"
+        seen = f"unit: {type(module).__name__}; seen: a {type(output).__name__}"
+        raise TypeError(explain(asked, blame, seen, "return list(...) of what it yields"))
 
 
 def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:

@@ -31,6 +31,7 @@ from hyper_parallel.core.fully_shard.hooks import (
     cast,
     copy_aliases,
     mark_inputs,
+    refuse_lazy,
     restore_containers,
     tensors_in,
     watch_outputs,
@@ -489,6 +490,8 @@ class Unit:
             else:
                 hides = output is None and sys.exc_info()[0] is None  # None is also given where forward has raised
                 self._leave_forward(schedule, with_backward=bool(differentiable), hides=hides)
+        if self.buckets:
+            refuse_lazy(module, output)
         return output
 
     def interrupted(self) -> None:

@@ -34,6 +34,7 @@ from hyper_parallel.core.common.groups import on_wire
 from hyper_parallel.core.common.torch_compat import computes_again
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import FoundParameter, Grouping, make_buckets, own_modules
+from hyper_parallel.core.fully_shard.hooks import refuse_lazy
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, UnitOptions
@@ -133,6 +134,10 @@ class _Unsharded(torch.autograd.Function):
                 "seen: create_graph=True, for parameters of a cell",
             )
             hint = "create_graph=False, or autograd.grad(loss, [x], create_graph=True) for inputs only"
+            raise RuntimeError(explain(asked, blame, seen, hint))
+        if not torch.compiler.is_compiling() and gradients[0].layout is not torch.strided:
+            asked, seen = "hsdp cannot reduce gradients", f"seen: {gradients[0].layout} {tuple(gradients[0].shape)}"
+            blame, hint = "the gradient of a parameter of this shape is sparse", "nn.Embedding(sparse=False)"
             raise RuntimeError(explain(asked, blame, seen, hint))
         return None, _reduced(gradients[0], ctx.recipe).to(ctx.dtype), None
 
@@ -379,9 +384,12 @@ def _traced_class(base: Any, names: tuple[str, ...]) -> Any:
         unit.gathered = {}
         try:
             with unit.saving():
-                return super(traced, self).forward(*args, **kwargs)
+                output = super(traced, self).forward(*args, **kwargs)
         finally:
             unit.gathered = None
+        if names:  # other modules read their parameters in forwards of their own
+            refuse_lazy(self, output)
+        return output
 
     members: dict[str, Any] = {name: _reader(name) for name in names}
     members |= {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
