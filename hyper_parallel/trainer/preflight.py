@@ -446,7 +446,7 @@ def _is_log(path: Path) -> bool:
 
 def _check_folder(path: Path, what: str) -> None:
     asked, hint = f"cannot write {what} to '{path}'", "a folder that can be written to"
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
     if not there.is_dir():
         raise ValueError(explain(asked, f"'{there}' is no folder", f"folder: {path}", hint))
     if not os.access(there, os.W_OK | os.X_OK):

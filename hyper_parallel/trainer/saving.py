@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata
 from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
+from hyper_parallel.core.checkpoint.folders import is_complete
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.common.checks import check, check_paths
@@ -122,12 +124,12 @@ class Saver:
             raise
 
     def _load(self, files: Checkpointer) -> Progress | None:
-        failure: CheckpointError | None = None
+        failure: Exception | None = None
         found: tuple[Path | None, bool] = (None, False)
         if self.rank == 0:
             try:
                 found = _to_go_on_from(self.config, files)
-            except CheckpointError as error:
+            except (CheckpointError, ValueError) as error:
                 failure = error
         path, goes_back = Peers.of(None).agree(failure, found)[0]
         if path is None:
@@ -272,6 +274,12 @@ def _to_go_on_from(config: Config, files: Checkpointer) -> tuple[Path | None, bo
     torchrun starts a run anew with the same arguments: one that has gone back goes on from what it has saved since.
     """
     newest, step = files.latest(), config.checkpoint.resume_step
+    if newest is None and is_complete(files.root):
+        blame, seen = "it is a checkpoint, and not the folder of a run's", f"folder: {files.root}"
+        place = files.root.absolute()
+        number = place.name.removeprefix("step-").lstrip("0")
+        hint = f"--checkpoint-dir {shlex.quote(str(place.parent))}" + f" --resume-step {number}" * number.isdecimal()
+        raise ValueError(explain("cannot go on from this folder", blame, seen, hint))
     if step is None or (newest is not None and _has_gone_back(newest, step)):
         return newest, False
     return files.at(step), True

@@ -202,9 +202,8 @@ def _check_machines(nnodes: str, script: str, command: str) -> None:
 def _check_module(name: str, nproc: int, command: str) -> None:
     if find_module(name, [os.getcwd(), *sys.path]) is None:
         is_path = name.endswith(".py") or os.sep in name
-        better = (
-            f"{command} --nproc {nproc} {shlex.quote(name)}" if is_path else "it in the folder that the module is in"
-        )
+        alone = f"{command} --nproc {nproc} {shlex.quote(name)}"
+        better = alone if is_path else "it in the folder that the module is in"
         asked, blame = f"cannot run the module {name} on {nproc} ranks", "there is none in Python source"
         seen = f"-m: {name}, expected a module, or a package with a __main__.py, as for python -m"
         raise ValueError(explain(asked, blame, seen, better))

@@ -11,7 +11,7 @@ import pytest
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
-from hyper_parallel.trainer.config import Config, ExpertsConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import CheckpointConfig, Config, ExpertsConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.preflight import check_machine, least_memory, plan_run
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
@@ -314,6 +314,13 @@ def test_a_file_that_is_no_log_is_not_overwritten(tmp_path: Path) -> None:
     for text in ("", '{"step": 1, "loss": 2.0}\n'):
         file.write_text(text)
         check_machine(config, dims, 1, on_host=True)
+
+
+def test_a_link_that_leads_nowhere_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    config = Config(checkpoint=CheckpointConfig(str(tmp_path / "link")))
+    with pytest.raises(ValueError, match=r"cannot write checkpoints to '.*link': '.*link' is no folder\n"):
+        check_machine(config, ParallelDims(world_size=1), 1, on_host=True)
 
 
 def test_stages_are_told_as_they_are_typed() -> None:

@@ -449,6 +449,36 @@ def test_a_damaged_checkpoint_is_refused_and_not_passed_over(tmp_path: Path) -> 
         train(config.with_changes("train", {"steps": 2}))
 
 
+@pytest.mark.sim
+def test_a_checkpoint_is_not_taken_for_the_folder_of_a_run(tmp_path: Path) -> None:
+    """It was begun anew in there."""
+    run = tmp_path / "my run"
+    config = saving(run).with_changes("train", {"steps": 1})
+    train(config)
+    inside = replace(config, checkpoint=CheckpointConfig(str(run / "step-00000001")))
+    message = rf"it is a checkpoint, and not the folder of a run's\n.*\n  try: .*'{run}' --resume-step 1$"
+    with pytest.raises(ValueError, match=message):
+        run_to_go_on_from(inside)
+
+    def body() -> str:
+        with pytest.raises(ValueError, match=message) as caught:
+            train(inside)
+        return str(caught.value)
+
+    assert len(set(sim.run(body, 2))) == 1
+    assert not any(path.is_dir() for path in (run / "step-00000001").iterdir())
+
+
+def test_what_has_the_name_of_a_checkpoint_does_not_end_a_run(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").write_text("precious")
+    with pytest.warns(UserWarning, match="something else has that name"):
+        result = train(saving(tmp_path))
+    assert len(result.steps) == TINY.train.steps
+    assert not result.last_save_failed
+    assert len(result.save_failures) == 1
+    assert (tmp_path / "step-00000001").read_text() == "precious"
+
+
 def test_the_place_in_the_text_is_saved(tmp_path: Path) -> None:
     train(saving(tmp_path).with_changes("train", {"steps": 3}))
     extra = read_metadata(tmp_path / "step-00000003").extra

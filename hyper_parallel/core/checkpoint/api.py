@@ -156,7 +156,8 @@ def _begin(folder: Path, replace: bool, run: str | None) -> str:
                 raise CheckpointError(explain(asked, blame, seen, "another folder, or Checkpointer.load(...) first"))
         elif os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
             blame, hint = "something else has that name", "a name that is free"
-            raise ValueError(explain(asked, blame, f"there is: {folder}", hint))
+            kind = ValueError if run is None else CheckpointError  # of a run, which it should not end
+            raise kind(explain(asked, blame, f"there is: {folder}", hint))
         place.mkdir()
     except OSError as error:
         raise cannot_write(folder, place, error, 0, 0) from error
