@@ -915,6 +915,7 @@ def test_seam_signals():
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_signals_that_a_rank_sends_itself():
     kill, before = os.kill, signal.raise_signal
 
