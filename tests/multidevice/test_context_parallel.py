@@ -47,14 +47,14 @@ def full(dtype: torch.dtype, documents: bool) -> tuple[list[torch.Tensor], torch
     return drawn, torch.randint(0, 2, (2, 16), generator=generator) if documents else None
 
 
-def alone(dtype: torch.dtype, causal: bool, documents: bool) -> list[torch.Tensor]:
+def alone(dtype: torch.dtype, causal: bool, documents: bool, scale: float | None = None) -> list[torch.Tensor]:
     """The output and the gradients on one device, in float64."""
     drawn, ids = full(dtype, documents)
     q, k, v, grad = (x.double().requires_grad_() for x in drawn)
     seen = torch.ones(16, 16, dtype=torch.bool).tril(0 if causal else 16).expand(2, 1, 16, 16)
     if ids is not None:
         seen = seen & (ids[:, None, :, None] == ids[:, None, None])
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
     out.backward(grad)
     return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -84,6 +84,20 @@ def test_every_way_to_attend(ctx):
     for dtype in (ctx.float_dtype, torch.float16):
         check_attention(ctx, ContextParallel(mesh, 2), dtype, True, True)
         check_attention(ctx, ContextParallel(mesh, 1), dtype, True, False)
+
+
+@sim.ranks(4, backends=("sim",))
+def test_scales_that_are_not_positive(ctx):
+    """Of torch's kernel for the CPU a causal mask makes NaN with such a scale."""
+    mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("cp",))
+    for degree, scale, causal in itertools.product((1, 2, 4), (0.0, -0.5), (True, False)):
+        cp = ContextParallel(mesh, degree)
+        q, k, v, grad = (cp.split(x, dim=2).requires_grad_() for x in full(torch.float64, documents=False)[0])
+        out = cp.attend(q, k, v, is_causal=causal, scale=scale)
+        out.backward(grad)
+        expected = alone(torch.float64, causal, documents=False, scale=scale)
+        for name, found, wanted in zip("oqkv", (out.detach(), q.grad, k.grad, v.grad), expected, strict=True):
+            close(found, cp.split(wanted, dim=2), f"{name} {cp} {scale=} {causal=}")
 
 
 @sim.ranks(4)

@@ -148,6 +148,8 @@ class ContextParallel:
         degree, ids = self.ulysses_degree, self._all_documents(documents)
         q, k, v = self._to_heads(q, k, v)
         scale = _default_scale(q.shape[-1]) if scale is None else scale
+        if is_causal and scale <= 0:  # torch's kernel hides scores before it scales them: -inf becomes NaN, or inf
+            q, scale = q * scale, 1.0
         if self.ring_degree > 1:
             out = ring_attention(q, k, v, AttentionCall(self._ring, is_causal, scale, ids))
         else:
