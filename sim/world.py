@@ -50,7 +50,7 @@ from sim.patches import install, rank_thread
 from sim.patches.devices import KINDS, has_named
 from sim.patches.dtensor import clear_thread_caches, thread_has_caches
 from sim.patches.process_groups import new_c10d_state
-from sim.patches.rank import Host, RankContext, copy_of_filters, enter_filters, leave_filters
+from sim.patches.rank import Host, RankContext, copy_of_filters, enter_filters, forget_settings, leave_filters
 from sim.patches.torch_modules import enter_hooks, leave_hooks
 from sim.script.failure import device_hint, exit_hint
 from sim.script.packages import SharedReferences, check_own
@@ -417,6 +417,7 @@ class World:
             enter_filters(process_filters)
             leave_hooks()
             enter_hooks(process_hooks)
+            forget_settings(self.host)
             torch.set_num_threads(self.host.process_threads)  # a rank's setting is also that of threads yet to come
             groups = self.network.groups.values()
             slots = [slot for group in groups for slot in group.slots.values()]

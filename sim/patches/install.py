@@ -19,6 +19,7 @@ from sim.patches.locks import EVENT_LOOP_PATCHES, LOCK_PATCHES
 from sim.patches.process import PROCESS_PATCHES
 from sim.patches.process_groups import PROCESS_GROUP_PATCHES
 from sim.patches.rank import MESSAGE_PATCHES, Host, Undo
+from sim.patches.settings import SETTING_PATCHES
 from sim.patches.torch_modules import MODULE_PATCHES
 
 PATCHES: tuple[Callable[[Host], Undo], ...] = (
@@ -28,6 +29,7 @@ PATCHES: tuple[Callable[[Host], Undo], ...] = (
     *LATE_PATCHES,
     *PROCESS_PATCHES,
     *MODULE_PATCHES,
+    *SETTING_PATCHES,
     *MESSAGE_PATCHES,
     *LOCK_PATCHES,
     *HELPER_PATCHES,

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,6 +79,13 @@ class Generators:
         return np.random.RandomState(np.random.MT19937(self._seed))
 
 
+class Setting(NamedTuple):
+    """A setting of the process: how to read it, and how to set it to what was read."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
 class Host:
     """The process that hosts the ranks of a world, as its patches see it.
 
@@ -96,6 +103,7 @@ class Host:
         contexts: The ranks that are run.
         folder: Of the script that the ranks run, if they run one.
         op_handlers: How DTensors are dispatched by ranks that are not inside of `loss_parallel`.
+        settings: Those that some rank has changed, and what they were before.
         process_threads: Threads that torch used inside of one operation before the ranks began.
         watching: Modes of torch that every thread of a rank has to be in, besides those of its device.
         platform: Makes what ranks are answered that ask for their device.
@@ -124,6 +132,7 @@ class Host:
         self.contexts: list[RankContext] = []
         self.folder = ""
         self.op_handlers: Any = None
+        self.settings: dict[Setting, Any] = {}
         self.process_threads = 1
         self.watching: Sequence[Callable[[Endpoint], AbstractContextManager[None]]] = ()
         self.platform: Callable[[], SimPlatform] = lambda: SimPlatform(device, self.map_device, network.backend)
@@ -139,6 +148,7 @@ class RankContext(Endpoint):
         rng_state: State of torch's default CPU generator while the rank does not run.
         generators: Its default generators of `random` and numpy.
         filters: Its warning filters while it does not run; each run begins with the process's.
+        settings: What it has made of settings of the process, while it does not run.
         hooks: Its hooks on all modules and optimizers while it does not run; each run begins with the process's.
         op_handlers: How DTensors are dispatched while it is inside of `loss_parallel`.
         modules: The modules that it does not share.
@@ -156,6 +166,7 @@ class RankContext(Endpoint):
         self.rng_state = torch.Generator().manual_seed(seed).get_state()
         self.generators = Generators(seed)
         self.filters = copy_of_filters()
+        self.settings: dict[Setting, Any] = {}
         self.hooks: Hooks | None = None
         self.op_handlers: Any = None
         self.modules = OwnModules(host.references)
@@ -176,6 +187,8 @@ class RankContext(Endpoint):
             self.shared.leave()
         self.rng_state = torch.default_generator.get_state()
         self.filters, self.hooks = leave_filters(), leave_hooks()
+        for setting in self.host.settings:
+            self.settings[setting] = setting.read()
         if self.op_handlers is not None:
             use_op_handlers(self, leaving=True)
         if self.view is not None:
@@ -189,11 +202,22 @@ class RankContext(Endpoint):
         torch.default_generator.set_state(self.rng_state)
         enter_filters(self.filters)
         enter_hooks(self.hooks)
+        for setting, before in self.host.settings.items():
+            setting.write(self.settings.get(setting, before))
         if self.op_handlers is not None:
             use_op_handlers(self)
         if self.view is not None:
             self.view.enter()
         self.modules.enter()
+
+
+def forget_settings(host: Host) -> None:
+    """Let the process have the settings that it had before its ranks ran."""
+    for setting, before in host.settings.items():
+        setting.write(before)
+    host.settings.clear()
+    for context in host.contexts:
+        context.settings.clear()
 
 
 def use_op_handlers(context: RankContext, *, leaving: bool = False) -> None:

@@ -947,6 +947,20 @@ def test_signals_that_a_rank_sends_itself():
     assert (os.kill, signal.raise_signal) == (kill, before)
 
 
+def test_seam_settings():
+    """What it is for is in `test_sim_isolation.py`."""
+    before = torch._C._set_default_dtype, torch.set_anomaly_enabled, os.chdir
+    with sim.world(2) as world:
+        assert torch._C._set_default_dtype is not before[0]
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert world.run(torch.get_default_dtype) == [torch.float64] * 2
+            assert torch.get_default_dtype() == torch.float64, "outside of ranks it stays set"
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert (torch._C._set_default_dtype, torch.set_anomaly_enabled, os.chdir) == before
+
+
 def test_seam_main_thread():
     before = threading.main_thread, threading.enumerate, threading.active_count
 

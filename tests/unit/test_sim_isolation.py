@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import sim
@@ -199,16 +204,91 @@ def test_inference_mode_and_no_grad_around_a_collective():
         assert sim.run(body, 3, seed=seed) == expected
 
 
-def test_the_default_dtype_is_the_process_s():
-    """As the docs say: torch keeps it for the whole process."""
+@contextlib.contextmanager
+def changed(write: Callable[[Any], None], read: Callable[[], Any], value: Any) -> Iterator[None]:
+    before = read()
+    write(value)
     try:
-        seen = sim.run(
-            lambda: (dist.barrier(), torch.set_default_dtype(torch.float64), dist.barrier(), torch.ones(1).dtype)[-1], 2
-        )
-        assert seen == [torch.float64] * 2
-        assert torch.get_default_dtype() == torch.float64
+        yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        write(before)
+
+
+SETTINGS = {  # a block that changes a setting, and what reads it
+    "default dtype": (
+        lambda: changed(torch.set_default_dtype, torch.get_default_dtype, torch.float64),
+        lambda: torch.ones(1).dtype,
+    ),
+    "attention": (lambda: sdpa_kernel(SDPBackend.MATH), torch.backends.cuda.flash_sdp_enabled),
+    "order": (
+        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+        torch._C._get_sdp_priority_order,
+    ),
+    "anomalies": (torch.autograd.detect_anomaly, torch.is_anomaly_enabled),
+    "deterministic": (
+        lambda: changed(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode, 1),
+        torch.is_deterministic_algorithms_warn_only_enabled,
+    ),
+    "checkpoint": (
+        lambda: checkpoint.set_checkpoint_early_stop(False),
+        lambda: checkpoint._enable_checkpoint_early_stop,
+    ),
+    "debugging": (lambda: checkpoint.set_checkpoint_debug_enabled(True), lambda: checkpoint._checkpoint_debug_enabled),
+    "parametrizations": (lambda: parametrize.cached(), lambda: parametrize._cache_enabled),  # noqa: PLW0108 - as it is then
+    "working folder": (lambda: contextlib.chdir("/"), os.getcwd),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.skipif(not hasattr(contextlib, "chdir"), reason="contextlib has no chdir before Python 3.11")
+@pytest.mark.parametrize(("block", "read"), SETTINGS.values(), ids=SETTINGS)
+def test_a_setting_that_ranks_change_while_others_wait(block, read):
+    def body() -> tuple:
+        seen = []
+        with contextlib.ExitStack() as stack:
+            for turn in range(4):  # ranks enter and leave in one order, not the other way round
+                if turn == dist.get_rank():
+                    stack.enter_context(block())
+                seen.append(read())
+                dist.barrier()
+            for turn in range(4):
+                if turn == dist.get_rank():
+                    stack.close()
+                seen.append(read())
+                dist.barrier()
+        return tuple(seen)
+
+    before = read()
+    with block():
+        inside = read()
+    for seed in range(2):
+        with sim.world(3, seed=seed) as world:
+            for _ in range(2):
+                results = world.run(body)
+                expected = [[before] * rank + [inside] * 4 + [before] * (4 - rank) for rank in range(3)]
+                assert results == list(map(tuple, expected))
+                assert read() == before
+
+
+def test_a_setting_that_a_rank_leaves_changed_ends_with_the_run(tmp_path):
+    def body() -> tuple:
+        rank = dist.get_rank()
+        folder = tmp_path / f"{rank}"
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        torch.set_float32_matmul_precision("high" if rank else "highest")
+        dist.barrier()
+        seen = os.getcwd() == str(folder), torch.get_float32_matmul_precision()
+        if rank:
+            folder.rmdir()  # nobody can return to it
+        dist.barrier()
+        return seen
+
+    before = os.getcwd(), torch.get_float32_matmul_precision()
+    with sim.world(2) as world:
+        assert world.run(body) == [(True, "highest"), (True, "high")]
+        assert (os.getcwd(), torch.get_float32_matmul_precision()) == before
+        assert world.run(os.getcwd) == [before[0]] * 2
 
 
 def test_a_rank_that_draws_more_does_not_move_the_others():
