@@ -334,9 +334,12 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
             hint = "[data] mask_prompts = false, or a tokenizer with another template"
             raise ValueError(explain(asked, blame, f"message: {message!r}"[:200], hint))
         alone = render(messages[: index + 1])
-        ending = alone[alone.rfind(content) + len(content) :]  # the mark that ends a turn
-        end = place + len(content)
-        end += len(ending) if whole.startswith(ending, end) else 0
+        if whole.startswith(alone) and alone.startswith(before):  # content may be in the mark: "end" in "<|end|>"
+            end = len(alone)
+        else:
+            ending = alone[alone.rfind(content) + len(content) :]  # the mark that ends a turn
+            end = place + len(content)
+            end += len(ending) if whole.startswith(ending, end) else 0
         spans += [_Span(_utf8(whole[done : len(before)]), False), _Span(_utf8(whole[len(before) : end]), True)]
         done = end
     return _Text([*spans, _Span(_utf8(whole[done:]), not data.mask_prompts)], is_rendered=True)
@@ -367,12 +370,16 @@ def _encoder(folder: str) -> _Encode:
         parts = [span.text.decode(errors="replace") for span in text.spans]
         options = {"add_special_tokens": not text.is_rendered, "return_offsets_mapping": True, "verbose": False}
         found = tokenizer("".join(parts), **options)
-        ids, starts = found["input_ids"], [start for start, _ in found["offset_mapping"]]
-        if not text.is_rendered and tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-            ids, starts = [*ids, tokenizer.eos_token_id], [*starts, sum(map(len, parts))]
-        ends = np.cumsum([len(part) for part in parts])  # a token is of the part that it begins in
-        where = np.searchsorted(ends, starts, side="right").clip(max=len(parts) - 1)
-        return _marked(np.array(ids, dtype=np.int32), np.array([span.counts for span in text.spans])[where])
+        ids, places = found["input_ids"], [(start, max(start, end - 1)) for start, end in found["offset_mapping"]]
+        if not text.is_rendered and tokenizer.eos_token_id is not None:
+            has_end = ids[-1:] == [tokenizer.eos_token_id]  # of which some tokenizers say that it is at 0
+            ids, places = ids if has_end else [*ids, tokenizer.eos_token_id], places[:-1] if has_end else places
+            places = [*places, (sum(map(len, parts)),) * 2]
+        # A token may begin in a prompt and end in what completes it, as " Paris" after "The capital is ".
+        ends = np.cumsum([len(part) for part in parts])
+        where = np.searchsorted(ends, np.array(places).reshape(-1, 2), side="right").clip(max=len(parts) - 1)
+        counts = np.array([span.counts for span in text.spans])[where].any(axis=1)
+        return _marked(np.array(ids, dtype=np.int32), counts)
 
     return encode
 

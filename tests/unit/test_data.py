@@ -238,14 +238,24 @@ CHAT = (
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Any:
     """A tokenizer of transformers, in a folder: bytes, and three special tokens."""
+    return made_tokenizer(tmp_path)
+
+
+def made_tokenizer(tmp_path: Path, joined: tuple[str, ...] = (), *, ends: bool = False) -> Any:
+    """Make a tokenizer that may join a space and a letter, and write the end of a document itself."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
-    words = {word: number for number, word in enumerate([*special, *sorted(alphabet)])}
-    plain = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # as ByteLevel has it
+    joined = tuple(f"{space}{letter}" for letter in joined)
+    words = {word: number for number, word in enumerate([*special, *sorted(alphabet), *joined])}
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE(words, [(each[0], each[1]) for each in joined]))
     plain.add_special_tokens(special)
     plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = tokenizers.decoders.ByteLevel()
+    if ends:
+        own = [("<|end|>", 0)]
+        plain.post_processor = tokenizers.processors.TemplateProcessing(single="$A <|end|>", special_tokens=own)
     found = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|end|>")
     found.chat_template = CHAT
     found.save_pretrained(tmp_path / "tokenizer")
@@ -274,6 +284,16 @@ def test_what_the_assistant_says_counts(tokenizer: Any, tmp_path: Path) -> None:
         load_corpus(DataConfig(path))
 
 
+@pytest.mark.parametrize("said", ["d", "end", "|", ">", "", "<|end|>"])
+def test_the_mark_that_ends_a_turn_counts_whatever_is_said(tokenizer: Any, tmp_path: Path, said: str) -> None:
+    turns = [("user", "which one?"), ("assistant", said), ("user", "and now?"), ("assistant", "none")]
+    path = lines(tmp_path / "x.jsonl", {"messages": [{"role": role, "content": text} for role, text in turns]})
+    whole, counted = read(tokenizer, DataConfig(path, tokenizer=str(tmp_path / "tokenizer")))
+    first = f"<|user|>which one?<|end|><|assistant|>{said}<|end|>"
+    assert whole == f"{first}<|user|>and now?<|end|><|assistant|>none<|end|>"
+    assert counted == f"{said}<|end|>none<|end|>"
+
+
 def test_completions_count_and_documents_end(tokenizer: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "tokenizer")
     path = lines(tmp_path / "x.jsonl", {"prompt": "1 + é = ", "completion": "3"})
@@ -287,6 +307,15 @@ def test_completions_count_and_documents_end(tokenizer: Any, tmp_path: Path) -> 
     corpus = load_corpus(DataConfig(str(tmp_path / "text"), tokenizer=folder))
     assert tokenizer.decode(np.concatenate([corpus.train, corpus.valid])) == "abc " * 50 + "<|end|>"
     assert corpus.largest() < len(tokenizer)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_token_that_begins_in_the_prompt_counts_with_its_completion(tmp_path: Path, ends: bool) -> None:
+    """Or an answer of one word would never be a target; and a tokenizer says of an end that it adds that it is at 0."""
+    words = made_tokenizer(tmp_path, ("P",), ends=ends)
+    path = lines(tmp_path / "x.jsonl", {"prompt": "The capital is ", "completion": "Paris"})
+    data = DataConfig(path, tokenizer=str(tmp_path / "tokenizer"))
+    assert read(words, data) == ("The capital is Paris<|end|>", " Paris<|end|>")
 
 
 def test_ignored_prompts_are_read_and_are_no_targets() -> None:
