@@ -303,6 +303,25 @@ def test_batches_of_other_shapes():
     assert last == (pytest.approx([rows * one for rows in (2, 6, 4, 6)]), 5 * 2)
 
 
+def test_steps_under_autocast_and_evaluations_without():
+    """What goes between stages is bfloat16 in the ones, float32 in the others."""
+
+    def body() -> list[float]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        run = Pipeline([two_linears(mesh.get_local_rank())], mesh, "1f1b", 2, squares)
+        rows, targets, losses = torch.ones(4, 4), torch.zeros(4, 4), []
+        for enabled in (True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                losses += [run.step(rows, targets).item(), run.eval(rows, targets).item()]
+        return losses
+
+    model, expected = nn.Sequential(two_linears(0), two_linears(1)), []
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            expected += [squares(model(torch.ones(4, 4)), torch.zeros(4, 4)).item()] * 2
+    assert sim.run(body, world_size=2)[1] == pytest.approx(expected, rel=1e-2)
+
+
 class Rotated(nn.Module):
     """Takes a tensor and a complex one, whose gradients and values may be conjugated views; returns such a pair."""
 

@@ -45,7 +45,7 @@ class _Runner:
     """Torch's schedule for batches of some shapes.
 
     Attributes:
-        key: the shapes and dtypes of a micro-batch.
+        key: the dtype of autocast, and the shapes and dtypes of a micro-batch.
         stages: of this rank.
         schedule: torch's.
     """
@@ -135,7 +135,7 @@ class Pipeline:
             check_split_backward(self.kind.name, self.stages, keep_gathered=keep_gathered)
         check_units(self.stages, self.group)
         self._owners = [rank_of_stage(schedule, stage, ranks, each) for stage in range(self.num_stages)]
-        self._known: dict[Any, list[tuple[Meta, ...]]] = {}  # what goes between stages, for inputs of some shapes
+        self._known: dict[Any, list[tuple[Meta, ...]]] = {}  # what goes between stages, by the key of a runner
         self._runners: dict[bool, _Runner] = {}
 
     @property
@@ -207,7 +207,7 @@ class Pipeline:
     def _whole_parameters(self, inputs: tuple[torch.Tensor, ...], *, training: bool) -> Iterator[_Runner]:
         """Have the parameters gathered during a step, and everything as it was after it, also if it fails."""
         runner: _Runner | None = None
-        key = tuple((tuple(each.shape), each.dtype) for each in inputs)
+        key = (_autocast_to(self.device), *((tuple(each.shape), each.dtype) for each in inputs))
         try:
             if key not in self._known:
                 self._hold(keep=True)
@@ -281,6 +281,13 @@ class Pipeline:
             raise ValueError(explain("cannot run the pipeline", blame, seen, hint))
         chunks = [each.chunk(self.micro_batches) for each in tensors]
         return list(zip(*chunks, strict=True))
+
+
+def _autocast_to(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast, of which stages may return values; None: it is off."""
+    kind = device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def _first(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
