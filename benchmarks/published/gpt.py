@@ -129,6 +129,11 @@ class GPTConfig:
         return self.intermediate_size or 4 * self.hidden_size
 
     @property
+    def joins_qkv(self) -> bool:
+        """Whether one matrix makes queries, keys and values."""
+        return True
+
+    @property
     def is_gated(self) -> bool:
         """Whether the feed-forward has a third matrix."""
         return self.activation in ("swiglu", "geglu")

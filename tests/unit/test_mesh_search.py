@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from torch import nn
 
 from benchmarks.published.gpt import GPTConfig, GPTSpec, gpt_tiny
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.cost import Pricing, UnknownOperation
@@ -263,6 +265,33 @@ def test_the_guess_of_a_pipeline_knows_its_fullest_rank_and_its_messages() -> No
     assert guess((2,) * 16, 8) > 1.02 * bubbles * guess((8,) * 4, 2), "messages take some of what the bubble gives"
 
 
+@pytest.mark.parametrize("layers", [None, (6, 2), (1, 1, 3, 3), (1, 1, 5, 1)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
+def test_the_guess_of_a_pipeline_waits_as_its_schedule_does(schedule: str, layers: tuple[int, ...] | None) -> None:
+    """Where nothing but compute takes time: fewer micro-batches than ranks, and rounds of more of them, too.
+
+    What a schedule takes is counted in layers, which take as long as all of its micro-batches on one device.
+    """
+    shape = Shape(8, 1024, 4096, 8, 8, 128, vocab=0, parameters=10**8, flops_per_token=6e8)
+    machine = dataclasses.replace(H100, inside=math.inf, between=math.inf)
+    several = schedule in ("interleaved", "looped-bfs")
+    counts = (1, 2, 4) if several and layers is None else (1,)
+    tried = set()
+    for ranks, each, parts in itertools.product((2, 4, 8), counts, (1, 2, 3, 6, 8, 9)):
+        recipe = Recipe(schedule=schedule, microbatches=parts, stages_per_rank=each if several else None)
+        one = Candidate(ParallelDims(pp=ranks, world_size=ranks), recipe, parts, layers)
+        sizes = [8 / ranks / each] * ranks * each if layers is None else layers
+        if len(sizes) != ranks * each or ranks * each > 8:
+            continue
+        with contextlib.suppress(ValueError):
+            find_schedule(schedule).check_micro_batches(parts, ranks, ranks * each)
+            alone = dataclasses.replace(one, dims=ParallelDims(), layers_per_stage=None)
+            waits = guess_seconds(shape, one, 1024, machine) / guess_seconds(shape, alone, 1024, machine)
+            assert waits * 8 * parts == pytest.approx(least_time(one, sizes, [0.0] * len(sizes), 0.0)), one
+            tried.add(parts < ranks)
+    assert True in tried or schedule == "1f1b"
+
+
 @pytest.mark.parametrize(
     ("degrees", "speed"), [({"pp": 2, "dp_shard": 8}, "between"), ({"pp": 4, "dp_shard": 4}, "inside")]
 )
@@ -431,6 +460,58 @@ def test_the_guess_of_a_pipeline_knows_that_gradients_wait_for_its_last_micro_ba
     peak = estimate(model, dims, 4, 1024, "h100-sxm", recipe).memory.peak
     guessed = guess_memory(shape_of(find_model(model), 1024), Candidate(dims, recipe, 4), 1024)
     assert guessed == pytest.approx(peak, rel=0.1), "without them it is 0.82 of it"
+
+
+def test_gradients_of_a_stage_that_is_through_do_not_wait_for_the_others() -> None:
+    """With fewer micro-batches than two for each rank, a stage is through before the one before it begins backward."""
+    model = LlamaConfig(**_SIZES, num_key_value_heads=4, intermediate_size=5632)
+    dims, peaks, guesses = ParallelDims(pp=2, dp_shard=4, world_size=8), [], []
+    for parts in (3, 4):
+        recipe = Recipe(microbatches=parts, schedule="interleaved", checkpointing="full", loss="compiled")
+        peaks.append(estimate(model, dims, parts, 512, "h100-sxm", recipe).memory.peak)
+        guesses.append(guess_memory(shape_of(find_model(model), 512), Candidate(dims, recipe, parts), 512))
+    assert guesses[1] - guesses[0] == pytest.approx(peaks[1] - peaks[0], rel=0.3)
+    assert peaks[1] - peaks[0] > 0.1 * peaks[0]
+
+
+_TOKENS = {"fused_loss": True}  # are most of it, and not logits
+_FLOAT8 = {"float8": True, "compile": True}
+_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_intermediate_size": 2048}
+_MOE = MoEConfig(**_SIZES, **_EXPERTS, num_key_value_heads=4, intermediate_size=5632)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "batch", "recipe", "layers"),
+    [
+        ("not gated", {"dp_shard": 4}, 8, {"checkpointing": "alternate", **_TOKENS}, None),
+        ("not gated", {"tp": 4}, 8, {"checkpointing": "alternate", "loss": "compiled"}, None),
+        ("no bias", {"dp_shard": 4}, 8, {"checkpointing": "alternate", **_TOKENS}, None),
+        ("gated", {"dp_shard": 4}, 8, {"checkpointing": "alternate", "checkpoint_every": 2, **_TOKENS}, None),
+        ("gated", {"tp": 4}, 8, {"checkpointing": "selective", "loss": "compiled"}, None),
+        ("gated", {"tp": 4}, 8, {"checkpointing": "alternate", "loss": "compiled"}, None),
+        ("gated", {"dp_shard": 4}, 2, {**_FLOAT8, **_TOKENS}, None),
+        ("gated", {"tp": 4}, 8, {**_FLOAT8, "loss": "compiled"}, None),
+        ("gated", {"pp": 2, "dp_shard": 2}, 8, {**_FLOAT8, "microbatches": 8}, None),
+        ("gated", {"dp_shard": 4}, 8, {"checkpointing": "full", "float8": True, **_TOKENS}, None),
+        ("gated", {"dp_shard": 4}, 4, {"norm": "eager", **_TOKENS}, None),
+        ("gated", {"dp_shard": 4}, 4, {"checkpointing": "full", "loss": "eager-kept"}, None),
+        ("gated", {"pp": 2, "tp": 2}, 4, {"checkpointing": "full"}, None),
+        ("gated", {"pp": 2, "dp_shard": 2}, 8, {"microbatches": 4}, (3, 1)),
+        ("gated", {"pp": 2}, 3, {"schedule": "interleaved", "checkpointing": "selective"}, None),
+        ("experts", {"ep": 4}, 4, _TOKENS, None),
+        ("experts", {"ep": 4}, 4, {"checkpointing": "selective", **_TOKENS}, None),
+    ],
+)
+def test_the_guess_of_memory_knows_what_blocks_keep(
+    model: str, degrees: dict[str, int], batch: int, recipe: dict[str, Any], layers: tuple[int, ...] | None
+) -> None:
+    no_bias = GPTSpec("gpt", GPTConfig(**_SIZES, bias=False, max_seq_len=4096))
+    config = {"no bias": no_bias, "experts": _MOE, "not gated": _GUESSED["scores"][0]}.get(model, _GUESSED["gated"][0])
+    dims, how = ParallelDims(**degrees, world_size=math.prod(degrees.values())), Recipe(**recipe)
+    rest = {} if layers is None else {"layers_per_stage": layers}
+    peak = estimate(config, dims, batch, 4096, "h100-sxm", how, **rest).memory.peak
+    guessed = guess_memory(shape_of(find_model(config), 4096), Candidate(dims, how, batch, layers), 4096)
+    assert guessed == pytest.approx(peak, rel=0.065)
 
 
 def test_sums_that_wait_for_replicas_are_bounded_in_the_dtype_of_the_reduction() -> None:

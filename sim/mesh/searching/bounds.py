@@ -8,9 +8,12 @@ of a sequence.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
+from hyper_parallel.core.activations.api import ActivationPolicy
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.metrics import least_kept
@@ -109,8 +112,9 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     standing = gradients = 0.0
     for parameters, shards in ((dense, dims.dp_shard * dims.ep * dims.cp), (experts, dims.expert_shards)):
         if recipe.zero >= 2:
-            whole = computed if (recipe.zero == 2 or dims.pp > 1) and shards > 1 else 0  # a stage keeps what it gathers
-            standing += parameters * ((weights + moments) / shards + whole)
+            # A stage keeps what it gathers, or with one shard casts.
+            is_whole = (shards > 1 and recipe.zero == 2) or (dims.pp > 1 and (shards > 1 or has_master))
+            standing += parameters * ((weights + moments) / shards + is_whole * computed)
             gradients += parameters * weights / shards
         else:
             kept = moments + (4 if has_master else 0)
@@ -166,67 +170,204 @@ def _under_way(candidate: Candidate) -> int:
 def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     """Return about how many bytes the fullest rank allocates, to order candidates by.
 
-    Per token and block without checkpointing what matrix products, attention, norms and the activation keep for
-    backward; selectively checkpointed, the results of matrix products and attention. Float8 products keep what went in
-    as it came. On top of that the larger of two moments: the loss, of each logit 12 bytes, less where it is the
-    library's or compiled; or a block's backward, with the gradients of one block and two gathered ones. What is
-    outside of blocks is gathered all the time. Gradients that wait for a reduction are kept in the dtype of it.
+    It is the most of these moments, of each rank of a pipeline with its own layers and micro-batches:
+
+    - the loss: all that blocks keep for backward, and of each logit the bytes that the loss says;
+    - backward of a block: what blocks keep, what this one computes again beyond it, and its gradients. ZeRO-3 has two
+      gathered blocks and the gradients of one, and what is outside of blocks is gathered all the time;
+    - backward of a pipeline's stage at its first block: its activations are gone, and the gradients of all of it are
+      there in the dtype of computing, until they are added to those that wait in the dtype of the reduction;
+    - the end of backward: all reduced gradients, with the first block's backward, or with the gradients of embedding
+      and head and their copy in the dtype of the reduction.
     """
-    dims, recipe = candidate.dims, candidate.recipe
-    width, tokens = _BYTES[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
-    layers = -(-shape.layers // dims.pp)
     kept, at_work = _guess_of_block(shape, candidate, seq_len)
-    policy = recipe.activations
-    checkpointed = sum(map(policy.takes, range(layers)))
-    per_layer = min(2 / max(checkpointed, 1), 1.0) * kept[policy.kind] if policy.offload else kept[policy.kind]
-    in_layers = checkpointed * per_layer + (layers - checkpointed) * kept["none"]
-    held, in_block, in_loss = tokens * in_layers * _blocks_under_way(candidate), tokens * at_work, 0.0
-    if not recipe.fused_loss:
-        in_loss = tokens * shape.vocab / dims.tp * {"compiled": 4, "library": 8}.get(recipe.loss, 12)
-    dense, experts = _on_a_rank(shape, candidate)
-    if dims.dp_shard * dims.ep * dims.cp > 1 and recipe.zero >= 2:
-        in_block += (dense + experts) / max(layers, 1) * 4
-        if recipe.zero == 3 and dims.pp == 1:
-            in_block += (dense + experts) / max(layers, 1) * 2 * width
-            held += 2 * shape.vocab * shape.hidden / dims.tp * width
-    # Only the last stage has logits, and of activations only those of one micro-batch.
-    bytes_ = held + max(in_block, in_loss) if dims.pp == 1 else max(held + in_block, held / dims.pp + in_loss)
-    standing, gradients = _state(shape, candidate)
-    if _gradients_wait(candidate):
-        return standing + bytes_ + (dense + experts) * _BYTES[recipe.reduce_dtype]
-    return _together((standing, gradients), bytes_, candidate)
+    if candidate.dims.pp == 1:
+        return _guess_of_rank(shape, candidate, seq_len, 0, [shape.layers], kept, at_work)
+    own: list[list[int]] = [[] for _ in range(candidate.dims.pp)]
+    for owner, layers in zip(owners_of(candidate), layers_of_stages(shape.layers, candidate), strict=True):
+        own[owner].append(len(layers))
+    return max(_guess_of_rank(shape, candidate, seq_len, *each, kept, at_work) for each in enumerate(own))
 
 
-def _guess_of_block(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[dict[str, float], float]:
-    """Return bytes that a block keeps of a token at each level of checkpointing, and what its backward works with.
+def _guess_of_rank(
+    shape: Shape,
+    candidate: Candidate,
+    seq_len: int,
+    rank: int,
+    own: Sequence[int],
+    kept: Mapping[str, float],
+    at_work: Mapping[str, float],
+) -> float:
+    """Return about how many bytes a rank of a pipeline allocates.
 
-    Attention by matrix products has a score for each pair of tokens: see `zoo.MathAttention` for its bytes.
+    Args:
+        shape: of the model.
+        candidate: that it belongs to.
+        seq_len: tokens of a sequence.
+        rank: along the pipeline.
+        own: layers of each of its stages.
+        kept: of a block and token, by the level of checkpointing.
+        at_work: likewise.
     """
+    dims, recipe, policy = candidate.dims, candidate.recipe, candidate.recipe.activations
+    width, reduced = _BYTES[recipe.param_dtype], _BYTES[recipe.reduce_dtype]
+    tokens, mean = candidate.batch // candidate.parts * seq_len / dims.cp, sum(_on_a_rank(shape, candidate))
+    owners, ends = owners_of(candidate), min(shape.vocab * shape.hidden / dims.tp, mean * dims.pp / 2)
+    block = (mean * dims.pp - 2 * ends) / max(shape.layers, 1)
+    parameters = sum(own) * block + ends * ((rank == owners[0]) + (rank == owners[-1]))
+    standing, gradients = (parameters / max(mean, 1) * each for each in _state(shape, candidate))
+
+    checkpointed = sum(_checkpointed(policy, layers) for layers in own)
+    plain = sum(own) - checkpointed
+    per_layer = min(2 / max(checkpointed, 1), 1.0) * kept[policy.kind] if policy.offload else kept[policy.kind]
+    of_batch = tokens * (checkpointed * per_layer + plain * kept["none"])
+    of_batch += plain * block if recipe.float8 and recipe.compile else 0  # of weights that are cast in forward
+    held = of_batch * _under_way_on(candidate, rank)
+    in_block, in_loss, at_end = tokens * at_work[policy.kind if policy.takes(own[-1] - 1) else "none"], 0.0, 0.0
+    if rank == owners[-1] and not recipe.fused_loss:
+        in_loss = tokens * (shape.vocab / dims.tp * _bytes_of_logit(candidate) + shape.hidden * width)
+
+    wait, waiting = _gradients_wait(candidate), parameters * reduced
+    is_sharded = recipe.zero >= 2 and dims.dp_shard * dims.ep * dims.cp > 1
+    if wait and dims.pp > 1:
+        in_block += max(parameters * width - of_batch, 0.0) / len(own)
+        if not find_schedule(recipe.schedule).begins_all_stages(candidate.parts, dims.pp):
+            waiting = waiting / len(own) + gradients * (1 - 1 / len(own))
+    elif is_sharded:
+        in_block += block * (width if wait else 4)
+    if is_sharded and dims.pp == 1:
+        outside = 2 * ends * width if recipe.zero == 3 else 0.0
+        in_block += 2 * block * width if recipe.zero == 3 else 0.0
+        held += outside
+        at_end = gradients + max(2 * ends * (width + reduced), in_block + outside)
+    bytes_ = held + max(in_block, in_loss)
+    if wait:
+        return standing + waiting + bytes_
+    return max(_together((standing, gradients), bytes_, candidate), standing + at_end)
+
+
+@cache
+def _checkpointed(policy: ActivationPolicy, layers: int) -> int:
+    """Return how many layers of a stage a policy takes."""
+    return sum(map(policy.takes, range(layers)))
+
+
+def _bytes_of_logit(candidate: Candidate) -> float:
+    """Return bytes of a logit at the worst moment of a loss: see the table of `sim.mesh.tracing.losses`."""
     dims, recipe = candidate.dims, candidate.recipe
-    width = _BYTES[recipe.param_dtype]
-    hidden = shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1)
-    ffn = shape.intermediate * width / dims.tp
-    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width / dims.tp
-    gathered_inputs = 2 * shape.hidden * width if dims.tp > 1 else 0.0
-    results = 2 if shape.gated else 1  # of the feed-forward's first products; then come the activation, and the product
-    kept = {"full": hidden, "none": 4 * hidden + attention + (results + (1 if recipe.compile else results)) * ffn}
-    kept["selective"] = 3 * hidden + attention + results * ffn
-    kept["alternate"] = (kept["selective"] + hidden) / 2  # attention, and every other matrix product
-    if recipe.sequence_parallel and not recipe.reshard_inputs:
-        kept["none"] += gathered_inputs
-    scores = 0.0 if recipe.attention == "flash" else shape.heads / dims.tp * seq_len
-    kept_of_scores = scores * (2 * width + 1 if shape.drops_scores else width)
-    at_work = kept["none"] + 2 * hidden + gathered_inputs + kept_of_scores + scores * width  # and their gradient
-    if recipe.attention == "math":
-        kept["none"] += kept_of_scores
-    return kept, at_work
+    kind = recipe.loss.removesuffix("-kept")
+    if kind == "eager" and recipe.zero <= 1:
+        kind = "in-place"
+    elif kind in ("eager", "chunked") and dims.tp > 1:
+        kind = "split"
+    found = {"library": 8, "compiled": 4, "in-place": 10, "chunked": 6.5, "eager": 12, "split": 16}[kind]
+    return found + (4 if recipe.loss == "eager-kept" and dims.tp * dims.pp == 1 else 0)  # the model's, in float32
+
+
+class _Widths(NamedTuple):
+    """Bytes of a token in a block.
+
+    Attributes:
+        result: of a product that writes to the residual stream, before ranks add it up.
+        hidden: of the residual stream.
+        query: of all queries of a rank, or of what attention returns.
+        key: of all keys, or values.
+        ffn: inside of the feed-forward.
+        sent: of what experts get and give, and of what their router reads, in float32.
+    """
+
+    result: float
+    hidden: float
+    query: float
+    key: float
+    ffn: float
+    sent: float
+
+    @classmethod
+    def of(cls, shape: Shape, candidate: Candidate) -> _Widths:
+        dims, recipe = candidate.dims, candidate.recipe
+        width = _BYTES[recipe.param_dtype]
+        hidden = shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1)
+        query, key = (heads * shape.head_dim * width / dims.tp for heads in (shape.heads, shape.kv_heads))
+        sent = (2 * shape.experts_per_token + 4 / width) * hidden if shape.experts else 0.0
+        return cls(shape.hidden * width, hidden, query, key, shape.intermediate * width / dims.tp, sent)
+
+
+def _guess_of_block(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return bytes of a token that a block keeps at each level of checkpointing, and works with in its backward.
+
+    Backward works with what it computes again beyond what is kept, with the gradients of the activation, of the
+    residual stream and of what experts exchange, and with what is gathered over tp. Attention by matrix products has a
+    score for each pair of tokens: see `zoo.MathAttention` for its bytes.
+    """
+    dims, recipe, widths = candidate.dims, candidate.recipe, _Widths.of(shape, candidate)
+    width, none = _BYTES[recipe.param_dtype], _kept_of_all(shape, candidate, widths)
+    gradients = 2 * widths.hidden + widths.sent + (2 * widths.result if dims.tp > 1 else 0.0)
+    # A cast operation by operation has two copies in float32 beside its result.
+    copies = 9 / width if recipe.float8 and not recipe.compile else 0.0
+    gradients += max(_first_products(shape), copies) * widths.ffn
+    if recipe.attention != "flash":
+        scores = shape.heads / dims.tp * seq_len
+        kept_of_scores = scores * (2 * width + 1 if shape.drops_scores else width)
+        none += kept_of_scores if recipe.attention == "math" else 0.0
+        gradients += scores * width + (0.0 if recipe.attention == "math" else kept_of_scores)
+    kept = {"none": none, "full": widths.hidden, **_kept_of_results(shape, candidate, widths)}
+    return kept, {level: max(none - bytes_, 0.0) + gradients for level, bytes_ in kept.items()}
+
+
+def _first_products(shape: Shape) -> int:
+    """Return the products of a feed-forward's input; then come the activation, and the last product."""
+    return 2 if shape.gated else 1
+
+
+def _kept_of_all(shape: Shape, candidate: Candidate, widths: _Widths) -> float:
+    """Return bytes of a token that a block keeps without checkpointing, but for scores.
+
+    It is what goes into norms, matrix products, attention and the activation; over tp, what is gathered for products. A
+    norm operation by operation keeps a copy in float32. A compiler makes the activation again. In float8 it makes norms
+    and the activation's product again, too; what attention returns, and what is gathered, it keeps as cast.
+    """
+    recipe, (result, hidden, query, key, ffn, sent) = candidate.recipe, widths
+    width, first = _BYTES[recipe.param_dtype], _first_products(shape)
+    kept = 2 * hidden + sent + 2 * (query + key) + first * ffn
+    if recipe.float8 and recipe.compile:
+        return kept + (query + (0.0 if _is_one_graph(shape, candidate) else 2 * result)) / width
+    gathers = candidate.dims.tp > 1 and recipe.sequence_parallel and not recipe.reshard_inputs
+    kept += 2 * (result if gathers else hidden) + (1 if recipe.compile else first) * ffn
+    is_wide = recipe.norm == "eager" and shape.gated and not recipe.compile  # others have no RMSNorm
+    return kept + (2 * hidden / width * 4 if is_wide else 0.0)
+
+
+def _kept_of_results(shape: Shape, candidate: Candidate, widths: _Widths) -> dict[str, float]:
+    """Return bytes of a token that a block keeps with the kinds of checkpointing that keep results.
+
+    Beside what goes into the block and what attention returns, that is the results of all products ("selective"), or of
+    every other one in their order and of all with a bias, which are another operator ("alternate"). The two that write
+    to the residual stream are kept before ranks add them up, so that tp does not make them smaller; a compiled graph
+    does not keep the last one, which no backward asks for. Grouped products of experts are never kept.
+    """
+    is_biased = shape.biased and not candidate.recipe.float8
+    first = [widths.query + 2 * widths.key] if shape.joins_qkv else [widths.query, widths.key, widths.key]
+    routed = shape.expert_parameters / max(shape.experts * shape.layers * 3 * shape.hidden, 1) * shape.experts_per_token
+    common = 1 - min(routed / max(shape.intermediate, 1), 1.0)  # of the feed-forward, outside of experts
+    products = [(size, is_biased) for size in first] + [(widths.result, False)]
+    products += [(widths.ffn * common, is_biased)] * _first_products(shape)
+    products += [] if _is_one_graph(shape, candidate) else [(widths.result, False)]
+    with_bias, without = ([size for size, has_bias in products if has_bias == kind] for kind in (True, False))
+    always = widths.hidden + widths.query + sum(with_bias)
+    return {"selective": always + sum(without), "alternate": always + sum(without[::2])}
+
+
+def _is_one_graph(shape: Shape, candidate: Candidate) -> bool:
+    """Whether a block is compiled as a whole: nothing within it communicates."""
+    return candidate.recipe.compile and candidate.dims.tp == 1 and not shape.experts
 
 
 def _gradients_wait(candidate: Candidate) -> bool:
     """Whether gradients are whole on each rank until the last micro-batch has added its own."""
     dims, recipe = candidate.dims, candidate.recipe
-    shards = dims.dp_shard * dims.ep * dims.cp
-    return recipe.zero >= 2 and not recipe.reduce_each and candidate.parts > 1 and shards > 1
+    is_split = dims.dp_shard * dims.ep * dims.cp * dims.pp > 1
+    return recipe.zero >= 2 and not recipe.reduce_each and candidate.parts > 1 and is_split
 
 
 @cache
@@ -256,14 +397,23 @@ def even_memory(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[int, 
     return tuple(counts)
 
 
-def _blocks_under_way(candidate: Candidate) -> float:
-    """Micro-batches whose activations the first rank of a pipeline keeps at once, of all of its stages."""
-    dims, recipe = candidate.dims, candidate.recipe
-    under_way = _under_way(candidate)
-    if dims.pp == 1 or recipe.schedule != "interleaved":
-        return under_way
-    each = find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
-    return min(candidate.parts, ((each - 1) * dims.pp + 2 * (dims.pp - 1) + 1) / each)
+def _under_way_on(candidate: Candidate, rank: int) -> float:
+    """Return the micro-batches whose activations a rank of a pipeline keeps at once, of all of its stages.
+
+    Rounds of as many micro-batches as there are ranks, or of up to twice as many, go through one stage of a rank after
+    the other (`Schedule1F1B`, `ScheduleInterleaved1F1B` and `ScheduleInterleavedZeroBubble` of torch): a rank begins
+    with all of a round but in its last stage, and with one for each rank behind it, there and back.
+    """
+    ranks, parts, kind = candidate.dims.pp, candidate.parts, find_schedule(candidate.recipe.schedule)
+    if ranks == 1:
+        return 1
+    if kind.rule == "any":
+        return _under_way(candidate)
+    each, behind = len(owners_of(candidate)) // ranks, ranks - 1 - rank
+    if kind.rule == "stages":
+        return min(parts, behind + 1)
+    begun = (each - 1) * (parts // max(parts // ranks, 1)) + (1 if kind.splits_backward else 2) * behind + 1
+    return min(parts, begun / each)
 
 
 def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
@@ -285,13 +435,25 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     if recipe.activations.offload:
         moved = tokens * _kept_of_block(shape, candidate, recipe.activations.kind) * shape.layers / dims.pp
         exposed += max(2 * moved / machine.link - compute, 0.0)  # to the host and back, while a device computes
-    bubble = 0.0
     if dims.pp > 1:
-        each = len(owners_of(candidate)) // dims.pp
-        bubble = (dims.pp - 1) / (parts * each)
-        compute *= _fullest(shape, candidate)
-        exposed += 2 * each * parts * message_seconds(shape, candidate, seq_len, machine)
-    return (compute + exposed) * (1 + bubble) + of_weights
+        turns, waits = parts * len(owners_of(candidate)) // dims.pp, _waits(candidate)
+        exposed += 2 * turns * message_seconds(shape, candidate, seq_len, machine)
+        fullest = _fullest(shape, candidate)
+        # The fullest rank waits for turns of the others, to begin and to end for one of each of them.
+        compute *= fullest + (waits + 1 - fullest) / turns
+        exposed *= 1 + waits / turns
+    return compute + exposed + of_weights
+
+
+def _waits(candidate: Candidate) -> int:
+    """Return for how many of its stages' turns a rank waits in a step: to begin, to end, and between its stages.
+
+    A micro-batch goes through all ranks before it comes to the next stage of the first one. Fewer micro-batches than
+    ranks are through a stage before that, each time by as many turns as are missing. In a V nobody waits for it.
+    """
+    ranks, each = candidate.dims.pp, len(owners_of(candidate)) // candidate.dims.pp
+    missing = max(ranks - candidate.parts, 0) if find_schedule(candidate.recipe.schedule).style == "loop" else 0
+    return ranks - 1 + (each - 1) * missing
 
 
 def _of_tokens(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine, compute: float) -> float:

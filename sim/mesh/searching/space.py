@@ -136,6 +136,8 @@ class Shape:
         has_stages: whether a pipeline can be made of it.
         gated: whether the feed-forward multiplies two products of its input.
         drops_scores: whether attention's weights have dropout.
+        joins_qkv: whether one product makes queries, keys and values.
+        biased: whether products have biases, but for those that write to the residual stream.
     """
 
     layers: int
@@ -154,6 +156,8 @@ class Shape:
     has_stages: bool = True
     gated: bool = True
     drops_scores: bool = False
+    joins_qkv: bool = False
+    biased: bool = False
 
     @property
     def num_attention_heads(self) -> int | None:
@@ -237,7 +241,7 @@ def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
         intermediate=width,
         heads=heads,
         kv_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", hidden // heads if heads else 0),
+        head_dim=size("qk_size", size("head_dim", hidden // heads if heads else 0)),
         vocab=spec.vocab_size or 0,
         parameters=spec.num_parameters,
         flops_per_token=spec.flops_per_token(seq_len),
@@ -248,6 +252,8 @@ def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
         has_stages=spec.has_stages,
         gated=bool(getattr(getattr(spec, "config", None), "is_gated", True)),
         drops_scores=bool(getattr(getattr(spec, "config", None), "attention_dropout", 0)),
+        joins_qkv=bool(getattr(getattr(spec, "config", None), "joins_qkv", False)),
+        biased=bool(getattr(getattr(spec, "config", None), "bias", False)),
     )
 
 
