@@ -99,8 +99,10 @@ def _settings(host: Host) -> Undo:
         @functools.wraps(original)
         def change(*args: Any, **options: Any) -> Any:
             context: RankContext | None = current_context()
-            if context is not None and setting not in host.settings and os.getpid() == context.scheduler.pid:
-                host.settings[setting] = setting.read()
+            if context is not None and os.getpid() == context.scheduler.pid:
+                changed = context.host.settings  # torch.compile may keep this function, not the host
+                if setting not in changed:
+                    changed[setting] = setting.read()
             return original(*args, **options)
 
         return change
