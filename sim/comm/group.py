@@ -408,7 +408,7 @@ class Network:
     def groups_by_rank(self) -> dict[int, tuple[int, int, int]]:
         """The number of the next group, by rank; without ranks that are lost, or have no default group."""
         return {
-            end.rank: (end.generation, end.inits, end.c10d.group_count)
+            end.rank: (end.generation, end.inits, end.c10d.group_count - end.c10d.alone)
             for end in self.endpoints
             if end.rank not in self.lost and end.c10d.default_pg is not None
         }

@@ -42,6 +42,7 @@ class _RankC10dState(c10d._World):
             for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
         }
         self._count = 0
+        self.alone = 0  # of the groups counted, those that only their members have made
 
     pg_map = property(lambda self: self._maps["pg_map"])  # type: ignore[assignment]
     pg_names = property(lambda self: self._maps["pg_names"])  # type: ignore[assignment]
@@ -57,6 +58,8 @@ class _RankC10dState(c10d._World):
     @group_count.setter
     def group_count(self, value: int) -> None:
         self._count = value
+        if value == 0:  # torch has ended all groups
+            self.alone = 0
 
 
 def new_c10d_state() -> Any:
@@ -392,11 +395,13 @@ def _new_group(host: Host) -> Undo:
             return original(ranks, *rest, **options)
         state = context.c10d
         default, number = state.default_pg, state.group_count
-        key = (context.generation, context.inits, number)
+        key = (context.generation, context.inits, number - state.alone)
         if type(ranks) is not list or rest or options.get("use_local_synchronization"):
             group = original(ranks, *rest, **options)
-            if state.group_count > number:  # it has one, unlike those that are made by some ranks alone
-                asked = signature.bind(ranks, *rest, **options).arguments
+            asked = signature.bind(ranks, *rest, **options).arguments
+            if asked.get("use_local_synchronization"):  # made by some ranks alone: from torch 2.14 on these count it
+                state.alone += state.group_count - number
+            elif state.group_count > number:
                 members = range(default.size()) if ranks is None else ranks
                 host.network.groups_made.note(key, context.rank, members, asked.get("group_desc") or "")
             return group
