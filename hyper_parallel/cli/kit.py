@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -102,6 +103,8 @@ def output_written() -> Iterator[None]:
     """
     if sys.stdout is None:  # it was closed before the start
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the process's life
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have letters that it cannot write
     try:
         try:
             yield

@@ -611,6 +611,8 @@ class LoaderBatches:
             found = [batch.get("input_ids"), batch.get("labels", batch.get("input_ids"))]
         else:
             found = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+        if any(torch.is_tensor(x) and x.dim() and 0 < len(x) < self.shape[0] for x in found):
+            hint += "; drop_last=True of a DataLoader leaves out a last batch that is smaller"
         seen = ", ".join(f"{tuple(x.shape)} {x.dtype}" if torch.is_tensor(x) else type(x).__name__ for x in found)
         if not all(torch.is_tensor(x) and x.dtype == torch.int64 and tuple(x.shape) == self.shape for x in found):
             raise ValueError(explain(asked, "the loader returns batches of another form", f"seen: {seen}", hint))

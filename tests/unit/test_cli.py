@@ -26,7 +26,7 @@ from benchmarks.published import page
 from benchmarks.published.__main__ import app as published
 from benchmarks.published.compare import Outcome
 from hyper_parallel import cli
-from hyper_parallel.cli import runs
+from hyper_parallel.cli import kit, runs
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import Config, load_config
 from hyper_parallel.trainer.loop import RankPlace
@@ -304,6 +304,21 @@ def test_a_reader_that_has_gone_is_told_nothing(command: tuple[str, ...]) -> Non
         process = warm.WarmPopen(arguments, stdout=gone, stderr=subprocess.PIPE, text=True)
         _, said = process.communicate(timeout=300)
     assert (process.returncode, said) == (cli.FAILURE, "")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"), [("utf-8", "\udcff.txt"), ("ascii", "\N{LATIN SMALL LETTER E WITH ACUTE}")]
+)
+def test_names_that_the_output_cannot_write_are_written_otherwise(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, name: str
+) -> None:
+    """Names of files are bytes, which need not be of the encoding of the terminal."""
+    written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", written)
+    with kit.output_written():
+        kit.stdout_console().print(f"log: {name}")
+    said = f"log: {name}\n".encode(encoding, "backslashreplace")
+    assert written.buffer.getvalue() == said  # type: ignore[attr-defined]
 
 
 def test_an_unknown_key_is_pointed_at() -> None:
