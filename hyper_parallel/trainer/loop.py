@@ -259,7 +259,7 @@ class Trainer:
         stopped: str | None = None
         with ExitStack() as stack:
             log = stack.enter_context(JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
-            board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None))
+            board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None, self.steps_done))
             stack.enter_context(self.saver)
             recorded = train.profile_steps if first_rank else 0
             trace = stack.enter_context(ProfilerTrace(_out(self.config) / "profile.json", recorded))

@@ -259,18 +259,19 @@ class TensorBoardLog:
 
     Args:
         folder: for TensorBoard's event files; None writes nothing.
+        keep_steps: of what is there already, show steps up to this one, as of a run that goes on from a checkpoint.
 
     Raises:
         ValueError: TensorBoard is not installed.
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
+    def __init__(self, folder: str | Path | None, keep_steps: int = 0) -> None:
         self._writer = None
         if folder is not None:
             check_tensorboard()
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(folder))
+            self._writer = SummaryWriter(str(folder), purge_step=keep_steps + 1 if keep_steps else None)
 
     def write(self, record: StepRecord) -> None:
         """Add one step."""

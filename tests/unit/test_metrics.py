@@ -253,8 +253,8 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
     written: list[tuple[str, float, int]] = []
 
     class Writer:
-        def __init__(self, folder: str) -> None:
-            written.append((folder, 0, 0))
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            written.append((folder, 0, purge_step or 0))
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, value, step))
@@ -278,3 +278,5 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
         ("speed/seconds", 0.5, 2),
         ("speed/mfu", 0.5, 2),
     ]
+    with TensorBoardLog(tmp_path, keep_steps=4):
+        assert written[-1] == (str(tmp_path), 0, 5), "steps that a run takes again are shown once"
