@@ -1021,6 +1021,62 @@ def test_seam_profiler(tmp_path):
     assert (profiler._prepare_profiler, profiler._enable_profiler, profiler._disable_profiler) == before
 
 
+def test_seam_custom_operators():
+    owner = torch._library.custom_ops.CustomOpDef
+    before = dict(vars(owner))
+
+    @torch.library.custom_op("of_the_process::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def body(offset: int) -> tuple:
+        rank = dist.get_rank() + offset
+
+        @torch.library.custom_op("of_ranks::times", mutates_args=())
+        def times(x: torch.Tensor) -> torch.Tensor:
+            return x * rank
+
+        dist.barrier()
+        times.register_fake(torch.empty_like)
+        times.register_autograd(lambda ctx, grad: grad * rank)
+        times.register_vmap(lambda info, dims, x: (x + rank, dims[0]))
+        x = torch.ones(2, requires_grad=True)
+        y = times(x)
+        dist.barrier()
+        y.sum().backward()
+        compiled = torch.compile(lambda x: times(x) + 1, backend="eager", fullgraph=True)
+        found = [y[0].item(), x.grad[0].item(), torch.vmap(times)(torch.ones(1)).item(), compiled(torch.ones(1)).item()]
+        dist.barrier()
+        times.register_kernel("cpu", lambda x: x * rank * 10)
+        dist.barrier()
+        found.append(torch.ops.of_ranks.times(torch.ones(1)).item())
+        with times.set_kernel_enabled("cpu", enabled=rank != offset):
+            dist.barrier()
+            found += [times(torch.ones(1)).item(), twice(torch.ones(1)).item()]
+        return tuple(found)
+
+    def expected(rank: int, is_first: bool) -> tuple:
+        return rank, rank, 1 + rank, rank + 1, 10 * rank, rank if is_first else 10 * rank, 2
+
+    for seed in range(2):
+        with sim.world(3, seed=seed) as world:
+            for offset in (2, 5):
+                assert world.run(body, (offset,)) == [expected(offset + rank, rank == 0) for rank in range(3)]
+    assert dict(vars(owner)) == before
+    assert twice(torch.ones(1)) == 2
+
+    def another_schema() -> float:
+        if dist.get_rank():
+            return 0.0
+        operator = torch.library.custom_op("of_ranks::times", mutates_args=())
+        return operator(lambda_of_two)(torch.ones(1), 3.0).item()
+
+    def lambda_of_two(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x * by
+
+    assert sim.run(another_schema, 2) == [3.0, 0.0]
+
+
 # -- the group itself ------------------------------------------------------------------------------------------
 
 # What torch's ProcessGroup has and ours leaves to it: names, ranks, stores, settings; nothing that moves data.
