@@ -138,7 +138,8 @@ DTYPES = st.sampled_from([torch.float32, torch.int8])
 @examples(3)
 @given(transitions(src=True, dst=True) | transitions(8, src=True, other_mesh=True), TOPOLOGIES, BACKENDS, DTYPES)
 def test_no_rank_holds_more_than_the_plan_says(case, on, backend, dtype):
-    check_memory(case, backend, dtype, topology=on)
+    averages = "avg" in {*case[0].partial.values(), *case[1].partial.values()}  # of int8 these are refused
+    check_memory(case, backend, torch.float32 if averages else dtype, topology=on)
 
 
 @examples(3)
