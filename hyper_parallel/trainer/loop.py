@@ -225,10 +225,16 @@ class Trainer:
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
         self._are_same = False  # the batches of the ranks' loaders: looked at once
-        saved = self.corpus if config.checkpoint.folder is not None else None
-        about: dict[str, Any] = {"shape": shape, "content": None if saved is None else saved.content()}
-        ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
-        self.saver = Saver(config, self.model, self.optimizer, self.device, **ranks, **about)
+        self.saver = Saver(
+            config,
+            self.model,
+            self.optimizer,
+            self.device,
+            rank=place.rank,
+            world_size=place.world_size,
+            shape=shape,
+            corpus=self.corpus,
+        )
         self._resume()
 
     def _made(self, make: MakeModel) -> nn.Module:
@@ -386,8 +392,14 @@ class Trainer:
                 named, rank = self.model.named_parameters(), self.place.rank
                 dump_nonfinite(folder, named, rank=rank, step=step, loss=loss, grad_norm=grad_norm, samples=part)
                 self.ranks.any(False)  # a rank that raises ends the others: let all have written
-            about: dict[str, Any] = {"skipped_in_a_row": self.skipped, "dumped_to": folder}
-            raise nonfinite_error(step, loss, grad_norm, **about, counted=self.share.counted)
+            raise nonfinite_error(
+                step,
+                loss,
+                grad_norm,
+                skipped_in_a_row=self.skipped,
+                dumped_to=folder,
+                counted=self.share.counted,
+            )
         self.skipped = 0 if action == "go" else self.skipped + 1
         return action == "go"
 

@@ -36,7 +36,7 @@ from hyper_parallel.models.lora import (
 )
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.config import MODELS, OTHER, Config, TrainConfig
-from hyper_parallel.trainer.data import load_corpus, load_tokenizer
+from hyper_parallel.trainer.data import Corpus, load_corpus, load_tokenizer
 from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.optimizer import is_hidden
 from hyper_parallel.trainer.parallelize import Parallelized
@@ -73,7 +73,7 @@ class Saver:
         rank: of the caller.
         world_size: number of ranks.
         shape: what tells the model from others, of one that is not the config's.
-        content: what tells the text from others; None: there is none.
+        corpus: what it trains on; None: something else than a text.
 
     Attributes:
         failures: what went wrong so far; the run goes on.
@@ -92,9 +92,10 @@ class Saver:
         rank: int,
         world_size: int,
         shape: dict[str, Any] | None = None,
-        content: dict[str, Any] | None = None,
+        corpus: Corpus | None = None,
     ) -> None:
-        self.text = {**_text(config), **(content or {})}
+        is_first = rank == 0 and config.checkpoint.folder is not None  # who writes what tells the text from others
+        self.text = {**_text(config), **(corpus.content() if is_first and corpus is not None else {})}
         self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
         self.shape = _shape(config) if shape is None else shape
         self.rank, self.world_size = rank, world_size

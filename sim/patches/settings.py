@@ -73,7 +73,6 @@ def _settings_of_torch() -> list[_Changed]:
 
 
 def _working_folder() -> list[_Changed]:
-    changes = [(name, getattr(os, name)) for name in ("chdir", "fchdir") if hasattr(os, name)]
     change = os.chdir
 
     def read() -> str | None:
@@ -89,7 +88,7 @@ def _working_folder() -> list[_Changed]:
             change(os.sep)
 
     setting = Setting(read, write)
-    return [_Changed(os, name, setting) for name, _ in changes]
+    return [_Changed(os, name, setting) for name in ("chdir", "fchdir") if hasattr(os, name)]
 
 
 def _settings(host: Host) -> Undo:

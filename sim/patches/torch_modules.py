@@ -28,7 +28,7 @@ from torch.optim import optimizer
 from sim.kernel.context import current_context, this_thread
 from sim.patches.locks import exchange
 
-__all__ = ["MODULE_PATCHES", "Hooks", "NoRecords", "OnceLibrary", "end_profile", "enter_hooks", "leave_hooks"]
+__all__ = ["MODULE_PATCHES", "Hooks", "end_profile", "enter_hooks", "leave_hooks"]
 
 _modules: Any = torch.nn.modules.module
 _FULL = "_global_is_full_backward_hook"  # whether the backward hooks are of the newer kind, once there is one
@@ -178,7 +178,7 @@ _OF_FUNCTIONS: Mapping[str, Callable[[], Any]] = MappingProxyType(
 """What `torch.library.custom_op` keeps of an operator's functions, and how it begins."""
 
 
-class OnceLibrary:
+class _OnceLibrary:
     """The library of an operator, to which several ranks add the same kernels: once."""
 
     def __init__(self, library: torch.library.Library) -> None:
@@ -224,7 +224,7 @@ def _custom_operators(host: object) -> Callable[[], None]:
             vars(self).update({**vars(first[full]), **begun, "_init_fn": fn, "_used_triton_kernels": []})
         else:
             init(self, namespace, name, schema, fn, *tags, **options)
-            self._lib, self._backend_fns = OnceLibrary(self._lib), _Kernels(self._backend_fns)
+            self._lib, self._backend_fns = _OnceLibrary(self._lib), _Kernels(self._backend_fns)
             first[full] = self
 
     def values(operator: Any) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _custom_operators(host: object) -> Callable[[], None]:
 # -- the profiler --------------------------------------------------------------------------------------------------
 
 
-class NoRecords:
+class _NoRecords:
     """What torch's profiler has recorded of a rank that began while another one was being profiled: nothing."""
 
     def events(self) -> list[Any]:
@@ -287,7 +287,7 @@ def _profiler(host: object) -> Callable[[], None]:
         asking = current_context()
         if asking in others:
             others.remove(asking)
-            return NoRecords()
+            return _NoRecords()
         if owners and owners[0] is asking:
             owners.clear()
         return disable()

@@ -57,6 +57,12 @@ def has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a kind of device; None: it is off, or there is none."""
+    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
+
+
 def computes_again() -> bool:
     """Return whether an activation checkpoint computes a part of a forward again, in backward.
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import all_gather_single, group_of
-from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.common.torch_compat import autocast_dtype, runs_eagerly
 from hyper_parallel.core.context_parallel.attention import AttentionCall, Ring, ring_attention, to_heads, to_sequence
 from hyper_parallel.core.context_parallel.flex import BlockStates, Flex, ScoreMod, example_score
 from hyper_parallel.core.context_parallel.index import SequenceSplit, shared_heads
@@ -232,10 +232,9 @@ class ContextParallel:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as autocast casts what goes into `scaled_dot_product_attention`."""
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(tensors[0].device.type)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 

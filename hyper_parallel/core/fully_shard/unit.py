@@ -500,7 +500,7 @@ class Unit:
         self._modules_to_run.clear()
         self.show_shards()
 
-    def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool, hides: bool = False) -> None:
+    def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool, hides: bool) -> None:
         schedule.note_post_forward(self)
         for bucket in self.buckets:
             bucket.check_untouched()  # while the data is there: once freed, what forward has written is lost

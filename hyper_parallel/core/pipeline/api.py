@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import autocast_dtype
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.module import hold_parameters, release_parameters
 from hyper_parallel.core.pipeline.arguments import (
@@ -207,7 +208,7 @@ class Pipeline:
     def _whole_parameters(self, inputs: tuple[torch.Tensor, ...], *, training: bool) -> Iterator[_Runner]:
         """Have the parameters gathered during a step, and everything as it was after it, also if it fails."""
         runner: _Runner | None = None
-        key = (_autocast_to(self.device), *((tuple(each.shape), each.dtype) for each in inputs))
+        key = (autocast_dtype(self.device.type), *((tuple(each.shape), each.dtype) for each in inputs))
         try:
             if key not in self._known:
                 self._hold(keep=True)
@@ -281,13 +282,6 @@ class Pipeline:
             raise ValueError(explain("cannot run the pipeline", blame, seen, hint))
         chunks = [each.chunk(self.micro_batches) for each in tensors]
         return list(zip(*chunks, strict=True))
-
-
-def _autocast_to(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast, of which stages may return values; None: it is off."""
-    kind = device.type
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def _first(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -214,7 +214,7 @@ class ShownAgain:
     """
 
     def __init__(self) -> None:
-        self._backwards: dict[int, _Backward] = {}  # of the calls that one is in, by number, the last one last
+        self._backwards: dict[int, _CallInBackward] = {}  # of the calls that one is in, by number, the last one last
         self._count, self._running = 0, 0
 
     def __reduce__(self) -> Any:
@@ -250,7 +250,7 @@ class ShownAgain:
         task = torch._C._current_graph_task_id()
         if all(task != other.task for other in self._backwards.values()):
             Variable._execution_engine.queue_callback(partial(self._end_all, task))
-        self._backwards[call] = _Backward(task, shown)
+        self._backwards[call] = _CallInBackward(task, shown)
         self._show()
 
     def end(self, call: int) -> None:
@@ -282,7 +282,7 @@ class ShownAgain:
             hide([(owner, name) for owner, name, _ in backward.shown])
 
 
-class _Backward(NamedTuple):
+class _CallInBackward(NamedTuple):
     """The backward that a call is in, by the number of its graph, and what stands where meanwhile."""
 
     task: int
