@@ -10,7 +10,8 @@ from torch import nn
 from torch.profiler import record_function
 
 import sim
-from benchmarks.engine import Result
+from benchmarks import shard
+from benchmarks.engine import Protocol, Result
 from benchmarks.engine_counts import CASES, Traffic, activations, held, one_rank, watch_memory
 from benchmarks.toy import OptimizerOfPart
 from hyper_parallel.platform import get_platform
@@ -109,6 +110,14 @@ def test_what_an_unwrapped_model_holds_is_worked_out():
 def test_a_sharded_model_rests_at_its_part():
     elements = 256 * 256 * 2 + 4 * 12 * 256 * 256 + 9 * 2 * 256
     assert held("ours", CASES[0], 1, 8).resting == pytest.approx(3 * 4 * elements / 8, rel=0.01)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("held", [shard.contest, shard.contest_with_sequence])
+def test_contestants_of_tensor_parallelism_compute_the_same_and_are_timed(held):
+    protocol = Protocol(shard.CONTESTANTS, steps=1, blocks=1, warmup=0)
+    for seconds in sim.run(held, 2, (2, 8, protocol)):
+        assert {name: len(blocks) for name, blocks in seconds.items()} == {"hand": 1, "ours": 1, "torch": 1}
 
 
 def test_the_rank_of_a_still_world_is_not_taken_for_one_of_gloo():
