@@ -19,11 +19,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._meta_registrations as torch_meta
+from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sim.explain.errors import SimError
+
+_SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
+def uncompiled(*functions: Any) -> None:
+    """Keep torch.compile away from Python functions that torch's C++ code calls, and from all that these call.
+
+    For a group of torch's own there is no Python code to be found there.
+    """
+    for function in functions:
+        if code := getattr(function, "__code__", None):
+            eval_frame.set_code_exec_strategy(code, _SKIPPED)
 
 
 class _Crossing:
@@ -133,6 +146,7 @@ def _kernel(name: str, schema: Any, original: Callable[..., Any]) -> Callable[..
             crossing.work, crossing.held = work, held
         return held.boxed() if len(schema.returns) == 1 else (args[0], held.boxed())
 
+    uncompiled(kernel)
     return kernel
 
 

@@ -19,7 +19,7 @@ from torch.futures import Future
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, computes, reduce_op_name
-from sim.comm.dispatcher import Dispatched, seen_by_modes
+from sim.comm.dispatcher import Dispatched, seen_by_modes, uncompiled
 from sim.comm.group import Endpoint, Group, Message, deliver, without_modes
 from sim.explain.errors import SimError
 from sim.explain.lines import user_line
@@ -223,7 +223,8 @@ class SimProcessGroup(Dispatched):
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
-        return self._backend
+        # Not gloo's: DDP's log would go on to ask a gloo backend in C++ for its threads, and there is none.
+        return "sim" if self._backend == "gloo" else self._backend
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -783,3 +784,6 @@ class SimProcessGroup(Dispatched):
         if self._coalescing is not None:
             self._coalescing.append(message)
         return SimWork(endpoint, (message,), [tensor])
+
+
+uncompiled(*vars(SimProcessGroup).values(), *vars(SimWork).values())

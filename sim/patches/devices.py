@@ -2,9 +2,9 @@
 
 Mapped are device arguments of torch's functions (`"cuda"`, `torch.device("cuda", 1)`, a bare index in `.to`),
 `.cuda()`, meshes, `DistributedDataParallel(device_ids=...)`, `torch.autocast`, `torch.load(map_location=...)`,
-from `torch.cuda` what `ANSWERS` and `CLASSES` have, and from `torch.accelerator` what
-`ACCELERATOR_ANSWERS` has. Other functions that torch documents there say that they are not mapped. A tensor's own
-`device` stays `cpu`.
+`torch.Stream`, `torch.Event`, `torch.nn.SyncBatchNorm` with its kernels, from `torch.cuda` what `ANSWERS` and `CLASSES`
+have, and from `torch.accelerator` what `ACCELERATOR_ANSWERS` has. Other functions that torch
+documents there say that they are not mapped. A tensor's own `device` stays `cpu`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules._functions import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -135,7 +137,7 @@ class MappedStream:
         """An event, already there."""
         return event or MappedEvent()
 
-    def synchronize(self, *args: Any) -> None:
+    def synchronize(self, *args: Any, **options: Any) -> None:
         """Nothing to wait for."""
 
     wait_event = wait_stream = synchronize
@@ -273,7 +275,7 @@ ACCELERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
 # Classes stay classes: torch's own code has them in annotations.
 CLASSES = {"Stream": MappedStream, "Event": MappedEvent}
 
-# torch's own code goes by what the machine really has.
+# torch's own code goes by what the machine really has. Of the accelerator it gets streams: DDP makes some for itself.
 _FOR_THE_SCRIPT_ONLY = (
     "is_available",
     "device_count",
@@ -281,6 +283,7 @@ _FOR_THE_SCRIPT_ONLY = (
     "is_initialized",
     "is_current_stream_capturing",
 )
+_STREAMS = ("current_stream", "set_stream", "synchronize")
 
 
 def answer(
@@ -295,7 +298,8 @@ def answer(
     Where `answers` says nothing, user code gets an error, and torch's own code the original.
     """
     reply = answers.get(name)
-    for_the_script_only = name in _FOR_THE_SCRIPT_ONLY or reply is None or answers is ACCELERATOR_ANSWERS
+    of_the_accelerator = answers is ACCELERATOR_ANSWERS and name not in _STREAMS
+    for_the_script_only = reply is None or name in _FOR_THE_SCRIPT_ONLY or of_the_accelerator
 
     def function(*args: Any, **options: Any) -> Any:
         context = context_of()
@@ -422,14 +426,146 @@ def _mapped_device(host: Host) -> Undo:
         (scaler, "__init__", _on_cpu(scaler.__init__, kind, "device", default="cpu")),
         (torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, kind, "device")),
         (torch, "load", _loads_on_cpu(torch.load, kind)),
+        *((torch, name, made) for name, made in CLASSES.items()),
+        (torch.nn.SyncBatchNorm, "forward", _synchronized(torch.nn.SyncBatchNorm.forward)),
+        (ddp, "_passing_sync_batchnorm_handle", _nothing),  # which refuses such layers on the CPU
     ]
-    restore, forget_package = exchange(replacements), importable(kind)
+    restore, forget_package, forget_kernels = exchange(replacements), importable(kind), _batch_norm_on_cpu()
 
     def undo() -> None:
+        forget_kernels()
         forget_package()
         restore()
 
     return undo
+
+
+# -- torch.nn.SyncBatchNorm: the layer refuses the CPU, and torch has its kernels for devices alone ------------------
+
+
+def _synchronized(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`SyncBatchNorm.forward`, which on ranks goes by the group and not by the device."""
+
+    @functools.wraps(original)
+    def forward(self: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+        if current_context() is None or not self.training or not torch.distributed.is_initialized():
+            return original(self, input)
+        group = self.process_group or torch.distributed.group.WORLD
+        size = torch.distributed.get_world_size(group)
+        if size == 1:
+            return BatchNorm.forward(self, input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        momentum, running = self.momentum or 0.0, (None, None)
+        if self.track_running_stats:
+            running = self.running_mean, self.running_var
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1 / self.num_batches_tracked.item()
+        return SyncBatchNorm.apply(input, self.weight, self.bias, *running, self.eps, momentum, group, size)
+
+    return forward
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype in which statistics are kept."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """The sums over all dims but the channels'."""
+    return x.transpose(0, 1).flatten(1).sum(1)
+
+
+def _by_channel(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return value.view(-1, *[1] * (x.dim() - 2))
+
+
+def _statistics(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    variance, mean = torch.var_mean(_wide(x).transpose(0, 1).flatten(1), 1, correction=0)
+    return mean, (variance + eps).rsqrt()
+
+
+def _of_all(
+    x: torch.Tensor,
+    means: torch.Tensor,
+    inverses: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and inverse deviation of all ranks' batches from those of each; the running ones move towards them."""
+    weights = (counts / counts.sum()).to(means.dtype)[:, None]
+    mean = (weights * means).sum(0)
+    variance = (weights * (inverses**-2 - eps + (means - mean) ** 2)).sum(0)
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        unbiased = variance * (counts.sum() / (counts.sum() - 1))
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return mean, (variance + eps).rsqrt()
+
+
+def _normalized(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    scale = inverse if weight is None else inverse * weight
+    result = (_wide(x) - _by_channel(mean, x)) * _by_channel(scale, x)
+    return (result if bias is None else result + _by_channel(bias, x)).to(x.dtype)
+
+
+def _gradient_sums(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+    weight: torch.Tensor | None,
+    *asked: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The sums of a gradient, and of it times what lies above the mean; the gradients of weight and bias."""
+    dtype = mean.dtype if weight is None else weight.dtype
+    sums, products = _sums(_wide(gradient)), _sums(_wide(gradient) * (_wide(x) - _by_channel(mean, x)))
+    return sums, products, (products * inverse).to(dtype), sums.to(dtype)
+
+
+def _gradient_of_input(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+    weight: torch.Tensor | None,
+    sums: torch.Tensor,
+    products: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    above = (_wide(x) - _by_channel(mean, x)) * _by_channel(inverse**2 * products / counts.sum(), x)
+    scale = inverse if weight is None else inverse * weight
+    return ((_wide(gradient) - _by_channel(sums / counts.sum(), x) - above) * _by_channel(scale, x)).to(x.dtype)
+
+
+_BATCH_NORM: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _statistics,
+    "batch_norm_gather_stats_with_counts": _of_all,
+    "batch_norm_elemt": _normalized,
+    "batch_norm_backward_reduce": _gradient_sums,
+    "batch_norm_backward_elemt": _gradient_of_input,
+}
+
+
+def _batch_norm_on_cpu() -> Undo:
+    """Give the CPU the kernels of SyncBatchNorm that it lacks."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in _BATCH_NORM.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU"):
+            library.impl(name, kernel, "CPU")
+    return library._destroy
 
 
 def _backward_modes(host: Host) -> Undo:

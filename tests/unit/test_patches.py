@@ -24,6 +24,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import c10d_logger, device_mesh, split_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -669,7 +671,10 @@ def test_seam_mapped_device(tmp_path):
     def changed() -> list[object]:
         return [
             torch.load,
+            torch.Event,
+            torch.Stream,
             torch.nn.Module.to,
+            torch.nn.SyncBatchNorm.forward,
             *(each.__init__ for each in classes),
             *(getattr(torch.cuda, name, None) for name in names),
         ]
@@ -682,6 +687,71 @@ def test_seam_mapped_device(tmp_path):
         assert world.run(body) == [(True, 2, rank, "cpu", torch.bfloat16, "cpu", True) for rank in range(2)]
         assert torch.cuda.device_count() == 0 or torch.cuda.is_available(), "this thread is no rank"
     assert changed() == before
+
+
+@given(st.data())
+def test_batch_norm_is_synchronized_on_mapped_devices(data):
+    """`torch.nn.SyncBatchNorm` in DDP against `BatchNorm` on all ranks' samples; a rank may have none."""
+    sizes = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3).filter(lambda sizes: sum(sizes) > 1))
+    dims, dtype = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([torch.float32, torch.float64]))
+    options = {
+        "momentum": data.draw(st.sampled_from([0.1, None])),
+        "affine": data.draw(st.booleans()),
+        "track_running_stats": data.draw(st.booleans()),
+    }
+    nn, cuda = torch.nn, torch.cuda
+    conv, norm = getattr(nn, f"Conv{dims}d"), getattr(nn, f"BatchNorm{dims}d")
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(conv(3, 4, 1), norm(4, **options), conv(4, 2, 1)).to(dtype)
+
+    def train(net: torch.nn.Module, x: torch.Tensor) -> None:
+        for _ in range(2):
+            net.zero_grad()
+            (net(x) ** 2).sum().backward()
+
+    def body() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        net, rank = nn.SyncBatchNorm.convert_sync_batchnorm(model()), dist.get_rank()
+        cuda.set_device(rank)
+        train(nn.parallel.DistributedDataParallel(net.cuda(), device_ids=[rank]), x.split(sizes)[rank].cuda())
+        return [parameter.grad * len(sizes) for parameter in net.parameters()], list(net.buffers())
+
+    torch.manual_seed(1)
+    x = torch.randn(sum(sizes), 3, *[4] * dims, dtype=dtype)
+    train(alone := model(), x)
+    for gradients, buffers in sim.run(body, len(sizes), map_device="cuda"):
+        expected = [*(parameter.grad for parameter in alone.parameters()), *alone.buffers()]
+        torch.testing.assert_close([*gradients, *buffers], expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="batch_norm_stats"):
+        torch.batch_norm_stats(x, 1e-5)
+
+
+def test_streams_that_ddp_makes_for_itself():
+    """DDP in mixed precision, and with optimizers that step in backward, asks torch.Stream and torch.accelerator."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    low = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.float32)
+
+    def trained(in_backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 2).cuda()
+        if in_backward:
+            _apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
+        net = torch.nn.parallel.DistributedDataParallel(layer, mixed_precision=None if in_backward else low)
+        for _ in range(1 if in_backward else 2):  # in the first step torch reads what it has not written, with gloo too
+            net.zero_grad()
+            net(torch.full((2, 4), dist.get_rank() + 1.0)).sum().backward()
+        return (layer.weight.detach(), *([] if in_backward else [layer.weight.grad]))
+
+    torch.manual_seed(0)
+    before = torch.nn.Linear(4, 2).weight
+    weight, gradient = sim.run(trained, 2, (False,), map_device="cuda")[0]
+    assert torch.equal(weight, before)
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, torch.full((2, 4), 3.0))
+    torch.testing.assert_close(sim.run(trained, 2, (True,), map_device="cuda"), [(before - 0.3,)] * 2)
 
 
 # -- Python's own ----------------------------------------------------------------------------------------------
@@ -1154,6 +1224,21 @@ def test_seam_compile_lock():
     before = frames.compile_lock
     assert sim.run(body, 3) == [(4.0, "Lock")] * 3
     assert frames.compile_lock is before
+
+
+def test_a_compiled_ddp():
+    """C++ code calls simulated groups while frames are compiled: what these do is not."""
+
+    def body(compiles: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+        net = torch.nn.parallel.DistributedDataParallel(layer)
+        net = torch.compile(net, backend="eager") if compiles else net
+        for _ in range(3):
+            (net(torch.eye(4) * (dist.get_rank() + 1)) ** 3).sum().backward()
+        return layer[0].weight.grad
+
+    torch.testing.assert_close(sim.run(body, 2, (True,)), sim.run(body, 2, (False,)), rtol=0, atol=0)
 
 
 def test_seam_timeouts():

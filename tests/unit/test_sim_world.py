@@ -270,6 +270,17 @@ def test_any_backend_is_simulated_under_its_name(asked, reported, init):
     assert sim.run(body, 2, init=init) == [(reported, reported, 2.0, rank, 2) for rank in range(2)]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "hccl"])
+def test_ddp_takes_groups_of_every_name(backend):
+    def body() -> tuple[str, float]:
+        layer = torch.nn.Linear(2, 1)
+        net = torch.nn.parallel.DistributedDataParallel(layer)
+        net(torch.ones(1, 2) * (dist.get_rank() + 1)).sum().backward()
+        return dist.get_backend(), layer.weight.grad.sum().item()
+
+    assert sim.run(body, 2, backend=backend) == [(backend, 3.0)] * 2
+
+
 def test_a_backend_that_nobody_provides():
     with pytest.raises(ValueError, match="backend 'ncll' is one that nobody provides"):
         sim.run(lambda: dist.init_process_group("ncll"), 2)
