@@ -87,6 +87,8 @@ class MapDevice(TorchFunctionMode):
         """Call `func` with devices of the kind exchanged."""
         if func in self._moves:
             return args[0]
+        if func is torch.device and len(args) == 1 and isinstance(args[0], int):
+            return func(self._kind, args[0])  # an index alone is one of the accelerator
         options = dict(kwargs) if kwargs else {}
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(
             (*args, *options.values())[0], DTensor

@@ -662,6 +662,7 @@ def test_seam_mapped_device(tmp_path):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             half = model(torch.ones(1, 2)).dtype
         loaded = torch.load(tmp_path / "x.pt", map_location={"cpu": "cuda:1"}).device.type
+        assert torch.ones(1, device=torch.device(1)).device == torch.device("cpu")
         known = cuda.is_available(), cuda.device_count(), cuda.current_device()
         return *known, mesh.device_type, half, loaded, isinstance(cuda.current_stream(), cuda.Stream)
 
