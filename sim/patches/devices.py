@@ -3,8 +3,8 @@
 Mapped are device arguments of torch's functions (`"cuda"`, `torch.device("cuda", 1)`, a bare index in `.to`),
 `.cuda()`, meshes, `DistributedDataParallel(device_ids=...)`, `torch.autocast`, `torch.load(map_location=...)`,
 `torch.Stream`, `torch.Event`, `torch.nn.SyncBatchNorm` with its kernels, from `torch.cuda` what `ANSWERS` and `CLASSES`
-have, and from `torch.accelerator` what `ACCELERATOR_ANSWERS` has. Other functions that torch
-documents there say that they are not mapped. A tensor's own `device` stays `cpu`.
+have, and from `torch.accelerator` what `ACCELERATOR_ANSWERS` has. Other functions that torch documents there say that
+they are not mapped. A tensor's own `device` stays `cpu`.
 """
 
 from __future__ import annotations
@@ -300,8 +300,8 @@ def answer(
     Where `answers` says nothing, user code gets an error, and torch's own code the original.
     """
     reply = answers.get(name)
-    of_the_accelerator = answers is ACCELERATOR_ANSWERS and name not in _STREAMS
-    for_the_script_only = reply is None or name in _FOR_THE_SCRIPT_ONLY or of_the_accelerator
+    for_all = name in _STREAMS if answers is ACCELERATOR_ANSWERS else name not in _FOR_THE_SCRIPT_ONLY
+    for_the_script_only = reply is None or not for_all
 
     def function(*args: Any, **options: Any) -> Any:
         context = context_of()
