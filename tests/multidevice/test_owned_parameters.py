@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rounding_kit import tolerances
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -59,13 +61,14 @@ def batches(device):
 
 
 def sharded(ctx, axes, *, owners=True, module=None, **options):
-    """The model with layers that have owners, or whose parameters are split, and a split embedding."""
+    """The model with layers that have owners (an int: but for blocks of it), or are split, and a split embedding."""
     mesh = init_device_mesh(ctx.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     module = model(ctx.device, ctx.float_dtype) if module is None else module
     data = mesh[tuple(name for name in axes if name != "tp")]
     for layer in module.layers if "tp" in axes else ():
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    placement = whole_parameters(module.layers, axes["dp"]) if owners else None
+    block = None if owners is True else owners
+    placement = whole_parameters(module.layers, axes["dp"], block=block) if owners else None
     for layer in module.layers:
         fully_shard(layer, mesh=data, shard_placement_fn=placement, **options)
     fully_shard(module, mesh=data, **options)
@@ -221,7 +224,7 @@ def test_a_rank_has_what_it_owns(ctx):
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_checkpoint_goes_on_in_another_layout(ctx, axes, tmp_path):
     ids, (_, wanted) = batches(ctx.device), on_one_device(ctx.device, ctx.float_dtype)
-    for before, after in ((True, False), (False, True), (True, True)):
+    for before, after in ((True, False), (False, True), (True, True), (3, 2)):
         folder = tmp_path / f"{before} {after}"
         module = sharded(ctx, {"dp": 4}, owners=before)
         optimizer = adamw(module)
@@ -444,3 +447,87 @@ def test_what_was_asked_for_stays_for_forwards_without_gradients(trained):
             world.run(generated, (forwards, trained))
         sent.append(len(world.trace.of_rank(0)))
     assert sent[0] == sent[1] > 0
+
+
+# -- blocks that are kept together -------------------------------------------------------------------------------------
+
+
+class InBlocks(torch.optim.Optimizer):
+    """SGD whose momentum is kept in int8, with a scale for each block of rows and columns that a rank holds."""
+
+    def __init__(self, params, block):
+        super().__init__(params, {"block": block})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None and getattr(param, "_local_tensor", param).numel() > 0:
+                local, grad = (getattr(tensor, "_local_tensor", tensor) for tensor in (param, param.grad))
+                momentum = 0.9 * self.state[param].get("momentum", 0.0) + grad
+                for rows in momentum.split(self.defaults["block"]):
+                    for part in rows.split(self.defaults["block"], -1):
+                        scale = part.abs().amax() / 127 + 1e-12
+                        part.copy_((part / scale).round() * scale)
+                self.state[param]["momentum"] = momentum
+                local.sub_(momentum, alpha=0.1)
+
+
+class Sines(nn.Module):
+    def __init__(self, shapes):
+        super().__init__()
+        self.values = nn.ParameterList([torch.randn(*shape, dtype=torch.float64) for shape in shapes])
+
+    def forward(self):
+        return sum(value.sin().sum() for value in self.values)
+
+
+def trained_in_blocks(shapes, block, ranks):
+    """Parameters after training, and how many elements of each are here."""
+    torch.manual_seed(5)
+    module = Sines(shapes)
+    if ranks > 1:
+        placement = whole_parameters(module, ranks, block=block)
+        fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)), shard_placement_fn=placement)
+    optimizer = InBlocks(module.parameters(), block)
+    for _ in range(STEPS):
+        module().backward()
+        optimizer.step()
+        module.zero_grad()
+    return list(values(module).values()), [getattr(p, "_local_tensor", p).numel() for p in module.parameters()]
+
+
+@pytest.mark.sim
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([2, 4]),
+    st.sampled_from([2, 3]),
+    st.lists(st.lists(st.integers(1, 13), min_size=1, max_size=2), min_size=1, max_size=4),
+)
+def test_a_state_in_blocks_is_that_of_one_device(ranks, block, shapes):
+    wanted, _ = trained_in_blocks(shapes, block, 1)
+    for got, held in sim.run(trained_in_blocks, ranks, (shapes, block, ranks)):
+        assert all(map(torch.equal, got, wanted))
+        # Split where that keeps blocks together, else whole on one rank.
+        for shape, numel in zip(shapes, held, strict=True):
+            assert numel < torch.Size(shape).numel() or not any(-(-size // ranks) % block == 0 for size in shape)
+
+
+def gathered_in_blocks():
+    module = model("cpu").layers[0]
+    placement = whole_parameters(module, 4, block=3)
+    fully_shard(module, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=placement)
+    with torch.no_grad():
+        module(torch.ones(2, 6, dtype=torch.float64))
+    return sum(param.to_local().numel() for param in module.norm.parameters())
+
+
+@pytest.mark.sim
+def test_blocks_are_gathered_as_shards_and_the_rest_from_owners():
+    with sim.world(4) as world:
+        found = world.run(gathered_in_blocks)
+    for rank, own in enumerate(found):
+        received = {"all_gather": 0, "broadcast": 0}
+        for event in world.trace.of_rank(rank):
+            received[event.op] += event.recv_bytes
+        # Matrices of 10 rows and of 10 columns, and 10 biases, in shards of 3; two norms of 6 have owners.
+        assert received == {"all_gather": 8 * 3 * (3 * 6 + 6 * 3 + 3), "broadcast": 8 * (12 - own)}

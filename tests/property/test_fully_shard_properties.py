@@ -100,7 +100,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     reshard_forward: bool | int
     reshard_backward: bool
-    split: str  # along dim 0 or, where there are several, the last dim; or not at all: each parameter has an owner
+    split: str  # along dim 0 or, where there are several, the last dim; or not at all: each has an owner; or by blocks
     fusion: str
     whole: tuple[int, ...]  # which parameters, of the model's, are kept whole
     offload: bool
@@ -139,7 +139,7 @@ def cases(draw):
         shape=shape,
         reshard_forward=draw(st.sampled_from([True, False, *([2] if shape[-1] == 4 else [])])),
         reshard_backward=draw(st.booleans()),
-        split=(split := draw(st.sampled_from(["dim 0", "last dim", "owners", "some owners"]))),
+        split=(split := draw(st.sampled_from(["dim 0", "last dim", "owners", "some owners", "blocks"]))),
         fusion=draw(st.sampled_from(["no", "in one buffer", "packed"])) if "dim" in split else "no",
         whole=tuple(sorted(draw(st.sets(st.integers(0, len(list(model.parameters())) - 1), max_size=3)))),
         offload=draw(st.booleans()),
@@ -156,8 +156,8 @@ def wrap(model, case, mesh):
     options = {"mesh": mesh, "reshard_after_forward": case.reshard_forward}
     if case.split == "last dim":
         options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1) if p.dim() > 1 else None
-    elif "owners" in case.split:
-        placement = whole_parameters(model, case.shape[-1])
+    elif case.split != "dim 0":
+        placement = whole_parameters(model, case.shape[-1], block=2 if case.split == "blocks" else None)
         some = case.split == "some owners"
         options["shard_placement_fn"] = lambda p: None if some and p.shape[-1] % 2 else placement(p)
     if case.fusion != "no":

@@ -50,7 +50,7 @@ class Owner:
         read_int("cannot name an owner", "rank", self.rank, 0, "Owner(0)")
 
 
-def whole_parameters(module: nn.Module | Iterable[nn.Module], ranks: int) -> PlacementFn:
+def whole_parameters(module: nn.Module | Iterable[nn.Module], ranks: int, *, block: int | None = None) -> PlacementFn:
     """Return a `shard_placement_fn` by which each parameter of some modules is whole on one rank of the shard axis.
 
         placement = whole_parameters(model.layers, mesh.size())
@@ -61,24 +61,37 @@ def whole_parameters(module: nn.Module | Iterable[nn.Module], ranks: int) -> Pla
     rank's even part of all elements and one parameter beside it. A parameter of three dims or more, a stack of
     matrices as the weights of experts are, is split on dim 0, and so is what the modules do not have.
 
+    With `block=128` no block of 128 x 128 is split, as an optimizer needs it that keeps its state in such blocks. A
+    parameter is then whole only if neither of its dims can be sharded so that all but the last shard are multiples of
+    `block`; those that can are `Shard(0)` or, if their columns alone can, `Shard(1)`.
+
     Args:
         module: With the parameters as they are before `fully_shard`.
         ranks: Of the shard axis; its owners are the same on all ranks.
+        block: Rows, and columns, that are kept together; None: all of a parameter.
 
     Raises:
-        TypeError: No module; ranks is no int.
-        ValueError: ranks is below 1.
+        TypeError: No module; ranks or block is no int.
+        ValueError: ranks or block is below 1.
     """
     asked = "cannot place parameters whole"
     modules = check_modules(asked, "module", module)
     ranks = read_int(asked, "ranks", ranks, 1, "ranks=mesh.size(-1)")
+    if block is not None:
+        block = read_int(asked, "block", block, 1, "block=128")
     found = dict.fromkeys(param for part in modules for param in part.parameters() if param.dim() < 3)
-    held, owners = [0] * ranks, WeakTensorKeyDictionary()  # weak: what is unsharded goes once it has been split
+    held, placements = [0] * ranks, WeakTensorKeyDictionary()  # weak: what is unsharded goes once it has been split
     for param in sorted(found, key=torch.Tensor.numel, reverse=True):  # equal ones in their order, rank after rank
+        # The shards of torch.chunk, which alone a DTensor can say, of what tensor parallelism has left.
+        sizes = param._local_tensor.shape if isinstance(param, DTensor) else param.shape
+        dims = [dim for dim, size in enumerate(sizes) if block is not None and -(-size // ranks) % block == 0]
+        if dims:
+            placements[param] = Shard(dims[0])
+            continue
         least = held.index(min(held))
         held[least] += param.numel()
-        owners[param] = Owner(least)
-    return owners.get
+        placements[param] = Owner(least)
+    return placements.get
 
 
 @dataclass(frozen=True)
