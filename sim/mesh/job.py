@@ -55,6 +55,7 @@ class Job:
             it reads of a step is recorded, too. None: the recipe says how it is built, and nobody reads numbers.
         ring_kernel: whose fused attention computes the blocks of a ring: "flash" or "cudnn" of GPUs, "npu" or "cpu".
             `estimate` takes the device's.
+        seat: which rank of each stage stands for the others, counted from the one whose experts get most tokens.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -68,6 +69,7 @@ class Job:
     layers_per_stage: tuple[int, ...] | None = None
     run: Config | None = None
     ring_kernel: str = "flash"
+    seat: int = 0
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"
@@ -208,7 +210,7 @@ class Job:
 
     def rank_of_stage_rank(self, pp_rank: int) -> int:
         """Return the rank that stands for all at this place of the pipeline: the first along most axes."""
-        return pp_rank * (self.dims.world_size // self.dims.pp) + self._fullest_rank()
+        return pp_rank * (self.dims.world_size // self.dims.pp) + self._fullest_rank() + self.seat
 
     @property
     def is_skewed(self) -> bool:

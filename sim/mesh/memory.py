@@ -64,6 +64,7 @@ class ClassMemory:
         curve: memory over the steady step.
         unmatched: blocks freed in the second step that were not in use: an error of the recording if not 0.
         on_host: bytes in the host's memory by category, when they are most in the second step, largest first.
+        held: bytes of weights that ranks hold, and how many ranks that many, see `Program.held`.
     """
 
     rank: int
@@ -84,6 +85,7 @@ class ClassMemory:
     curve: list[CurvePoint] = field(default_factory=list, repr=False)
     unmatched: int = 0
     on_host: dict[str, int] = field(default_factory=dict)
+    held: tuple[tuple[int, int], ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -151,6 +153,7 @@ def replay_memory(
         curve=curve,
         unmatched=second.unmatched,
         on_host=dict(sorted(on_host.items(), key=lambda item: -item[1])),
+        held=program.held,
     )
 
 

@@ -224,6 +224,8 @@ class Program:
             rank's schedule. `build` is not among them.
         stages: pipeline stages of the rank, in model order.
         on_host: blocks that are in the host's memory.
+        held: bytes of the weights that ranks of its stages hold, and how many ranks that many, its own first; empty:
+            all ranks are alike.
     """
 
     rank: int
@@ -236,6 +238,7 @@ class Program:
     order: list[tuple[tuple[str, int, str], int]] = field(default_factory=list)
     stages: tuple[int, ...] = (0,)
     on_host: frozenset[int] = frozenset()
+    held: tuple[tuple[int, int], ...] = ()
 
     def segments_in_order(self) -> Iterator[tuple[Segment, int]]:
         """Yield the segments of a step with the micro-batch of each."""
@@ -277,6 +280,7 @@ class Program:
             order=[(tuple(key), batch) for key, batch in data["order"]],
             stages=tuple(data["stages"]),
             on_host=frozenset(data["on_host"]),
+            held=tuple([(size, ranks) for size, ranks in data["held"]]),
         )
 
 

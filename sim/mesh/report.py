@@ -198,6 +198,7 @@ def memory_notes(estimate: Any) -> list[str]:
     left_out = len(memory.classes) - len(_shown(memory.classes))
     notes = [f"{left_out} more rank classes are not shown"] if left_out else []
     notes.append(f"allocated is highest in {fullest.at}, on rank {fullest.rank}")
+    notes += [f"of the weights, {_held(one)}" for one in _shown(memory.classes) if one.held]
     limit = estimate.hardware.memory_bytes
     used = memory.reserved + fullest.context_bytes
     fits = "fits" if memory.fits() else "DOES NOT FIT"
@@ -206,6 +207,12 @@ def memory_notes(estimate: Any) -> list[str]:
     if memory.interval is not None:
         notes.append(f"80 % interval of reserved: {_range(memory.interval)}")
     return notes + _host_notes(memory)
+
+
+def _held(one: Any) -> str:
+    """Say how many ranks hold how much of the weights of a class, its own first."""
+    parts = [f"{ranks:,} rank{'s' * (ranks > 1)} hold{'s' * (ranks == 1)} {gib(size)}" for size, ranks in one.held]
+    return ", ".join(parts[:_MOST_CLASSES]) + (", ..." if len(parts) > _MOST_CLASSES else "")
 
 
 def _host_notes(memory: Any) -> list[str]:
@@ -320,6 +327,7 @@ def memory_dict(memory: Any) -> dict[str, Any]:
             {
                 "rank": one.rank,
                 "like": one.like,
+                "held": [list(each) for each in one.held],
                 "peak_allocated": one.peak_allocated,
                 "peak_reserved": one.peak_reserved,
                 "context_bytes": one.context_bytes,

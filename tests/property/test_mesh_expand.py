@@ -7,19 +7,31 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+import torch
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from mesh_kit import in_real_numbers
 from mesh_programs import renumbered, sent_by_program, standing_bytes, updated
+from mesh_training import steps_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import sim
+from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline import SCHEDULES
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
+from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from sim.mesh import Custom
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
+from sim.mesh.program import Comm
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.stitch import EDGE, kept_layers
 from sim.mesh.tracing.trace import trace
@@ -218,3 +230,81 @@ def test_programs_count_all_ranks():
         programs = trace(job)
         assert sum(program.like for program in programs) == job.dims.world_size
         assert len(programs) == job.dims.pp
+
+
+# -- ranks that hold different amounts -------------------------------------------------------------------------------
+
+
+HELD: tuple[dict[str, int], ...] = (
+    {"dp_shard": 5},
+    {"dp_shard": 3, "dp_replicate": 2},
+    {"dp_shard": 3, "tp": 2},
+    {"dp_shard": 3, "cp": 2},
+    {"pp": 2, "dp_shard": 3},
+    {"dp_shard": 3, "ep": 2},
+)
+
+
+def assert_held(job: Job, real: list[list[tuple[str, int]]]) -> None:
+    """Assert that programs count the ranks that hold as much of each weight, given what every rank really holds."""
+    programs = trace(job)
+    count = len(real) // len(programs)
+    for stage, program in enumerate(programs):
+        ranks = real[stage * count :][:count]
+        own = ranks[program.rank - stage * count]
+        assert program.like == ranks.count(own)
+        bytes_ = Counter(sum(size for _, size in each) for each in ranks)
+        assert dict(program.held) == (bytes_ if len(bytes_) > 1 else {})
+        if program.held:
+            assert program.held[0][0] == sum(size for _, size in own)
+        if len(programs) == 1:  # one place is recorded of all stages
+            assert sum(size for _, size in own) == max(bytes_)
+
+
+@few
+@given(
+    st.tuples(st.sampled_from([24, 28]), st.sampled_from([258, 260]), st.integers(1, 7)),
+    st.sampled_from(HELD),
+    st.booleans(),
+)
+@example((24, 260, 7), {"dp_shard": 3, "tp": 2}, True)
+def test_ranks_that_hold_other_amounts_are_not_alike(sizes, degrees, muon):
+    width, vocab, layers = sizes
+    dims = dims_of(degrees)
+    shape = DENSE | {"intermediate_size": width, "vocab_size": vocab, "num_hidden_layers": layers + dims.pp}
+    model = MoEConfig(**shape, **EXPERTS, num_dense_layers=1) if dims.ep > 1 else LlamaConfig(**shape)
+    config = Config(
+        train=TrainConfig(model="moe" if dims.ep > 1 else "llama", batch_size=dims.batch_ranks * dims.pp, seq_len=12),
+        parallel=ParallelConfig(**degrees, whole_parameters=muon),
+        optimizer=OptimizerConfig(muon=muon),
+    )
+    config = dataclasses.replace(config, model=model)
+    seen = in_real_numbers(steps_of(config, dims.world_size, steps=0, counts_flops=False), dims.world_size)
+    held = [[(name, 4 * math.prod(local)) for name, (_, local, *_) in rank.result.made] for rank in seen]
+    assert_held(Job.of_run(config, dims.world_size), held)
+
+
+def test_ranks_without_any_row_are_counted_and_communicate_all_the_same():
+    """Of three rows over eight ranks five have none; the collectives are those of the others, padding and all."""
+    linear = Custom(lambda: nn.Linear(64, 3), lambda batch, seq_len: torch.zeros(batch, seq_len, 64))
+    dims = ParallelDims(dp_shard=8, world_size=8)
+    job = Job(find_model(linear), dims, batch=1, seq_len=4)
+
+    def body() -> list[tuple[str, int]]:
+        model = fully_shard(nn.Linear(64, 3), mesh=init_device_mesh("cpu", (8,)))
+        return [(name, 4 * param.to_local().numel()) for name, param in model.named_parameters()]
+
+    assert_held(job, sim.run(body, 8))
+    assert trace(job)[0].held == ((260, 3), (0, 5))
+    assert said(job, 7)[0] != said(job, 0)[0]
+    sizes = [
+        [
+            (event.op, event.size, event.moved)
+            for segment in program.segments.values()
+            for event in segment.events
+            if isinstance(event, Comm)
+        ]
+        for program in (trace(job)[0], trace(At(**vars(job), further=7))[0])
+    ]
+    assert sizes[0] == sizes[1]
+    assert ("all_gather", 2 * 8 * 65, 2 * 7 * 65) in sizes[0]

@@ -57,6 +57,7 @@ def fake_estimate(
             by_category={name: int(share * allocated) for name, share in shares.items()},
             context_bytes=2**30,
             on_host={},
+            held=(),
             host_bytes=0,
         )
         for rank in range(dims.pp)

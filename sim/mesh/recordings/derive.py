@@ -258,7 +258,10 @@ class _Move:
             ]
             for (name, _, variant), chunks in found.segments.items()
         }
-        return dataclasses.replace(found, groups=groups, places=places, standing=standing, segments=segments)
+        weights = tuple([w if w.layer is None else w._replace(layer=layers[w.layer]) for w in found.weights])
+        return dataclasses.replace(
+            found, groups=groups, places=places, standing=standing, segments=segments, weights=weights
+        )
 
     def _event(self, event: Event, found: Recording, groups: Sequence[CommGroup]) -> Event:
         if not isinstance(event, Comm):

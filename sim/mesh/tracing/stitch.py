@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from hyper_parallel.core.dtensor.ownership import split_points
+from hyper_parallel.core.mesh.parallel_dims import RANK_ORDER
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import stages_of_rank
 from sim.comm.process_group import moved_by_all_reduce
@@ -154,6 +160,24 @@ class Standing(NamedTuple):
     layer: int | None
 
 
+class Weight(NamedTuple):
+    """A weight, and how ranks split it.
+
+    Attributes:
+        layer: that it belongs to; None: to none.
+        itemsize: bytes of an element.
+        shape: of all of it.
+        splits: for each dim what splits it, outer first: axes of `RANK_ORDER`, over whose ranks, counted together.
+        owner: axes, and the place along them of the only ranks that hold it; None: all do.
+    """
+
+    layer: int | None
+    itemsize: int
+    shape: tuple[int, ...]
+    splits: tuple[tuple[tuple[str, ...], ...], ...]
+    owner: tuple[tuple[str, ...], int] | None
+
+
 @dataclass
 class Recording:
     """What one stage does in a step.
@@ -167,6 +191,7 @@ class Recording:
         segments: chunks by segment: the number of a layer, and what belongs to it; None: to what is around layers.
         even: numbers of shards that divide this one split all weights without padding.
         splits: sets of groups over which the weights are split that the norm of gradients counts.
+        weights: that are split over ranks.
     """
 
     groups: list[CommGroup]
@@ -177,6 +202,7 @@ class Recording:
     segments: dict[Key, list[Chunk]] = field(default_factory=dict)
     even: int = 1
     splits: tuple[tuple[int, ...], ...] = ()
+    weights: tuple[Weight, ...] = ()
 
 
 def kept_layers(layers: Sequence[int], kinds: Sequence[str]) -> list[int]:
@@ -327,6 +353,10 @@ class _Expansion:
             sizes=self.sizes,
             standing=standing,
             segments=segments,
+            weights=(
+                *self.old.weights,
+                *(w for w in self.old.weights if w.layer == self.template for _ in self.copies),
+            ),
         )
 
     def _chunk(self, events: list[Event], here: int | None, chunk: int | None) -> list[Event]:
@@ -404,9 +434,8 @@ _OF_A_RANK = ("count", "numbers")
 
 def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording]) -> list[Program]:
     """Return one program per place along the pipeline."""
-    like = job.dims.world_size // job.dims.pp // (job.dims.expert_ranks if job.is_skewed else 1)
     if not job.dims.pp_enabled:
-        program = Program(0, like, job.dims.world_size)
+        program = _program(job, job.rank_of_stage_rank(0), recordings.values())
         _Adder(job, program).add(parts[0], recordings[0])
         order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
         for number in range(job.microbatches):
@@ -419,8 +448,8 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
     programs = []
     for rank in range(job.dims.pp):
         device = job.rank_of_stage_rank(rank)
-        program = Program(device, like, job.dims.world_size)
         own = [part for part in parts if part.rank == rank]
+        program = _program(job, device, [recordings[part.index] for part in own])
         adder = _Adder(job, program)
         changed = _sums_of_all([recordings[part.index] for part in own], device)
         for part, others in zip(own, changed, strict=True):
@@ -430,6 +459,65 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         programs.append(program)
     _tie(job, programs)
     return programs
+
+
+def _program(job: Job, rank: int, recordings: Iterable[Recording]) -> Program:
+    """Return the program, still empty, of a rank and of all that hold as much of each weight, and of what they are."""
+    counts = _weights(recordings)
+    sizes, total = _held(job, counts)
+    own = np.unravel_index(rank % total.size, total.shape)
+    places = [_elements(weight, sizes) for weight in counts]
+    if job.is_skewed:
+        places.append(_along(sizes, [job.dims.expert_axes], np.arange(job.dims.expert_ranks)))
+    alike = np.ones(total.shape, dtype=bool)
+    for each in places:
+        alike &= each == np.broadcast_to(each, total.shape)[own]
+    amounts, ranks = np.unique(total, return_counts=True)
+    held = sorted(zip(amounts.tolist(), ranks.tolist(), strict=True), key=lambda one: (one[0] != total[own], -one[0]))
+    return Program(rank, int(alike.sum()), job.dims.world_size, held=tuple(held) if len(held) > 1 else ())
+
+
+def fullest_seat(job: Job, parts: Sequence[StagePart], recordings: Mapping[int, Recording]) -> int:
+    """Return which rank of its stages holds most of the weights, counted from the first: the first such one."""
+    totals = []
+    for rank in range(job.dims.pp):
+        own = [recordings[part.index] for part in parts if part.rank == rank]
+        totals.append(_held(job, _weights(own))[1].ravel())
+    return int(np.argmax(np.max(totals, axis=0)))
+
+
+def _weights(recordings: Iterable[Recording]) -> Counter[Weight]:
+    return Counter(weight._replace(layer=None) for recording in recordings for weight in recording.weights)
+
+
+def _held(job: Job, weights: Mapping[Weight, int]) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
+    """Return the sizes of the axes of a stage's ranks, and the bytes of weights that each of them holds."""
+    sizes = {axis: int(getattr(job.dims, axis)) for axis in RANK_ORDER if axis != "pp"}
+    total = np.zeros((*sizes.values(),), dtype=np.int64)
+    for weight, count in weights.items():
+        total += count * weight.itemsize * _elements(weight, sizes)
+    return sizes, total
+
+
+def _elements(weight: Weight, sizes: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    """Return how many elements of a weight each rank holds, in an array that broadcasts over axes of ranks."""
+    found = np.ones((1,) * len(sizes), dtype=np.int64)
+    for size, splits in zip(weight.shape, weight.splits, strict=True):
+        parts = [math.prod([sizes[axis] for axis in axes]) for axes in splits]
+        start, stop = split_points(size, parts, range(len(parts)))
+        found = found * _along(sizes, splits, stop - start)
+    if weight.owner is not None:
+        axes, owner = weight.owner
+        found = found * (_along(sizes, [axes], np.arange(math.prod([sizes[axis] for axis in axes]))) == owner)
+    return found
+
+
+def _along(sizes: Mapping[str, int], splits: Sequence[Sequence[str]], values: npt.NDArray[np.int64]) -> Any:
+    """Return values of places along some axes, as an array of one dim for each axis of ranks."""
+    order = list(sizes)
+    axes = [order.index(axis) for some in splits for axis in some]
+    apart = values.reshape([sizes[order[axis]] for axis in axes]).transpose(np.argsort(axes))
+    return apart.reshape([size if at in axes else 1 for at, size in enumerate(sizes.values())])
 
 
 def _sums_of_all(recordings: Sequence[Recording], rank: int) -> list[dict[int, Comm | None]]:

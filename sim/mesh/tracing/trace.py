@@ -6,6 +6,7 @@ of all ranks of a pipeline are put together from these, in the order of the real
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import warnings
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,8 +25,8 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.router import Router, update_expert_bias
 from hyper_parallel.core.fully_shard.comm import all_gather
 from hyper_parallel.core.fully_shard.module import hold_parameters, release_parameters
-from hyper_parallel.core.mesh.device_mesh import mesh_among
-from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.device_mesh import OwnerMesh, mesh_among
+from hyper_parallel.core.mesh.parallel_dims import RANK_ORDER, ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
 from hyper_parallel.core.pipeline.schedules import find_schedule
@@ -46,7 +48,7 @@ from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
-from sim.mesh.tracing.stitch import Recording, expand, kept_layers, sends_end, stitch
+from sim.mesh.tracing.stitch import Recording, Weight, expand, fullest_seat, kept_layers, sends_end, stitch
 
 Key = tuple[str, int, str]
 _LARGE = float(2**60)
@@ -79,6 +81,8 @@ def _programs(job: Job, *, every_layer: bool = False) -> list[Program]:
         known = derive([by_kind[kind]], job, part, layers) if derives else None
         ready[part.index] = known or record_stage(job, part, every_layer=every_layer)
         by_kind.setdefault(kind, Anchor(job, part, tuple(layers), ready[part.index]))
+    if job.recipe.whole_parameters and not job.is_skewed and (seat := fullest_seat(job, parts, ready)) != job.seat:
+        return _programs(dataclasses.replace(job, seat=seat), every_layer=every_layer)  # the same on all of its ranks
     programs = [fuse(program) for program in stitch(job, parts, ready)]
     for program in programs:
         program.on_host = frozenset(block for block, name in program.categories.items() if name == ON_HOST)
@@ -166,6 +170,7 @@ class _Run:
             segments=self.segments,
             even=_even_shards(built.module, job.dims.dp_shard),
             splits=self._splits(),
+            weights=self._weights(),
         )
 
     @property
@@ -266,6 +271,28 @@ class _Run:
             split = [mesh.get_group(axis) for axis, each in axes if not (each.is_replicate() or each.is_partial())]
             ranks = [tuple(dist.get_process_group_ranks(group)) for group in split]
             found[tuple(dict.fromkeys([numbers[each] for each in ranks if each in numbers]))] = None
+        return tuple(found)
+
+    def _weights(self) -> tuple[Weight, ...]:
+        """Return the weights that are split, and over which axes of ranks."""
+        layers = {id(param): number for number, block in self.built.blocks for param in block.parameters()}
+        sizes = [getattr(self.job.dims, axis) for axis in RANK_ORDER]
+        found = []
+        for param in self.built.module.parameters():
+            if not isinstance(param, DTensor):
+                continue
+            among = mesh_among(param.device_mesh)
+            axes: list[tuple[str, ...]] = []
+            for at in range(among.ndim):
+                ranks = dist.get_process_group_ranks(among.get_group(at))
+                places = np.array(np.unravel_index(ranks, sizes))
+                axes.append(tuple([axis for axis, along in zip(RANK_ORDER, places, strict=True) if len({*along}) > 1]))
+            owner = (axes[-1], param.device_mesh.owner) if isinstance(param.device_mesh, OwnerMesh) else None
+            by_dim = Layout.of(param).splits(param.ndim)
+            splits = tuple(
+                [tuple([axes[at] for at in some if owner is None or at < among.ndim - 1]) for some in by_dim]
+            )
+            found.append(Weight(layers.get(id(param)), param.element_size(), tuple(param.shape), splits, owner))
         return tuple(found)
 
     def _balance(self, taken: bool) -> None:
