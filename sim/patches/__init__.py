@@ -3,5 +3,6 @@
 install -> process_groups, dtensor, devices, process -> rank -> torch_modules
 install -> settings -> rank
 install -> helper_threads -> rank_thread -> devices
+install -> operators -> rank
 install -> locks
 """

@@ -16,6 +16,7 @@ from sim.patches.devices import DEVICE_PATCHES
 from sim.patches.dtensor import DTENSOR_PATCHES
 from sim.patches.helper_threads import HELPER_PATCHES
 from sim.patches.locks import EVENT_LOOP_PATCHES, LOCK_PATCHES
+from sim.patches.operators import OPERATOR_PATCHES
 from sim.patches.process import PROCESS_PATCHES
 from sim.patches.process_groups import PROCESS_GROUP_PATCHES
 from sim.patches.rank import MESSAGE_PATCHES, Host, Undo
@@ -29,6 +30,7 @@ PATCHES: tuple[Callable[[Host], Undo], ...] = (
     *LATE_PATCHES,
     *PROCESS_PATCHES,
     *MODULE_PATCHES,
+    *OPERATOR_PATCHES,
     *SETTING_PATCHES,
     *MESSAGE_PATCHES,
     *LOCK_PATCHES,

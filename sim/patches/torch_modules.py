@@ -13,12 +13,12 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -155,88 +155,6 @@ def _active_ddp(host: object) -> Callable[[], None]:
     )
 
 
-# -- operators that a script defines -------------------------------------------------------------------------------
-
-
-class _Kernels(dict[str | None, Any]):
-    """An operator's kernels of a rank by device: the one for all where another rank alone has one for the device."""
-
-    def __missing__(self, device: str | None) -> Any:
-        if device is None:
-            raise KeyError(device)
-        return self[None]
-
-
-_OF_FUNCTIONS: Mapping[str, Callable[[], Any]] = MappingProxyType(
-    {
-        "_backend_fns": _Kernels,
-        "_torch_dispatch_fns": dict,
-        **dict.fromkeys(("_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn", "_vmap_fn"), lambda: None),
-        "_disabled_kernel": set,
-    }
-)
-"""What `torch.library.custom_op` keeps of an operator's functions, and how it begins."""
-
-
-class _OnceLibrary:
-    """The library of an operator, to which several ranks add the same kernels: once."""
-
-    def __init__(self, library: torch.library.Library) -> None:
-        self._library = library
-        self._added: set[tuple[str, Any]] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._library, name)
-
-    def impl(self, name: str, fn: Any, key: str = "", **options: Any) -> None:
-        """Add a kernel for a dispatch key."""
-        self._add(self._library.impl, name, key, name, fn, key, **options)
-
-    def _register_torch_dispatch_rule(self, name: str, kind: type, fn: Any) -> None:
-        self._add(self._library._register_torch_dispatch_rule, name, kind, name, kind, fn)
-
-    def _add(self, add: Callable[..., object], name: str, what: Any, *args: Any, **options: Any) -> None:
-        if (name, what) not in self._added:
-            add(*args, **options)
-            self._added.add((name, what))
-
-
-def _custom_operators(host: object) -> Callable[[], None]:
-    """An operator calls functions of the calling rank: torch has one of each name, with those of the last to define it.
-
-    They may well use what is the rank's own: its number, its groups, its buffers. The first rank to define an operator
-    makes it, and others add their functions.
-    """
-    owner: Any = torch._library.custom_ops.CustomOpDef
-    init = owner.__init__
-    first: dict[str, Any] = {}
-    own: dict[tuple[Any, str], Any] = {}
-
-    @functools.wraps(init)
-    def init_on_rank(self: Any, namespace: str, name: str, schema: str, fn: Any, *tags: Any, **options: Any) -> None:
-        context, full = current_context(), f"{namespace}::{name}"
-        if context is None:
-            init(self, namespace, name, schema, fn, *tags, **options)
-            return
-        own[context, full] = self
-        if full in first and first[full]._schema == schema:
-            begun = {field: make() for field, make in _OF_FUNCTIONS.items()}
-            vars(self).update({**vars(first[full]), **begun, "_init_fn": fn, "_used_triton_kernels": []})
-        else:
-            init(self, namespace, name, schema, fn, *tags, **options)
-            self._lib, self._backend_fns = _OnceLibrary(self._lib), _Kernels(self._backend_fns)
-            first[full] = self
-
-    def values(operator: Any) -> dict[str, Any]:
-        context = current_context()
-        return vars(operator if context is None else own.get((context, operator._qualname), operator))
-
-    def of_rank(field: str) -> property:
-        return property(lambda self: values(self)[field], lambda self, value: values(self).update({field: value}))
-
-    return exchange([(owner, "__init__", init_on_rank), *((owner, field, of_rank(field)) for field in _OF_FUNCTIONS)])
-
-
 # -- the profiler --------------------------------------------------------------------------------------------------
 
 
@@ -307,5 +225,5 @@ def end_profile() -> None:
         torch.autograd.profiler._disable_profiler()
 
 
-MODULE_PATCHES = (_active_ddp, _torch_imports, _custom_operators, _profiler)
+MODULE_PATCHES = (_active_ddp, _torch_imports, _profiler)
 """What is changed of torch's modules."""

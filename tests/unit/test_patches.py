@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import builtins
 import contextlib
+import gc
 import importlib
 import inspect
 import logging
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 from torch.distributed import c10d_logger, device_mesh, split_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -1146,6 +1148,114 @@ def test_seam_custom_operators():
         return x * by
 
     assert sim.run(another_schema, 2) == [3.0, 0.0]
+
+
+def _registers_operators(offset: int) -> tuple:
+    """Operators in all ways of the Library API, by functions that know the rank: what they return on it."""
+    number = dist.get_rank() + offset
+    library = torch.library.Library("of_a_rank", "DEF")
+    library.define("plus(Tensor x) -> Tensor")
+    dist.barrier()
+    library.impl("plus", lambda x: x * 0, "CPU")
+    library.impl("plus", lambda x: x + number, "CPU")
+    torch.library.define("also_of_a_rank::times", "(Tensor x) -> Tensor")
+    torch.library.impl("also_of_a_rank::times", "default", lambda x: x * number)
+    dist.barrier()
+    torch.library.register_fake("also_of_a_rank::times", torch.empty_like)
+    torch.library.register_fake("of_a_rank::plus", lambda x: x.new_empty(number))
+    torch.library.register_autograd("also_of_a_rank::times", lambda ctx, grad: grad * number)
+    torch.library.register_vmap("also_of_a_rank::times", lambda info, dims, x: (x + number, dims[0]))
+    fragment = torch.library.Library("of_a_rank", "FRAGMENT")
+    fragment.define("number(Tensor x) -> Tensor")
+    torch.library.impl(fragment, "number")(lambda x: torch.full_like(x, number))
+    dist.barrier()
+    x, one = torch.ones(1, requires_grad=True), torch.ones(1)
+    y = torch.ops.also_of_a_rank.times(x)
+    dist.barrier()
+    y.sum().backward()
+
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.also_of_a_rank.times(x) + torch.ops.of_a_rank.number(x)
+
+    z = torch.ones(1, requires_grad=True)
+    torch.compile(compiled, backend="aot_eager", fullgraph=True)(z).sum().backward()
+    with FakeTensorMode() as mode:
+        length = len(torch.ops.of_a_rank.plus(mode.from_tensor(one)))
+    found = [torch.ops.of_a_rank.plus(one), y, x.grad, torch.vmap(torch.ops.also_of_a_rank.times)(one)]
+    found += [torch.ops.of_a_rank.number(one), z.grad]
+    dist.barrier()
+    return (*(each.item() for each in found), length)
+
+
+def test_operators_of_libraries():
+    make = torch._C._dispatch_library
+    for seed, offset in ((0, 2), (1, 5)):
+        with sim.world(3, seed=seed) as world:
+            numbers = [offset + rank for rank in range(3)]
+            assert world.run(_registers_operators, (offset,)) == [
+                (1 + number, number, number, 1 + number, number, number, number) for number in numbers
+            ]
+        torch._dynamo.reset()
+    gc.collect()
+    assert torch._C._dispatch_library == make
+    assert not [name for name in torch.library._defs if "of_a_rank" in name]
+    assert not [each for each in torch.library._keep_alive if "of_a_rank" in each.ns]
+    assert not hasattr(torch.ops.of_a_rank, "plus")
+
+
+def test_operators_of_torch_that_a_rank_changes():
+    def body() -> tuple[float, float, float]:
+        x = torch.full((1,), 2.0)
+        before = torch.erfinv(x / 4).item()
+        if dist.get_rank() == 0:
+            library = torch.library.Library("aten", "IMPL")
+            library.impl("erfinv", lambda x: x * 10, "CPU")
+        dist.barrier()
+        changed = torch.erfinv(x / 4).item()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            library._destroy()
+        return before, changed, torch.erfinv(x / 4).item()
+
+    usual = torch.erfinv(torch.full((1,), 0.5)).item()
+    assert sim.run(body, 2) == [(usual, 5.0, usual), (usual, usual, usual)]
+
+
+def test_operators_that_ranks_cannot_have():
+    def twice() -> None:
+        keep.append(torch.library.Library("of_a_rank", "DEF"))
+        torch.library.Library("of_a_rank", "DEF")
+
+    def differing() -> None:
+        torch.library.define("of_a_rank::f", f"({'Tensor' if dist.get_rank() else 'int'} x) -> Tensor")
+        dist.barrier()
+
+    def of_the_process() -> None:
+        torch.library.Library("_", "IMPL").fallback(print, "AutocastCPU")
+
+    keep: list[object] = []
+    with pytest.raises(sim.SimError, match="Only a single TORCH_LIBRARY can be used to register the namespace of_a"):
+        sim.run(twice, 2)
+    with pytest.raises(sim.SimError, match=r"rank . defines of_a_rank::f\(.*, which rank . has defined as of_a"):
+        sim.run(differing, 2)
+    with pytest.raises(sim.SimError, match="called fallback of a library of '_', which is for a whole process"):
+        sim.run(of_the_process, 2)
+
+
+def test_operators_of_a_module_that_ranks_share(tmp_path, monkeypatch):
+    (tmp_path / "shares_an_operator.py").write_text(
+        "import torch\n@torch.library.custom_op('shared_by_ranks::twice', mutates_args=())\n"
+        "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def body() -> float:
+        module = importlib.import_module("shares_an_operator")
+        return module.twice(torch.ones(1)).item()
+
+    for _ in range(2):
+        assert sim.run(body, 2) == [2.0, 2.0]
+    assert torch.ops.shared_by_ranks.twice(torch.ones(1)) == 2
 
 
 # -- the group itself ------------------------------------------------------------------------------------------
