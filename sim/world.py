@@ -29,7 +29,7 @@ from sim.comm.pricing import CommPricing, Cost
 from sim.comm.store import SharedStore
 from sim.explain import deadlock, mismatch
 from sim.explain.callables import check_call, check_result
-from sim.explain.errors import RankLost, RankStopped, SimError, rank_failed
+from sim.explain.errors import RankLost, RankStopped, SimError, exit_status, rank_failed
 from sim.kernel import threads
 from sim.kernel.context import current_rank, this_thread
 from sim.kernel.scheduler import Scheduler
@@ -475,7 +475,7 @@ class World:
             with rank_thread.modes(context):
                 return check_result(fn(*args, **kwargs), fn)
         except SystemExit as end:
-            if end.code in (None, 0):
+            if exit_status(end) == 0:
                 return None
             raise
         finally:

@@ -98,6 +98,17 @@ def what_happened(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
 
 
+def exit_status(end: SystemExit) -> int:
+    """What the shell would see of it.
+
+    >>> [exit_status(SystemExit(code)) for code in (None, 3, 256, -1, 2**70, "no data")]
+    [0, 3, 0, 255, 255, 1]
+    """
+    if isinstance(end.code, int):
+        return end.code & 0xFF if -(2**63) <= end.code < 2**63 else 0xFF
+    return 0 if end.code is None else 1
+
+
 def said(error: BaseException) -> str:
     """The class of `error` and the first line of its text.
 

@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 
-from sim.explain.errors import RankFailed, SimError
+from sim.explain.errors import RankFailed, SimError, exit_status
 from sim.explain.lines import raised_at
 
 FAILURE, INTERRUPTED = 1, 130
@@ -54,7 +54,7 @@ def _report_exit(end: SystemExit, error: SimError) -> int:
     if not isinstance(end.code, int):
         print(end.code, file=sys.stderr)
     print(error, file=sys.stderr)
-    return end.code & 0xFF or FAILURE if isinstance(end.code, int) else FAILURE
+    return exit_status(end)
 
 
 def traceback_of(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
+from sim.explain.errors import exit_status
 from sim.kernel.context import current_context
 from sim.script.failure import report_failure
 from sim.script.modules import find_module
@@ -158,7 +159,7 @@ def execute_script(code: CodeType, package: str) -> None:
                 importlib.import_module(package)
             exec(code, sys.modules["__main__"].__dict__)
     except BaseException as error:
-        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if not (isinstance(error, SystemExit) and exit_status(error) == 0):
             if context.scheduler.fatal is None:
                 context.view.run_hook(error)
                 context.view.run_exit_calls()

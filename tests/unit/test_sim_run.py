@@ -386,7 +386,7 @@ def test_a_failure_in_torch_keeps_torchs_lines(run: Run) -> None:
     [
         ("sys.exit(3)", 3, "rank 1 called sys.exit(3)\n  seen: a status other than 0, at script.py:"),
         ("sys.exit('no data')", 1, "no data\nrank 1 called sys.exit('no data')\n  seen: "),
-        ("sys.exit(256)", 1, "rank 1 called sys.exit(256)\n  seen: "),
+        ("sys.exit(257)", 1, "rank 1 called sys.exit(257)\n  seen: "),
         ("os._exit(3)", 1, "called os._exit(3), which would end all 2 simulated ranks\n"),
         ("torch.multiprocessing.spawn(print)", 1, "try: under torchrun and in sim, call print(int("),
         ("sim.run(print, 2)", 1, "a rank cannot start ranks of its own\n"),
@@ -412,8 +412,11 @@ def test_what_is_said(run: Run, call: str, code: int, said: str) -> None:
     assert "--nproc 2 --seed 1 script.py\n" in err
 
 
-def test_sys_exit_0_is_an_end_like_any_other(run: Run) -> None:
-    assert run("print('done')\nsys.exit(0)") == (0, "done\n", "")
+@pytest.mark.parametrize("status", [0, 256, -512])
+def test_sys_exit_0_is_an_end_like_any_other(run: Run, status: int) -> None:
+    """Of a status the shell sees the lowest eight bits."""
+    assert run(f"print('done')\nsys.exit({status})") == (0, "done\n", "")
+    assert sim.run(lambda: sys.exit(status), 2) == [None, None]
 
 
 def test_a_script_that_is_no_python(run: Run) -> None:
