@@ -44,7 +44,7 @@ def contest(sequences: int, length: int, protocol: Protocol, *, blocks: tuple[in
     del protocol
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     views = {name: ContextParallel(mesh, degree) for name, degree in DEGREES.items()}
-    calls = {}
+    calls: dict[str, Callable[[], None]] = {}
     for name in (*DEGREES, *ROTATIONS):
         view = views.get(name, views["ring"])  # torch splits as our ring does
         attend: Attend = view.attend if name in DEGREES else partial(_torch_attend, mesh.get_group(), ROTATIONS[name])

@@ -273,8 +273,8 @@ def _calls_with(x: torch.Tensor) -> dict[str, Callable[[torch.Tensor], Any]]:
     }
     for name in _OPS:
         op = getattr(dist.ReduceOp, name)
-        calls[f"all_reduce {name}"] = lambda out, op=op: (out.copy_(x), dist.all_reduce(out, op))
-        calls[f"reduce_scatter {name}"] = lambda out, op=op: dist.reduce_scatter_tensor(out, x, op)
+        calls[f"all_reduce {name}"] = lambda out, op=op: (out.copy_(x), dist.all_reduce(out, op))  # type: ignore[misc]
+        calls[f"reduce_scatter {name}"] = lambda out, op=op: dist.reduce_scatter_tensor(out, x, op)  # type: ignore[misc]
     return calls
 
 
@@ -410,7 +410,7 @@ def overhead(place: Place) -> Iterator[Found]:
 def _layers(place: Place) -> tuple[float, Kernels | None]:
     shape = Shape(32, 1, 2) if place.small else Shape(4096, 2, 32)
     mesh = init_device_mesh(place.device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    dtypes = {} if place.small else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    dtypes: dict[str, Any] = {} if place.small else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     model, optimizer = build("ours", mesh, shape=shape, **dtypes)
     tokens = batch(dist.get_rank(), 1, 8 if place.small else 4096).to(place.device)
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def _in_turns(
     for block in range(protocol.warmup + protocol.blocks):
         for name in draw.sample(sorted(built), len(built)):
             model, optimizer = built[name]
-            took = timed(lambda m=model, o=optimizer: step(m, o, tokens), protocol.steps, protocol.device)
+            took = timed(partial(step, model, optimizer, tokens), protocol.steps, protocol.device)
             if block >= protocol.warmup:
                 seconds[name].append(took)
     return seconds

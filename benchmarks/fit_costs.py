@@ -134,7 +134,7 @@ def node_rows(
         if row["hardware"] not in published or row["op"] != op or row.get("n_nodes") != 1 or seconds is None:
             continue
         by_switch = (
-            n > 4
+            (n or 0) > 4
             and hardware.value("intra.in_switch", 0) > 0
             and "Ring" not in (row.get("algorithm") or "").split(" ")[0]
         )

@@ -165,7 +165,8 @@ def _least(errors: _Errors, figure: Figure, steps: int = 7) -> float:
     width = (figure.high - figure.low) / (steps - 1)
     best = min((figure.low + width * index for index in range(steps)), key=loss)
     fine = [best + width * share for share in (-0.66, -0.33, 0.0, 0.33, 0.66)]
-    return round(min((value for value in fine if figure.low <= value <= figure.high), key=loss), 3)
+    found: float = min((value for value in fine if figure.low <= value <= figure.high), key=loss)
+    return round(found, 3)
 
 
 def write(found: Mapping[str, Mapping[str, Any]]) -> None:

@@ -194,9 +194,10 @@ def _drawn_on_device() -> Iterator[None]:
     """Let a device draw the weights at once: the host takes a minute for 3 billion, which are the same everywhere."""
 
     def whole(targets: Sequence[FillTarget]) -> None:
+        numbers: Any = None  # a device has its own
         for target in targets:
             for write, _ in target._writes:
-                write(target.local, None)
+                write(target.local, numbers)
 
     def normal(weights: torch.Tensor, numbers: None, mean: float = 0.0, std: float = 1.0) -> None:
         weights.normal_(mean, std)

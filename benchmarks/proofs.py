@@ -30,7 +30,7 @@ from sim.prove.verify import verify_plan
 
 MOST_OF_A_CASE, MOST_OF_A_MODEL = 6, 24
 _TESTS = Path(__file__).resolve().parent.parent / "tests" / "unit"
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 20,
     "hidden_size": 16,
     "intermediate_size": 20,

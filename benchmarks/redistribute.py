@@ -141,7 +141,7 @@ class Case:
 
 def cases(ranks: int, number: int = PAIRS) -> list[Case]:
     """Random pairs that torch supports: 1 MB to 64 MB, 2-D and 3-D, every axis split, replicated or pending."""
-    draw, found = random.Random(ranks), []
+    draw, found = random.Random(ranks), list[Case]()
     meshes = {4: [(4,), (2, 2)], 8: [(8,), (2, 4), (2, 2, 2)]}[ranks]
     while len(found) < number:
         sizes, ndim = draw.choice(meshes), draw.choice((2, 3))
@@ -181,7 +181,7 @@ def contest(todo: Sequence[Case], device: str = "cpu", repeats: int = REPEATS) -
         draw = random.Random(number)
         for repeat in range(repeats + 1):
             for name in draw.sample(sorted(ways), len(ways)):
-                took = timed(lambda way=ways[name]: _settled(way()), 1, device)
+                took = timed(lambda way=ways[name]: _settled(way()), 1, device)  # type: ignore[misc]
                 if repeat:
                     seconds[name].append(took)
         results.append((float(np.median(seconds["ours"])), float(np.median(seconds["torch"]))))
@@ -201,7 +201,7 @@ def on_sim(ranks: int = 8) -> tuple[list[Case], list[tuple[float, float]]]:
 
 def on_gloo(ranks: int = 4) -> tuple[list[Case], list[tuple[float, float]]]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_gloo_rank, (ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        mp.spawn(_gloo_rank, (ranks, folder), nprocs=ranks)
         seconds = json.loads(Path(folder, "seconds.json").read_text())
     return cases(ranks), [(ours, theirs) for ours, theirs in seconds]
 
@@ -245,7 +245,7 @@ def planning_table() -> str:
     for name, (src, dst) in pairs.items():
         for on in (None, topology("h100")):
             new = min(_once(src, dst, (8192 + 64 * turn, 8192), on) for turn in range(7))
-            known = _per_call(lambda src=src, dst=dst, on=on: plan(src, dst, (8192, 8192), torch.float32, on))
+            known = _per_call(lambda src=src, dst=dst, on=on: plan(src, dst, (8192, 8192), torch.float32, on))  # type: ignore[misc]
             priced = "bytes" if on is None else on.name
             lines.append(f"| {name}, {priced} | {new * 1e3:.1f} | {known * 1e6:.1f} |")
     lines += ["", "| nothing to do, us | ours | torch |", "|---|--:|--:|"]
@@ -300,7 +300,7 @@ LINK_SIZES = (64, 16 * 1024, 1024 * 1024, 16 * 1024 * 1024)
 def link_seconds(ranks: int) -> dict[int, float]:
     """Median seconds of an all_to_all by bytes sent per rank."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_link_rank, (ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        mp.spawn(_link_rank, (ranks, folder), nprocs=ranks)
         return {int(size): took for size, took in json.loads(Path(folder, "seconds.json").read_text()).items()}
 
 

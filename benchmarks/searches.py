@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from benchmarks.published.predict import figures_of, hardware_of, job_of, load_figures
 from benchmarks.published.rows import Case, case_of, read_rows
@@ -107,10 +107,9 @@ class Question:
 
     def estimated(self, candidate: Candidate) -> Found | None:
         """Return the estimate of a candidate; None: it cannot be run."""
-        rest = {} if candidate.layers_per_stage is None else {"layers_per_stage": candidate.layers_per_stage}
         where = candidate.dims, candidate.batch, self.seq_len, self.hardware, candidate.recipe
         try:
-            return Found(candidate, estimate(self.model, *where, **rest))
+            return Found(candidate, estimate(self.model, *where, layers_per_stage=candidate.layers_per_stage))
         except ValueError:
             return None
 
@@ -192,7 +191,7 @@ def _asked(case: Case) -> Any:
     return case.model, case.hardware, case.dims.world_size, case.batch * case.dims.batch_ranks, case.seq_len
 
 
-_SEARCHED = {
+_SEARCHED: dict[str, Any] = {
     "checkpointing": "none",
     "checkpoint_layers": None,
     "microbatches": None,
@@ -211,7 +210,7 @@ def _kernels(recipe: Recipe) -> Recipe:
 
 def _recipes(recipe: Recipe) -> tuple[Recipe, ...]:
     """Return a framework's recipe with each checkpointing, and each way to shard that it or this library has."""
-    said = {"checkpointing": recipe.checkpointing, "checkpoint_layers": recipe.checkpoint_layers}
+    said: dict[str, Any] = {"checkpointing": recipe.checkpointing, "checkpoint_layers": recipe.checkpoint_layers}
     levels = [said, *({"checkpointing": level} for level in LEVELS)]
     stages = dict.fromkeys((recipe.zero, 3, 2))
     found = [
@@ -310,7 +309,7 @@ def _draw(question: Question, pool: Sequence[Candidate], known: _Known, count: i
             return
 
 
-def _fits(one: Found | None) -> bool:
+def _fits(one: Found | None) -> TypeGuard[Found]:
     return one is not None and one.estimate.memory.fits()
 
 

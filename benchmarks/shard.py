@@ -212,7 +212,7 @@ class _ByHand(nn.Module):
                 module.weight = nn.Parameter(part)
             elif isinstance(module, nn.RMSNorm) and sequence_parallel:
                 module.weight.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad))
-        self.inner = model
+        self.inner: Any = model
 
     def into(self, x: torch.Tensor) -> torch.Tensor:
         return _Gather.apply(x, 1, True) if self.sequence_parallel else _Copy.apply(x)

@@ -52,8 +52,9 @@ def on_threaded(ranks: int, fn: Callable[[], Any]) -> Any:
             results[rank] = fn()
         dist.destroy_process_group()
 
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    threaded._install_threaded_pg()  # type: ignore[no-untyped-call]
+    isolate: Any = torch._C._distributed_c10d  # torch does not declare all of it
+    isolate._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
     try:
         threads = [threading.Thread(target=main, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
@@ -61,8 +62,8 @@ def on_threaded(ranks: int, fn: Callable[[], Any]) -> Any:
         for thread in threads:
             thread.join()
     finally:
-        threaded._uninstall_threaded_pg()  # type: ignore[no-untyped-call]
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        threaded._uninstall_threaded_pg()
+        isolate._set_thread_isolation_mode(False)
     return results[0]
 
 

@@ -61,7 +61,7 @@ def main() -> None:
     common_fsdp.DEVICE_COUNT = 4
     rows = []
     for path in options.files:
-        module, counts = load(path), Counter()
+        module, counts = load(path), Counter[str]()
         if options.engine == "ours":
             for each in (module, common_fsdp, common_dtensor):
                 use_ours(each)

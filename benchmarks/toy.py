@@ -113,7 +113,7 @@ def build(
     engine: str,
     mesh: Any,
     *,
-    prepare: Callable[[Toy], None] | None = None,
+    prepare: Callable[[Toy], object] | None = None,
     units: Callable[[Toy], list[nn.Module]] = lambda model: list(model.blocks),
     shape: Shape | None = None,
     **options: Any,

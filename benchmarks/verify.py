@@ -6,7 +6,7 @@ The stages are timed from inside, by functions of `sim.prove` that are wrapped f
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -78,9 +78,9 @@ def _row(name: str, dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def _stages() -> Iterator[Counter[str]]:
+def _stages() -> Iterator[defaultdict[str, float]]:
     """Add up the seconds of the stages of a proof."""
-    spent: Counter[str] = Counter()
+    spent = defaultdict[str, float](float)
 
     def timed(function: Callable[..., Any], stage: Callable[..., str]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _stages() -> Iterator[Counter[str]]:
         return "perturbed" if isinstance(around, Perturbed) else "one device"
 
     with ExitStack() as stack:
-        patched = [(prove, "run_reference", of_reference)]
+        patched: list[tuple[Any, str, Callable[..., str]]] = [(prove, "run_reference", of_reference)]
         patched += [(Ranks, name, lambda *_: "ranks") for name in ("forward", "backward")]
         for owner, name, stage in patched:
             stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), stage)))

@@ -103,7 +103,8 @@ def cost_to_fill(sizes: tuple[int, ...], fill: Callable[[nn.Module], None]) -> t
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         init_parameters(layer, 1, init_fn=fill)
         took, after = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return took, (after - before) / 2**10, sum(p.to_local().nbytes for p in layer.parameters()) / 2**20
+        local = [p.to_local().nbytes for p in layer.parameters()]  # type: ignore[attr-defined]
+        return took, (after - before) / 2**10, sum(local) / 2**20
 
 
 def by_tiles(module: nn.Module) -> None:

@@ -38,7 +38,9 @@ tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else 
 FOLDER = Path(__file__).resolve().parent / "data"
 USUAL_VOCABULARY = 50304
 """GPT-2's, as Megatron pads it."""
-LATENT = MappingProxyType({"latent_rank": 512, "plain_size": 128, "turned_size": 64, "value_size": 128})
+LATENT: Mapping[str, Any] = MappingProxyType(
+    {"latent_rank": 512, "plain_size": 128, "turned_size": 64, "value_size": 128}
+)
 """Latent attention of DeepSeek-V2, V3 and those built like them: the same in the config.json of all."""
 QUERY_RANK = 1536
 """Of those; in the ones of width 2048 (V2-Lite, Moonlight), queries are made of the residual stream."""

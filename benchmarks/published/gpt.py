@@ -536,5 +536,5 @@ def gpt_tiny() -> GPTSpec:
 
 def gpt3_175b() -> GPTSpec:
     """GPT-3 of 175 billion parameters (Brown et al. 2020, arXiv:2005.14165, table 2.1)."""
-    shape = {"hidden_size": 12_288, "num_hidden_layers": 96, "num_attention_heads": 96, "max_seq_len": 2048}
-    return GPTSpec("gpt3-175b", GPTConfig(vocab_size=50_257, **shape))
+    shape: dict[str, Any] = {"num_hidden_layers": 96, "num_attention_heads": 96, "max_seq_len": 2048}
+    return GPTSpec("gpt3-175b", GPTConfig(vocab_size=50_257, hidden_size=12_288, **shape))

@@ -59,10 +59,10 @@ def _freed(segments: list[Segment], program: Program, with_loss: bool) -> list[S
             _gather_twice(event, used, ends, after)
         after.setdefault(_waited(flat, used[-1], at, event.bytes), []).append(Free(block))
     made: list[list[Event]] = [[] for _ in segments]
-    for at, event in enumerate(flat):
-        number = next(each for each, end in enumerate(ends) if at < end)
+    for at, each in enumerate(flat):
+        number = next(number for number, end in enumerate(ends) if at < end)
         if at not in drop:
-            made[number].append(event)
+            made[number].append(each)
         made[number] += after.get(at, ())
     return [replace(segment, events=events) for segment, events in zip(segments, made, strict=True)]
 

@@ -510,7 +510,7 @@ def _gathered_float8(
     events: Sequence[Event], at: int, gather: Comm, parts: int, multiplied: Container[int]
 ) -> dict[int, list[Event]]:
     """Return what stands for some events, by their numbers, if what is gathered is cast; else nothing does."""
-    size, changed = gather.size // 2, {}
+    size, changed = gather.size // 2, dict[int, list[Event]]()
     for number in range(at + 1, len(events)):
         op = events[number]
         if not isinstance(op, Op):

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from sim.mesh.program import COMPUTE, Comm, CommGroup, Event, HostWait, Op, Program, Segment, Touch, Wait
 
@@ -298,7 +298,7 @@ class _Fetches:
         return size, op._replace(stream=self.stream)
 
 
-def _is_linear(event: Event) -> bool:
+def _is_linear(event: Event) -> TypeGuard[Op]:
     return isinstance(event, Op) and event.kind == "matmul" and event.shape[:1] == (1,)
 
 
