@@ -129,6 +129,8 @@ class NoRandomness(TorchDispatchMode):
     ) -> Any:
         """Carry out an operation."""
         kwargs = kwargs or {}
+        if func is _aten.native_dropout_backward.default and args[2]:
+            args = (*args[:2], 1.0)  # all that forward has let through as it is
         if not is_random(func):
             return self._follow(func, args, kwargs) if self._followed else func(*args, **kwargs)
         if func.overloadpacket in _RRELU:
@@ -401,10 +403,10 @@ def _bernoulli(result: torch.Tensor, given: _Given) -> torch.Tensor:
 
 
 def _dropout(result: Any, given: _Given) -> Any:
-    """`native_dropout` returns what is left, scaled, and the mask; backward scales the mask in the same way."""
+    """Dropout of devices in one operation returns what is left, and the mask that backward multiplies by."""
     out, mask = result
     chance, x = given["p"], given["input"] if "input" in given else given["self"]
-    return out.copy_(x).mul_(1 / (1 - chance) if chance < 1 else 0.0), mask.fill_(True)
+    return out.copy_(x).mul_(float(chance < 1)), mask.fill_(True)
 
 
 def _normal(result: torch.Tensor, given: _Given) -> torch.Tensor:

@@ -19,6 +19,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
 from hyper_parallel.core.shard.sharding_plan import Reading, ShardingPlan, read_plan
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves, read_layouts
+from hyper_parallel.platform import get_platform
 
 _INNER = {  # what a wrapper calls the module that it wraps, by the wrapper's class
     "DistributedDataParallel": "module",
@@ -182,8 +183,10 @@ class ModuleRecorder:
             if grad is None:  # the tensor is named as an input, and its gradient takes another way
                 return
             value, (layout, known), order = copy_of(grad), self._declared(grad), next(self._clock)
+            if any(entry.grad is not None for entry in entries):  # of a second backward
+                settle(grad.device)
             for entry in entries:
-                entry.grad = value if entry.grad is None else entry.grad + value  # of a second backward
+                entry.grad = value if entry.grad is None else entry.grad + value
                 entry.grad_layout, entry.grad_known, entry.grad_order = layout, known, order
 
         return hook
@@ -397,15 +400,29 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the rank's own part of a tensor, see `local_of`, made past the modes that look at operations.
+    """Return a copy of the rank's own part of a tensor, see `local_of`, on the host, past the modes that look at ops.
 
     They would take most of the time of it, and a copy is none of the program's operations.
     """
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if own.dtype not in _AS_IT_IS or own.is_sparse:
-        return local_of(tensor).clone()
+        return _on_host(local_of(tensor))
     with _past_modes(own):
-        return local_of(own).clone()
+        return _on_host(local_of(own))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor; from another device behind what computes it, so that the host does not wait and hide a race."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def settle(device: torch.device | str) -> None:
+    """Wait for copies of what is on a device, which may be read then."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        get_platform(kind).synchronize()
 
 
 def _past_modes(tensor: torch.Tensor) -> AbstractContextManager[Any]:

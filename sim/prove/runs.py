@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hyper_parallel.core.activations.offload import OffloadedBlock
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
+from hyper_parallel.platform import get_platform
 from sim.explain.errors import RankFailed, SimError
+from sim.late.switch import why_not
+from sim.patches.devices import has_named
 from sim.prove.bound import FEW, SAFETY, DoubleGroupedProducts, largest_move
 from sim.prove.evidence import largest, unit_roundoff
 from sim.prove.infer import order_said
@@ -34,9 +38,11 @@ from sim.prove.record import (
     mapped,
     named_buffers,
     named_parameters,
+    settle,
     spread_layout,
     tensors_in,
 )
+from sim.prove.report import Report
 from sim.prove.steps.mutants import Mutant, put_into_model
 from sim.prove.steps.updates import ROUNDINGS, UpdateStarts, is_elementwise
 from sim.world import World
@@ -59,6 +65,7 @@ class Task:
         optimizer_fn: None for no optimizer.
         second: full values for the steps after the first; None: the same.
         shared: random numbers for one device and for each rank, in place of their means; None: for none.
+        device: of the ranks.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -76,6 +83,7 @@ class Task:
     train: bool
     second: Mapping[str, Any] | None = None
     shared: SharedDraws | None = None
+    device: str = "cpu"
 
     @property
     def values(self) -> list[Mapping[str, Any]]:
@@ -313,6 +321,13 @@ class _Session:
                     self.run.update = {name: copy_of(leaf) for name, leaf in self._leaves().items()}
                 self.run.stepped_buffers = self._buffers()
 
+    def settle(self) -> None:
+        """Have on the host what was noted on a device, but for random numbers and choices, which are proved without."""
+        settle(self.task.device)
+        for run in self.runs:
+            run.loss = None if run.loss is None else run.loss.detach().cpu()
+            run.uses, run.choices = {}, {}
+
     def _next(self) -> Run:
         """Return the run of a further step."""
         first = self.runs[0]
@@ -454,6 +469,19 @@ class Ranks:
         every = range(self.world.world_size)
         return [self._sessions[rank].runs[0] for rank in every] if all(rank in self._sessions for rank in every) else []
 
+    @property
+    def offloaded(self) -> list[OffloadedBlock]:
+        """The blocks of all ranks whose activations wait on the host."""
+        return [block for session in self._sessions.values() for block in offloaded_of(session.model)]
+
+    def settle(self) -> None:
+        """Wait for what the ranks have noted on a device of theirs."""
+
+        def settle_own() -> None:
+            self._sessions[dist.get_rank()].settle()
+
+        self.world.run(settle_own)
+
     def step(self, number: int) -> list[Run]:
         """Return what each rank has done in a step, once all of them have taken it."""
         return [self._sessions[rank].runs[number] for rank in range(self.world.world_size)]
@@ -479,9 +507,9 @@ class Ranks:
 
     def _make(self) -> None:
         task, rank = self.task, dist.get_rank()
-        mesh = init_device_mesh("cpu", task.mesh.mesh_shape, mesh_dim_names=task.mesh.alias_name)
+        mesh = init_device_mesh(task.device, task.mesh.mesh_shape, mesh_dim_names=task.mesh.alias_name)
         torch.default_generator.manual_seed(task.seed)
-        model = build(task)
+        model = build(task).to(task.device)
         torch.default_generator.manual_seed(task.seed + 1 + self._part(mesh))
         with WidePrecision(task.dtype):
             made = task.apply(model, mesh)
@@ -495,7 +523,8 @@ class Ranks:
             parts = {}
             for name, value in values.items():
                 wrapped = name in task.wrapped and mesh.size() > 1  # `shard_module` leaves a model on one rank as it is
-                parts[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, wrapped)
+                whole = _whole(value, task.dtype, task.dtype, task.device)
+                parts[name] = cut(whole, task.cuts.get(name), mesh, wrapped)
             given.append(_given(task, parts))
         self._sessions[rank] = _Session(task, model, given, task.dtype, task.mesh, rank)
 
@@ -562,14 +591,14 @@ def _at(tree: LayoutTree, place: Any) -> LayoutTree:
     return tree[place] if isinstance(tree, tuple) and place < len(tree) else tree if isinstance(tree, Layout) else None
 
 
-def _whole(value: Any, rounded: torch.dtype, dtype: torch.dtype) -> Any:
-    """Copy a full input, floating values rounded to one dtype and held in another."""
+def _whole(value: Any, rounded: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> Any:
+    """Copy a full input to a device, floating values rounded to one dtype and held in another."""
 
     def copied(tensor: torch.Tensor, way: str) -> torch.Tensor:
         del way
         copy = tensor.detach().clone()
         copy = copy.to(rounded).to(dtype) if copy.is_floating_point() else copy
-        return copy.requires_grad_(tensor.requires_grad)
+        return copy.to(device).requires_grad_(tensor.requires_grad)
 
     return mapped(value, copied)
 
@@ -584,6 +613,7 @@ def _can_be_differentiated(tensor: torch.Tensor) -> bool:
 
 def _like(output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return a rank's part of a gradient as what autograd wants for this output."""
+    grad = grad.to(output.device)
     if not isinstance(output, DTensor):
         return grad
     placements = [Replicate() if placement.is_partial() else placement for placement in output.placements]
@@ -685,6 +715,59 @@ def _tensors(run: Run) -> Iterator[tuple[Any, torch.Tensor]]:
         yield ("update", run.step, name), tensor
     for name, tensor in run.stepped_buffers.items():
         yield ("stepped buffer", run.step, name), tensor
+
+
+def offload_device() -> str | None:
+    """Return a device on which ranks move activations to the host: a real one, or a late one; None: there is none."""
+    kind = get_platform().device_type
+    if kind != "cpu" and not has_named("npu"):
+        return kind
+    return None if why_not() else "npu"
+
+
+def offloaded_of(model: nn.Module) -> list[OffloadedBlock]:
+    """Return the blocks of a model whose activations wait on the host."""
+    return [module for module in model.modules() if isinstance(module, OffloadedBlock)]
+
+
+def offload_words(device: str | None, why: str = "") -> str:
+    """Say that moving activations is proved, on which devices; or why it is not.
+
+    Args:
+        device: see `offload_device`.
+        why: "": it is, if there is a device.
+    """
+    if device is None or why:
+        return f"that activations go to the host and back is not proved: {why or why_not()}"
+    return f"activations go to the host and back on {device} devices without a race, and all is the same"
+
+
+NOTHING_MOVED = "all that blocks keep is too small, or the last block's"
+
+
+def proved_on_device(report: Report, prove: Callable[[str], Report], why: str = "") -> Report:
+    """Add to a right report of a model with offloaded blocks what ranks say that move their activations.
+
+    Args:
+        report: of ranks without memory of their own, which move nothing.
+        prove: takes the same steps on a device, and compares; of a report without rows nothing was moved.
+        why: this cannot be done; "": it can.
+    """
+    device, again = offload_device(), None
+    if device is not None and not why:
+        try:
+            again = prove(device)
+            why = "" if again.rows else NOTHING_MOVED
+        except RankFailed as error:
+            if "same device" not in str(error):
+                raise
+            why = str(error).splitlines()[0]  # the program makes tensors on the CPU and uses them beside its inputs
+    if again is None or again.first is None:
+        return replace(report, notes=(*report.notes, offload_words(device, why)))
+    sentence = "it is right where nothing is moved, and wrong where activations go to the host and back"
+    first = replace(again.first, sentence=sentence, suggestion="")
+    rows = [row for row in again.rows if row.verdict == "bug"]
+    return replace(report, first=first, rows=(*report.rows, *rows), mutants=None)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

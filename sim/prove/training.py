@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.api import split_over
@@ -33,8 +34,9 @@ from sim.prove.evidence import gap, largest, ratio_of, top
 from sim.prove.faults import diagnose
 from sim.prove.infer import explanations
 from sim.prove.judge import Finding, pending_words
-from sim.prove.record import copy_of, local_of
+from sim.prove.record import copy_of, settle
 from sim.prove.report import Report, ReportRow
+from sim.prove.runs import NOTHING_MOVED, offload_device, offload_words, offloaded_of
 from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdatesOfStep, UpdateStarts
 from sim.world import World, WorldOptions
 
@@ -226,6 +228,7 @@ class _Steps:
         starts: what the optimizer began each step with.
         gradients: the rank's parts of what it was given in each, clipped.
         updates: the rank's parts of the parameters after each.
+        has_moved: activations have been on the host.
     """
 
     numbers: dict[tuple[int, str], float] = field(default_factory=dict)
@@ -233,14 +236,15 @@ class _Steps:
     starts: list[UpdateStarts] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    has_moved: bool = False
 
 
 def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _Steps:
     """Take the first steps of a run as one of its ranks."""
     place = RankPlace.current()
     dims = plan_run(run, world_size)
-    platform = get_platform("cpu")
-    trainer = Trainer(run, dims, platform, place, dims.build_mesh("cpu"))
+    platform = get_platform(run.train.device)
+    trainer = Trainer(run, dims, platform, place, dims.build_mesh(platform.device_type))
     found, gradients = _Steps(), dict[str, torch.Tensor]()
 
     def keep_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -250,7 +254,7 @@ def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _
             if param.grad is not None:
                 gradients[name] = param.grad.detach().clone()
         found.starts.append(UpdateStarts.of(optimizer, named, hooks=1))
-        found.gradients.append({name: local_of(gradient) for name, gradient in gradients.items()})
+        found.gradients.append({name: copy_of(gradient) for name, gradient in gradients.items()})
 
     trainer.optimizer.register_step_pre_hook(keep_gradients)
     mode = None if perturbed is None else Perturbed(seed=perturbed)
@@ -271,16 +275,20 @@ def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _
         found.updates.append({name: copy_of(each) for name, each in trainer.model.named_parameters()})
         for name, tensor in trainer.model.named_tensors():
             found.tensors[step, "update", name] = _unsharded(tensor.detach())
+    settle(platform.device_type)
+    found.has_moved = any(block.has_moved for part in trainer.model.parts for block in offloaded_of(part))
     return found
 
 
 def _unsharded(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
+        return copy_of(full_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
 def _steps_of(run: Config, world_size: int, perturbed: int | None = None) -> list[_Steps]:
-    with World(world_size, WorldOptions(seed=run.train.seed)) as world:
+    kind = run.train.device
+    options: dict[str, Any] = {} if kind == "cpu" else {"device": kind, "check_races": True}
+    with World(world_size, WorldOptions(seed=run.train.seed, **options)) as world:
         return world.run(_take_steps, args=(run, world_size, perturbed))
 
 
@@ -325,6 +333,8 @@ def verify_run(run: Config, world_size: int) -> Report:
         RankFailed: a rank has failed.
     """
     run, world_size, said = reduced_run(run, world_size)
+    offloads = ActivationPolicy.of(run.parallel.checkpointing).offload
+    device = offload_device() if offloads else None
     notes = [f"reduced: {', '.join(said)}"] if said else []
     run = dataclasses.replace(
         run,
@@ -344,12 +354,15 @@ def verify_run(run: Config, world_size: int) -> Report:
     alone = _on_one_device(run)
     (expected,) = _steps_of(alone, 1)
     moved = [_steps_of(alone, 1, seed)[0] for seed in range(_RUNS)]
-    ranks = _steps_of(run, world_size)
+    ranks = _steps_of(run.with_changes("train", {"device": device or "cpu"}), world_size)
     axes = {name: size for name, size in dims.mesh_axes.items() if size > 1}
     comparison = _Comparison(expected, moved, ranks, axes)
     rows = [row for step in range(1, _STEPS + 1) for row in comparison.rows(step)]
     first = next((row for row in rows if row.verdict == "bug"), None)
     notes += _coarse(rows, expected)
+    if offloads and first is None:
+        why = "" if device is None or any(rank.has_moved for rank in ranks) else NOTHING_MOVED
+        notes.append(offload_words(device, why))
     mesh = ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank"
     return Report(tuple(rows), first, mesh, tuple(notes))
 

@@ -30,7 +30,7 @@ from sim.prove.modes.values import check_varied, proved_once, proved_twice, prov
 from sim.prove.randomness import DrawPlace, DrawUse
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
-from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, run_reference
+from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, proved_on_device, run_reference
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
 
@@ -84,6 +84,7 @@ def verify_plan(
     behind them; unless the ranks give them values of their own. Dropout does nothing
     here; instead, the ranks' generators are compared where they are used. If all is right, the steps are taken again
     with the same random numbers on both sides, each rank its part where that is known, so that masks are compared.
+    Where blocks are offloaded (`checkpoint_blocks`), they are taken on devices, too, with races looked for.
 
     The bound for an error is measured, not guessed: one device repeats everything with all operations off by their
     rounding (`sim.prove.bound`). In float64 that leaves about 1e-14, and no fault hides below it. The gradients are
@@ -215,10 +216,33 @@ def _compared(
         unused = _unused_axes(mesh, report, {event.group for event in events})
         mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
         report = replace(report, notes=(*report.notes, *ranks.notes, *unused), mutants=mutants)
-    if mutant is not None or task.shared is not None or report.first is not None or not _draws(mine, runs):
+        offloads = has_gone and bool(ranks.offloaded)
+    if mutant is not None or task.shared is not None or report.first is not None:
+        return report
+    if offloads:
+        assert grads is not None
+        report = proved_on_device(report, lambda device: _on_device(replace(task, device=device), steps, said, grads))
+    if report.first is not None or not _draws(mine, runs):
         return report
     shared = _shared(mine, runs, [compared, *later])
     return proved_with(report, shared, lambda shared: _proved(replace(task, shared=shared), said, is_varied=False))
+
+
+def _on_device(task: Task, steps: _Steps, said: Declarations, grads: Sequence[Mapping[str, torch.Tensor]]) -> Report:
+    """Take the steps on devices, with races looked for, and compare once all of them are over."""
+    with world(math.prod(task.mesh.mesh_shape), seed=task.seed, device=task.device, check_races=True) as w:
+        ranks = Ranks(task, w)
+        ranks.forward()
+        ranks.backward(grads)
+        ranks.settle()
+        judge = Judge(task.mesh)
+        compared = Comparison(task, *steps[0], ranks.runs, said, judge)
+        later = [
+            Comparison(task, *each, ranks.step(number), said, judge, before=compared)
+            for number, each in enumerate(steps[1:], 1)
+        ]
+        report = compared.report(later)
+        return report if any(block.has_moved for block in ranks.offloaded) else replace(report, rows=())
 
 
 def _uses(runs: Sequence[Run]) -> dict[DrawPlace, DrawUse]:

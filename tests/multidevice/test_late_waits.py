@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from activations_kit import Blocks, wrapped
 from late_kit import IN_RECORD, PROGRAMS, RUN, pipelined, run, with_fsdp2, without
 from one_device import shared
 from torch.distributed import fsdp as torch_fsdp
 
 import sim
+from hyper_parallel import checkpoint_blocks
 from hyper_parallel.core.fully_shard import reduce
 from hyper_parallel.core.fully_shard.comm import reduce_scatter_each
+from hyper_parallel.platform import Platform
+from hyper_parallel.trainer.config import Config, ParallelConfig
 from sim.late.switch import why_not
+from sim.prove.training import verify_run
 
 pytestmark = [
     pytest.mark.sim,
@@ -204,3 +209,84 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     first = sim.run(run, 2, (config.with_changes("train", {"steps": 1}),), **npu)[0]
     losses, norms, valid = first[:1], first[1:2], sim.run(run, 2, (config,), **npu)[0]
     torch.testing.assert_close([losses[0], valid[0], norms[0], *valid[1:]], on_one_device(RUN), rtol=1e-4, atol=1e-5)
+
+
+# -- proofs of models whose activations are offloaded ------------------------------------------------------------------
+
+
+class Dropping(Blocks):
+    """Blocks with dropout, which is one operation on a device and two on the CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.nn.functional.dropout(x, 0.25))
+
+
+def offloading(policy: str, model: Blocks, mesh: Any) -> torch.nn.Module:
+    return wrapped(checkpoint_blocks(model, policy), "ours", mesh.device_type)
+
+
+def mean_step(model: torch.nn.Module, batch: torch.Tensor, device: str | None = None) -> torch.Tensor:
+    total = torch.zeros((), dtype=batch.dtype, device=device or batch.device)
+    total += model(batch).square().mean()
+    total.backward()
+    return total.detach()
+
+
+def rows(batch: torch.Tensor, mesh: Any) -> torch.Tensor:
+    return batch.chunk(mesh.size())[mesh.get_rank()]
+
+
+BATCH = torch.linspace(-1, 1, 128).view(8, 16)
+
+
+def of_plan(depth: int = 3, policy: str = "offload") -> sim.Report:
+    parallelize = partial(offloading, policy)
+    return sim.verify_plan(partial(Dropping, depth, 16), (BATCH,), "dp=2", parallelize=parallelize, steps=1)
+
+
+def of_step(step: Any = mean_step) -> sim.Report:
+    options = {"parallelize": partial(offloading, "full offload"), "shard_batch": rows, "steps": 1}
+    return sim.verify_step(step, partial(Dropping, 3, 16), BATCH, "dp=2", **options)
+
+
+def of_run() -> sim.Report:
+    return verify_run(Config(parallel=ParallelConfig(checkpointing="offload")), 2)
+
+
+PROOFS = {"plan": of_plan, "step": of_step, "run": of_run}
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_offloaded_activations_are_proved(name):
+    report = PROOFS[name]()
+    assert report.ok, report
+    assert "activations go to the host and back on npu devices without a race, and all is the same" in report.notes
+
+
+@pytest.mark.parametrize("name", PROOFS)
+@pytest.mark.parametrize("site", WAITS["inputs of blocks on the host"])
+def test_a_proof_names_the_race_that_a_missing_wait_leaves(name, site):
+    with without(site), pytest.raises(sim.InFlightBufferRace, match=r"stream 1 .*\n  first: .*\n  then:  .*by "):
+        PROOFS[name]()
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_a_proof_finds_what_comes_back_otherwise(name, monkeypatch):
+    copy = Platform.copy_to_device
+
+    def wrong(self, tensor, source, **options):
+        copy(self, tensor, source, **options)
+        tensor.mul_(1.001)
+
+    monkeypatch.setattr(Platform, "copy_to_device", wrong)
+    report = PROOFS[name]()
+    assert "gradient" in report.first.kind, report
+    assert name == "run" or report.first.sentence.startswith("it is right where nothing is moved"), report
+
+
+def test_a_proof_says_where_it_could_not_move_activations():
+    said = "that activations go to the host and back is not proved: "
+    assert f"{said}all that blocks keep is too small, or the last block's" in of_plan(depth=1).notes
+    report = of_step(partial(mean_step, device="cpu"))
+    assert report.ok
+    assert any(note.startswith(f"{said}rank ") and "on the same device" in note for note in report.notes)

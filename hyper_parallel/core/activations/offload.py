@@ -123,6 +123,11 @@ class ActivationOffload:
     def __reduce__(self) -> Any:
         return type(self), ()
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything has been on the host."""
+        return self._stream is not None
+
     @calls_compiled
     def run(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run the forward of a block, and move what the block before it has saved to the host meanwhile."""
@@ -289,6 +294,11 @@ class OffloadedBlock(ActivationWrapper):
     def __init__(self, block: nn.Module, offload: ActivationOffload) -> None:
         super().__init__(block)
         self._offload = offload
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything of the model's blocks has been on the host."""
+        return self._offload.has_moved
 
     @partial(calls_compiled, reason=_BREAKS)
     def forward(self, *args: Any, **kwargs: Any) -> Any:

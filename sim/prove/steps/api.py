@@ -25,9 +25,9 @@ from sim.prove.modes.draws import SharedDraws, proved_with
 from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
 from sim.prove.randomness import DrawPlace, bare_words
-from sim.prove.record import mapped, tensors_in
+from sim.prove.record import mapped, settle, tensors_in
 from sim.prove.report import Report, Sensitivity
-from sim.prove.runs import adamw, converted
+from sim.prove.runs import adamw, converted, offloaded_of, proved_on_device
 from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
 from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
@@ -199,6 +199,7 @@ class _StepTask:
     open: dict[str, int] = field(default_factory=dict)  # how many there are
     second: Any = None  # what the second step is given, in place of the batch
     shared: SharedDraws | None = None  # random numbers, in place of their means
+    device: str = "cpu"  # of the ranks
 
     def references(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
         """Take the steps on one device, plainly and perturbed, the latter with the choices of the first."""
@@ -285,9 +286,9 @@ class _StepTask:
 
         def make() -> None:
             rank = dist.get_rank()
-            mesh = init_device_mesh("cpu", self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
+            mesh = init_device_mesh(self.device, self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
             torch.default_generator.manual_seed(self.seed)
-            model = converted(self.model_fn(), self.dtype)
+            model = converted(self.model_fn(), self.dtype).to(self.device)
             torch.default_generator.manual_seed(self.seed + 1)
             with wide.setdefault(rank, WidePrecision(self.dtype)):
                 made = self.parallelize(model, mesh) if self.parallelize is not None else model
@@ -296,6 +297,7 @@ class _StepTask:
             if self.shard_batch is not None:
                 batches = [_copied(self.shard_batch(batch, mesh), self.dtype) for batch in batches]
                 orders[rank] = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
+            batches = [mapped(batch, lambda tensor, _: tensor.to(self.device)) for batch in batches]
             made_by[rank] = made, list(_modules_in(made)), batches
 
         def take() -> None:
@@ -303,14 +305,22 @@ class _StepTask:
             made, roots, batches = made_by[rank]
             put_into_model(mutant, roots, rank)
             numbers = self.shared.ranks[rank] if self.shared is not None else None
-            found[rank] = self._take(made, roots, self.rank_step, batches, wide[rank], shared=numbers)
+            record = found[rank] = self._take(made, roots, self.rank_step, batches, wide[rank], shared=numbers)
+            settle(self.device)
+            if moves:
+                record.uses, record.choices = {}, {}
 
-        with world(math.prod(self.mesh.mesh_shape), seed=self.seed) as ranks:
+        moves = self.device != "cpu"
+        options: dict[str, Any] = {"device": self.device, "check_races": True} if moves else {}
+        with world(math.prod(self.mesh.mesh_shape), seed=self.seed, **options) as ranks:
             with put_in(ranks, mutant):
                 ranks.run(make)
-                drawn = self._give_shards(expected.initial, [made_by[rank][1] for rank in sorted(made_by)])
+                roots = [made_by[rank][1] for rank in sorted(made_by)]
+                drawn = DrawnWeights() if moves else self._give_shards(expected.initial, roots)
                 ranks.run(take)
             events = list(ranks.trace.kept())
+            offloaded = [block for each in roots for root in each for block in offloaded_of(root)]
+            has_moved = any(block.has_moved for block in offloaded)
         records = [found[rank] for rank in sorted(found)]
         if is_varied:
             check_varied([record.initial for record in records], expected.initial)
@@ -325,10 +335,17 @@ class _StepTask:
         report = comparison.report()
         if self.shared is not None:
             comparison.check_used(self.shared)
-        if mutant is not None:
+        if moves and not has_moved:
+            return replace(report, rows=())
+        if mutant is not None or moves:
             return report
         report = replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
-        if self.shared is not None or report.first is not None or not comparison.draws:
+        if self.shared is not None or report.first is not None:
+            return report
+        if offloaded:
+            why = "ranks draw weights by themselves" if drawn.said else ""
+            report = proved_on_device(report, lambda kind: replace(self, device=kind).compared(expected, moved), why)
+        if report.first is not None or not comparison.draws:
             return report
         return proved_with(report, comparison.shared(), self._proved_with)
 

@@ -26,6 +26,7 @@ from sim.prove.record import (
     named_modules,
     named_parameters,
     own_views,
+    settle,
     tensors_in,
 )
 from sim.prove.steps.updates import UpdateStarts
@@ -339,7 +340,10 @@ class LoopWatch:
 
         def hook(grad: torch.Tensor) -> None:
             value = copy_of(grad)
-            grads[key] = grads[key] + value if key in grads else value  # of a second backward
+            if key in grads:  # of a second backward
+                settle(grad.device)
+                value = grads[key] + value
+            grads[key] = value
 
         tensor.register_hook(hook)
         if self._keeps_graph:
