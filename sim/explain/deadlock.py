@@ -87,6 +87,8 @@ def _question(thread: RankThread) -> tuple[str, str]:
             asked = f"Store.{name} of {', '.join(map(repr, keys))}"
         elif name == "sleep" and owner is None:
             asked = "time.sleep"
+        elif name == "wait_for_file":
+            asked = found.get("asked", asked)
         frame = frame.f_back
     return asked, user_line(frame)
 

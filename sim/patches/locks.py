@@ -1,4 +1,4 @@
-"""Python's locks and event loops, made so that whoever waits for one on a rank lets the other threads of the world run.
+"""Locks and event loops, made so that whoever waits for one on a rank lets the other threads of the world run.
 
 `threading`, `queue` and `concurrent.futures` build everything that waits (conditions, events, semaphores, queues,
 futures) on three things: the locks that a waiting thread makes for itself, locks in general, and a clock for timeouts.
@@ -10,9 +10,11 @@ from __future__ import annotations
 import _thread
 import asyncio
 import concurrent.futures
+import fcntl
 import os
 import queue
 import selectors
+import struct
 import sys
 import threading
 import time
@@ -21,7 +23,7 @@ from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from sim.explain.lines import user_line
 from sim.kernel.context import Context, current_context
@@ -29,7 +31,7 @@ from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import RankThread, Waitable
 
 _real_lock = _thread.allocate_lock
-_real_monotonic = time.monotonic
+_real_monotonic, _real_sleep = time.monotonic, time.sleep
 _COMPILER = "torch._dynamo.convert_frame"
 _WAIT_IN = (threading.__file__, queue.__file__, concurrent.futures._base.__file__)
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -249,7 +251,93 @@ def _yielding_rlock() -> Any:
     return lock
 
 
-LOCK_PATCHES = (_locks, _timeouts, _compile_lock)
+# -- locks of files --------------------------------------------------------------------------------------------------
+
+_OTHER_PROCESS_S = 0.05
+
+
+class _Holder(NamedTuple):
+    """The last rank that has locked a file, and by which open file."""
+
+    rank: int
+    number: int
+
+
+def _file_locks(host: object) -> Callable[[], None]:
+    """A rank that waits for the lock of a file lets others run, who may have it.
+
+    `lockf` locks for a process, which ranks are in common: on ranks it locks for the open file, as `flock` does.
+    """
+    holders: dict[tuple[int, int], _Holder] = {}
+    flock, lockf = fcntl.flock, fcntl.lockf
+
+    def flock_on_rank(file: Any, operation: int, /) -> None:
+        if _of_this_process() is None:
+            flock(file, operation)
+        else:
+            lock("flock", file, operation, lambda how: flock(file, how))
+
+    def lockf_on_rank(file: Any, cmd: int, len: int = 0, start: int = 0, whence: int = 0, /) -> Any:
+        def attempt(how: int) -> None:
+            kind = next(kind for flag, kind in kinds if how & flag)
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, whence, start, len, 0))
+
+        if _of_this_process() is None or not cmd & (fcntl.LOCK_UN | fcntl.LOCK_EX | fcntl.LOCK_SH):
+            return lockf(file, cmd, len, start, whence)
+        return lock("lockf", file, cmd, attempt)
+
+    kinds = ((fcntl.LOCK_UN, fcntl.F_UNLCK), (fcntl.LOCK_EX, fcntl.F_WRLCK), (fcntl.LOCK_SH, fcntl.F_RDLCK))
+
+    def lock(name: str, file: Any, operation: int, attempt: Callable[[int], None]) -> None:
+        number = file if isinstance(file, int) else file.fileno()
+        place, context, scheduler = _place_of(number), _of_this_process(), my_scheduler()
+        if scheduler is None or operation & (fcntl.LOCK_UN | fcntl.LOCK_NB):
+            attempt(operation)
+        else:
+            wait_for_file(scheduler, f"fcntl.{name}", number, lambda: attempt(operation | fcntl.LOCK_NB))
+        if place is not None and context is not None and not operation & fcntl.LOCK_UN:
+            holders[place] = _Holder(context.rank, number)
+
+    def wait_for_file(scheduler: Scheduler, call: str, number: int, attempt: Callable[[], None]) -> None:
+        place, held_up_by = _place_of(number), set()
+        while True:
+            try:
+                attempt()
+                break
+            except BlockingIOError:
+                found = holders.get(place) if place is not None else None
+            if found is not None and _place_of(found.number) == place:
+                held_up_by.add(found.rank)
+                asked = f"{call} of a file that rank {found.rank} has locked"  # noqa: F841 - a deadlock's text has it
+                scheduler.poll()
+            else:  # another process has it: as for `time.sleep`
+                scheduler.sleep(_OTHER_PROCESS_S)
+                _real_sleep(_OTHER_PROCESS_S)
+        for rank in held_up_by:
+            scheduler.reach(scheduler.clocks[rank])
+
+    replaced = [(fcntl, "flock", flock_on_rank)]
+    if hasattr(fcntl, "F_OFD_SETLK"):  # Linux
+        replaced.append((fcntl, "lockf", lockf_on_rank))
+    return exchange(replaced)
+
+
+def _of_this_process() -> Context | None:
+    """The calling rank, if it is not a process that a rank has forked off."""
+    context: Context | None = current_context()
+    return None if context is None or context.scheduler.pid != os.getpid() else context
+
+
+def _place_of(number: int) -> tuple[int, int] | None:
+    """Which file it is that is open under this number."""
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+LOCK_PATCHES = (_locks, _timeouts, _compile_lock, _file_locks)
 
 
 # -- asyncio -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import builtins
 import contextlib
+import fcntl
 import gc
 import importlib
 import inspect
@@ -1318,6 +1319,33 @@ def test_seam_locks():
         assert type(queue.SimpleQueue()) is before[3]
         assert world.now == 1.0, "the condition waited for its own lock"
     assert places() == before
+
+
+def test_seam_file_locks(tmp_path):
+    """What it is for is in `test_sim_clock.py`."""
+    before = fcntl.flock, fcntl.lockf
+
+    def body() -> list[bool]:
+        with (tmp_path / "file").open("w") as file:
+            free = []
+            for lock in (fcntl.flock, fcntl.lockf):
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    lock(file, fcntl.LOCK_EX)
+                dist.barrier()
+                try:
+                    lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    free.append(True)
+                except BlockingIOError:
+                    free.append(False)
+                dist.barrier()
+                lock(file, fcntl.LOCK_UN)
+            with pytest.raises(ValueError, match="unrecognized lockf argument"):
+                fcntl.lockf(file, 0)
+            return free
+
+    assert sim.run(body, 2) == [[True, True], [False, False]]
+    assert (fcntl.flock, fcntl.lockf) == before
 
 
 def test_seam_compile_lock():

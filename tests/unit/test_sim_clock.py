@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from filelock import FileLock
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sim
 from hyper_parallel.core.redistribute.cost import Link, Load, Topology, seconds, topology
@@ -116,8 +118,8 @@ def test_the_topologys_model():
             dist.send(x, 8) if dist.get_rank() == 0 else dist.recv(x, 0)
 
     on, size = topology("h100"), 4 << 20
-    for given in ("h100", on):
-        reduce, broadcast, message = ran(body, 16, topology=given).trace.of_rank(0)
+    for on_what in ("h100", on):
+        reduce, broadcast, message = ran(body, 16, topology=on_what).trace.of_rank(0)
         moved = 2 * size * 15 // 16
         assert reduce.end - reduce.start == pytest.approx(
             seconds("all_reduce", Load(16, 8, moved, moved * 8 // 15, 0), on)
@@ -269,6 +271,75 @@ def test_a_lock_file_that_another_process_has_is_waited_for(
                 sim.run(wait, 2)
         else:
             assert sim.run(wait, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("lock", [fcntl.flock, fcntl.lockf])
+@given(
+    held_s=st.lists(st.integers(0, 5), min_size=2, max_size=4),
+    unlocks=st.booleans(),
+    meets=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_one_rank_at_a_time_has_the_lock_of_a_file(tmp_path_factory, lock, held_s, unlocks, meets, seed):
+    path, name = tmp_path_factory.mktemp("locks") / "file", lock.__name__
+    inside: list[int] = []
+
+    def body() -> None:
+        rank = dist.get_rank()
+        with path.open("w") as file:
+            getattr(fcntl, name)(file, fcntl.LOCK_EX)
+            assert not inside
+            inside.append(rank)
+            time.sleep(held_s[rank])
+            if meets:
+                dist.new_group([rank], use_local_synchronization=True).barrier().wait()
+            inside.remove(rank)
+            if unlocks:
+                getattr(fcntl, name)(file, fcntl.LOCK_UN)
+            else:
+                file.close()
+        dist.barrier()
+        with path.open("w+") as file:
+            getattr(fcntl, name)(file, fcntl.LOCK_SH)
+            dist.barrier()
+
+    with sim.world(len(held_s), seed=seed) as world:
+        world.run(body)
+    assert max(held_s) <= world.now <= sum(held_s)
+
+
+def test_who_waits_for_the_lock_of_a_file_gets_it_when_the_other_one_is_done(tmp_path):
+    def body() -> None:
+        with (tmp_path / "file").open("w") as file:
+            if dist.get_rank() == 0:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                time.sleep(3)
+            else:
+                fcntl.flock(file, fcntl.LOCK_SH)
+
+    world = ran(body)
+    assert [world.clock(rank) for rank in range(4)] == [3.0] * 4
+
+
+def test_file_locks_that_ranks_never_get(tmp_path):
+    def crossed() -> None:
+        names = ["a", "b"] if dist.get_rank() else ["b", "a"]
+        with (tmp_path / names[0]).open("w") as first, (tmp_path / names[1]).open("w") as second:
+            fcntl.flock(first, fcntl.LOCK_EX)
+            dist.barrier()
+            fcntl.flock(second, fcntl.LOCK_EX)
+
+    def over_a_barrier() -> None:
+        with (tmp_path / "a").open("w") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            dist.barrier()
+
+    with pytest.raises(sim.Deadlock, match=r"rank 0 .* in vain: fcntl\.flock of a file that rank 1 has locked .*py:"):
+        sim.run(crossed, 2)
+    with pytest.raises(sim.Deadlock, match=r"rank (.) .* in vain: fcntl\.lockf of a file that rank (?!\1). has locked"):
+        sim.run(over_a_barrier, 2)
 
 
 def test_the_end_of_another_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
