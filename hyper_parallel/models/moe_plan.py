@@ -57,7 +57,7 @@ def moe_plan(
         vocab_parallel: as there.
         logits: as there.
         reshard_inputs: as there.
-        chunks: as there, for feed-forwards without experts.
+        chunks: as there, for attention and feed-forwards without experts.
 
     Raises:
         TypeError: no such model or config, no mesh.
@@ -100,7 +100,7 @@ def moe_plan(
         reshard_gathered(asked, plan, streams)
     if chunks > 1:
         paths = [f"layers.{index}.mlp" for index in _layers(model, config) if config.is_dense(index)]
-        cut(asked, plan, streams, dict.fromkeys(paths, chunks))
+        cut(asked, plan, streams, chunks, paths)
     return plan
 
 

@@ -91,9 +91,10 @@ def llama_plan(
             (Korthikanti et al. 2022, section 4.2.2). One all_gather more for each of them, and of each gathered input
             only its share of the memory. Nothing changes inside of activation checkpointing, which gathers again
             anyway.
-        chunks: with sequence_parallel, how many chunks of the sequence the feed-forward computes one after another, so
-            that one is gathered or reduced while another is computed; 1: the whole sequence at once. What the
-            feed-forward has gathered is kept for backward, with reshard_inputs, too.
+        chunks: with sequence_parallel, how many chunks the feed-forward computes one after another, so that one is
+            gathered or reduced while another is computed; 1: all at once. What the feed-forward has gathered is kept
+            for backward, with reshard_inputs, too. Without that, attention computes as many chunks of sequences, at
+            most one for each.
 
     Raises:
         TypeError: no Llama or config, no mesh.
@@ -138,7 +139,7 @@ def llama_plan(
     if reshard_inputs:
         reshard_gathered(asked, plan, streams)
     if chunks > 1:
-        cut(asked, plan, streams, {"layers.*.mlp": chunks})
+        cut(asked, plan, streams, chunks, ["layers.*.mlp"])
     if isinstance(model, Llama):
         add_adapters(plan, model)
     return plan
@@ -334,22 +335,28 @@ def reshard_gathered(asked: str, plan: ShardingPlan, streams: Streams) -> None:
     plan.reshard_inputs = gathered if streams.degree > 1 else None
 
 
-def cut(asked: str, plan: ShardingPlan, streams: Streams, chunks: Mapping[str, int]) -> None:
-    """Let modules of a plan that gather their input over tp compute one chunk of the sequence after another.
+def cut(asked: str, plan: ShardingPlan, streams: Streams, count: int, paths: Sequence[str]) -> None:
+    """Let modules of a plan that gather their input over tp compute one chunk after another.
+
+    Feed-forwards in chunks of their rows, and attention of sequences, unless it is to gather its input again.
 
     Args:
         asked: the start of an error message, "cannot ...".
         plan: complete but for this.
         streams: the mesh.
-        chunks: how many, by path.
+        count: of the chunks.
+        paths: of the feed-forwards.
 
     Raises:
         ValueError: no input is gathered.
     """
     if not streams.sequence_parallel:
-        raise _not_gathered(asked, f"chunks={max(chunks.values())}", "chunks=1", "overlap")
+        raise _not_gathered(asked, f"chunks={count}", "chunks=1", "overlap")
     if streams.degree > 1 and plan.local_plan:
-        plan.chunks = {path: count for path, count in chunks.items() if path in plan.local_plan} or None
+        chunks: dict[str, int | tuple[int, int]] = dict.fromkeys(paths, count)
+        if "layers.*.attention" not in (plan.reshard_inputs or ()):
+            chunks["layers.*.attention"] = (count, 0)
+        plan.chunks = {path: chunk for path, chunk in chunks.items() if path in plan.local_plan} or None
         plan.reshard_inputs = [path for path in plan.reshard_inputs or [] if path not in chunks] or None
 
 

@@ -224,8 +224,8 @@ class ParallelConfig:
             only; else they add up unsharded on every rank, and are reduced once. A pipeline reduces once.
         reshard_inputs: with tp, keep this rank's part of the sequence of what each split module gathers, and gather it
             again in backward: one all_gather more for each, for the memory of the rest.
-        tp_chunks: with tp, chunks of the sequence that a feed-forward computes one after another, so that one is
-            gathered or reduced while another is computed.
+        tp_chunks: with tp, chunks that attention (of sequences) and feed-forwards compute one after another, so that
+            one is gathered or reduced while another is computed.
         whole_parameters: with `muon`, leave each parameter of the blocks whole with one rank, so that Muon moves
             nothing; experts stay split.
         param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.

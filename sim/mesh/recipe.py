@@ -385,8 +385,8 @@ class Recipe:
             is DDP.
         sequence_parallel: with tensor parallelism, what lies between split modules is split over the sequence.
         reshard_inputs: what split modules gather over the sequence is gathered again in backward, not kept.
-        tp_chunks: with tensor and sequence parallelism, chunks of the sequence in which a feed-forward is computed, one
-            gathered or reduced while another is computed.
+        tp_chunks: with tensor and sequence parallelism, chunks in which attention (of sequences) and feed-forwards are
+            computed, one gathered or reduced while another is computed.
         attention: "flash", "math" or "math-recomputed". "math": scores and their softmax are made and kept; the last:
             made, and made again in backward (selective recomputation of Korthikanti et al. 2022, section 5).
         norm: "fused": one kernel; "eager": one for each operation, with float32 copies.

@@ -46,7 +46,7 @@ DENSE_2 = [
     {"dp_shard": 2, "engine": "hsdp"},
 ]
 DENSE_4 = [
-    {"cp": 2, "ulysses_degree": 1, "tp": 2},
+    {"cp": 2, "ulysses_degree": 1, "tp": 2, "tp_chunks": 2},
     {"cp": 4, "ulysses_degree": 2},
     {"dp_replicate": 2, "dp_shard": 2},
     {"dp_replicate": 2, "dp_shard": 2, "engine": "hsdp"},
@@ -58,7 +58,7 @@ DENSE_4 = [
 EXPERTS_2 = [
     {"ep": 2},
     {"pp": 2},
-    {"tp": 2},
+    {"tp": 2, "tp_chunks": 2},
     {"cp": 2, "ulysses_degree": 1},
     {"tp": 2, "etp": 1, "fold_experts": True},
     {"cp": 2, "fold_experts": True, "checkpointing": "selective"},

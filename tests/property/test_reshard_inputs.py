@@ -75,7 +75,10 @@ def cases(draw: Any) -> Case:
     return Case(dp, tp, *sizes, *(draw(st.booleans()) for _ in range(3)))
 
 
-def sharded(case: Case, reshards: bool = False, chunks: int | None = None) -> tuple[Block, torch.Tensor]:
+Cut = int | tuple[int, int] | None
+
+
+def sharded(case: Case, reshards: bool = False, chunks: Cut = None) -> tuple[Block, torch.Tensor]:
     mesh = init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     layout = Layout.from_device_mesh(mesh)
     model, x = case.made()
@@ -93,8 +96,8 @@ def sharded(case: Case, reshards: bool = False, chunks: int | None = None) -> tu
 
 
 @settings(max_examples=20, deadline=None)
-@given(cases(), st.none() | st.integers(1, 4))
-def test_gradients_are_those_of_one_device(case: Case, chunks: int | None) -> None:
+@given(cases(), st.none() | st.integers(1, 4) | st.tuples(st.integers(1, 4), st.integers(0, 1)))
+def test_gradients_are_those_of_one_device(case: Case, chunks: Cut) -> None:
     model, x = case.made()
     wanted = case.gradients(model, x.requires_grad_())
 
@@ -281,6 +284,10 @@ CUT = {
     [
         ({"chunks": {"": 0}}, "chunks[''] must be a finite number of at least 1"),
         ({"chunks": {"": 2.5}}, "chunks['']"),
+        ({"chunks": {"": (2, 0, 1)}}, "chunks['']"),
+        ({"chunks": {"": (0, 1)}}, "chunks[''] must be a finite number of at least 1"),
+        ({"chunks": {"": (2, -1)}}, "the dim of chunks[''] must be a finite number of at least 0"),
+        ({"chunks": {"": (2, 2)}}, "dim 2, along which it is to be cut, is behind"),
         ({"chunks": {"upp": 2}}, "'up'"),
         ({"chunks": {"up": 2}}, "module 'up' does not compute on local tensors, whose input alone can be cut"),
         ({"output_plan": None}, "input_plan, local_plan and output_plan need one layout each"),
@@ -330,6 +337,59 @@ def test_what_is_called_otherwise_is_refused(give: Any, message: str) -> None:
     for text in sim.run(body, world_size=2):
         assert message in text
         assert "try: no entry in chunks for it" in text
+
+
+class Attention(nn.Module):
+    """Causal attention with a bias for positions, which all sequences share; a rank along tp has one of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.out = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2) * scale + bias
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def attended(batch: int, seq: int, dp: int, chunks: Cut, by_name: bool) -> list[torch.Tensor]:
+    """Return the result and all gradients; without ranks, of one device."""
+    torch.manual_seed(0)
+    model, x = Attention().double(), torch.randn(batch, seq, 4, dtype=torch.float64)
+    bias = torch.randn(seq, seq, dtype=torch.float64)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
+        layout = Layout.from_device_mesh(mesh)
+        plan = ShardingPlan(
+            plan={f"{name}.weight": ("tp", "None") for name in "qkv"} | {"out.weight": ("None", "tp")},
+            input_plan={"input": {"x": ("dp", "None", "None")}},
+            local_plan={"": layout("dp", "None", "None", partial={"tp": "sum"})},
+            output_plan={"output": ("dp", "tp", "None")},
+            chunks={"": chunks},
+        )
+        model, x = shard_module(model, mesh, plan), distribute_tensor(x, layout("dp", "tp", "None"))
+        bias = distribute_tensor(bias, layout())
+    x.requires_grad_(), bias.requires_grad_()
+    result = model(bias=bias, x=x, scale=0.5) if by_name else model(x, bias, scale=0.5)
+    grads = torch.autograd.grad(result.pow(2).sum(), [x, bias, *model.parameters()])
+    return [full_tensor(each).detach() if dist.is_initialized() else each.detach() for each in (result, *grads)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2]), st.integers(1, 4), st.booleans())
+def test_attention_in_chunks_of_sequences_is_that_of_one_device(
+    batch: int, seq: int, dp: int, count: int, by_name: bool
+) -> None:
+    wanted = attended(batch, seq, dp, None, by_name)
+    with sim.world(2 * dp) as world:
+        found = world.run(attended, (batch, seq, dp, (count, 0), by_name))
+    for each in found:
+        for ours, theirs in zip(each, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    if batch % dp == 0 and seq % 2 == 0:  # as many chunks as cut a rank's sequences evenly, there and back
+        chunks = max(number for number in range(1, count + 1) if batch // dp % number == 0)
+        assert sum(event.op == "reduce_scatter" for event in world.trace.of_rank(0)) == 2 * chunks
 
 
 def test_second_derivatives_of_chunks_are_refused_by_torch() -> None:

@@ -41,11 +41,9 @@ def test_the_shipped_plan_survives(tmp_path, options, tied):
     assert readings[0].parameters == readings[1].parameters
     assert list(readings[0].returned) == list(readings[1].returned)
     assert readings[0].wrap_inputs == readings[1].wrap_inputs
-    assert (
-        dict(readings[0].chunks)
-        == dict(readings[1].chunks)
-        == {f"layers.{number}.mlp": 2 for number in range(config.num_hidden_layers if "chunks" in options else 0)}
-    )
+    layers = [f"layers.{number}" for number in range(config.num_hidden_layers if "chunks" in options else 0)]
+    chunks = {f"{layer}.mlp": 2 for layer in layers} | {f"{layer}.attention": (2, 0) for layer in layers}
+    assert dict(readings[0].chunks) == dict(readings[1].chunks) == chunks
     for kind in ("inputs", "outputs", "local"):
         first, second = (getattr(reading, kind) for reading in readings)
         assert list(first) == list(second)

@@ -43,6 +43,7 @@ class Chunks:
         gathered: of the argument as the function gets it.
         gathered_grad: of the gradient of that.
         pending: of what the function returns.
+        along: the one dim to cut along, up to `dim`; None: whichever can be cut evenly.
     """
 
     count: int
@@ -51,6 +52,7 @@ class Chunks:
     gathered: Layout
     gathered_grad: Layout
     pending: Layout
+    along: int | None = None
 
     def fitting(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the dim to cut an argument with these sizes along, and the number of chunks.
@@ -59,7 +61,7 @@ class Chunks:
         memory, and a gather over `dim` has fewer rows to put in order.
         """
         splits = self.split.splits(len(shape))
-        for dim in range(self.dim + 1):
+        for dim in range(self.dim + 1) if self.along is None else (self.along,):
             own, rest = divmod(shape[dim], count_parts(self.split.mesh_shape, splits[dim]))
             for count in () if rest else range(min(self.count, own), 1, -1):
                 if own % count == 0:
@@ -75,7 +77,8 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, shape: Sequence[i
     `split` after it, both ways, each cut into chunks. There are no second derivatives.
 
     Args:
-        function: what is computed; a row of its result depends on the same row of its argument alone.
+        function: what is computed; a row of its result depends on the same row of its argument alone, or with `along`
+            on the same place along that dim.
         x: this rank's shard.
         shape: the full argument's sizes.
         chunks: how both are cut.
@@ -177,7 +180,7 @@ class _Cut(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *places: Tensor) -> tuple[Tensor, None, None]:
         passage: _Passage = ctx.passage
-        return torch.cat([passage.land(i, back=True) for i in range(ctx.count)], passage.dim), None, None
+        return _joined([passage.land(i, back=True) for i in range(ctx.count)], passage.dim), None, None
 
 
 class _Landed(torch.autograd.Function):
@@ -215,7 +218,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passage: _Passage, *places: Tensor) -> Tensor:
         ctx.passage, ctx.count = passage, len(places)
-        return torch.cat([passage.land(i, back=False) for i in range(len(places))], passage.dim)
+        return _joined([passage.land(i, back=False) for i in range(len(places))], passage.dim)
 
     @staticmethod
     @once_differentiable
@@ -224,3 +227,7 @@ class _Joined(torch.autograd.Function):
         parts = grad.chunk(ctx.count, passage.dim)
         last_first = [passage.start(i, parts[i], back=True) for i in reversed(range(ctx.count))]
         return None, *reversed(last_first)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which copies one, too

@@ -69,7 +69,9 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
     return frozenset(shared)
 
 
-def _chunks_of(asked: str, count: int, inputs: LayoutTree, produced: LayoutTree, outputs: LayoutTree) -> Chunks | None:
+def _chunks_of(
+    asked: str, given: int | tuple[int, int], inputs: LayoutTree, produced: LayoutTree, outputs: LayoutTree
+) -> Chunks | None:
     """Return how the rows of a module are cut; None where nothing travels.
 
     Raises:
@@ -99,11 +101,15 @@ def _chunks_of(asked: str, count: int, inputs: LayoutTree, produced: LayoutTree,
     if len(dims) != 1 or min(dims) < 0:
         blame = "the sum is scattered over several dims, or over one that is counted from the last"
         raise ValueError(explain(asked, blame, seen, hint))
+    (dim,), (count, along) = dims, given if isinstance(given, tuple) else (given, None)
+    if along is not None and along > dim:
+        blame = f"dim {along}, along which it is to be cut, is behind that over which its input is gathered"
+        raise ValueError(explain(asked, blame, seen, f"({count}, 0), or any dim up to {dim}"))
     if not live:
         return None
     grad = _grad_layout_of(taken, frozenset(sums))
     assert grad is not None, "nothing is pending in it"
-    return Chunks(count, dims.pop(), split, taken, grad, pending)
+    return Chunks(count, dim, split, taken, grad, pending, along)
 
 
 @runs_eagerly
@@ -144,7 +150,8 @@ class LocalModule:
         region: the others of the model; inside of another one, plain tensors come and go.
         wraps: whether a plain tensor is accepted as a shard of a declared input, of which nothing says what it is.
         reshards: whether backward gathers inputs again that were gathered, in place of keeping them.
-        chunks: how many the rows are cut into, of which one travels while another is computed; None: they are not.
+        chunks: how many the rows are cut into, of which one travels while another is computed, and maybe along which
+            dim; None: they are not.
     """
 
     def __init__(
@@ -158,7 +165,7 @@ class LocalModule:
         *,
         wraps: bool,
         reshards: bool = False,
-        chunks: int | None = None,
+        chunks: int | tuple[int, int] | None = None,
     ) -> None:
         self.where = f"module {name!r}" if name else "the model"
         self.what = f"output of {self.where}"
@@ -170,7 +177,8 @@ class LocalModule:
                 seen = f"chunks: {chunks}   reshard_inputs: it is named there"
                 raise ValueError(explain(f"cannot run {self.where} in chunks", blame, seen, "one of the two"))
         if self.chunks is not None:  # what goes in and what comes out is split: in between, `in_chunks` communicates
-            inputs = produced = outputs = self.chunks.split
+            produced = outputs = self.chunks.split
+            inputs = dict.fromkeys(inputs, produced) if isinstance(inputs, Mapping) else produced
         self.produced, self.outputs = produced, outputs
         self.shared = shared_axes(f"cannot run {self.where} on local tensors", produced)
         self.inputs = Inputs(self.where, inputs, Arguments.of(module.forward), wrap=False)
@@ -226,23 +234,28 @@ class LocalModule:
 
         Args:
             forward: that code.
-            args: one tensor, this rank's shard; or none, if it is given by name.
+            args: a tensor, this rank's shard, unless it is given by name; with `Chunks.along` also others, of which
+                each chunk gets all.
             kwargs: likewise.
 
         Raises:
-            TypeError: other arguments than one tensor, other results.
+            TypeError: the input is no tensor, or there are others without `along`; other results.
             ValueError: a tensor of too few dims.
         """
         assert self.chunks is not None, "it is called where there are some"
-        asked, given = f"cannot run {self.where} in chunks", [*args, *kwargs.values()]
-        if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+        asked, given = f"cannot run {self.where} in chunks", dict(enumerate(args)) | kwargs
+        (place,) = self.inputs.places
+        key: Any = place.index if place.index in given else place.name
+        if not isinstance(given.get(key), torch.Tensor) or (len(given) > 1 and self.chunks.along is None):
             blame = "its rows are those of one tensor, and it was called with something else"
-            seen = f"arguments: {', '.join(type(value).__name__ for value in given) or 'none'}"
-            raise TypeError(explain(asked, blame, seen, "no entry in chunks for it"))
-        (x,) = given
+            seen = f"arguments: {', '.join(type(value).__name__ for value in given.values()) or 'none'}"
+            hint = "no entry in chunks for it; with more arguments one of its dims too, (2, 0)"
+            raise TypeError(explain(asked, blame, seen, hint))
+        x: torch.Tensor = given[key]
 
         def computed(chunk: torch.Tensor) -> torch.Tensor:
-            result = forward(chunk) if args else forward(**dict.fromkeys(kwargs, chunk))
+            values: dict[Any, Any] = given | {key: chunk}
+            result = forward(*[values.pop(index) for index in range(len(args))], **values)
             if not isinstance(result, torch.Tensor) or result.shape[:-1] != chunk.shape[:-1]:
                 seen = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
                 blame = f"it returns no tensor with the rows of its argument, {tuple(chunk.shape)}"

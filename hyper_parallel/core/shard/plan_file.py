@@ -121,7 +121,8 @@ def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
     if plan.reshard_inputs:
         lines.append(f"reshard_inputs = {json.dumps(list(plan.reshard_inputs))}")
     if plan.chunks:
-        lines.append(f"chunks = {{{', '.join(f'{_key(path)} = {count}' for path, count in plan.chunks.items())}}}")
+        written = {path: list(given) if isinstance(given, tuple) else given for path, given in plan.chunks.items()}
+        lines.append(f"chunks = {{{', '.join(f'{_key(path)} = {given}' for path, given in written.items())}}}")
     for name in TABLES:
         entries = {key: value for key, value in (getattr(plan, name) or {}).items() if value is not None}
         if entries:
@@ -210,7 +211,10 @@ def _setting(file: _PlanText, name: str, value: Any) -> Any:
     if name in ("return_local_tensor", "reshard_inputs") and not _is_list_of_str(value):
         blame = f"{name} is a list of module paths, and not {value!r}"
         raise file.mistake(blame, f'{name} = ["head"]', number, name)
-    if name == "chunks" and not (isinstance(value, dict) and all(type(count) is int for count in value.values())):
+    if name == "chunks" and isinstance(value, dict):
+        value = {path: tuple(given) if isinstance(given, list) else given for path, given in value.items()}
+        numbers = [n for given in value.values() for n in (given if isinstance(given, tuple) else (given,))]
+    if name == "chunks" and not (isinstance(value, dict) and all(type(n) is int for n in numbers)):
         blame = f"chunks is how many for each module path, and not {value!r}"
         raise file.mistake(blame, 'chunks = {"layers.*.mlp" = 4}', number, name)
     return value

@@ -51,7 +51,9 @@ class ShardingPlan:
             were gathered for them, and gather them again in backward: one gather more for the memory of the rest.
         chunks: path of a module in `local_plan` -> how many chunks its rows are cut into, of which one is gathered or
             reduced while another is computed. The module takes one tensor, gathered over a dim; of what it returns, the
-            sum is scattered over the same dim; and each row of that depends on the same row of the tensor alone.
+            sum is scattered over the same dim; and each row of that depends on the same row of the tensor alone. A pair
+            of a count and a dim cuts along this dim alone, as `(2, 0)` does attention, sequence by sequence; each chunk
+            gets all of the module's other arguments.
     """
 
     plan: dict[str, Any] | None = None
@@ -61,7 +63,7 @@ class ShardingPlan:
     wrap_inputs: bool = False
     local_plan: dict[str, Any] | None = None
     reshard_inputs: list[str] | None = None
-    chunks: dict[str, int] | None = None
+    chunks: dict[str, int | tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Reading:
     local: Mapping[str, LayoutTree]
     wrap_inputs: bool
     resharded: frozenset[str]
-    chunks: Mapping[str, int]
+    chunks: Mapping[str, int | tuple[int, int]]
 
 
 def read_plan(
@@ -146,9 +148,12 @@ def _check_fields(asked: str, plan: Any) -> ShardingPlan:
         check(asked, kinds, f"{name}={example}", **{name: value})
         for key in () if isinstance(value, bool) else value or ():
             check(asked, "str", "'layers.*.mlp'", **{f"a path in {name}": key})
-    for path, count in (plan.chunks or {}).items():
-        check(asked, "int", f'chunks={{"{path}": 4}}', **{f"chunks[{path!r}]": count})
-        check_least(asked, 1, **{f"chunks[{path!r}]": count})
+    for path, given in (plan.chunks or {}).items():
+        counted, along = f"chunks[{path!r}]", f"the dim of chunks[{path!r}]"
+        count, dim = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
+        check(asked, "int", f'chunks={{"{path}": 4}}', **{counted: count, along: dim})
+        check_least(asked, 1, **{counted: count})
+        check_least(asked, 0, **{along: dim})
     return plan
 
 

@@ -51,7 +51,7 @@ class Exploration:
         limit: most estimates; None: as many as it takes.
         title: what is searched, in words.
         floors: of time and memory; None: every candidate that may fit is estimated.
-        tp_chunks: in which the feed-forwards of the fastest are tried, ascending.
+        tp_chunks: in which the fastest are tried, ascending.
     """
 
     space: Space

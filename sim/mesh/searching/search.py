@@ -59,7 +59,7 @@ def search(
         fixed: degrees that are given, such as `{"tp": 8}`; also `etp`, `ulysses_degree` and `fold_experts`.
         layers_per_stage: of every pipeline that is tried; None: even in layers, time or memory.
         limit: most estimates; None: as many as it takes to look at every candidate. Chunks of the fastest come on top.
-        tp_chunks: chunks that the feed-forwards of the two fastest with tp are tried in, ascending; (): none. A recipe
+        tp_chunks: chunks that the two fastest with tp are tried in, ascending; (): none. A recipe
             that has chunks keeps them.
         progress: called with how far the search is.
         estimator: what estimates one candidate, called as `estimate` is; None: that.
