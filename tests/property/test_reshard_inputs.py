@@ -353,11 +353,11 @@ class Attention(nn.Module):
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-def attended(batch: int, seq: int, dp: int, chunks: Cut, by_name: bool) -> list[torch.Tensor]:
+def attended(batch: int, seq: int, dp: int, chunks: Cut, by_name: bool, masks: int = 1) -> list[torch.Tensor]:
     """Return the result and all gradients; without ranks, of one device."""
     torch.manual_seed(0)
     model, x = Attention().double(), torch.randn(batch, seq, 4, dtype=torch.float64)
-    bias = torch.randn(seq, seq, dtype=torch.float64)
+    bias = torch.randn(masks, 1, seq, seq, dtype=torch.float64)
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
         layout = Layout.from_device_mesh(mesh)
@@ -390,6 +390,12 @@ def test_attention_in_chunks_of_sequences_is_that_of_one_device(
     if batch % dp == 0 and seq % 2 == 0:  # as many chunks as cut a rank's sequences evenly, there and back
         chunks = max(number for number in range(1, count + 1) if batch // dp % number == 0)
         assert sum(event.op == "reduce_scatter" for event in world.trace.of_rank(0)) == 2 * chunks
+
+
+@pytest.mark.parametrize(("count", "message"), [(2, "must match the size"), (4, "returns no tensor with the rows")])
+def test_arguments_with_something_for_each_sequence_are_an_error(count: int, message: str) -> None:
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        sim.run(attended, 2, (4, 2, 1, (count, 0), False, 4))
 
 
 def test_second_derivatives_of_chunks_are_refused_by_torch() -> None:

@@ -31,7 +31,7 @@ _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell 
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
 _LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3, "offload": 4, "full offload": 5}
 _ORDERED = ("checkpointing", "microbatches", "reduce_each", "reshard_inputs", "zero")  # what keeps more, or less
-_REFINED = 2  # of the fastest: their feed-forwards are tried in chunks
+_REFINED = 2  # of the fastest: they are tried in chunks
 _EXPOSED = 0.02  # of a step: less exposed communication over tp is not worth what chunks cost
 _PlainKind = tuple[int, int, str]  # degrees of tp and ep, and the checkpointing where both are 1
 _ALIKE = attrgetter(*(field.name for field in fields(Recipe) if field.name not in _ORDERED))
@@ -126,7 +126,7 @@ class Exploration:
             self.first |= {self.left[0]}
 
     def _try_chunks(self, estimate: Callable[[Candidate], Any], progress: Progress) -> None:
-        """Estimate the fastest anew, with feed-forwards in chunks; those that are faster so come into the ranking.
+        """Estimate the fastest anew, in chunks; those that are faster so come into the ranking.
 
         Chunks hide communication over tp, and change nothing else: it is enough to try them where that is exposed, and
         where the step without it would be the fastest. More chunks are tried where fewer have paid.
