@@ -3,7 +3,7 @@
     python -m benchmarks.device [part ...] [--device cuda | npu | cpu] [--small] [--out FOLDER] [--minutes M] [--write]
 
 It needs one device, this repository and no network. Each part is a process of its own with a limit in seconds: one
-that raises, crashes or hangs leaves the rows that it has found by then, and its error. FOLDER gets `device.json`
+that raises, crashes or is cut off leaves the rows that it has found by then, and its error. FOLDER gets `device.json`
 (conditions, and by part its rows, seconds and error), `device.md` (the tables of it) and `device.svg` (predicted beside
 measured); `--write` puts the tables into docs/benchmarks.md as well.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import platform as machine
@@ -26,12 +27,13 @@ import sys
 import tempfile
 import time
 import traceback
-import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import sim
-from benchmarks import attention, experts, mesh_here, redistribute
+from benchmarks import TOLD, attention, experts, mesh_here, redistribute
 from benchmarks.engine import Protocol, Result, contest, engines, timed
 from benchmarks.toy import Shape, batch, build, step
 from hyper_parallel.core.common.drawing import blank_figure
@@ -104,6 +106,14 @@ def one_rank(place: Place) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def found_or_error(row: Row, call: Callable[[], Row]) -> Row:
+    """Add to a row what a call finds, or why it fails: what comes after it is measured all the same."""
+    try:
+        return row | call()
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {error}"[:200]}
+
+
 def aim(what: str, measured: float | None, most: float) -> Iterator[Found]:
     """A row of the table of aims; none where the device does not tell."""
     if measured is not None:
@@ -162,25 +172,29 @@ def watched(call: Callable[[], object], device: str) -> Kernels | None:
 # -- parts: what the world and the backend do right ------------------------------------------------------------------
 
 
-def conformance(place: Place) -> Iterator[Found]:
-    """The bodies about collectives on ranks that share the device, and each collective on one rank of the backend."""
-    files = sorted(str(path) for path in (ROOT / "tests/multidevice").glob("test_conformance_*.py"))
-    small = ["-k", "all_reduce_of_every_dtype or reduce_scatter_of_parts"] if place.small else []
-    yield from _pytest(place, files[-1:] if place.small else files, "collectives", *small)
+def collectives(place: Place) -> Iterator[Found]:
+    """Each collective on one rank of the backend."""
     with one_rank(place.alone):
         yield from _of_one_rank(place.alone.device)
 
 
+def conformance(place: Place) -> Iterator[Found]:
+    """The bodies about collectives on ranks that share the device."""
+    small = ["-k", "all_reduce_of_every_dtype or reduce_scatter_of_parts"] if place.small else []
+    yield from _pytest(place, files_of("conformance", place), *small)
+
+
 def bodies(place: Place) -> Iterator[Found]:
-    """All bodies of tests/multidevice on ranks that share the device."""
+    """All other bodies of tests/multidevice on ranks that share the device."""
+    yield from _pytest(place, files_of("bodies", place))
+
+
+def files_of(part: str, place: Place) -> list[str]:
+    """The files of tests that a part runs: no test is of two parts."""
     if place.small:
-        yield from _pytest(place, [str(ROOT / "tests/multidevice/test_conformance_groups.py")], "bodies")
-    else:
-        yield from _pytest(place, [str(ROOT / "tests/multidevice")], "bodies", *_workers())
-
-
-def _workers() -> list[str]:
-    return ["-n", "6"] if (os.cpu_count() or 1) > 6 else []
+        return [f"tests/multidevice/test_{'conformance_reductions' if part == 'conformance' else 'fsdp2_errors'}.py"]
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/multidevice").glob("test_*.py"))
+    return [file for file in files if ("test_conformance_" in file) == (part == "conformance")]
 
 
 # The bodies that also are for ranks with a device each, with what their backend refuses.
@@ -189,17 +203,29 @@ _SELECTED = {
     "cuda": ["-m", "gpu and not slow", "--sim-backend", "nccl", "--sim-device", "cuda"],
     "npu": ["-m", "npu and not slow", "--sim-backend", "hccl", "--sim-device", "npu"],
 }
+HANGS_AFTER = 40
+"""Seconds after which a test is ended, with its process; xdist names it, and starts another one for the tests left."""
 
 
-def _pytest(place: Place, files: Sequence[str], what: str, *options: str) -> Iterator[Found]:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", *_plugin(), *files, *_SELECTED[place.device], *options, "-q"]
-        command += ["--maxfail=60", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-        if not report.exists():
-            raise RuntimeError(f"pytest has ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
-        yield from outcomes(report.read_text(), what)
+def _pytest(place: Place, files: Sequence[str], *options: str) -> Iterator[Found]:
+    command = [sys.executable, "-m", "pytest", *_plugin(), "-p", "benchmarks", *files, *_SELECTED[place.device]]
+    command += [*options, "-q", "-p", "no:cacheprovider", "--maxfail=60", "--continue-on-collection-errors"]
+    command += ["-o", f"faulthandler_timeout={HANGS_AFTER}", "-o", "faulthandler_exit_on_timeout=true"]
+    if importlib.util.find_spec("xdist"):
+        several = (os.cpu_count() or 1) > 6 and not place.small
+        command += ["-n", "6" if several else "1", "--max-worker-restart=60"]
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile("w+") as said:
+        environment = {**os.environ, TOLD: str(writing)}
+        running = subprocess.Popen(
+            command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, env=environment, pass_fds=[writing]
+        )
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            yield from outcomes(told)
+        if (status := running.wait()) not in (0, 1):
+            said.seek(0)
+            raise RuntimeError(f"pytest has ended with {status}: {said.read()[-800:]}")
 
 
 def _plugin() -> list[str]:
@@ -208,22 +234,15 @@ def _plugin() -> list[str]:
     return [] if (plugin := "hyper_parallel.pytest_plugin") in known else ["-p", plugin]
 
 
-def outcomes(report: str, what: str) -> Iterator[Found]:
-    """Count what a junit report has of each outcome, and name what has failed with the first line of why."""
-    counts, failed = {"passed": 0, "failed": 0, "skipped": 0}, []
-    for case in ET.fromstring(report).iter("testcase"):
-        outcome = "passed"
-        for child in case:
-            if child.tag in ("failure", "error"):
-                outcome = "failed"
-                text = (child.get("message") or child.text or "").strip().splitlines() or [""]
-                failed.append({"failed": f"{case.get('classname')}::{case.get('name')}", "why": text[0][:200]})
-            elif child.tag == "skipped" and outcome == "passed":
-                outcome = "skipped"
+def outcomes(told: Iterable[str]) -> Iterator[Found]:
+    """Count the outcomes of tests as they come, and name what has failed with the first line of why."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for line in told:
+        outcome, name, why = json.loads(line)
         counts[outcome] += 1
-    yield "tests", {"what": what, **counts}
-    for row in failed:
-        yield "failed", row
+        if outcome == "failed":
+            yield "failed", {"failed": name, "why": why.partition("\n")[0][:200]}
+        yield "tests", dict(counts)
 
 
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -233,34 +252,28 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 def _of_one_rank(device: str) -> Iterator[Found]:
     """Each collective of one rank gives back what it is given; and a reduction is taken where the library says so."""
     reductions = get_platform(device).reductions
-    wrong, other, cases = [], [], 0
-    for dtype in _DTYPES:
-        x = torch.arange(1, 9, device=device).to(dtype)
-        for call, run in _calls_with(x).items():
-            collective, _, name = call.partition(" ")
+    for call in _calls_with(torch.zeros(1)):
+        wrong, other, cases = [], [], 0
+        collective, _, name = call.partition(" ")
+        for dtype in _DTYPES:
             takes = name not in _OPS or reductions.takes(dtype, name, collective)
             if device == "cpu" and not takes:
                 continue  # some of what gloo does not take ends the process
+            x = torch.arange(1, 9, device=device).to(dtype)
             cases += 1
             out = torch.zeros_like(x)
             try:
-                run(out)
+                _calls_with(x)[call](out)
             except Exception:
-                other += [f"{call} of {dtype}: refused"] if takes else []
+                other += [f"{dtype}: refused"] if takes else []
                 continue
             # Of one rank nccl copies for a reduce_scatter, and does not look at the op.
-            other += [] if takes or collective == "reduce_scatter" else [f"{call} of {dtype}: taken"]
+            other += [] if takes or collective == "reduce_scatter" else [f"{dtype}: taken"]
             if takes and not torch.equal(out, x):
-                wrong.append(f"{call} of {dtype}")
-    yield (
-        "one rank",
-        {
-            "backend": dist.get_backend(),
-            "cases": cases,
-            "wrong": "; ".join(wrong) or "none",
-            "not as reductions_of says": "; ".join(other) or "none",
-        },
-    )
+                wrong.append(str(dtype))
+        row = {"backend": dist.get_backend(), "collective": call, "cases": cases}
+        said = {"wrong": wrong, "not as reductions_of says": other}
+        yield "one rank", row | {name: "; ".join(cases) or "none" for name, cases in said.items()}
 
 
 def _calls_with(x: torch.Tensor) -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -284,25 +297,45 @@ def _calls_with(x: torch.Tensor) -> dict[str, Callable[[torch.Tensor], Any]]:
 def engine(place: Place) -> Iterator[Found]:
     """The training step of the engine beside FSDP2's, on ranks that share the device and on one rank alone."""
     with place.world() as world:
-        yield from _engine(f"{place.ranks} ranks, one device", world.run(_steps, (place,))[0])
+        yield from _engines(f"{place.ranks} ranks, one device", place, lambda call, *args: world.run(call, args)[0])
     with one_rank(place.alone):
-        yield from _engine(f"one rank, {dist.get_backend()}", _steps(place.alone))
+        yield from _engines(f"one rank, {dist.get_backend()}", place.alone, lambda call, *args: call(*args))
 
 
-def _steps(place: Place) -> Row:
-    """Seconds of all engines in turns, then of each alone the peak of the allocator and the kernels of a step."""
+def _engines(where: str, place: Place, run: Callable[..., Any]) -> Iterator[Found]:
+    """Of each engine alone the time, the peak of the allocator and the kernels of a step; then all of them in turns."""
     shape = Shape(32, 1, 2) if place.small else Shape(2048, 4, 16)
     sequences, length = (1, 8) if place.small else (1, 1024)
     names = tuple(name for name in engines() if name != "part")
     blocks = {"steps": 1, "blocks": 2, "warmup": 1} if place.small else {"steps": 3, "blocks": 7, "warmup": 2}
     protocol = Protocol(names, device=place.device, shape=shape, bf16=not place.small, **blocks)
-    seconds = contest(sequences, length, protocol)
-    alone = {name: _alone(name, protocol, sequences, length) for name in names}
-    return {"seconds": seconds, "alone": alone}
+    alone: dict[str, Row] = {}
+    for name in names:
+        call = partial(run, _alone, name, protocol, sequences, length)
+        alone[name] = found_or_error({"where": where, "engine": name}, call)
+        yield "alone", alone[name]
+    names = tuple(name for name in names if "error" not in alone[name])
+    seconds = run(contest, sequences, length, replace(protocol, contestants=names))
+    result = Result("device", 0, where, seconds)
+    for name in names:
+        row = {"where": where, "engine": name, "step, ms": result.median(name) * 1e3}
+        row |= {f"over {other}": result.ratio(name, other)[0] for other in ("plain", "fsdp2") if other in names}
+        yield "engine", row
+    if not {"ours", "fsdp2"} <= set(names):
+        return
+    yield from aim(f"{where}: ours over FSDP2's step", result.ratio("ours", "fsdp2")[0], 0.97)
+    ours, theirs = alone["ours"], alone["fsdp2"]
+    if theirs["peak, MB"]:
+        yield from aim(f"{where}: ours over FSDP2's peak", ours["peak, MB"] / theirs["peak, MB"], 1.0)
+    if theirs["kernels"] is not None:
+        for what in ("kernels", "copies"):
+            yield from aim(f"{where}: {what} beyond FSDP2's", ours[what] - theirs[what], 0)
 
 
 def _alone(name: str, protocol: Protocol, sequences: int, length: int) -> Row:
     platform = get_platform(protocol.device)
+    some = torch.ones(8, 8, device=protocol.device, requires_grad=True)
+    (some @ some).sum().backward()  # what libraries take for themselves
     for _ in range(2):  # garbage of all ranks counts where it is collected: before any of them is looked at
         dist.barrier()
         gc.collect()
@@ -311,44 +344,17 @@ def _alone(name: str, protocol: Protocol, sequences: int, length: int) -> Row:
     mesh = init_device_mesh(protocol.device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model, optimizer = protocol.build(name, mesh)
     tokens = batch(dist.get_rank(), sequences, length).to(protocol.device)
-    for _ in range(2):
-        step(model, optimizer, tokens)
-    platform.synchronize()
+
+    def once() -> object:
+        return step(model, optimizer, tokens)
+
+    timed(once, 2, protocol.device)
     platform.reset_peak_memory()
-    step(model, optimizer, tokens)
-    platform.synchronize()
+    seconds = timed(once, protocol.steps, protocol.device)
     # A CPU has no allocator to ask.
-    peak = platform.memory_stats().peak_allocated - before if platform.has_streams else None
-    found = watched(lambda: step(model, optimizer, tokens), protocol.device)
-    return {"peak": peak, "kernels": found}
-
-
-def _engine(where: str, found: Row) -> Iterator[Found]:
-    result = Result("device", 0, where, found["seconds"])
-    alone = found["alone"]
-    for name in found["seconds"]:
-        kernels = alone[name]["kernels"]
-        yield (
-            "engine",
-            {
-                "where": where,
-                "engine": name,
-                "step, ms": result.median(name) * 1e3,
-                "over plain": result.ratio(name, "plain")[0],
-                "over FSDP2": result.ratio(name, "fsdp2")[0],
-                "peak, MB": None if alone[name]["peak"] is None else alone[name]["peak"] / 1e6,
-                "kernels": None if kernels is None else kernels.kernels,
-                "copies": None if kernels is None else kernels.copies,
-            },
-        )
-    theirs = alone["fsdp2"]
-    yield from aim(f"{where}: ours over FSDP2's step", result.ratio("ours", "fsdp2")[0], 0.97)
-    if theirs["peak"]:
-        yield from aim(f"{where}: ours over FSDP2's peak", alone["ours"]["peak"] / theirs["peak"], 1.0)
-    if theirs["kernels"] is not None:
-        for what in ("kernels", "copies"):
-            more = getattr(alone["ours"]["kernels"], what) - getattr(theirs["kernels"], what)
-            yield from aim(f"{where}: {what} beyond FSDP2's", more, 0)
+    peak = (platform.memory_stats().peak_allocated - before) / 1e6 if platform.has_streams else None
+    kernels, copies, _ = watched(once, protocol.device) or (None, None, None)
+    return {"step, ms": seconds * 1e3, "peak, MB": peak, "kernels": kernels, "copies": copies}
 
 
 def redistributed(place: Place) -> Iterator[Found]:
@@ -358,18 +364,22 @@ def redistributed(place: Place) -> Iterator[Found]:
     if place.small:
         todo = [redistribute.Case(each.sizes, (8, *each.shape[1:]), each.src, each.pending, each.dst) for each in todo]
     repeats = 1 if place.small else redistribute.REPEATS
+    ratios = []
     with place.world(ranks) as world:
-        seconds = world.run(redistribute.contest, (todo, place.device, repeats))[0]
-    ratios = [ours / theirs for ours, theirs in seconds]
-    for case, (ours, theirs) in zip(todo, seconds, strict=True):
-        yield (
-            "pairs",
-            {"MB": case.megabytes, "mesh": str(case.sizes), "ours, ms": ours * 1e3, "torch, ms": theirs * 1e3},
-        )
+        for case in todo:
+            row = {"MB": case.megabytes, "mesh": str(case.sizes)}
+            row = found_or_error(row, partial(_pair, world, [case], place.device, repeats))
+            ratios += [] if "error" in row else [row["ours, ms"] / row["torch, ms"]]
+            yield "pairs", row
     mean = statistics.geometric_mean(ratios)
     row = {"pairs": len(ratios), "ours / torch": mean, "median": statistics.median(ratios), "worst": max(ratios)}
     yield "redistribute", row
     yield from aim("redistribute over torch's time, mean of pairs", mean, 0.8)
+
+
+def _pair(world: sim.World, *arguments: Any) -> Row:
+    ((ours, theirs),) = world.run(redistribute.contest, arguments)[0]
+    return {"ours, ms": ours * 1e3, "torch, ms": theirs * 1e3}
 
 
 def ring(place: Place) -> Iterator[Found]:
@@ -433,10 +443,11 @@ _LLAMA_1B = LlamaConfig(128_256, 2048, 8192, 16, 32, 8, 4096, tie_embeddings=Tru
 
 
 def configurations(place: Place) -> list[mesh_here.Case]:
-    """Ten runs of one device, 1B to 8B shapes; small ones are two."""
+    """Ten runs of one device, 1B to 8B shapes; small ones are three."""
     if place.small:
         tiny = LlamaConfig(256, 32, 64, 2, 4, 2, 32)
-        return [_case(place, tiny, 2, 16), _case(place, tiny, 2, 16, checkpointing="full")]
+        options: tuple[Row, ...] = ({}, {"checkpointing": "full"}, {"compile": True})
+        return [_case(place, tiny, 2, 16, **each) for each in options]
     one = _LLAMA_1B
     three = LlamaConfig(128_256, 3072, 8192, 28, 24, 8, 4096, tie_embeddings=True)
     eight = LlamaConfig(128_256, 4096, 14_336, 10, 32, 8, 4096)  # the layers of 8B, as many as fit with fp32 weights
@@ -463,18 +474,18 @@ def predicted(place: Place) -> Iterator[Found]:
     """Step time and memory of ten configurations as the simulator predicts them, beside what is measured."""
     described = _described(place)
     off: dict[str, list[float]] = {"time": [], "memory": []}
-    with one_rank(place.alone):
+    # Small ones are compiled without a C++ compiler, which takes a minute.
+    quick = patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    with one_rank(place.alone), quick if place.small else contextlib.nullcontext():
         for case in configurations(place.alone):
-            try:
-                row = _beside(case, described, steps=1 if place.small else 4)
-            except Exception as error:  # out of memory, say: the others are measured all the same
-                yield "predicted", {**_what(case), "error": f"{type(error).__name__}: {error}"[:200]}
-                continue
-            finally:
-                gc.collect()
-                get_platform(case.device).empty_cache()
-            off["time"].append(abs(row["predicted, ms"] / row["measured, ms"] - 1))
-            off["memory"] += [abs(row["predicted, MB"] / size - 1)] if (size := row["measured, MB"]) else []
+            row = found_or_error(_what(case), partial(_step_of, case, steps=1 if place.small else 4))
+            gc.collect()
+            get_platform(case.device).empty_cache()
+            if "error" not in row:  # out of memory, say: the others are measured all the same
+                row = found_or_error(row, partial(_beside, case, described, row))
+            if "error" not in row:
+                off["time"].append(abs(row["predicted / measured"] - 1))
+                off["memory"] += [abs(row["predicted, MB"] / size - 1)] if (size := row["measured, MB"]) else []
             yield "predicted", row
     for what, most in (("time", 0.1), ("memory", 0.05)):
         median = statistics.median(off[what]) if off[what] else None
@@ -494,16 +505,17 @@ def _what(case: mesh_here.Case) -> Row:
     return {"hidden x layers": shape, "tokens": f"{case.sequences} x {case.length}", "how": str(case)}
 
 
-def _beside(case: mesh_here.Case, described: Hardware, steps: int) -> Row:
+def _step_of(case: mesh_here.Case, steps: int) -> Row:
     found = mesh_here.take_steps(case, steps, warmup=1 if steps == 1 else 2)
+    return {"measured, ms": statistics.median(found["steps"]) * 1e3, "measured, MB": found["allocated"] / 1e6}
+
+
+def _beside(case: mesh_here.Case, described: Hardware, row: Row) -> Row:
     made = mesh_here.predict(case, described)
-    seconds = statistics.median(found["steps"])
+    milliseconds = made.time.step.value * 1e3
     return {
-        **_what(case),
-        "measured, ms": seconds * 1e3,
-        "predicted, ms": made.time.step.value * 1e3,
-        "predicted / measured": made.time.step.value / seconds,
-        "measured, MB": found["allocated"] / 1e6,
+        "predicted, ms": milliseconds,
+        "predicted / measured": milliseconds / row["measured, ms"],
         "predicted, MB": made.memory.peak / 1e6,
     }
 
@@ -515,6 +527,7 @@ PARTS: dict[str, tuple[Callable[[Place], Iterator[Found]], float]] = {
     "overhead": (overhead, 30),
     "attention": (ring, 30),
     "experts": (expert, 30),
+    "collectives": (collectives, 20),
     "conformance": (conformance, 60),
     "hardware": (hardware, 40),
     "bodies": (bodies, 120),
@@ -570,15 +583,16 @@ def _measured(place: Place, part: str, limit: float, start: Start) -> Row:
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):  # and with it whatever it has started
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                error, status = f"it took more than {limit:g} s", 0
+                with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for its driver does not end
+                    process.wait(10)
+                error, status = f"cut off after {limit:g} s", 0
         lines = path.read_text().splitlines() if path.exists() else []
         said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     tables: dict[str, list[Row]] = {}
     for line in lines:
         with contextlib.suppress(ValueError):  # the last one may be cut off
             table, row = json.loads(line)
-            tables.setdefault(table, []).append(row)
+            tables[table] = [*(tables.get(table, []) if table != "tests" else []), row]  # of counts, the last
     for row in tables.pop("error", []):
         error = error or row["error"]
     if status and not error:
@@ -612,8 +626,9 @@ def conditions(place: Place) -> Row:
         "cores": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d"),
     }
+    found["name"] = get_platform(place.alone.device).name()
     if place.device == "cuda":
-        found["name"], found["cuda"] = get_platform("cuda").name(), torch.version.cuda
+        found["cuda"] = torch.version.cuda
     return found
 
 

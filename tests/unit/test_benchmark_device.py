@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import device
-from benchmarks.device import PARTS, Kernels, Place, kernels_of, measure_all, outcomes, table_of
+from benchmarks.device import PARTS, Kernels, Place, kernels_of, measure_all, table_of
 from sim.late.switch import why_not
 
 pytestmark = [
@@ -20,12 +20,14 @@ pytestmark = [
 ]
 PLACE = Place("cpu" if why_not() else "npu", small=True)
 TABLES = {
-    "engine": {"engine", "aims"},
+    "engine": {"alone", "engine", "aims"},
     "predicted": {"predicted", "aims"},
     "redistribute": {"pairs", "redistribute", "aims"},
     "overhead": {"overhead"},
     "attention": {"attention"},
     "experts": {"experts"},
+    "collectives": {"one rank"},
+    "conformance": {"tests"},
     "hardware": {"hardware"},
     "bodies": {"tests"},
 }
@@ -40,31 +42,68 @@ def test_a_part_runs_where_there_is_no_device(part):
     assert set(tables) == TABLES[part]
     assert not any("error" in row for rows in tables.values() for row in rows)
     if part == "engine":
-        assert [row["engine"] for row in tables["engine"]] == ["plain", "ours", "fused", "fsdp2"] * 2
+        engines = ["plain", "ours", "fused", "fsdp2"] * 2
+        assert [[row["engine"] for row in tables[name]] for name in ("alone", "engine")] == [engines, engines]
         if not why_not():
-            assert all(row["peak, MB"] > 0 for row in tables["engine"][:4])
+            assert all(row["peak, MB"] > 0 for row in tables["alone"][:4])
+    if part == "predicted":
+        hows = [row["how"].partition(", ")[2] for row in tables["predicted"]]
+        assert hows == ["", "full checkpointing", "compiled"]
     if part == "hardware":
         figures = {row["figure"]: row["value"] for row in tables["hardware"]}
         assert all(figures[name] > 0 for name in ("peak.fp32", "device.bandwidth", "device.memory", "host.collective"))
-    if part == "bodies":
-        (row,) = tables["tests"]
-        assert (row["failed"], row["passed"] > 0) == (0, True)
+    if part == "collectives":
+        assert len(tables["one rank"]) == 20
+        assert {row["wrong"] + row["not as reductions_of says"] for row in tables["one rank"]} == {"nonenone"}
+    if part in ("conformance", "bodies"):
+        last = tables["tests"][-1]
+        assert (last["failed"], last["passed"] > 0) == (0, True)
 
 
-def test_conformance_on_ranks_that_share_a_device_and_on_one_rank():
-    found = dict(device.conformance(PLACE))
-    assert (found["tests"]["failed"], found["tests"]["passed"] > 0) == (0, True)
-    assert (found["one rank"]["wrong"], found["one rank"]["not as reductions_of says"]) == ("none", "none")
+def test_an_engine_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
+    def build(self, engine, mesh, built=device.Protocol.build):
+        if engine == "fused":
+            raise ValueError("no")
+        return built(self, engine, mesh)
+
+    monkeypatch.setattr(device.Protocol, "build", build)
+    monkeypatch.setattr(device, "contest", lambda *_: pytest.fail("cut off"))
+    rows = []
+    with device.one_rank(PLACE.alone), pytest.raises(pytest.fail.Exception, match="cut off"):
+        rows.extend(device._engines("here", PLACE.alone, lambda call, *args: call(*args)))
+    assert [row["engine"] for _, row in rows] == ["plain", "ours", "fused", "fsdp2"]  # each before what comes after it
+    assert [row.get("error") for _, row in rows] == [None, None, "ValueError: no", None]
 
 
-def test_what_the_tests_of_a_part_have_come_to():
-    report = """<testsuites><testsuite>
-        <testcase classname="a" name="good"/><testcase classname="a" name="left"><skipped message="no"/></testcase>
-        <testcase classname="a" name="bad"><failure message="ValueError: 3&#10;more">text</failure></testcase>
-    </testsuite></testsuites>"""
-    tests, failed = outcomes(report, "bodies")
-    assert tests == ("tests", {"what": "bodies", "passed": 1, "failed": 1, "skipped": 1})
-    assert failed == ("failed", {"failed": "a::bad", "why": "ValueError: 3"})
+def test_a_test_that_hangs_or_crashes_is_named_and_the_others_run(monkeypatch, tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        "import os, threading, pytest\n"
+        "pytestmark = [pytest.mark.sim, pytest.mark.npu]\n"
+        "def test_first(): pass\n"
+        "def test_that_hangs(): threading.Event().wait()\n"
+        "def test_that_crashes(): os.abort()\n"
+        "def test_that_fails(): assert 1 == 2, 'no'\n"
+        "def test_left(): pytest.skip()\n"
+        "def test_last(): pass\n"
+    )
+    (tmp_path / "test_b.py").write_text("import not_here\n")
+    monkeypatch.setattr(device, "HANGS_AFTER", 1)
+    rows = list(device._pytest(PLACE, [str(tmp_path)]))
+    assert rows[-1] == ("tests", {"passed": 2, "failed": 4, "skipped": 1})
+    failed = {row["failed"].rpartition("::")[2]: row["why"] for table, row in rows if table == "failed"}
+    names = {name for name in failed if "." not in name}
+    assert names == {"test_that_hangs", "test_that_crashes", "test_that_fails"}
+    assert "crashed while running" in failed["test_that_hangs"]
+    assert failed["test_that_fails"] == "AssertionError: no"
+    with pytest.raises(RuntimeError, match=r"pytest has ended with 4(?s:.*)unrecognized arguments: --odd"):
+        list(device._pytest(PLACE, [str(tmp_path)], "--odd"))
+
+
+def test_no_test_is_of_two_parts():
+    conformance, bodies = (device.files_of(part, Place("cuda")) for part in ("conformance", "bodies"))
+    assert len(conformance) == 8
+    assert not set(conformance) & set(bodies)
+    assert len(conformance + bodies) == len(list((device.ROOT / "tests/multidevice").glob("test_*.py")))
 
 
 def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(tmp_path):
@@ -87,12 +126,12 @@ def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(tmp_path
     assert [parts[part]["error"] for part in ends] == [
         "",
         "it ended with status 1: crashed",
-        "it took more than 0.5 s",
+        "cut off after 0.5 s",
         "ValueError: no",
     ]
     assert all(entry["tables"] == {"t": [{"n": 1}]} for entry in parts.values())
     assert json.loads((tmp_path / "device.json").read_text()) == found
-    assert "Failed: it took more than 0.5 s" in (tmp_path / "device.md").read_text()
+    assert "Failed: cut off after 0.5 s" in (tmp_path / "device.md").read_text()
     assert late["parts"]["experts"]["error"] == "no time was left for it"
 
 
