@@ -160,7 +160,7 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     said["reduce_dtype"] = "fp32" if reduce == "fp32" else said["param_dtype"]
     said["zero"] = _zero(row, family)
     said["compile"] = bool(row.get("compile"))
-    said["float8"] = bool(row.get("fp8"))
+    said["float8"] = "rowwise" if row.get("fp8") == "rowwise" else bool(row.get("fp8"))
     if said["float8"] and str(row["fp8"]).startswith("T"):
         said["compile"] = True  # TransformerEngine casts in the kernels around it, as a compiler would
     if (row.get("tp") or 1) > 1 and not said["compile"]:

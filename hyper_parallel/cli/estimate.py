@@ -362,7 +362,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
             )
         if name == "routing":
             found[name] = Routing.zipf(_number(asked, value.removeprefix("zipf:")))
-        elif isinstance(fields[name], bool):
+        elif isinstance(fields[name], bool) and not (name == "float8" and value.endswith("wise")):
             if value.lower() not in ("true", "false"):
                 raise ValueError(explain(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true"))
             found[name] = value.lower() == "true"

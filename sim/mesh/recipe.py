@@ -375,7 +375,7 @@ class Recipe:
         optimizer: "adamw" (fused), "adamw-foreach", "muon" (for matrices within the blocks; AdamW for the rest) or
             "sgd".
         fused_loss: head and loss for one chunk of the tokens at a time: all logits are never there.
-        float8: matrix products of blocks in float8.
+        float8: matrix products of blocks in float8, as torchao's recipe "tensorwise" (also True) or "rowwise".
         schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" ... See
             `hyper_parallel.core.pipeline.SCHEDULES`.
         microbatches: parts that a step's batch is cut into; None: one, or with a pipeline one for each sequence.
@@ -425,7 +425,7 @@ class Recipe:
     compile: bool = False
     optimizer: str = "adamw"
     fused_loss: bool = False
-    float8: bool = False
+    float8: bool | str = False
     schedule: str = "1f1b"
     microbatches: int | None = None
     stages_per_rank: int | None = None
@@ -456,7 +456,14 @@ class Recipe:
             given: object = getattr(self, name)
             if given not in choices:
                 raise ValueError(_wrong(name, given, "does not exist", f"{name}={nearest(given, choices)}"))
+        if self.float8 == "tensorwise":
+            object.__setattr__(self, "float8", True)
         for name in _FLAGS:
+            if name == "float8" and self.float8 == "rowwise":
+                continue
+            if name == "float8" and isinstance(self.float8, str):
+                hint = f"float8={nearest(self.float8, ('tensorwise', 'rowwise'))}"
+                raise ValueError(_wrong(name, self.float8, "is no recipe of torchao that is known here", hint))
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
         for name in _COUNTS:
@@ -483,7 +490,7 @@ class Recipe:
             blame = f"{next(iter(some))} says how many layers are checkpointed, and none is"
             raise ValueError(explain(_ASKED, blame, seen, 'checkpointing="full"'))
         if self.float8 and self.param_dtype != "bf16":
-            seen = f"float8=True, param_dtype={self.param_dtype!r}"
+            seen = f"float8={self.float8!r}, param_dtype={self.param_dtype!r}"
             blame = "matrix products in float8 take and return bfloat16"
             raise ValueError(explain(_ASKED, blame, seen, 'param_dtype="bf16"'))
         if self.whole_parameters and (self.optimizer != "muon" or self.zero < 2 or self.engine != "fully_shard"):

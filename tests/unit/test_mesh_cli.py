@@ -222,6 +222,7 @@ def test_a_config_of_ones_own(asked: list[dict[str, Any]]) -> None:
         (("--set", "graphs"), ["cannot use --set graphs: it is not of the form name=value"]),
         (("--set", "graph=true"), ["the recipe has no field 'graph'", "try: --set 'graphs'=..."]),
         (("--set", "graphs=maybe"), ["cannot use --set graphs=maybe: it is neither true nor false"]),
+        (("--set", "float8=row"), ["cannot use --set float8=row: it is neither true nor false"]),
         (("--set", "routing=even"), ["the skew of loads is a number"]),
         (("--plot", "."), ["cannot write '.': it is a folder"]),
         (("--plot", "x" * 256), ["': File name too long"]),

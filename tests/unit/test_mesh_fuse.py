@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -212,6 +214,25 @@ def test_float8_that_is_not_compiled_moves_many_times_the_bytes() -> None:
     assert moved[True, True] < 2 * moved[True, False]
 
 
+@given(st.lists(st.integers(-20, 20), min_size=48, max_size=48), st.integers(1, 3), st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_rows_of_any_size_keep_their_digits_in_rowwise_products(exponents: list[int], steps: int, seed: int) -> None:
+    """Within 1/16 of each factor, what three bits round, and what the smallest numbers of a row or column lose."""
+    generator = torch.Generator().manual_seed(seed)
+    linear = torch.nn.Linear(32 * steps, 16, bias=False, dtype=torch.bfloat16)
+    x, grad = (torch.randn(48, size, generator=generator) for size in (32 * steps, 16))
+    x = (x * 2.0 ** torch.tensor(exponents)[:, None]).bfloat16().requires_grad_()
+    use_float8(linear, rowwise=True)
+    y = linear(x)
+    y.backward(grad.bfloat16())
+    rows, weight = x.detach().float(), linear.weight.detach().float()
+    grad = grad.bfloat16().float()
+    for found, one, other in ((y, rows, weight.t()), (x.grad, grad, weight), (linear.weight.grad, grad.t(), rows)):
+        most = one.abs() @ other.abs() + 0.02 * one.shape[1] * one.abs().amax(1)[:, None] * other.abs().amax(0)
+        assert found is not None
+        assert ((found.float() - one @ other).abs() <= 0.14 * most).all()
+
+
 # -- which operations become one -------------------------------------------------------------------------------------
 
 
@@ -238,6 +259,12 @@ def test_what_a_product_reads_is_written_first() -> None:
 def test_a_reduction_and_what_uses_it_are_one_kernel() -> None:
     names = _kernels(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)), (8, 16))
     assert names == [["pow", "mean", "rsqrt", "mul"]]
+
+
+def test_who_needs_sums_over_rows_and_all_elements_reads_them_once_more() -> None:
+    names = _kernels(lambda x: x * x.abs().amax(0, keepdim=True).reciprocal(), (8, 16))
+    assert names == [["abs", "amax"], ["reciprocal", "mul"]]
+    assert _kernels(lambda x: x.abs().amax(0).reciprocal(), (8, 16)) == [["abs", "amax", "reciprocal"]]
 
 
 def test_reductions_over_other_dims_are_other_kernels() -> None:

@@ -67,6 +67,9 @@ def test_descriptions():
         "schedule gpipe; routing zipf(1)"
     )
     assert Recipe(param_dtype="fp32").describe().startswith("fp32, gradients")
+    assert Recipe(float8="tensorwise") == Recipe(float8=True)
+    assert Recipe(float8=True).describe().endswith("; float8")
+    assert Recipe(float8="rowwise").describe().endswith("; float8 rowwise")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,8 @@ def test_descriptions():
         ({"routing": "zipf"}, TypeError, ("routing='zipf' is a str, not a Routing", "Routing.zipf(1.0)")),
         ({"checkpoint_layers": 2}, ValueError, ("checkpointing='none'", 'try: checkpointing="full"')),
         ({"float8": True, "param_dtype": "fp32"}, ValueError, ("take and return bfloat16",)),
+        ({"float8": "rowise"}, ValueError, ("no recipe of torchao that is known here", "try: float8='rowwise'")),
+        ({"float8": None}, TypeError, ("float8=None is not True or False",)),
         ({"whole_parameters": True}, ValueError, ("optimizer='adamw'", 'try: optimizer="muon", zero=3')),
         ({"moments": "bf16"}, ValueError, ("zero=3", 'zero=1 with optimizer="adamw"')),
         ({"moments": "fp8", "zero": 1}, ValueError, ("moments='fp8' does not exist",)),

@@ -150,6 +150,7 @@ def test_what_a_run_in_float8_keeps_and_when_its_memory_was_read():
     assert it.measured.memory_kind == "first iteration"
     gathers = {name: case(name).recipe.conventions for name in ("m0756", "m0043", "m0042", "m0070")}
     assert [said.float8_gathers for said in gathers.values()] == [True, True, False, False], "tensorwise alone"
+    assert [case(name).recipe.float8 for name in gathers] == [True, True, False, "rowwise"]
     assert [name for name, said in gathers.items() if said.float8_casts_once and said.float8_experts] == ["m0756"]
     job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 16, Recipe(zero=1))
     figure = estimate_job(job, "h100-sxm")

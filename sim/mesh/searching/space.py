@@ -89,7 +89,8 @@ class Candidate:
             texts.append(f"{self.recipe.tp_chunks} tp chunks")
         if self.recipe.whole_parameters:
             texts.append("whole parameters")
-        texts += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
+        said = {"float8": "float8 rowwise"} if self.recipe.float8 == "rowwise" else {}
+        texts += [said.get(word, word) for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
         return ", ".join(texts)
 
     def __str__(self) -> str:

@@ -103,7 +103,7 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     blocks = spec.blocks(module)
     for number, block in blocks:
         if recipe.float8:
-            use_float8(block)
+            use_float8(block, rowwise=recipe.float8 == "rowwise")
         _follow(recorder, number, block, is_first=number == blocks[0][0])
     outer = _checkpoint(job, part, module, blocks)
     if whole_weights:

@@ -217,6 +217,8 @@ class _Ordering:
         """Return how many bytes are not moved if two become one; 0: they do not go together."""
         if not (one.fuses and other.fuses and _same_elements(one, other)):
             return 0
+        if _goes_back(one, other) or _goes_back(other, one):
+            return 0
         passed = sum(size for node, size in other.reads.items() if node in one.nodes)
         passed += sum(size for node, size in one.reads.items() if node in other.nodes)
         first, second = sorted((one, other), key=lambda kernel: self.place[kernel.nodes[0]])
@@ -283,6 +285,16 @@ def _same_elements(one: _FusedKernel, other: _FusedKernel) -> bool:
         return one.elements == other.elements and one.rows == other.rows
     plain, reduces = (one, other) if one.rows is None else (other, one)
     return plain.elements == reduces.elements or (reduces.rows is not None and plain.elements == reduces.rows[0])
+
+
+def _goes_back(reduces: _FusedKernel, reads: _FusedKernel) -> bool:
+    """Tell whether a kernel needs sums over the first dims of elements that it then goes over once more.
+
+    Each of these sums has elements from all over the tensor, so that none is there before all have been read.
+    """
+    if reduces.rows is None or reduces.rows[1] != "first" or reads.elements != reduces.elements:
+        return False
+    return any(node in reads.needs for node in reduces.nodes if _is_reduction(node))
 
 
 def _side(argument: fx.Node, dims: Any) -> str:
