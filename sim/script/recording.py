@@ -36,7 +36,7 @@ from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Pl
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
 from sim.patches.locks import exchange
-from sim.script.changes import recorded_offload, without_compiler_and_workers
+from sim.script.changes import recorded_fsdp, without_compiler_and_workers
 from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values, tensors_in
 
@@ -638,7 +638,7 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
         stack.callback(exchange(replacements))
         stack.enter_context(python_reducer())
         stack.enter_context(without_compiler_and_workers(lambda what: here().change(what)))
-        stack.enter_context(recorded_offload(here))
+        stack.enter_context(recorded_fsdp(here))
         for recorder in recorders.values():
             stack.enter_context(recorder.following())
         stack.enter_context(_older_objects_left_out())

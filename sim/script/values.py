@@ -15,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-MOST_ELEMENTS = 1 << 16
-"""Elements of the largest tensor whose value is followed."""
+from hyper_parallel.core.common.checks import MOST_LISTED
+
+MOST_ELEMENTS = MOST_LISTED
+"""Elements of the largest tensor whose value is followed: a mesh lists the ranks of a world."""
 
 _VALUE, _IS_STAND_IN = "_sim_value", "_sim_stands_in"
 _SOURCES = frozenset(

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.utils.data import DataLoader
 
 from benchmarks import scripts
@@ -28,6 +31,7 @@ from benchmarks.scripts import (
 from sim.mesh.memory import replay_memory
 from sim.mesh.program import HOST_COPIES, Comm, Op
 from sim.mesh.replay.allocator import AllocatorRules
+from sim.script.changes import OwnChunk
 from sim.script.estimate import RecordedScript, main
 from sim.script.launch import execute_script, prepare_views, read_script, script_folder_first
 from sim.script.options import Launch
@@ -329,6 +333,41 @@ def test_a_plain_loop_on_very_many_ranks(script: Callable[[str], str], capsys: p
     assert found["time"]["step"]["low"] < found["time"]["step"]["value"] < found["time"]["step"]["high"]
     assert "exposed communication, world" in found["time"]["terms"]
     assert found["stand_ins"] == []
+
+
+SHARDED_BY_TORCH = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group()
+model = torch.nn.Linear(64, 200_000, bias=False)
+fully_shard(model, mesh=init_device_mesh("cuda", {sizes}, mesh_dim_names=("a", "b")[: len({sizes})]))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [((100_000,), 2), ((12_500, 8), 25_000)])
+def test_fsdp2_on_very_many_ranks(
+    sizes: tuple[int, ...], rows: int, script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = estimated(capsys, "--nproc", "100000", script(SHARDED_BY_TORCH.format(sizes=sizes)))
+    (memory,) = found["memory"]["classes"]
+    assert memory["by_category"]["parameters"] == rows * 64 * 4
+    assert found["stand_ins"] == []
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 1))
+def test_chunks_of_a_rank_are_those_of_torch(size: int, number: int, dim: int) -> None:
+    whole = torch.arange(size * 3).view((size, 3) if dim == 0 else (3, size))
+    ours, theirs = OwnChunk(whole, number, dim), _chunk_with_empty(whole, number, dim)
+    assert [ours[index].tolist() for index in range(number)] == [each.tolist() for each in theirs]
+    assert [ours[index].shape for index in range(number)] == [each.shape for each in theirs]
 
 
 @pytest.mark.parametrize(("rows", "code"), [(1 << 20, 0), (1 << 29, 3)])
