@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from hypothesis import event, example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -301,3 +304,139 @@ def test_what_cannot_be_gathered(ctx):
         model(x)
         with pytest.raises(RuntimeError, match=r"gives other tensors than the first time.*\n  seen: .*\n  try: "):
             model(x)
+
+
+# -- drawn meshes, shapes and recipes ----------------------------------------------------------------------------------
+
+
+class ByRow8(Weight8):
+    """A scale for each row, which travels beside the numbers."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        scale = self.held.abs().amax(1, keepdim=True) / 448
+        return ((self.held / scale).to(torch.float8_e4m3fn), scale), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        eights, scales = outputs
+        scales = scales.repeat_interleave(len(eights) // len(scales), 0)
+        return super().fsdp_post_all_gather((eights,), scales, param_dtype, out=out)
+
+
+class ByShard8(ByRow8):
+    """A scale for each rank's shard, which no rank asks the others for."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        scale = self.held.abs().max().reshape(1, 1) / 448
+        return ((self.held / scale).to(torch.float8_e4m3fn), scale), None
+
+
+RECIPES = {"tensor": Weight8, "row": ByRow8, "shard": ByShard8}
+
+
+class Case(NamedTuple):
+    """Shrinks towards one rank that gathers a small weight by one scale."""
+
+    recipe: str
+    replicate: int
+    shard: int
+    tp: int
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    keep: bool
+    compiled: bool = False
+
+    def scaled_alone(self, weight):
+        """The parts of a weight of which each has a scale; ranks of tp gather by themselves."""
+        if self.recipe == "row":
+            return weight.split(1)
+        chunks = weight.chunk(self.tp)
+        return chunks if self.recipe == "tensor" else [part for each in chunks for part in each.chunk(self.shard)]
+
+    def in_float8(self, weight):
+        """What a weight is in float8, and how far from it that may be: half a step of its three bits, or the least."""
+        rounded, bounds = [], []
+        for part in self.scaled_alone(weight):
+            scale = part.abs().max() / 448
+            rounded.append((part / scale).to(torch.float8_e4m3fn).to(self.dtype) * scale.to(self.dtype))
+            bounds.append(part.abs() * 2**-4 + scale * 2**-10 + 3 * part.abs() * torch.finfo(self.dtype).eps)
+        return torch.cat(rounded), torch.cat(bounds)
+
+
+@st.composite
+def cases(draw):
+    recipe = draw(st.sampled_from(tuple(RECIPES)))
+    meshes = ((1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (1, 3, 2))
+    replicate, shard, tp = draw(st.sampled_from(meshes))
+    rows = draw(st.integers(1, 9)) * (1 if recipe == "tensor" and tp == 1 else shard * tp)  # scales need even shards
+    dtype = draw(st.sampled_from((torch.float32, torch.bfloat16)))
+    return Case(recipe, replicate, shard, tp, rows, draw(st.integers(1, 7)), dtype, draw(st.booleans()))
+
+
+def learn(case, model, change=lambda x: x):
+    """Take a step; return the weight that forward had, as it makes it of unit vectors."""
+    with torch.no_grad():
+        used = change(model(torch.eye(case.columns, dtype=case.dtype)).t())
+    count = case.columns + 1  # one row more: torch does not compile DTensors with gradients after none of one shape
+    x = torch.linspace(-1, 1, count * case.columns).view(count, case.columns).to(case.dtype)
+    change(model(x)).float().square().mean().backward()
+    return used
+
+
+def on_ranks(case):
+    """The weights of some steps, in float8 as forward had them, and as they are trained."""
+    mesh = init_device_mesh("cpu", (case.replicate, case.shard, case.tp), mesh_dim_names=("replicate", "shard", "tp"))
+    torch.manual_seed(0)
+    model = nn.Linear(case.columns, case.rows, bias=False)
+    local = RECIPES[case.recipe](model.weight.detach().chunk(case.tp)[mesh["tp"].get_local_rank()].clone())
+    model.weight = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)]) if case.tp > 1 else local)
+    if case.tp > 1:
+        inputs = lambda module, args: DTensor.from_local(args[0], mesh["tp"], [Replicate()], run_check=False)  # noqa: E731
+        model.register_forward_pre_hook(inputs)
+        model.register_forward_hook(lambda module, args, out: out.full_tensor())
+    policy = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
+    axes = ("replicate", "shard") if case.replicate > 1 else ("shard",)
+    fully_shard(model, mesh=mesh[axes], mp_policy=policy, reshard_after_forward=not case.keep)
+    model.set_reduce_op_type("avg")
+    if case.compiled:
+        model.compile(backend="aot_eager")
+    order = torch.arange(dist.get_world_size()).view(case.replicate, case.shard, case.tp)[0].t().flatten()
+    found = []
+    for _ in range(3):
+        held = [None] * dist.get_world_size()
+        dist.all_gather_object(held, model.weight._local_tensor.held.clone())
+        found.append((learn(case, model), torch.cat([held[rank] for rank in order.tolist()])))
+        with torch.no_grad():
+            model.weight._local_tensor.sub_(model.weight.grad._local_tensor * 0.25)
+        model.zero_grad()
+    return found
+
+
+def on_one_device(case):
+    """The same of a plain weight that is rounded before each use."""
+    torch.manual_seed(0)
+    weight, found = nn.Linear(case.columns, case.rows, bias=False).weight.detach(), []
+    for _ in range(3):
+        rounded = case.in_float8(weight)[0].requires_grad_()
+        found.append((learn(case, lambda x, rounded=rounded: nn.functional.linear(x, rounded)), weight))
+        weight = weight - rounded.grad.float() * 0.25
+    return found
+
+
+@pytest.mark.sim
+@settings(deadline=None, max_examples=max(settings.default.max_examples // 4, 1))
+@given(cases())
+@example(Case("tensor", 1, 2, 1, 6, 4, torch.float32, False, compiled=True))
+@example(Case("row", 1, 2, 2, 4, 4, torch.bfloat16, True, compiled=True))
+def test_float8_weights_are_those_of_one_device_in_any_mesh(case):
+    event(f"{case.recipe}, {'tp' if case.tp > 1 else 'no tp'}")
+    alone = on_one_device(case)
+    for found in sim.run(on_ranks, case.replicate * case.shard * case.tp, (case,)):
+        for (used, held), (_, expected) in zip(found, alone, strict=True):
+            rounded, bound = case.in_float8(held)
+            assert torch.equal(used, rounded), "the same scales: the same bits"
+            assert bool(((used.float() - held).abs() <= bound).all())
+            if case.tp == 1 and case.shard != 3:  # a mean over 2 or 4 equal gradients is exact
+                assert torch.equal(held, expected)
+            else:  # a gradient that is rounded otherwise may move a weight to the next number of float8
+                torch.testing.assert_close(held, expected, rtol=2**-3, atol=2**-3 * float(expected.abs().max()))
