@@ -64,7 +64,7 @@ class _RankLibrary:
     def define(self, schema: str, alias_analysis: str, tags: Any) -> Any:
         """Define an operator; other ranks may define the same."""
         parsed = str(_c.parse_schema(schema))
-        name = parsed.partition("(")[0]
+        name = parsed.partition("(")[0].removeprefix(f"{self.namespace}::")
         self._share("define", name, lambda real: real.define(schema, alias_analysis, tags), schema=parsed)
         self.operators.defined.add(self._full(name))
         self.operators.kernels.setdefault(self._full(name), {}).setdefault(self.context, {})
@@ -134,6 +134,7 @@ class _Operators:
         shared: By what it is, the namespace, the name and the dispatch key.
         kernels: Functions by operator, rank and dispatch key.
         defined: Operators that ranks have made, beside torch's for which they have functions.
+        had: Operators and dispatch keys that had a function before any rank's.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -141,6 +142,7 @@ class _Operators:
         self.shared: dict[tuple[str, ...], _Shared] = {}
         self.kernels: dict[str, dict[Any, dict[str, list[_RankKernel]]]] = {}
         self.defined: set[str] = set()
+        self.had: set[tuple[str, str]] = set()
         self._prior: dict[tuple[str, str], Any] = {}
 
     def library(self, kind: str, namespace: str, key: str, file: str, line: int) -> Any:
@@ -159,6 +161,8 @@ class _Operators:
 
     def note_prior(self, name: str, key: str) -> None:
         """Keep what torch calls for a device, for ranks without a function for it."""
+        if _c._dispatch_has_kernel_for_dispatch_key(name, key):
+            self.had.add((name, key))
         with suppress(RuntimeError):  # there is nothing, or it is no device's key
             if _c.DispatchKeySet(key).has(_c.DispatchKey.Dense):
                 self._prior[name, key] = _c._dispatch_get_computed_kernel_for_dispatch_key(name, key)
@@ -170,19 +174,13 @@ class _Operators:
             shared.libraries.remove(library)
             if not shared.libraries:
                 del self.shared[what]
-                shared.real.reset()
+                _remove(what, shared)
 
     def end(self) -> None:
         """Remove everything."""
-        for (what, namespace, name, _), shared in reversed(list(self.shared.items())):
-            shared.real.reset()
-            if what == "define":
-                packet, _, overload = name.partition(".")
-                _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{packet}", overload), None)
-                known = getattr(torch.ops, namespace)
-                if vars(known).pop(packet, None) is not None and packet in known._dir:
-                    known._dir.remove(packet)
-        for each in (self.shared, self.kernels, self.defined, self._prior):
+        for what, shared in reversed(list(self.shared.items())):
+            _remove(what, shared)
+        for each in (self.shared, self.kernels, self.defined, self.had, self._prior):
             each.clear()
 
     def calling(self, name: str, key: str) -> Callable[..., Any]:
@@ -204,11 +202,39 @@ class _Operators:
 
         return call
 
+    def has_kernel(self, original: Callable[[str, str], bool], name: str, key: str) -> bool:
+        """Whether there is a function for a dispatch key, but for those of other ranks."""
+        ranks = self.kernels.get(name, {})
+        if current_context() is None or not any(own.get(key) for own in ranks.values()):
+            return original(name, key)
+        return (name, key) in self.had or self._find(name, (key,)) is not None
+
+    def of_rank(self, library: Any) -> set[str]:
+        """What a rank and the process have, as `torch.library` notes it so that nobody overrides it by mistake."""
+        found = set(torch.library._impls)
+        for name, ranks in self.kernels.items():
+            for key, registered in ranks.get(_owner(library), {}).items():
+                kinds = (key, "") if key == "CompositeImplicitAutograd" else (key,)
+                found.update(f"{library.ns}/{name.partition('::')[2]}/{kind}" for kind in kinds if registered)
+        return found
+
     def _find(self, name: str, keys: tuple[str, ...]) -> _RankKernel | None:
         """What the calling rank has for these, or the first one if only others have defined the operator."""
         ranks = self.kernels[name]
         own = ranks.get(current_context(), next(iter(ranks.values())) if name in self.defined else {})
         return next((own[key][-1] for key in keys if own.get(key)), None)
+
+
+def _remove(what: tuple[str, ...], shared: _Shared) -> None:
+    """Take a registration back, and what torch remembers of an operator."""
+    shared.real.reset()
+    kind, namespace, name, _ = what
+    if kind == "define":
+        packet, _, overload = name.partition(".")
+        _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{packet}", overload), None)
+        known = getattr(torch.ops, namespace)
+        if vars(known).pop(packet, None) is not None and packet in known._dir:
+            known._dir.remove(packet)
 
 
 def _is_of_all_ranks(context: Any) -> bool:
@@ -333,10 +359,23 @@ def _custom_operators(host: Host) -> Callable[[], None]:
 
         return register
 
+    def impl(self: Any, *args: Any, **options: Any) -> None:
+        if _owner(self) is None:
+            library_impl(self, *args, **options)
+            return
+        process, torch.library._impls = torch.library._impls, operators.of_rank(self)
+        try:
+            library_impl(self, *args, **options)
+        finally:
+            torch.library._impls = process
+
+    library_impl, has_kernel = library.impl, _c._dispatch_has_kernel_for_dispatch_key
     names = ("_register_fake", "_register_torch_dispatch_rule", "_register_effectful_op")
     restore = exchange(
         [
             (_c, "_dispatch_library", operators.library),
+            (_c, "_dispatch_has_kernel_for_dispatch_key", functools.partial(operators.has_kernel, has_kernel)),
+            (library, "impl", impl),
             (simple_registry.singleton, "_data", entries),
             (custom_ops, "OPDEFS", _ByRank(custom_ops.OPDEFS)),
             (custom_ops, "OPDEF_TO_LIB", _ByRank(custom_ops.OPDEF_TO_LIB)),

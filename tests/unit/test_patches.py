@@ -556,8 +556,8 @@ def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
     monkeypatch.delitem(dispatcher._METHODS, "_allgather_base_")
 
     def body() -> None:
-        group = dist.group.WORLD
-        torch.ops._c10d_functional.all_gather_into_tensor_out(torch.ones(1), 2, group.group_name, out=torch.zeros(2))
+        # Itself: from torch 2.14 on functional collectives call methods of the group that are overridden in Python.
+        torch.ops.c10d._allgather_base_(torch.zeros(2), torch.ones(1), dist.group.WORLD.boxed())
 
     with pytest.raises(sim.SimError, match=r"no operator c10d\._allgather_base_"):
         sim.run(body, 2)
@@ -1157,13 +1157,15 @@ def _registers_operators(offset: int) -> tuple:
     library = torch.library.Library("of_a_rank", "DEF")
     library.define("plus(Tensor x) -> Tensor")
     dist.barrier()
-    library.impl("plus", lambda x: x * 0, "CPU")
-    library.impl("plus", lambda x: x + number, "CPU")
+    library.impl("plus", lambda x: x * 0, "CPU", allow_override=False)
+    with pytest.raises(RuntimeError, match="This is not allowed since there's already a kernel"):
+        library.impl("plus", lambda x: x * 1, "CPU", allow_override=False)
+    library.impl("plus", lambda x: x + number, "CPU", allow_override=True)
     torch.library.define("also_of_a_rank::times", "(Tensor x) -> Tensor")
     torch.library.impl("also_of_a_rank::times", "default", lambda x: x * number)
     dist.barrier()
     torch.library.register_fake("also_of_a_rank::times", torch.empty_like)
-    torch.library.register_fake("of_a_rank::plus", lambda x: x.new_empty(number))
+    torch.library.register_fake("of_a_rank::plus", lambda x: x.new_empty(number), allow_override=False)
     torch.library.register_autograd("also_of_a_rank::times", lambda ctx, grad: grad * number)
     torch.library.register_vmap("also_of_a_rank::times", lambda info, dims, x: (x + number, dims[0]))
     fragment = torch.library.Library("of_a_rank", "FRAGMENT")
