@@ -75,6 +75,7 @@ def show(name: Annotated[str, typer.Argument(help="A name from the list, or the 
 @hardware.command()
 def measure(
     write: Annotated[Path, typer.Option(help="TOML file to write; then: --hardware FILE.")] = Path("out/hardware.toml"),
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu; default: GPUs if there are as many.")] = None,
     processes: Annotated[int, typer.Option(help="Processes that communicate.", min=1)] = 2,
     threads: Annotated[
         int | None, typer.Option(help="Threads of each process on a CPU; default: its share of the cores.", min=1)
@@ -92,7 +93,7 @@ def measure(
 
         check_can_write(write)
         with busy("measuring"):
-            found = measure_machine(processes, threads=threads, steps=steps)
+            found = measure_machine(processes, device, threads=threads, steps=steps)
         write.parent.mkdir(parents=True, exist_ok=True)
         found.write(write)
         stdout_console().print(f"wrote {write}; try: hyper-parallel hardware show {write}")

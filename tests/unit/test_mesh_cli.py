@@ -461,16 +461,16 @@ def test_hardware_that_is_not_there() -> None:
 
 
 def test_measuring_writes_a_file_that_estimates_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[int] = []
+    passed: list[Any] = []
 
-    def measured(processes: int = 2, **_: Any) -> Any:
-        passed.append(processes)
+    def measured(processes: int = 2, device: str | None = None, **_: Any) -> Any:
+        passed.append((processes, device))
         return find_hardware("laptop-cpu" if "laptop-cpu" in hardware_names() else "a100-40gb")
 
     monkeypatch.setattr(sys.modules["sim.mesh.pricing.measure"], "measure", measured)
-    code, output = invoke("hardware", "measure", "--write", "out/mine.toml", "--processes", "3")
+    code, output = invoke("hardware", "measure", "--write", "out/mine.toml", "--processes", "3", "--device", "npu")
     assert code == 0, output
-    assert passed == [3]
+    assert passed == [(3, "npu")]
     assert output == "wrote out/mine.toml; try: hyper-parallel hardware show out/mine.toml\n"
     code, output = invoke("hardware", "show", "out/mine.toml")
     assert code == 0, output

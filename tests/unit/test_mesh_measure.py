@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -13,7 +14,7 @@ from sim.mesh.hardware import find_hardware
 from sim.mesh.pricing import measure_steps
 from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
-from sim.mesh.pricing.measure import _MATMULS, measure
+from sim.mesh.pricing.measure import _MATMULS, _Clock, _matmuls, measure
 from sim.mesh.pricing.measure_fit import OPS, Measurement, descend, fit_hardware, quantile, summary
 from sim.mesh.pricing.measure_steps import paired_samples, step_samples, timed_steps
 from sim.mesh.program import COMPUTE, Comm, CommGroup, Op, Program, Segment, Touch
@@ -104,6 +105,28 @@ def test_a_machine_of_one_process_has_no_links():
     assert hardware.grade("intra.bandwidth") == "assumed"
     assert "links" not in hardware.curves
     assert Pricing(hardware).comm(Comm("all_gather", 0, 8, 8, "", 0, 1, 0), CommGroup("dp", range(1))).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "title", "words"),
+    [
+        ("npu", "Ascend910B4", ("ascend", "hccs", "mesh", "roce", "hccl")),
+        ("cuda", "NVIDIA A100-SXM4-80GB", ("ampere", "nvlink3", "switch", "infiniband", "nccl")),
+        ("cuda", "a GPU", ("hopper", "nvlink4", "switch", "infiniband", "nccl")),
+    ],
+)
+def test_a_device_is_described_in_its_own_words(tmp_path, device, title, words):
+    hardware = fit_hardware(samples(), {**MACHINE, "device": device, "title": title}, RANKS)
+    text = hardware.write(tmp_path / "here.toml").read_text()
+    assert (hardware.family, hardware.links, hardware.topology, hardware.fabric, hardware.backend) == words
+    assert all(f'"{word}"' in text for word in words)
+    assert device != "npu" or not re.search("gpu|nvlink|nccl", text, re.IGNORECASE)
+    assert Pricing(hardware).hardware.title == f"{title}, 2 processes, as measured"
+
+
+def test_the_probes_communicate_what_hccl_takes():
+    found = sim.run(lambda: _matmuls(_Clock("cpu", 1e-6)), 2, backend="hccl")
+    assert [sample["shape"] for sample in found[0]] == [sample["shape"] for sample in found[1]]
 
 
 def test_this_machine(tmp_path):

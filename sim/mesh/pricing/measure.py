@@ -1,7 +1,7 @@
 """Measurement of this machine, and the hardware description that is fitted to it.
 
 `measure()` starts processes that work at the same time, as training does: each computes matmuls, attention and
-streams on its share of the cores (or on its GPU), and they communicate. On a CPU they also train tiny models, see
+streams on its share of the cores (or on a GPU or NPU), and they communicate. On a CPU they also train tiny models, see
 `measure_steps`. The curves are fitted as those of the published tables are, and the errors of the fits are kept beside
 them.
 
@@ -50,14 +50,14 @@ def measure(
     """Measure this machine.
 
     Args:
-        processes: that share it: of a CPU its cores, of GPUs one each.
+        processes: that share it: of a CPU its cores, of GPUs or NPUs one each.
         device: `cpu`, `cuda` or `npu`; None: `cuda` where there are as many.
         seconds: that each figure is taken over, at least.
         threads: of each process on a CPU; None: its share of the cores.
         steps: whether to measure training steps of tiny models, too, on a CPU.
 
     Raises:
-        ValueError: no processes, or more than there are cores or GPUs.
+        ValueError: no processes, or more than there are cores, GPUs or NPUs.
     """
     count = check_int(processes)
     asked = f"cannot measure this machine with {processes!r} processes"
@@ -65,7 +65,7 @@ def measure(
         device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= (count or 1) else "cpu"
     most = os.cpu_count() or 1 if device == "cpu" else get_platform(device).device_count()
     if count is None or not 1 <= count <= most:
-        unit = "cores" if device == "cpu" else "devices" if device == "npu" else "GPUs"
+        unit = {"cpu": "cores", "cuda": "GPUs", "npu": "NPUs"}[device]
         raise ValueError(
             explain(asked, f"processes is not from 1 to the number of {unit}", f"{unit}: {most}", f"{most}")
         )
@@ -163,7 +163,7 @@ def _matmuls(clock: _Clock) -> list[Sample]:
             took = clock.time(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
             samples.append({"what": "matmul", "dtype": str(dtype), "shape": [1, m, n, k], "seconds": took})
             # The slowest process says what is worth measuring, so that all measure the same.
-            slowest = torch.tensor([2 * m * n * k / took / 2], dtype=torch.float64, device=clock.device)
+            slowest = torch.tensor([2 * m * n * k / took / 2], device=clock.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
             rate = slowest.item() if m * n * k >= 2**21 else rate
     return samples
@@ -304,7 +304,7 @@ def _machine(device: str, count: int) -> dict[str, Any]:
     if device != "cpu":
         module: Any = torch.get_device_module(device)
         properties = module.get_device_properties(module.current_device())
-        cores = getattr(properties, "multi_processor_count", 1)  # an NPU's have another name for them
+        cores = getattr(properties, "multi_processor_count", None) or getattr(properties, "cube_core_num", 1)
         return {"device": device, "title": properties.name, "memory": properties.total_memory, "cores": cores}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"device": "cpu", "title": cpu_name(), "memory": memory // count, "cores": torch.get_num_threads()}

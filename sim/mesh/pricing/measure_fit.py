@@ -6,11 +6,12 @@ import datetime
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from sim.mesh.hardware import Hardware
+from sim.mesh.hardware import Hardware, find_hardware, hardware_of_device
 from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.hardware_file import Figure
@@ -154,17 +155,10 @@ def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: i
             curves["overlap"] = _fit_overlap(samples)
     add("intra.bandwidth", fastest, "B/s", "measured" if links else "assumed", source if links else "assumed")
     add("inter.bandwidth", 125e6, "B/s", "assumed", "assumed: 1 Gbit/s Ethernet")
-    kind = {"family": "cpu", "links": "gloo", "fabric": "ethernet", "allocator": "none", "backend": "gloo"}
-    if not cpu:
-        kind = {
-            "family": "hopper",
-            "links": "nvlink4",
-            "fabric": "infiniband",
-            "allocator": "caching",
-            "backend": "nccl",
-        }
+    like = {"cpu": "laptop-cpu", "cuda": "h100-sxm", "npu": "ascend-910b"}[machine["device"]]
+    base = hardware_of_device(machine["title"]) or find_hardware(like)  # for its family, links, fabric and backend
     title = f"{machine['title']}, {share}, as measured"
-    return Hardware("measured", title, figures=figures, topology="switch", curves=curves, **kind)
+    return replace(base, name="measured", title=title, figures=figures, curves=curves)
 
 
 def _fit_host(host: Sequence[Sample], issue: float) -> tuple[float, float]:
