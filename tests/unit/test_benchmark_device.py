@@ -110,7 +110,7 @@ def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(tmp_path
     ends = {"experts": "", "attention": "sys.exit('crashed')", "overhead": "threading.Event().wait()", "hardware": ""}
 
     def start(command, **options):
-        rows = '["t", {"n": 1}]\n'
+        rows = '["t", {"n": 1}]\n["tests", {"passed": 1}]\n["tests", {"passed": 2}]\n'
         if command[3] == "hardware":
             rows += '["error", {"error": "ValueError: no"}]\n["cut off'
         Path(command[-1]).write_text(rows)
@@ -129,7 +129,7 @@ def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(tmp_path
         "cut off after 0.5 s",
         "ValueError: no",
     ]
-    assert all(entry["tables"] == {"t": [{"n": 1}]} for entry in parts.values())
+    assert all(entry["tables"] == {"t": [{"n": 1}], "tests": [{"passed": 2}]} for entry in parts.values())
     assert json.loads((tmp_path / "device.json").read_text()) == found
     assert "Failed: cut off after 0.5 s" in (tmp_path / "device.md").read_text()
     assert late["parts"]["experts"]["error"] == "no time was left for it"
