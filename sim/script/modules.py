@@ -80,9 +80,15 @@ class OwnModules:
         Args:
             newest: Entries to look at.
         """
-        for name in list(islice(reversed(sys.modules), newest)):
+        for name in reversed(list(islice(reversed(sys.modules), newest))):  # what a module is part of comes first
             spec = getattr(sys.modules[name], "__spec__", None)
-            if isinstance(spec, ModuleSpec) and name not in self.names and belongs_to_the_user(spec, self.folder):
+            if isinstance(spec, ModuleSpec):
+                is_own = belongs_to_the_user(spec, self.folder)
+            else:  # made by hand, as stand-ins are, or None, which forbids an import
+                file, parent = getattr(sys.modules[name], "__file__", None), name.rpartition(".")[0]
+                is_own = not parent or parent in self.names
+                is_own = is_own and (not isinstance(file, str) or _is_users_file(os.path.abspath(file), self.folder))
+            if is_own and name not in self.names:
                 self.names[name] = None
 
     def takes(self, spec: ModuleSpec, folder: str) -> bool:

@@ -110,6 +110,31 @@ def test_a_module_that_the_script_loads_from_a_file(run: Run, seed: int) -> None
     assert "plugin" not in sys.modules
 
 
+def test_modules_that_the_script_makes_by_hand(run: Run) -> None:
+    """Those without a spec: stand-ins for packages that are not there, and such as forbid an import."""
+    source = """
+        import types, numpy
+        from unittest.mock import MagicMock
+        dist.init_process_group("gloo")
+        for name in ("stand_in", "stand_in.part", "beside", "numpy.of_numpy"):
+            if name not in sys.modules:
+                module = sys.modules[name] = types.ModuleType(name)
+                module.rank = rank
+        sys.modules["beside"].__file__ = os.path.abspath("beside.py")
+        sys.modules["mocked"] = MagicMock(rank=rank)
+        if rank == 1:
+            sys.modules["forbidden"] = None
+        dist.barrier()
+        import stand_in.part, beside, mocked
+        print(stand_in.rank, sys.modules["stand_in.part"].rank, beside.rank, mocked.rank, "forbidden" in sys.modules)
+    """
+    code, out, err = run(source, "--show", "all")
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[rank {rank}] {rank} {rank} {rank} {rank} {rank == 1}" for rank in range(2)]
+    assert not {"stand_in", "stand_in.part", "beside", "mocked", "forbidden"} & set(sys.modules)
+    sys.modules.pop("numpy.of_numpy")  # of a package that ranks share
+
+
 def test_hooks_and_settings_of_a_process_are_each_ranks_own(run: Run) -> None:
     source = """
         import logging, tempfile, threading
