@@ -243,11 +243,11 @@ def _is_of_all_ranks(context: Any) -> bool:
     is_callers = True
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
-        if name.partition(".")[0] not in ("torch", "sim"):
+        top = name.partition(".")[0]
+        if top not in ("torch", "functools", "contextlib"):
             is_own = context.modules.main is not None if name == "__main__" else name in context.modules.names
-            if is_callers and (is_own or not _INSTALLED.isdisjoint(Path(frame.f_code.co_filename).parts)):
-                return not is_own
-            if frame.f_code.co_name == "<module>":
+            is_shared = top in ("sim", "hyper_parallel") or _INSTALLED & {*Path(frame.f_code.co_filename).parts}
+            if (is_callers and (is_own or is_shared)) or frame.f_code.co_name == "<module>":
                 return not is_own
             is_callers = False
         frame = frame.f_back

@@ -1245,20 +1245,33 @@ def test_operators_that_ranks_cannot_have():
         sim.run(of_the_process, 2)
 
 
-def test_operators_of_a_module_that_ranks_share(tmp_path, monkeypatch):
-    (tmp_path / "shares_an_operator.py").write_text(
-        "import torch\n@torch.library.custom_op('shared_by_ranks::twice', mutates_args=())\n"
+@pytest.mark.parametrize("place", ["", "site-packages"])
+def test_operators_of_a_module_that_ranks_share(tmp_path, monkeypatch, place):
+    """It defines them once, when some rank first imports it, or calls it; they are there for all, and stay."""
+    folder, name = tmp_path / place, f"shares_operators_{len(place)}"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(
+        "import functools, torch\n"
+        f"@torch.library.custom_op('{name}::twice', mutates_args=())\n"
         "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
+        "@functools.cache\n"
+        "def define():\n"
+        f"    torch.library.define('{name}::thrice', '(Tensor x) -> Tensor')\n"
+        f"    torch.library.impl('{name}::thrice', 'default', lambda x: x * 3)\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(folder))
 
-    def body() -> float:
-        module = importlib.import_module("shares_an_operator")
-        return module.twice(torch.ones(1)).item()
+    def body() -> tuple[float, float]:
+        module = importlib.import_module(name)
+        if place or dist.get_rank() == 0:
+            module.define()
+        dist.barrier()
+        return module.twice(torch.ones(1)).item(), getattr(torch.ops, name).thrice(torch.ones(1)).item()
 
-    for _ in range(2):
-        assert sim.run(body, 2) == [2.0, 2.0]
-    assert torch.ops.shared_by_ranks.twice(torch.ones(1)) == 2
+    for _ in range(2 if place else 1):
+        assert sim.run(body, 2) == [(2.0, 3.0)] * 2
+    assert getattr(torch.ops, name).twice(torch.ones(1)) == 2
+    assert hasattr(getattr(torch.ops, name), "thrice") == bool(place)
 
 
 # -- the group itself ------------------------------------------------------------------------------------------
