@@ -233,8 +233,17 @@ def _remove(what: tuple[str, ...], shared: _Shared) -> None:
         packet, _, overload = name.partition(".")
         _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{packet}", overload), None)
         known = getattr(torch.ops, namespace)
-        if vars(known).pop(packet, None) is not None and packet in known._dir:
+        found = vars(known).pop(packet, None)
+        if packet in known._dir:
             known._dir.remove(packet)
+        if found is not None:  # whoever still has it would crash the process by calling it
+            for each in (found, *vars(found).values()):
+                if isinstance(each, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
+                    each._op = functools.partial(_gone, f"{namespace}::{packet}")
+
+
+def _gone(name: str, *args: Any, **options: Any) -> Any:
+    raise RuntimeError(f"no rank has the operator {name} any more: it ended with its library, or with the world")
 
 
 def _is_of_all_ranks(context: Any) -> bool:
@@ -385,9 +394,9 @@ def _custom_operators(host: Host) -> Callable[[], None]:
     )
 
     def undo() -> None:
+        operators.end()
         restore()
         restore_limits()
-        operators.end()
         kept = torch.library._keep_alive
         kept[:] = [each for each in kept if _owner(each) is None]
 

@@ -1245,6 +1245,21 @@ def test_operators_that_ranks_cannot_have():
         sim.run(of_the_process, 2)
 
 
+def test_an_operator_whose_world_has_ended():
+    def body() -> None:
+        operator = torch.library.custom_op("of_a_rank::gone", mutates_args=())(lambda_of_one)
+        kept.extend((operator, torch.ops.of_a_rank.gone, torch.ops.of_a_rank.gone.default))
+
+    def lambda_of_one(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    kept: list[object] = []
+    sim.run(body, 2)
+    for operator in kept:
+        with pytest.raises(RuntimeError, match="no rank has the operator of_a_rank::gone any more"):
+            operator(torch.ones(1))
+
+
 @pytest.mark.parametrize("place", ["", "site-packages"])
 def test_operators_of_a_module_that_ranks_share(tmp_path, monkeypatch, place):
     """It defines them once, when some rank first imports it, or calls it; they are there for all, and stay."""
