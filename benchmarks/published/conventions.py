@@ -29,6 +29,7 @@ __all__ = [
     "family_of",
     "hardware_of",
     "hardware_text",
+    "kernel_of",
     "model_of",
     "recipe_of",
 ]
@@ -71,6 +72,13 @@ def family_of(row: Row) -> dict[str, Any]:
                     usual.update((key, value) for key, value in some.items() if key not in ("row", "evidence"))
             return usual
     raise CannotSay(f"nothing is known of the framework {framework!r}")
+
+
+def kernel_of(row: Row, family: Mapping[str, Any]) -> str:
+    """Return the attention kernel that is usual in the row's framework, or the latest that was public at its date."""
+    usual, public = str(family["attention_kernel"]), {"flash1": "", **_tables()["public"]}
+    older = [kernel for kernel, date in public.items() if kernel <= usual and date <= str(row.get("date", ""))]
+    return max(older)
 
 
 def hardware_text(row: Row) -> str:

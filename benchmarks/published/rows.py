@@ -23,6 +23,7 @@ from benchmarks.published.conventions import (
     family_of,
     hardware_of,
     hardware_text,
+    kernel_of,
     model_of,
     recipe_of,
     tomllib,
@@ -174,7 +175,7 @@ def case_of(row: Row) -> Case | Skipped:
         reason = f"the row lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
         return Skipped(str(row["id"]), reason)
     network = row.get("inter_bw_gbytes_s_per_dev") if row["n_devices"] > row.get("hw_dev_per_node", 8) else None
-    kernel = family["attention_kernel"]
+    kernel = kernel_of(row, family)
     if kernel == "flash3" and not any(text in hardware_text(row) for text in ("H100", "H200")):
         kernel = "flash2"  # what is known of later kernels is known of Hopper
     return Case(

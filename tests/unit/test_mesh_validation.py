@@ -71,6 +71,24 @@ def test_what_changed_in_a_framework_at_a_date():
     assert (case("m0079").recipe.norm, case("m0081").recipe.norm) == ("eager", "fused")
 
 
+@pytest.mark.parametrize(
+    ("name", "date", "kernel"),
+    [
+        ("m0717", "2024-07", "flash2"),
+        ("m0717", "2024-07-11", "flash3"),
+        ("m0717", "2025-03", "flash3"),
+        ("m0717", "2023", "flash1"),
+        ("m0063", "2023-07-17", "flash2"),
+        ("m0063", "2025-12", "flash2"),
+        ("m1012", "2023-11", "flash1"),
+    ],
+)
+def test_no_run_has_a_kernel_of_attention_that_is_younger(name, date, kernel):
+    found = case_of(ROWS[name] | {"date": date})
+    assert isinstance(found, Case)
+    assert found.attention_kernel == kernel
+
+
 def test_what_torchtitan_compiles_and_keeps():
     assert (case("m0104").recipe.loss, case("m0109").recipe.loss) == ("compiled", "eager")  # with compile, without
     assert case("m0069").recipe.loss == "eager"  # before the loss was compiled with the model
