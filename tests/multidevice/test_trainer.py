@@ -169,9 +169,12 @@ def test_accumulation_communicates_once_per_step_or_in_each_micro_batch() -> Non
 
 
 @pytest.mark.sim
-def test_gradients_of_norms_are_added_up_together_over_tp() -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_norms_are_added_up_together_over_tp(accumulate: int) -> None:
+    """Once a step, however many micro-batches it has."""
     model = replace(TINY.model, qk_norm=True, num_hidden_layers=3)
     config = replace(TINY, model=model).with_changes("parallel", {"dp_shard": 2, "tp": 2})
+    config = config.with_changes("train", {"accumulate": accumulate})
 
     def over_tp(steps: int) -> Counter[tuple[str, str, tuple[int, ...]]]:
         with sim.world(4) as world:

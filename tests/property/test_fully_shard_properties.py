@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from hyper_parallel.core.fully_shard.api import CPUOffloadPolicy, fully_shard, whole_parameters
+from hyper_parallel.core.fully_shard.api import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, whole_parameters
 from hyper_parallel.core.fully_shard.unit import unit_of
 from hyper_parallel.core.redistribute.api import full_tensor
 
@@ -280,3 +280,62 @@ def test_any_tree_wrapped_anyhow_trains_as_on_one_device(case):
     ranks = torch.Size(case.shape).numel()
     reference = train(copy.deepcopy(model), case, ranks)
     sim.run(on_rank, ranks, (case, model, reference), seed=case.seed, map_device=case.stands_for)
+
+
+# -- sums that are pending over axes that are not the engine's --------------------------------------------------------
+
+
+class Scales(nn.Module):
+    """Scales whose gradient is pending over tp where the input is split over it, and whole where it is not."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.arange(1.0, WIDTH + 1) + n) for n in range(count)])
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+@settings(many, max_examples=max(many.max_examples // 5, 1))
+@given(
+    st.lists(st.sampled_from(["split", "whole"]), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.sampled_from([None, torch.float32, torch.float64]),
+    st.booleans(),
+)
+def test_sums_over_other_axes_wait_for_the_reduction(micro_batches, count, reduce_dtype, mean):
+    """Gradients are those of one device, and where all are pending alike they are added up over tp once."""
+    values = torch.arange(8.0 * WIDTH * len(micro_batches), dtype=torch.float64).sin()
+    values = values.view(len(micro_batches), 2, 4, WIDTH)
+    alone = Scales(count).double()
+    for x in values:
+        (alone(x.flatten(0, 1)).square().sum() / (2 if mean else 1)).backward()
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        (dp, tp), model = mesh.get_coordinate(), Scales(count).double()
+        for at, scale in enumerate(model.scales):
+            model.scales[at] = nn.Parameter(DTensor.from_local(scale.detach(), mesh["tp"], [Replicate()]))
+        fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        model.set_reduce_op_type("avg" if mean else "sum")
+        for number, kind in enumerate(micro_batches):
+            model.set_requires_gradient_sync(number == len(micro_batches) - 1)
+            x = values[number, dp].clone()
+            splits = kind == "split"
+            local = x.chunk(2)[tp] if splits else x
+            x = DTensor.from_local(local, mesh["tp"], [Shard(0) if splits else Replicate()])
+            full_tensor(model(x).square().sum(), grad_layout=()).backward()
+        return [full_tensor(scale.grad) for scale in model.scales]
+
+    with sim.world(4) as world:
+        found = world.run(body)
+        sums = [event for event in world.trace.of_rank(0) if (event.op, event.axis) == ("all_reduce", "tp")]
+    bound = 1e-5 if reduce_dtype == torch.float32 else 1e-12
+    for gradients in found:
+        for gradient, scale in zip(gradients, alone.scales, strict=True):
+            torch.testing.assert_close(gradient, scale.grad, rtol=bound, atol=bound * float(scale.grad.abs().max()))
+    if len({*micro_batches}) == 1:
+        shapes = [event.input_shapes[0] for event in sums if event.input_shapes[0] != (1,)]  # losses
+        assert shapes == [(count * WIDTH,)] * (micro_batches[0] == "split")

@@ -294,6 +294,14 @@ class ManagedParam:
             gradient = torch.empty(self.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient.detach())
         return gradient.detach().reshape(-1)
 
+    def take_summand(self) -> torch.Tensor:
+        """The same of a gradient that has a `pending_sum`, which is left to who takes it."""
+        gradient: Any = self.unsharded.grad
+        self.unsharded.grad = None
+        local = gradient._local_tensor
+        wait = getattr(local, "wait", None)
+        return (local if wait is None else wait()).detach().reshape(-1)
+
     def accumulate_onto(self, flat: torch.Tensor) -> bool:
         """Let autograd add the next gradient to `flat`, if it can: it is a plain tensor of the same dtype."""
         unsharded = self.unsharded

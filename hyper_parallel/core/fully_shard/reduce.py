@@ -6,7 +6,7 @@ the replicate axis for the shards of several units.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -23,6 +23,9 @@ from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 
 # -- all_reduces that take what several reductions leave, of adjacent units --------------------------------------------
+
+Sum = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh and its axes over which gradients are still to be added up."""
 
 # Reductions of adjacent units share an all_reduce up to this size: large enough for the latency not to count, small
 # enough for the rest of backward to overlap with it.
@@ -294,6 +297,7 @@ class GradientReducer:
         self.sends_each = sends_each and scatter is not None and self.rows > 1
         self.pending: list[torch.Tensor | None] | None = None  # gradients that wait for a reduction, flat and unsharded
         self._given: set[int] = set()  # which of these autograd adds to just now
+        self._sums: dict[int, Sum] = {}  # over which axes, not the engine's, some of these are still to be added up
         self.partial: torch.Tensor | None = None  # reduced over the shard axis, not yet over the replicate axis
         self._plan_for: list[ManagedParam] = []
         self._kept: list[ManagedParam] = []  # of these, whose sums this rank gets: all but those that others own
@@ -345,18 +349,46 @@ class GradientReducer:
         if self.pending is None:
             self.pending = [None] * len(params)
         self._given = set()
-        summed = _summed_together(params, self._dtype(dtype), mean=mean)
         for index, param in enumerate(params):
-            gradient = summed.pop(param, None)
-            if gradient is None:
-                gradient = param.take_gradient(self._dtype(dtype), mean=mean)
+            over = param.pending_sum(mean=mean)
+            gradient = param.take_gradient(self._dtype(dtype), mean=mean) if over is None else param.take_summand()
             if gradient is None:
                 continue
+            if over != self._sums.get(index) and self.pending[index] is not None:
+                # What autograd has left pending now and in an earlier backward is not the same, and cannot be added.
+                if over is not None:
+                    (gradient,), over = _add_up([gradient.to(self._dtype(dtype))], over), None
+                self.add_up({index})
             pending = self.pending[index]
             if pending is not None:
                 pending.add_(gradient)
-            else:
-                self.pending[index] = gradient.to(self.keeping_dtype(dtype)) if keep else gradient
+                continue
+            # Sums that are still to come are those of the dtype that the gradient has here.
+            kept = self.keeping_dtype(dtype) if keep else self._dtype(dtype) if over is not None else gradient.dtype
+            self.pending[index] = gradient.to(kept)
+            if over is not None:
+                self._sums[index] = over
+
+    def add_up(self, indices: Collection[int] | None = None) -> None:
+        """Add gradients that wait up over axes that are not the engine's: those of the same axes in one all_reduce.
+
+        Once for all backwards that gradients have waited for.
+
+        Args:
+            indices: Of which parameters; None: of all.
+
+        Communication: one all_reduce per axis of a mesh over which gradients are pending, and dtype.
+        """
+        together: dict[tuple[Any, torch.dtype], list[int]] = {}
+        for index in sorted(self._sums) if indices is None else sorted(self._sums.keys() & set(indices)):
+            over, gradient = self._sums.pop(index), None if self.pending is None else self.pending[index]
+            if gradient is not None:
+                together.setdefault((over, gradient.dtype), []).append(index)
+        for (over, _), several in together.items():
+            assert self.pending is not None, "there are gradients"
+            gradients = [gradient for index in several if (gradient := self.pending[index]) is not None]
+            for index, gradient in zip(several, _add_up(gradients, over), strict=True):
+                self.pending[index] = gradient
 
     def _dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
         """Dtype of the communication; the policy speaks of real floating-point gradients only."""
@@ -394,6 +426,7 @@ class GradientReducer:
         # Nothing trainable, which is so on all ranks. A rank without gradients has a list of Nones, and takes part.
         if self.pending is None:
             return None
+        self.add_up()
         pending, self.pending = self.pending, None
         params, width = self._plan_for, sum(self._sizes)
         used = [options.zeros or gradient is not None for gradient in pending]
@@ -590,6 +623,7 @@ class GradientReducer:
         """Show the gradients that wait for their first communication as `acc_grad`; every rank its own."""
         if self.pending is None or self.scatter is not None:
             return
+        self.add_up()
         for param, gradient in zip(self._plan_for, self.pending, strict=True):
             if gradient is not None:
                 param.show_sum(gradient, unsharded=True, waiting=True)
@@ -622,38 +656,16 @@ class GradientReducer:
     def clear(self) -> None:
         """Drop gradients that wait."""
         self.pending = self.partial = None
-        self._given = set()
+        self._given, self._sums = set(), {}
 
 
-def _summed_together(
-    params: Sequence[ManagedParam], dtype: torch.dtype, *, mean: bool
-) -> dict[ManagedParam, torch.Tensor]:
-    """Take the gradients with sums pending over axes that are not the engine's: of the same axes in one all_reduce.
-
-    Args:
-        params: Those of a unit, the same on all ranks.
-        dtype: Of the sum.
-        mean: The engine averages over its ranks.
-
-    Communication: one all_reduce per axis of a mesh over which several gradients are pending.
-    """
-    pending: dict[tuple[DeviceMesh, tuple[int, ...]], list[ManagedParam]] = {}
-    for param in params:
-        found = param.pending_sum(mean=mean)
-        if found is not None:
-            pending.setdefault(found, []).append(param)
-    summed: dict[ManagedParam, torch.Tensor] = {}
-    for (mesh, axes), several in pending.items():
-        if len(several) == 1:
-            continue  # without a copy
-        gradients: list[Any] = [param.unsharded.grad for param in several]
-        flat = torch.cat([gradient._local_tensor.to(dtype).reshape(-1) for gradient in gradients])
-        for axis in axes:
-            all_reduce(flat, mesh.get_group(axis)).wait()
-        for param, part in zip(several, flat.split([param.numel for param in several]), strict=True):
-            param.unsharded.grad = None
-            summed[param] = part
-    return summed
+def _add_up(gradients: list[torch.Tensor], over: Sum) -> Sequence[torch.Tensor]:
+    """Return flat gradients of one dtype added up over some axes of a mesh."""
+    flat = torch.cat(gradients)  # of one, too: somebody else may still need what autograd has taken for its gradient
+    mesh, axes = over
+    for axis in axes:
+        all_reduce(flat, mesh.get_group(axis)).wait()
+    return flat.split([gradient.numel() for gradient in gradients])
 
 
 def _fill(flags: torch.Tensor, used: list[bool]) -> None:
