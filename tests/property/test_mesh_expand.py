@@ -267,7 +267,8 @@ def assert_held(job: Job, real: list[list[tuple[str, int]]]) -> None:
     st.sampled_from(HELD),
     st.booleans(),
 )
-@example((24, 260, 7), {"dp_shard": 3, "tp": 2}, True)
+@example((28, 258, 7), {"dp_shard": 5}, False)
+@example((24, 260, 3), {"dp_shard": 4, "tp": 2}, True)
 def test_ranks_that_hold_other_amounts_are_not_alike(sizes, degrees, muon):
     width, vocab, layers = sizes
     dims = dims_of(degrees)
