@@ -29,11 +29,11 @@ KEPT = (
     "id", "kind", "source", "source_ref", "date", "framework", "hw_device", "hw_mem_gib", "hw_peak_bf16_tflops",
     "hw_power_w", "hw_dev_per_node", "inter_bw_gbytes_s_per_dev", "interconnect", "n_devices", "model", "arch",
     "n_params", "n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn", "gated_mlp", "vocab", "tied_emb",
-    "n_experts", "top_k", "moe_ffn", "n_shared_experts", "n_dense_layers", "seq_len", "micro_batch", "local_batch",
-    "global_batch", "grad_accum", "n_microbatches", "dp", "dp_replicate", "dp_shard", "reshard_after_forward",
-    "zero_stage", "tp", "sp", "async_tp", "cp", "ep", "pp", "vpp", "schedule", "precision", "param_dtype",
-    "grad_reduce_dtype", "fp8", "ac_policy", "compile", "attn_type", "loss_impl", "optimizer", "train_mode",
-    "tok_s_dev", "step_time_s", "mem_gib", "mem_kind", "oom", "notes", "predict_time", "predict_mem",
+    "n_experts", "top_k", "capacity_factor", "moe_ffn", "n_shared_experts", "n_dense_layers", "seq_len",
+    "micro_batch", "local_batch", "global_batch", "grad_accum", "n_microbatches", "dp", "dp_replicate", "dp_shard",
+    "reshard_after_forward", "zero_stage", "tp", "sp", "async_tp", "cp", "ep", "pp", "vpp", "schedule", "precision",
+    "param_dtype", "grad_reduce_dtype", "fp8", "ac_policy", "compile", "attn_type", "loss_impl", "optimizer",
+    "train_mode", "tok_s_dev", "step_time_s", "mem_gib", "mem_kind", "oom", "notes", "predict_time", "predict_mem",
 )  # fmt: skip
 CLIP = 0.4
 """Errors (of the logarithm) above it count as much as it: a row that is far off for a reason of its own."""

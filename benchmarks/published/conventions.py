@@ -337,7 +337,8 @@ def _llama(row: Row, family: Mapping[str, Any]) -> LlamaConfig:
 def _moe(row: Row, family: Mapping[str, Any]) -> MoEConfig:
     shape = _llama_shape(row, family) | {
         "num_experts": row["n_experts"],
-        "experts_per_token": row.get("top_k") or 1,
+        # Experts of a stated capacity compute and exchange as many tokens as it holds, in part padding.
+        "experts_per_token": round((row.get("top_k") or 1) * (row.get("capacity_factor") or 1)),
         "expert_intermediate_size": row.get("moe_ffn") or row["ffn"],
         "num_shared_experts": row.get("n_shared_experts") or 0,
         "num_dense_layers": row.get("n_dense_layers") or 0,

@@ -179,6 +179,9 @@ _KNOWN = """Their sources were read once more. Where they name no cause, none is
   seconds, and overlap, so that bandwidth is not it. The commit's message names no other limit.
 - *InternEvo over 512 and 1,024 devices* (m1062 to m1064). 0.5 to 0.7 s of a step are missing where it has one or two
   micro-batches, and 0.3 s with four (m1061): it is no cost that each step has alike.
+- *Scales for rows in torchtitan* (m0070, m0074, m0075). 12 to 14 % too fast; compiled ones with one scale are 4 % off
+  at the median. What casts along columns was said to attain 0.6 to 0.7 TB/s of an H100, where other kernels attain 2
+  (pytorch/pytorch, issue 149982, of blocks of columns). It is not in estimates: no figure is of these kernels.
 - *torchtitan's memory* (m0053, m0054, m0074). With float8 its selective checkpointing kept |W| of unsharded weights
   until 2025-02-04 (commit 88247277c): in m0074, which is compiled, the 10.8 GiB that are missing; estimates have it
   where nothing is compiled (m0077: 32 GiB). Of the runs of 2024-03 (commit 83c879f18), those with tp of 2 have 24 GiB
@@ -198,6 +201,24 @@ _KNOWN = """Their sources were read once more. Where they name no cause, none is
   were 3 % too fast as it was. The mean error of the 72, of which none counts above 40 %, goes from 7.7 to 8.0 %: it is
   not in estimates. That the kernel of a causal softmax reads no more than half of the scores would make rows with
   2,048 tokens another 1 to 3 % faster; what it attains is not published.
+- *B200's products by shape.* SimuMax's table (configs/system/b200_bf16_ceperm.json, Apache-2.0) has 514 products of
+  TransformerEngine in bfloat16, each repeated a hundred times. What four of its runs say, 0.68 of the best rate, gives
+  the 232 that take 1 ms and more a median error of 5.7 % (5 % too fast), the 204 of 0.1 to 1 ms 9.5 % (8 % too slow);
+  without it they are 35 and 26 % too fast. The 78 below 0.1 ms are 48 % too slow with it and 4 % without: they are
+  over before power limits the clock. A limit on the best rate alone (0.49 of the peak, and nothing of smaller
+  products) makes the four runs 1.8 % off at the mean in place of 2.9, but those held out of torchtitan a third in
+  place of a quarter: it is not in estimates. Its attention is (`sim/mesh/data/curves.toml`). Products of many small
+  experts are slower than estimates have them: half as fast with fewer than 256 rows in each, nearly as fast from 2,000
+  on. Its A100 is the PCIe one, which attains a tenth less than estimates have for SXM. AIConfigurator's tables are not
+  to be had in Git (LFS) but for 32 products of a B200, which a burst computes 1.6 to 2 times as fast as estimates say.
+- *Ascend's attention and exchanges.* 7 runs of MindFormers of 16,384 tokens and more ask for a tenth more than one
+  head alone attains (mean error 6 in place of 7 %), two that keep it for less: it is left. No figures of all_to_all on
+  a node of 910B were found; those of a SuperPoD are DeepEP-Ascend's. Of nine runs that were predicted not to fit,
+  Yi-34B's two fit since MindSpore's pool is known to have no holes (60.1 GiB were reserved for 50.5). DeepSeek-V2
+  (m1199) had experts as wide as its dense layers, no split of them over tp and no room for twice the tokens, all in
+  its yaml; its weights are bfloat16 alone, of which estimates keep float32, too. LLaMA2-70B (m1187) recomputes parts
+  of layers, which is left out. MindSpeed-LLM's five state neither recomputation nor how the allocator is set; three of
+  them are less than 2 GiB above the limit.
 - *BLOOM's dropout.* Its runs inherit Megatron-LM's, 0.1 (bigscience, train/tr11-176B-ml/README.md); estimates have
   none. Nine calibration rows were tried with it, and with 0.80 of the rates of kernels in place of 0.72: their mean
   error is 3.0 % with both, and 3.1 without. It is in what was fitted, and not in estimates.

@@ -176,8 +176,10 @@ def case_of(row: Row) -> Case | Skipped:
         return Skipped(str(row["id"]), reason)
     network = row.get("inter_bw_gbytes_s_per_dev") if row["n_devices"] > row.get("hw_dev_per_node", 8) else None
     kernel = kernel_of(row, family)
-    if kernel == "flash3" and not any(text in hardware_text(row) for text in ("H100", "H200")):
-        kernel = "flash2"  # what is known of later kernels is known of Hopper
+    if "B200" in hardware_text(row):
+        kernel = "cudnn"  # of TransformerEngine, and of torchtitan since 2025-05-14 (PR 1196)
+    elif kernel == "flash3" and not any(text in hardware_text(row) for text in ("H100", "H200")):
+        kernel = "flash2"  # what is known of FlashAttention 3 is known of Hopper
     return Case(
         str(row["id"]),
         model,

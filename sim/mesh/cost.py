@@ -214,7 +214,7 @@ class Pricing:
         kernels = "cudnn" if "cudnn" in op.name and "cudnn" in self._attention else self._kernels
         curve = {**self._attention, **self._attention[kernels]}
         peak = self.hardware.peak(op.dtype)
-        sustained = float(self._matmul.get("sustained", 1))
+        sustained = float(curve.get("sustained", self._matmul.get("sustained", 1)))
         backward = op.kind == "attention_backward"
         seconds, bound = attention_seconds(curve, op.shape, peak, backward=backward, sustained=sustained)
         grade = _of_curve(curve["grade"], self.hardware.grade(f"peak.{self.hardware.computed_as(op.dtype)}"))

@@ -109,6 +109,34 @@ def test_sustained_lowers_matmuls_and_attention(pricing):
     assert Pricing(find_hardware("h100-sxm"), of_one).op(matmul(512, 512, 512)) == pricing.op(matmul(512, 512, 512))
     ratio = Pricing(find_hardware("h200"), of_one).op(matmul(8192, 8192, 8192)).seconds
     assert ratio == pytest.approx(2 * pricing.op(matmul(8192, 8192, 8192)).seconds, rel=0.02)
+    b200 = find_hardware("b200")  # whose attention has a figure of its own
+    assert Pricing(b200, ALONE).op(attention(8192)) == Pricing(b200).op(attention(8192))
+    assert (
+        Pricing(b200, ALONE).op(matmul(8192, 8192, 8192)).seconds < Pricing(b200).op(matmul(8192, 8192, 8192)).seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernels", "heads", "length", "size", "causal", "backward", "published"),
+    [
+        # TFLOP/s on B200: SimuMax's table, Dao-AILab/flash-attention#2605 and #1589, meta-pytorch/tritonbench#171
+        ("cudnn", 64, 4096, 128, True, False, 961),
+        ("cudnn", 128, 4096, 128, True, False, 1097),
+        ("cudnn", 16, 32768, 128, True, False, 1316),
+        ("cudnn", 64, 4096, 128, True, True, 818),
+        ("cudnn", 16, 32768, 128, True, True, 979),
+        ("cudnn", 64, 16384, 64, False, False, 1157),
+        ("cudnn", 64, 4096, 64, True, False, 977),
+        ("flash2", 128, 8192, 128, False, False, 362),
+        ("flash2", 64, 16384, 64, False, False, 379),
+        ("flash2", 64, 16384, 64, False, True, 334),
+    ],
+)
+def test_attention_on_blackwell(kernels, heads, length, size, causal, backward, published):
+    pricing = Pricing(find_hardware("b200").with_attention(kernels))
+    op = attention(length, causal, size, backward)._replace(shape=(1, heads, heads, length, length, size, int(causal)))
+    flops = (10 if backward else 4) * heads * length**2 * size / (2 if causal else 1)
+    assert flops / pricing.op(op).seconds / 1e12 == pytest.approx(published, rel=0.15)
 
 
 def test_heads_that_do_not_start_at_16_bytes(pricing):

@@ -139,7 +139,7 @@ def test_what_splits_within_an_expert_is_megatrons_default_or_nothing():
 
 def test_a_row_of_blackwell_takes_attention_that_has_figures_there():
     it = case("m1234")
-    assert (it.hardware, it.attention_kernel, it.framework) == ("b200", "flash2", "megatron-core-plain")
+    assert (it.hardware, it.attention_kernel, it.framework) == ("b200", "cudnn", "megatron-core-plain")
     assert (it.dims.tp, it.dims.dp_shard, it.recipe.zero, it.recipe.microbatches) == (2, 4, 1, 4)
     recipe = it.recipe
     assert (recipe.tp_overlap, recipe.overlap_grad_reduce, recipe.overlap_param_gather) == (False, False, False)
@@ -475,6 +475,13 @@ def test_what_the_scripts_of_rows_say_of_attention_and_experts():
     assert (lite.num_shared_experts, lite.num_dense_layers, lite.query_rank) == (2, 1, 0)
     assert lite.num_parameters() == pytest.approx(15.7e9, rel=0.01)  # DeepSeek-V2-Lite's model card
     assert case("m1161").model.num_parameters() == pytest.approx(57.4e9, rel=0.01)  # Qwen2-57B-A14B's
+    large = case("m1199")  # of MindFormers: experts have room for twice the tokens, and compute as many
+    assert large.model.num_parameters() == pytest.approx(236e9, rel=0.01)  # DeepSeek-V2's
+    assert (large.model.experts_per_token, large.dims.etp, large.allocator) == (
+        2 * ROWS["m1199"]["top_k"],
+        8,
+        "expandable",
+    )
 
 
 def test_micro_batches_of_a_pipeline_that_runs_several_times():
