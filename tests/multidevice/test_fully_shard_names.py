@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -36,6 +38,7 @@ from hyper_parallel import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from hyper_parallel.core.fully_shard import module as methods
 from hyper_parallel.core.fully_shard.module import ManagedModule
 from hyper_parallel.core.fully_shard.unit import unit_of
 
@@ -365,6 +368,67 @@ def test_zeros_for_parameters_that_no_rank_uses(ctx, whole):
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"reduce_scatter_unused_params is an int, not a bool\n.*: 1\n  try: .*True"):
         model.set_reduce_scatter_unused_params(1)
+
+
+def gradients_with(wrap, method, *arguments):
+    """Those of a step whose units communicate as a method says."""
+    model = wrap_net(wrap)
+    for unit in (model, model[1]) if method else ():
+        for argument in arguments:
+            getattr(unit, method)(argument)
+    return step(model, dist.get_rank())
+
+
+@pytest.mark.sim
+def test_memory_of_the_group_is_used_as_fsdp2_does(monkeypatch):
+    """By torch's own classes, where the backend allocates tensors, which those of the CPU do not."""
+    used, method = [], "set_allocate_memory_from_process_group_for_comm"
+
+    def allocate(self, size, *, dtype, device):
+        name = type(self).__name__
+        numel = size[0] if "Gather" in name else None  # ours reduces flags as well
+        used.append((dist.get_rank(), name, self._group.size(), numel, dtype))
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def run(wrap, *enable):
+        used.clear()
+        found = sim.run(gradients_with, 4, (wrap, method, *enable))
+        return found, sorted(map(str, [each for each in used if each[3]])), {each for each in used if not each[3]}
+
+    monkeypatch.setattr(collectives.ProcessGroupAllocMixin, "allocate", allocate)
+    plain, *unused = run(fully_shard, True)
+    assert unused == [[], set()]
+    monkeypatch.setattr(torch._C._distributed_c10d.Backend, "supports_tensor_alloc", lambda backend, device: True)
+    (ours, *seen), (theirs, *expected) = run(fully_shard, False, True), run(fsdp.fully_shard, False, True)
+    for each, their, one in zip(ours, theirs, plain, strict=True):
+        assert_equal(each, one)
+        assert_equal(each, their)
+    assert seen == expected
+    assert all(seen)
+    assert run(fully_shard, True, False)[1:] == ([], set())
+
+
+@pytest.mark.sim
+def test_symmetric_memory_is_used_as_fsdp2_does(monkeypatch):
+    """Where it is to be had: what torch does with it is left out here."""
+    used = []
+
+    def rendezvous(tensor, group):
+        used.append((dist.get_rank(), tensor.numel(), tensor.dtype, tensor.storage_offset()))
+
+    monkeypatch.setattr(methods, "SYMMETRIC", ("cpu",))
+    for name in ("set_backend", "get_mem_pool"):
+        monkeypatch.setattr(collectives.symm_mem, name, lambda given: given)
+    monkeypatch.setattr(collectives.symm_mem, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: nullcontext())
+    found = []
+    for wrap in (fully_shard, fsdp.fully_shard):
+        used.clear()
+        found.append((sim.run(gradients_with, 4, (wrap, "set_symm_mem_for_comm", "NCCL")), sorted(map(str, used))))
+    (ours, seen), (theirs, expected) = found
+    for each, their in zip(ours, theirs, strict=True):
+        assert_equal(each, their)
+    assert seen == expected != []
 
 
 @sim.ranks(2, backends=("sim",))

@@ -35,6 +35,9 @@ from hyper_parallel.core.fully_shard.unit import (
     unit_of,
 )
 
+SYMMETRIC = ("cuda",)
+"""Devices whose memory can be symmetric."""
+
 # -- units below a module --------------------------------------------------------------------------------------------
 
 
@@ -97,6 +100,13 @@ def _refuse_owners(asked: str, unit: Unit, comm: Any) -> None:
         blame = f"one rank holds all of parameter {owned[0]!r}, and what torch's protocol moves has shards of one size"
         hint = "Shard(0) or None for it in shard_placement_fn"
         raise ValueError(explain(asked, blame, f"seen: a {type(comm).__name__}", hint))
+
+
+def _gathered_buckets(unit: Unit) -> Iterator[tuple[Any, Any]]:
+    """Yield the buckets of a unit that an all_gather gathers, with their groups."""
+    for bucket in unit.buckets:
+        if bucket.group is not None and bucket.ranks > 1 and bucket.params[0].placement.owner is None:
+            yield bucket, bucket.group
 
 
 def _check_comm(asked: str, kind: str, comm: Any) -> None:
@@ -564,6 +574,34 @@ class ManagedModule(FSDPModule):
         _refuse_owners(asked, needed_unit(self), comm)
         needed_unit(self).options.reduce_scatter_with = comm
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let the backend of the process group allocate what this unit communicates with, if it can (nccl's can).
+
+        In place of `set_custom_all_gather` and `set_custom_reduce_scatter`. Parameters with owners are left alone.
+        """
+        check_flags("set_allocate_memory_from_process_group_for_comm", enable=enable)
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+        unit = needed_unit(self)
+        unit.options.reduce_scatter_with = None
+        for bucket, group in _gathered_buckets(unit):
+            bucket.all_gather_with = None
+            if enable and group._get_backend(bucket.compute_device).supports_tensor_alloc(bucket.compute_device):
+                bucket.all_gather_with = collectives.ProcessGroupAllocAllGather(group)
+                if not any(param.placement.owner is not None for param in unit.params):
+                    unit.options.reduce_scatter_with = collectives.ProcessGroupAllocReduceScatter(group)
+
+    def set_symm_mem_for_comm(self, backend: Any = "NCCL") -> None:
+        """Gather this unit's parameters in symmetric memory, in place of `set_custom_all_gather`; on GPUs only.
+
+        Gradients are reduced as they were.
+        """
+        for bucket, group in _gathered_buckets(needed_unit(self)):
+            if bucket.compute_device.type in SYMMETRIC:
+                from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+                bucket.all_gather_with = collectives.SymmMemAllGather(group, backend)
+
     # -- when parameters are unsharded ----------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -662,12 +700,6 @@ class ManagedModule(FSDPModule):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Without effect: gathers and reductions go over the groups of the mesh."""
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Without effect: buffers come from torch's allocator; see `set_custom_all_gather`."""
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Without effect: buffers come from torch's allocator; see `set_custom_all_gather`."""
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Without effect: gathers are always asynchronous."""
