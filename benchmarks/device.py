@@ -367,7 +367,7 @@ def redistributed(place: Place) -> Iterator[Found]:
     ratios = []
     with place.world(ranks) as world:
         for case in todo:
-            row = {"MB": case.megabytes, "mesh": str(case.sizes)}
+            row: Row = {"MB": case.megabytes, "mesh": str(case.sizes)}
             row = found_or_error(row, partial(_pair, world, [case], place.device, repeats))
             ratios += [] if "error" in row else [row["ours, ms"] / row["torch, ms"]]
             yield "pairs", row
