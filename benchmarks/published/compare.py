@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.published.rows import Case, Row, Skipped, case_of, is_held_out
+from sim.mesh.estimate import LEVELS, level_of
 
 __all__ = [
     "Compared",
+    "Known",
     "Outcome",
     "Prediction",
+    "known",
     "outcome_of",
+    "publication",
     "read_outcomes",
     "run",
+    "seen_in",
     "wanted",
     "write_outcomes",
 ]
@@ -44,11 +51,17 @@ class Prediction:
         tokens_per_second: of a device.
         memory: bytes by kind: `allocated`, `reserved`, `device`, `first step`, `first iteration`.
         fits: whether every device has enough.
+        evidence: see `Outcome`.
+        prices: likewise.
+        left_out: likewise.
     """
 
     tokens_per_second: tuple[float, float, float]
     memory: Mapping[str, tuple[float, float, float]]
     fits: bool
+    evidence: tuple[str, ...] = ()
+    prices: float = 0.0
+    left_out: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,10 @@ class Outcome:
         reason: why there is no prediction; empty: there is one.
         is_oom: the run was out of memory; with `fits`.
         fits: whether the prediction says that it has enough.
+        evidence: framework, family of devices and kinds of kernels: who else has the same tells how sure a speed is.
+        prices: standard deviation of the logarithm of the speed that is due to prices alone.
+        left_out: tokens/s of a device as predicted without what was fitted to its publication; None: it is held out,
+            or was not predicted since.
     """
 
     id: str
@@ -102,6 +119,9 @@ class Outcome:
     reason: str = ""
     is_oom: bool = False
     fits: bool | None = None
+    evidence: tuple[str, ...] = ()
+    prices: float = 0.0
+    left_out: float | None = None
 
     def line(self) -> str:
         """The row and its errors, or why there are none."""
@@ -141,9 +161,15 @@ def outcome_of(row: Row, predict: Predict) -> Outcome:
         value, low, high = (bytes_ / GIB for bytes_ in predicted.memory[truth.memory_kind])
         memory = Compared(truth.memory / GIB, value, low, high)
     kind = truth.memory_kind if memory is not None else ""
+    said = {name: getattr(predicted, name) for name in ("fits", "evidence", "prices", "left_out")}
     return dataclasses.replace(
-        blank, speed=speed, memory=memory, memory_kind=kind, notes=case.notes, is_oom=truth.is_oom, fits=predicted.fits
+        blank, speed=speed, memory=memory, memory_kind=kind, notes=case.notes, is_oom=truth.is_oom, **said
     )
+
+
+def publication(source: str) -> str:
+    """Return what a source was published with: it is left out with all of it."""
+    return source.partition(" ground truth")[0]
 
 
 def wanted(rows: Iterable[Row]) -> list[Row]:
@@ -182,6 +208,63 @@ def _text_of(row: Row) -> str:
     return ", ".join(parts + (["compiled"] if row.get("compile") else []))
 
 
+# How much was known of what was predicted
+
+
+class Known(NamedTuple):
+    """A speed, as predicted by those who know so much of steps like it.
+
+    Attributes:
+        outcome: of its row.
+        kernels: that tell how much is known.
+        level: see `sim.mesh.estimate.level_of`.
+        error: log(predicted / published).
+        is_left_out: whether nothing of the row's own publication was known.
+    """
+
+    outcome: Outcome
+    kernels: str
+    level: str
+    error: float
+    is_left_out: bool
+
+
+def seen_in(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], Counter[str]]:
+    """Count the speeds that are not held out: by framework and family of devices, and of these by kind of kernels."""
+    seen: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for one in outcomes:
+        if one.speed is not None and one.evidence and not one.is_held_out:
+            seen[one.evidence[0], one.evidence[1]].update(one.evidence[2:])
+    return seen
+
+
+def known(outcomes: Sequence[Outcome]) -> Iterator[Known]:
+    """Yield what is known of each speed, and again without its own publication if the framework is new then."""
+    everything = seen_in(outcomes)
+    without = {
+        name: seen_in(one for one in outcomes if publication(one.source) != name)
+        for name in {publication(one.source) for one in outcomes}
+    }
+    for one in outcomes:
+        if one.speed is None or not one.evidence:
+            continue
+        truth = one.speed.truth
+        yield Known(one, one.evidence[2], _level(one, everything), math.log(one.speed.predicted / truth), False)
+        if one.left_out is not None:
+            level = _level(one, without[publication(one.source)])
+            if LEVELS.index(level) > 1:
+                yield Known(one, one.evidence[2], level, math.log(one.left_out / truth), True)
+
+
+def _level(outcome: Outcome, seen: Mapping[tuple[str, str], Counter[str]]) -> str:
+    framework, family, *kernels = outcome.evidence
+    levels = []
+    for kind in kernels:
+        of_family = sum(counts[kind] for (_, device), counts in seen.items() if device == family)
+        levels.append(level_of(seen.get((framework, family), Counter())[kind], of_family))
+    return max(levels, key=LEVELS.index)
+
+
 # Outcomes in a file
 
 
@@ -198,7 +281,7 @@ def read_outcomes(path: str | Path) -> list[Outcome]:
         said = json.loads(line)
         for key in ("speed", "memory"):
             said[key] = None if said[key] is None else Compared(**said[key])
-        outcomes.append(Outcome(**{**said, "notes": tuple(said["notes"])}))
+        outcomes.append(Outcome(**{**said, **{key: tuple(said.get(key, ())) for key in ("notes", "evidence")}}))
     return outcomes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import sim.mesh
-from benchmarks.published.compare import CACHE, Compared, Outcome, run, wanted, write_outcomes
+from benchmarks.published.compare import CACHE, Compared, Outcome, known, publication, run, wanted, write_outcomes
 from benchmarks.published.conventions import FOLDER, tomllib
 from benchmarks.published.predict import Simulator
 from benchmarks.published.rows import read_rows
+from sim.mesh.estimate import LEVELS, Z80
+from sim.mesh.pricing.calibration import load_calibration
 
 __all__ = ["Summary", "fitted", "ordered_pairs", "page", "summary", "validate"]
 
@@ -113,6 +116,7 @@ def page(outcomes: Sequence[Outcome], command: str, fit: str = "") -> str:
         fit: what was fitted, as markdown.
     """
     parts = [_HEAD.format(command=command), "## In short\n", _coverage(outcomes), _short(outcomes)]
+    parts += ["\n## Intervals by kind of evidence\n", _by_evidence(outcomes)]
     parts += ["\n## By source\n", *(_by_source(outcomes, *kind) for kind in KINDS)]
     parts += ["\n## The worst rows\n", *(_worst(outcomes, *kind) for kind in KINDS)]
     parts += ["\n## What is known of rows that are far off\n", _KNOWN]
@@ -279,6 +283,37 @@ def _by_source(outcomes: Sequence[Outcome], name: str, unit: str, pick: Pick) ->
         found = summary([one for outcome in some if (one := pick(outcome)) is not None])
         if found is not None:
             lines.append(f"| {source} | {'held out' if held else ''} | {_figures(found)} |")
+    return "\n".join(lines)
+
+
+_EVIDENCE = """How wide a step's interval is depends on what is known of such steps (`sim/mesh/data/spreads.toml`): by
+kernels, and by how many runs of the same framework on the same family of devices are not held out: ten and more
+(often), fewer (seldom), only those of other frameworks (never), none (nothing). The widths are fitted by
+
+    python -m benchmarks.fit_mesh --spreads --write
+
+to rows that are not held out. "Left out" are these rows as predicted without what is fitted to their own publication,
+as of a framework or a device that was never seen. Width is the interval's upper end over the prediction, at the median.
+Few publications have a kind of kernels that is not dense, or a device that no other one has: there Student's
+distribution makes intervals wide, and more than 80 % of what they are fitted to are inside.
+"""
+
+
+def _by_evidence(outcomes: Sequence[Outcome]) -> str:
+    """Return a table of how often the truth was inside, by how much was known."""
+    spreads = load_calibration().section("estimate", "default")["spread"]
+    cells: dict[tuple[str, int, str], list[tuple[bool, float, str]]] = {}
+    for one in known(outcomes):
+        width = Z80 * math.hypot(spreads[one.kernels][one.level], one.outcome.prices)
+        rows = "held out" if one.outcome.is_held_out else "left out" if one.is_left_out else "calibration"
+        found = cells.setdefault((one.kernels, LEVELS.index(one.level), rows), [])
+        found.append((abs(one.error) <= width, math.exp(width), publication(one.outcome.source)))
+    lines = [_EVIDENCE, "| kernels | known | rows | | publications | inside | width |"]
+    lines.append("|---|---|---|--:|--:|--:|--:|")
+    for (kind, level, rows), found in sorted(cells.items()):
+        inside = sum(one for one, _, _ in found) / len(found)
+        sources, width = len({source for _, _, source in found}), statistics.median(x for _, x, _ in found)
+        lines.append(f"| {kind} | {LEVELS[level]} | {rows} | {len(found)} | {sources} | {inside:.0%} | {width:.2f} |")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import sim.mesh
-from benchmarks.published.compare import Prediction
+from benchmarks.published.compare import Prediction, publication, wanted
 from benchmarks.published.conventions import FOLDER, tomllib
 from benchmarks.published.gpt import GPTConfig, GPTSpec
-from benchmarks.published.rows import Case
+from benchmarks.published.rows import Case, case_of, is_held_out, read_rows
 from sim.mesh.cost import ring_kernel_of
-from sim.mesh.estimate import Estimate, price, pricing_of
+from sim.mesh.estimate import Z80, Estimate, kernels_of, price, pricing_of, step_spread
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import ClassMemory
@@ -38,6 +39,7 @@ __all__ = [
     "load_figures",
     "prediction_of",
     "programs_of",
+    "runs_seen",
     "seconds_of",
 ]
 
@@ -48,6 +50,21 @@ their rows are fitted with these, and nobody has published what theirs attain.""
 _TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo.py")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
 _HOOKS = ("gpt.py", "lifetimes.py", "megatron.py", "zero.py")
+
+FITTED_ON: Mapping[str, Mapping[str, float]] = {
+    "torchtitan commit/PR messages": {"framework.torchtitan-2024.hopper": 1.0, "framework.torchtitan-2024.ampere": 1.0}
+    | {"device.h100-96gb-500w.matmul.sustained": 1.0},
+    "MosaicML llm-foundry benchmarking README": dict.fromkeys(
+        ("framework.llm-foundry.hopper", "framework.llm-foundry.ampere"), 1.0
+    ),
+    "BigScience BLOOM prequel (JeanZay A100)": {"framework.megatron-deepspeed-2022.ampere": 1.0},
+    "InternEvo doc/en/train_performance.md": {"framework.internevo.ampere": 1.0},
+    "vTrain": {"framework.megatron-deepspeed.op_us": 6.0},
+    "NVIDIA dgxc-benchmarking 1b9bb6b (25.03)": {"overlap.default.hidden": 0.0},
+    "Ascend MindFormers model cards": {"matmul.ascend.sustained": 1.0},
+    "SimuMax docs/b200 (8 B200)": {"matmul.blackwell.sustained": 1.0},
+}
+"""What would be known without a publication: the figures that are fitted to it alone, as they were before."""
 
 
 def job_of(case: Case) -> Job:
@@ -86,15 +103,13 @@ def figures_of(case: Case, calibration: Calibration) -> Calibration:
     """Return the figures that hold for a case: what is known of its framework stands over what is of the device."""
     own = calibration.section("framework", case.framework)
     hardware = find_hardware(case.hardware)
-    general = calibration.of(hardware, "estimate", hardware.family)
-    unseen = math.hypot(float(general.get("unseen_spread", 0.0)), float(own.get("unseen_spread", 0.0)))
-    changes: dict[str, Any] = {f"estimate.{hardware.family}.unseen_spread": unseen}
+    changes: dict[str, Any] = {
+        f"estimate.{hardware.family}.framework": dict(runs_seen().get((case.framework, hardware.family), {}))
+    }
     if hardware.family in (memory := own.get("memory_spread", {})):
         changes[f"estimate.{hardware.family}.memory_spread"] = memory[hardware.family]
     else:
         changes[f"estimate.{hardware.family}.unseen_memory_spread"] = own["unseen_memory_spread"]
-    if "step_spread" in own:
-        changes[f"estimate.{hardware.family}.step_spread"] = own["step_spread"]
     if "op_us" in own:
         changes["host.op_us"] = own["op_us"]
     return calibration.replace(changes)
@@ -124,6 +139,17 @@ def _tracer() -> str:
     files = [file for name in _TRACED for file in sorted((here / name).rglob("*.py")) or [here / name]]
     files += [Path(__file__).parent / name for name in _HOOKS]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+@cache
+def runs_seen() -> Mapping[tuple[str, str], Mapping[str, int]]:
+    """Count the runs that are not held out: by framework and family of devices, and of these by kind of kernels."""
+    seen: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for row in wanted(read_rows()):
+        case = case_of(row)
+        if isinstance(case, Case) and case.measured.tokens_per_second and not is_held_out(row):
+            seen[case.framework, find_hardware(case.hardware).family].update(kernels_of(job_of(case)))
+    return seen
 
 
 @cache
@@ -159,7 +185,16 @@ class Simulator:
         if case.recipe.reduce_dtype == "fp32" != case.recipe.param_dtype:
             weights = max(one.by_category.get("parameters", 0) for one in estimate.memory.classes)
             beside += weights * float(own.get("gradients_too", 0.0))
-        return prediction_of(beside, estimate)
+        found = prediction_of(beside, estimate)
+        family, kernels = estimate.hardware.family, kernels_of(estimate.job)
+        general = figures.of(estimate.hardware, "estimate", family)
+        all_in_all = math.log(estimate.time.step.high / estimate.time.step.value) / Z80
+        prices = math.sqrt(max(0.0, all_in_all**2 - step_spread(general, kernels) ** 2))
+        left_out = None
+        if not case.is_held_out:
+            before = self.calibration.replace(FITTED_ON.get(publication(case.source), {}))
+            left_out = estimate.job.tokens_per_step / estimate.job.dims.world_size / seconds_of(case, programs, before)
+        return replace(found, evidence=(case.framework, family, *kernels), prices=prices, left_out=left_out)
 
 
 def seconds_of(case: Case, programs: Sequence[Program], calibration: Calibration) -> float:

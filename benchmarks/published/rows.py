@@ -77,6 +77,8 @@ class Case:
         measured: the truth.
         allocator: how torch's is set: see `Hardware.allocator`.
         notes: where the case is not quite the run.
+        source: where it was published.
+        is_held_out: whether no fit has seen it.
     """
 
     id: str
@@ -93,6 +95,8 @@ class Case:
     measured: Measured
     allocator: str = "caching"
     notes: tuple[str, ...] = ()
+    source: str = ""
+    is_held_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,8 @@ def case_of(row: Row) -> Case | Skipped:
         measured(row),
         family.get("allocator", "caching"),
         tuple(notes),
+        str(row.get("source", "")),
+        is_held_out(row),
     )
 
 

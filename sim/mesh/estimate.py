@@ -29,7 +29,10 @@ from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import estimate_line, estimate_text, estimate_view, memory_line
 from sim.mesh.tracing.trace import collector_paused, trace
 
-_Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
+Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
+LEVELS = ("often", "seldom", "never", "nothing")
+"""How much is known of a step, most first: see `level_of`."""
+_MANY = 10  # published runs: of so many, more tell little
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Quantity:
         >>> Quantity.spread_by(100.0, 0.1, "calibrated").high > 110
         True
         """
-        factor = math.exp(_Z80 * spread)
+        factor = math.exp(Z80 * spread)
         return cls(value, value / factor, value * factor, grade)
 
 
@@ -310,10 +313,34 @@ def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Ca
     tokens = job.tokens_per_step / job.dims.world_size
     peak = hardware.peak(job.recipe.param_dtype)
     flops = job.model.flops_per_token(job.seq_len) * tokens
-    experts = job.model.family == "moe"
-    time = time_of(timeline, job.dims.world_size, hardware, general, flops / peak, tokens, has_experts=experts)
+    time = time_of(timeline, job.dims.world_size, hardware, general, flops / peak, tokens, kernels=kernels_of(job))
     timeline.memory, timeline.title = memory.classes, f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
     return Estimate(job, hardware, memory, time, timeline, programs)
+
+
+def kernels_of(job: Job) -> tuple[str, ...]:
+    """Return of which kinds of kernels published runs must tell how sure the estimate of a step is."""
+    kinds = {"experts": job.model.family == "moe", "float8": job.recipe.float8}
+    return tuple(kind for kind, has in kinds.items() if has) or ("dense",)
+
+
+def level_of(runs: int, of_family: int) -> str:
+    """Return how much is known of steps with a kind of kernels.
+
+    >>> [level_of(*seen) for seen in ((10, 90), (1, 90), (0, 90), (0, 0))]
+    ['often', 'seldom', 'never', 'nothing']
+
+    Args:
+        runs: published ones of the framework on the family of devices, that figures were fitted to.
+        of_family: those of all frameworks.
+    """
+    return ("often" if runs >= _MANY else "seldom") if runs else "never" if of_family else "nothing"
+
+
+def step_spread(general: Mapping[str, Any], kernels: Sequence[str]) -> float:
+    """Return the standard deviation of the logarithm of a step, beside that of its prices; see `level_of`."""
+    own, family, spreads = general.get("framework", {}), general.get("seen", {}), general["spread"]
+    return max(float(spreads[kind][level_of(own.get(kind, 0), family.get(kind, 0))]) for kind in kernels)
 
 
 def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pricing:
@@ -359,7 +386,7 @@ def time_of(
     at_peak: float,
     tokens: float,
     steps: int = 1,
-    has_experts: bool = False,
+    kernels: Sequence[str] = ("dense",),
 ) -> TimeEstimate:
     """Say where the time of a replayed step goes, on the slowest class of ranks.
 
@@ -371,15 +398,13 @@ def time_of(
         at_peak: seconds that a device would compute at its peak.
         tokens: of a step, for each device.
         steps: that the timeline holds.
-        has_experts: whether the model has experts, whose estimates have been off by more.
+        kernels: see `kernels_of`.
     """
     slowest = timeline.slowest
     nodes = max(1, -(-world_size // hardware.devices_per_node))
     factor = (1.0 + float(general.get("straggler", 0.0)) * math.log2(nodes)) / steps
     grade, spread = _evidence(slowest)
-    names = ["unseen_spread", *(["experts_spread"] if has_experts else [])]
-    beside = [float(general.get(name, 0.0)) for name in names]
-    model_spread = math.hypot(float(general.get("step_spread", 0.1)), *beside)
+    model_spread = step_spread(general, kernels)
     total = math.hypot(spread, model_spread)
 
     def part(seconds: float, names: Sequence[str]) -> Quantity:

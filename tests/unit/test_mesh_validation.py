@@ -2,20 +2,28 @@
 
 import gzip
 import json
+import math
+import statistics
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from benchmarks.fit_mesh import SPREADS, fit_spreads, spreads_text
 from benchmarks.published import predict
 from benchmarks.published.compare import (
     Compared,
     Outcome,
     Prediction,
+    known,
     outcome_of,
+    publication,
     read_outcomes,
     run,
+    seen_in,
     wanted,
     write_outcomes,
 )
@@ -23,12 +31,12 @@ from benchmarks.published.gpt import GPTSpec, gpt_tiny
 from benchmarks.published.lifetimes import allocate_as_fsdp2, free_after_last_use
 from benchmarks.published.megatron import MegatronConventions, expose_weights, slide_window
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
-from benchmarks.published.predict import figures_of, load_figures, prediction_of
+from benchmarks.published.predict import figures_of, load_figures, prediction_of, runs_seen
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
 from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import Pricing
-from sim.mesh.estimate import estimate_job, memory_of, price
+from sim.mesh.estimate import Z80, Quantity, estimate_job, memory_of, price, step_spread
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
@@ -507,23 +515,52 @@ def test_what_dispatches_operations():
 
 
 def test_intervals_know_what_was_seen():
-    seen = {case("m0063").framework: 0}
-    for row in wanted(ROWS.values()):
-        found = case_of(row)
-        if isinstance(found, Case):
-            seen[found.framework] = seen.get(found.framework, 0) + (not is_held_out(row))
-    figures = load_figures()
-    for name, count in seen.items():  # what no fit has seen is wider, and nothing else is
-        assert (figures.section("framework", name)["unseen_spread"] > 0) == (count == 0), name
+    figures, outcomes = load_figures(), kept_outcomes()
+    assert runs_seen() == seen_in(outcomes)
 
-    def spread(**changes):
+    def spread(kernels=("dense",), known=figures, **changes):
         found = case_of({**ROWS["m0063"], **changes})
-        general = figures_of(found, figures).of(find_hardware(found.hardware), "estimate", hardware_family(found))
-        return general["unseen_spread"]
+        family = hardware_family(found)
+        return step_spread(figures_of(found, known).of(find_hardware(found.hardware), "estimate", family), kernels)
 
-    assert spread() == 0
-    assert spread(framework="somebody's") == spread(hw_device="B200") > 0
-    assert spread(framework="somebody's", hw_device="B200") == pytest.approx(2**0.5 * spread(hw_device="B200"))
+    strange = figures.replace({"estimate.blackwell.seen": {}})
+    assert spread() < spread(framework="somebody's") == spread(hw_device="B200")
+    assert spread(hw_device="B200") < spread(hw_device="B200", known=strange)
+    assert spread(["experts"]) > spread(framework="somebody's"), "of torchtitan only dense ones are known"
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_less_evidence_never_narrows_an_interval(data):
+    spreads = load_figures().section("estimate", "default")["spread"]
+    counts = st.integers(0, 30)
+    seen = {kind: data.draw(counts, kind) for kind in spreads}
+    own = {kind: data.draw(st.integers(0, most), f"own {kind}") for kind, most in seen.items()}
+    kernels = data.draw(st.lists(st.sampled_from(sorted(spreads)), min_size=1, unique=True), "kernels")
+    fewer = {kind: data.draw(st.integers(0, most), f"fewer {kind}") for kind, most in seen.items()}
+    less = {kind: min(own[kind], data.draw(st.integers(0, most), f"less {kind}")) for kind, most in fewer.items()}
+
+    def step(own, seen, kernels=kernels):
+        general = {"spread": spreads, "framework": own, "seen": seen}
+        return Quantity.spread_by(2.0, step_spread(general, kernels), "calibrated")
+
+    known, unsure = step(own, seen), step(less, fewer)
+    assert unsure.low <= known.low < known.value == 2 < known.high <= unsure.high
+    assert step(own, seen, [*kernels, "experts"]).high >= known.high
+
+
+def test_the_spreads_are_what_the_command_writes():
+    outcomes = kept_outcomes()
+    assert spreads_text(outcomes) == SPREADS.read_text(encoding="utf-8")
+    widths = fit_spreads(outcomes)
+    inside = {}
+    for one in known(outcomes):
+        if not one.outcome.is_held_out:
+            most = Z80 * math.hypot(widths[one.kernels][one.level].width, one.outcome.prices)
+            cell = inside.setdefault((one.kernels, one.level), {})
+            cell.setdefault(publication(one.outcome.source), []).append(abs(one.error) <= most)
+    for cell, found in inside.items():
+        assert statistics.fmean(statistics.fmean(each) for each in found.values()) >= 0.8, cell
 
 
 def test_intervals_of_memory_know_what_was_seen():
@@ -552,7 +589,8 @@ def test_intervals_of_memory_know_what_was_seen():
 def test_a_step_on_a_device_never_seen_and_with_experts_is_less_sure():
     job = Job(find_model("llama-tiny"), ParallelDims(), 1, 16, Recipe())
     programs = trace(job)
-    seen, unseen = (price(programs, job, find_hardware(name)).time.step for name in ("h100-sxm", "b200"))
+    h100 = find_hardware("h100-sxm")
+    seen, unseen = (price(programs, job, one).time.step for one in (h100, replace(h100, family="rubin")))
     moe = Job(find_model("moe-tiny"), ParallelDims(), 1, 16, Recipe())  # the same step, as if it was of experts
     experts = price(programs, moe, find_hardware("h100-sxm")).time.step
     assert experts.value == seen.value

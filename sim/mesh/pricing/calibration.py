@@ -1,9 +1,10 @@
 """Calibration files: fitted, published or assumed figures of kernels and links, each with its source.
 
-Three files, the later over the earlier: `curves.toml` (published by others, or assumed), `calibration.toml` (fitted
-to tables of matmuls and collectives by `benchmarks/fit_costs.py`) and `fit.toml` (fitted to published training
-runs), all in `sim/mesh/data`. A section such as `[matmul.hopper]` has figures, the `grade` of their evidence, its
-`source`, and `spread`: the standard deviation of the logarithm of measured over predicted.
+Four files, the later over the earlier: `curves.toml` (published by others, or assumed), `calibration.toml` (fitted
+to tables of matmuls and collectives by `benchmarks/fit_costs.py`), `fit.toml` (fitted to published training runs) and
+`spreads.toml` (how far estimates of these are off), all in `sim/mesh/data`. A section such as `[matmul.hopper]` has
+figures, the `grade` of their evidence, its `source`, and `spread`: the standard deviation of the logarithm of measured
+over predicted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from sim.mesh.hardware import Hardware
 
 DATA = Path(__file__).parent.parent / "data"
-FILES = ("curves.toml", "calibration.toml", "fit.toml")
+FILES = ("curves.toml", "calibration.toml", "fit.toml", "spreads.toml")
 
 
 @dataclass(frozen=True)
