@@ -5,7 +5,6 @@ that is split further. Here also: what changes how parameters are kept and reduc
 """
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -1052,10 +1051,8 @@ def one_buffer(model):
     """Whether the parts of each unit lie in one block of memory."""
     for unit in units_in(model):
         for bucket in unit.buckets:
-            starts = [param.address for param in bucket.params if param.local_numel]
-            block = bucket.shards
-            begin, end = (0, 0) if block is None else (block.data_ptr(), block.data_ptr() + block.nbytes)
-            if len(bucket.params) > 1 and not all(begin <= start < end for start in starts):
+            pointers = {param.local.untyped_storage().data_ptr() for param in bucket.params if param.local_numel}
+            if len(bucket.params) > 1 and len(pointers) > 1:
                 return False
     return True
 
@@ -1096,28 +1093,6 @@ def test_fusing_changes_no_bit(ctx, shape, make_optimizer):
         assert one_buffer(model) == (zero_copy is not False)
         for ours, theirs in zip(got, wanted, strict=True):
             assert_equal(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    "wrap", [fsdp2, fully_shard, partial(fully_shard, comm_fusion=True)], ids=["fsdp2", "ours", "fused"]
-)
-@sim.ranks(2, backends=("sim",))
-def test_optimizers_and_state_dicts_can_be_copied(ctx, wrap):
-    model, _ = build(ctx, Net)
-    wrap(model, mesh=mesh_of(ctx))
-    optimizer = OPTIMIZERS["foreach"](model)
-    for _ in range(2):  # one that has not stepped, one that has
-        parameters, state = optimizer.param_groups[0]["params"], optimizer.state_dict()["state"]
-        for copied in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
-            other = copied(optimizer)
-            assert type(other.param_groups[0]["params"][0]) is type(parameters[0])
-            assert_equal(full(dict(enumerate(other.param_groups[0]["params"]))), full(dict(enumerate(parameters))))
-            for index, own in other.state_dict()["state"].items():
-                assert_equal(full(own), full(state[index]))
-            assert_equal(full(copied(model.state_dict())), full(model.state_dict()))
-        loss_of(model, data(ctx, part=(ctx.rank, 2))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)

@@ -209,7 +209,7 @@ class Bucket:
         if not on_meta:
             for view, shard in zip(views, shards, strict=True):
                 view.copy_(shard)
-        return [_as_storage_of_its_own(view) for view in views]
+        return views
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -857,12 +857,3 @@ def _shard_mesh(param: ManagedParam) -> DeviceMesh:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat_bytes(tensor.detach().contiguous())
-
-
-def _as_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
-    """The same memory: torch can neither copy nor pickle a DTensor whose local tensor begins within a storage."""
-    if type(view) is not torch.Tensor or not view.numel() or not view.data_ptr():
-        return view
-    start = view.storage_offset() * view.element_size()
-    memory = view.untyped_storage()[start : start + view.nbytes]
-    return view.new_empty(0).set_(memory, 0, view.shape, view.stride())
