@@ -216,7 +216,9 @@ def _pytest(place: Place, files: Sequence[str], *options: str) -> Iterator[Found
         command += ["-n", "6" if several else "1", "--max-worker-restart=60"]
     reading, writing = os.pipe()
     with tempfile.TemporaryFile("w+") as said:
-        environment = {**os.environ, TOLD: str(writing)}
+        # Not those of a worker of xdist that runs this: pytest would take itself for one.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        environment[TOLD] = str(writing)
         running = subprocess.Popen(
             command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, env=environment, pass_fds=[writing]
         )
