@@ -95,8 +95,20 @@ def _dims() -> dict[str, str]:
     }
 
 
+def _masks() -> dict[str, str]:
+    return {"masks": f"{_conditions()}, fp32.\n\n{attention.masks_table()}"}
+
+
+def _float8() -> dict[str, str]:
+    return {"float8": f"{_conditions()}, fused AdamW.\n\n{engine_counts.float8_table()}"}
+
+
 def _experts() -> dict[str, str]:
-    return {"experts": f"{_conditions()}.\n\n{experts.table()}"}
+    return {
+        "experts": f"{_conditions()}.\n\n{experts.table()}",
+        "experts folded": f"torch {torch.__version__}.\n\n{experts.folded_table()}",
+        "experts shared": f"torch {torch.__version__}.\n\n{experts.overlap_table()}",
+    }
 
 
 def _muon() -> dict[str, str]:
@@ -179,6 +191,8 @@ PARTS = {
     "wrapping": _wrapping,
     "shard": _shard,
     "dims": _dims,
+    "masks": _masks,
+    "float8": _float8,
     "experts": _experts,
     "muon": _muon,
     "redistribute": _redistribute,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
+import sim
 from benchmarks.dims import in_turns
 from benchmarks.engine import Protocol, _time, _with_interval, on_gloo, timed
 from hyper_parallel.core.context_parallel import ContextParallel, SequenceSplit
@@ -183,6 +186,65 @@ def _exchange(keys: torch.Tensor) -> None:
     share = torch.zeros_like(both)
     for step, _ in enumerate(ring.travel(both)):
         share = ring.send(share).wait() if step else share
+
+
+# -- masks of FlexAttention --------------------------------------------------------------------------------------------
+
+
+MASKS: dict[str, Callable[..., torch.Tensor]] = {
+    "causal": lambda b, h, q, kv: q >= kv,
+    "window of 256": lambda b, h, q, kv: (q >= kv) & (q - kv < 256),
+    "4 documents": lambda b, h, q, kv: (q >= kv) & (q // 512 == kv // 512),
+}
+MASKED_TOKENS, MASKED_CALLS = 2048, 5
+
+
+def masked() -> dict[str, list[float]]:
+    """CPU seconds of all ranks together, by mask: of the ring, and of the mask as a tensor on one device."""
+    view = ContextParallel(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",)), 1)
+    whole = _whole(1, MASKED_TOKENS)
+    local = [view.split(x, dim=2).requires_grad_() for x in whole[:3]]
+    grad = view.split(whole[3], dim=2)
+    alone = [x.clone().requires_grad_() for x in whole[:3]]
+    causal = partial(F.scaled_dot_product_attention, is_causal=True)
+    ways: dict[str, tuple[Attend, Attend]] = {"causal, by attend": (view.attend, causal)}
+    for name, rule in MASKS.items():
+        blocks = create_block_mask(rule, None, None, MASKED_TOKENS, MASKED_TOKENS, device="cpu")
+        seen = create_mask(rule, 1, 1, MASKED_TOKENS, MASKED_TOKENS, device="cpu")
+        dense = partial(F.scaled_dot_product_attention, attn_mask=seen)
+        ways[name] = partial(view.flex_attention, block_mask=blocks), dense
+    found: dict[str, list[float]] = {}
+    for name, (ours, theirs) in ways.items():
+        for found_part, expected in zip(_once(ours, local, grad), _once(theirs, alone, whole[3]), strict=True):
+            near = view.split(expected, dim=2)
+            torch.testing.assert_close(found_part, near, rtol=1e-4, atol=1e-4, msg=partial(_differs, name))
+        for _ in range(MASKED_CALLS):
+            for kind, call in ((f"{name}/ring", partial(_once, ours, local, grad)), (f"{name}/one", None)):
+                dist.barrier()
+                start = time.thread_time()
+                if call is not None:
+                    call()
+                elif dist.get_rank() == 0:
+                    _once(theirs, alone, whole[3])
+                took = torch.tensor([time.thread_time() - start], dtype=torch.float64)
+                dist.all_reduce(took)
+                found.setdefault(kind, []).append(took.item())
+    return found
+
+
+def masks_table() -> str:
+    """CPU time of a ring with masks, on simulated ranks, as a Markdown table."""
+    seconds = sim.run(masked, RANKS)[0]
+    lines = [
+        "| mask | scores that count | ring, CPU ms | mask as a tensor, one device, CPU ms | ring / one device |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name in ("causal, by attend", *MASKS):
+        rule = MASKS[name.partition(",")[0]]
+        share = create_mask(rule, 1, 1, MASKED_TOKENS, MASKED_TOKENS, device="cpu").float().mean()
+        ring, one = (median(seconds[f"{name}/{kind}"]) * 1e3 for kind in ("ring", "one"))
+        lines.append(f"| {name} | {share:.1%} | {ring:.0f} | {one:.0f} | {ring / one:.2f} |")
+    return "\n".join(lines)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch import nn
 from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_map_only
 
 import sim
 from benchmarks.engine import NAMES
@@ -57,6 +60,60 @@ def linears_frozen_in_bf16(model: Toy) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.bfloat16().requires_grad_(False)
+
+
+class EightBits(torch.Tensor):
+    """A weight that travels in float8, as those of torchao's float8 linears, by FSDP2's tensor extension."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> EightBits:
+        made: Any = torch.Tensor._make_wrapper_subclass
+        return cast(EightBits, made(cls, held.shape, strides=held.stride(), dtype=held.dtype, device=held.device))
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> EightBits:
+        return EightBits(inner["held"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(cls, lambda weight: weight.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs)) if func in _KEEPING else func(*args, **kwargs)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor], torch.Tensor]:
+        scale = self.held.abs().max() / 448
+        dist.all_reduce(scale, dist.ReduceOp.MAX, group=mesh.get_group())
+        return ((self.held / scale).to(torch.float8_e4m3fn),), scale
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        full = outputs[0].to(dtype) * scale.to(dtype)
+        if out is None:
+            return full, (full,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(full)
+        return None
+
+
+_aten = torch.ops.aten
+_KEEPING = {
+    _aten.detach.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.slice.Tensor, _aten.split.Tensor,
+    _aten.copy_.default, _aten.view.default, _aten.as_strided.default, _aten._to_copy.default, _aten.clone.default,
+}  # fmt: skip
+
+
+def linears_in_float8(model: Toy) -> None:
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(EightBits(module.weight.detach()))
 
 
 _MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -146,6 +203,53 @@ def traffic_table(cases: Sequence[Case] = CASES) -> str:
             cells = [*map(str, [*counts, others]), f"{found.sent:,}", f"{found.received:,}"]
             lines.append(f"{head}| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+# -- weights that travel in float8 -------------------------------------------------------------------------------------
+
+FLOAT8 = (
+    Case((8,), "bf16", _MIXED),
+    Case((8,), "linears of blocks in float8, the rest bf16", _MIXED, linears_in_float8),
+)
+FLOAT8_STEPS = 5
+
+
+def float8_table() -> str:
+    """Communication and CPU time of a step whose weights travel in float8, beside bf16, as a Markdown table."""
+    lines = [
+        "| gathered in | engine | all_gather | all_reduce | sent, bytes | CPU ms of a step | beside bf16 |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for engine in ("ours", "fsdp2"):
+        before = 0.0
+        for case in FLOAT8:
+            found, took = traffic(engine, case), median(_losses_and_seconds(engine, case)[1]) * 1e3
+            before = before or took
+            counts = " | ".join(str(found.operations.get(kind, 0)) for kind in ("all_gather", "all_reduce"))
+            figures = f"{found.sent:,} | {took:.0f} | {took / before:.2f}"
+            lines.append(f"| {case.what} | {NAMES[engine]} | {counts} | {figures} |")
+    for case in FLOAT8:
+        (ours, _), (theirs, _) = (_losses_and_seconds(engine, case) for engine in ("ours", "fsdp2"))
+        assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3), (case.what, ours, theirs)
+    return "\n".join(lines)
+
+
+def _losses_and_seconds(engine: str, case: Case) -> tuple[list[float], list[float]]:
+    """Losses of rank 0 in some steps after the first, and the CPU seconds of all ranks in each."""
+
+    def train() -> list[tuple[float, float]]:
+        built, found = case.build(engine), []
+        for number in range(1 + FLOAT8_STEPS):
+            dist.barrier()
+            start = time.thread_time()
+            loss = step(*built, batch(dist.get_rank(), 1, 8))
+            took = torch.tensor([time.thread_time() - start], dtype=torch.float64)
+            dist.all_reduce(took)
+            found += [(float(loss), took.item())] if number else []
+        return found
+
+    losses, seconds = zip(*sim.run(train, torch.Size(case.mesh).numel())[0], strict=True)
+    return list(losses), list(seconds)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
