@@ -203,7 +203,7 @@ _SELECTED = {
     "cuda": ["-m", "gpu and not slow", "--sim-backend", "nccl", "--sim-device", "cuda"],
     "npu": ["-m", "npu and not slow", "--sim-backend", "hccl", "--sim-device", "npu"],
 }
-HANGS_AFTER = 40
+HANGS_AFTER = 90
 """Seconds after which a test is ended, with its process; xdist names it, and starts another one for the tests left."""
 
 
@@ -532,7 +532,7 @@ PARTS: dict[str, tuple[Callable[[Place], Iterator[Found]], float]] = {
     "collectives": (collectives, 20),
     "conformance": (conformance, 60),
     "hardware": (hardware, 40),
-    "bodies": (bodies, 120),
+    "bodies": (bodies, 180),
 }
 """What is measured, in this order, each for so many seconds at most."""
 

@@ -777,7 +777,7 @@ def hooks_of_the_user_on_parameters(run):
     run.note_model(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_fsdp2="with cuDNN the LSTM moves its weights, and updates do not arrive: step 1 has step 0's")
 def weights_of_an_lstm(run):
     model = run.build(lambda: nn.Sequential(nn.LSTM(5, 3, batch_first=True)))
     run.wrap(model[0])
