@@ -212,8 +212,8 @@ def _pytest(place: Place, files: Sequence[str], *options: str) -> Iterator[Found
     command += [*options, "-q", "-p", "no:cacheprovider", "--maxfail=60", "--continue-on-collection-errors"]
     command += ["-o", f"faulthandler_timeout={HANGS_AFTER}", "-o", "faulthandler_exit_on_timeout=true"]
     if importlib.util.find_spec("xdist"):
-        several = (os.cpu_count() or 1) > 6 and not place.small
-        command += ["-n", "6" if several else "1", "--max-worker-restart=60"]
+        several = 1 if place.small else max(1, min(10, (os.cpu_count() or 1) - 4))
+        command += ["-n", str(several), "--max-worker-restart=60"]
     reading, writing = os.pipe()
     with tempfile.TemporaryFile("w+") as said:
         # Not those of a worker of xdist that runs this: pytest would take itself for one.
@@ -524,15 +524,15 @@ def _beside(case: mesh_here.Case, described: Hardware, row: Row) -> Row:
 
 PARTS: dict[str, tuple[Callable[[Place], Iterator[Found]], float]] = {
     "engine": (engine, 75),
-    "predicted": (predicted, 150),
+    "predicted": (predicted, 110),
     "redistribute": (redistributed, 45),
     "overhead": (overhead, 30),
     "attention": (ring, 30),
     "experts": (expert, 30),
-    "collectives": (collectives, 20),
+    "collectives": (collectives, 30),
     "conformance": (conformance, 60),
     "hardware": (hardware, 40),
-    "bodies": (bodies, 180),
+    "bodies": (bodies, 150),
 }
 """What is measured, in this order, each for so many seconds at most."""
 
