@@ -203,7 +203,7 @@ _SELECTED = {
     "cuda": ["-m", "gpu and not slow", "--sim-backend", "nccl", "--sim-device", "cuda"],
     "npu": ["-m", "npu and not slow", "--sim-backend", "hccl", "--sim-device", "npu"],
 }
-HANGS_AFTER = 90
+HANGS_AFTER = 40
 """Seconds after which a test is ended, with its process; xdist names it, and starts another one for the tests left."""
 
 

@@ -365,13 +365,15 @@ def test_one_rank_may_own_everything(ctx):
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_muon(ctx, axes):
     start, module = values(model(ctx.device, ctx.float_dtype)), model(ctx.device, ctx.float_dtype)
-    train_by_muon(module, batches(ctx.device), torch.optim.Muon, torch.optim.AdamW)
+    # Products of one matrix and of several have kernels of their own on CUDA. Five iterations make of their rounding
+    # as much as a wrong momentum does (0.06), one makes a third of that (0.004, not 0.013).
+    steps, bound = (1, 0.01) if ctx.device_type == "cuda" else (5, 0.03)
+    train_by_muon(module, batches(ctx.device), partial(torch.optim.Muon, ns_steps=steps), torch.optim.AdamW)
     wanted, module = values(module), sharded(ctx, axes)
-    train_by_muon(module, batches(ctx.device), Muon, torch.optim.AdamW)
+    train_by_muon(module, batches(ctx.device), partial(Muon, ns_steps=steps), torch.optim.AdamW)
     for name, got in values(module).items():
         went = (wanted[name] - start[name]).norm()
-        # bfloat16's rounding, which the iterations amplify: 0.063 of one matrix on an H200. Momentum of 0.9 is 0.067.
-        assert (got - wanted[name]).norm() <= (0.1 if ctx.device_type == "cuda" else 0.03) * went, name
+        assert (got - wanted[name]).norm() <= bound * went, name  # bfloat16's rounding, which the iterations amplify
 
 
 def train_by_muon(module, ids, for_matrices, for_the_rest):
