@@ -10,6 +10,7 @@ with no more than the framework's published runs use.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from sim.mesh.searching.search import search
 from sim.mesh.searching.space import Candidate, Space, default_recipes, shape_of
 from sim.mesh.spec import ModelSpec
 
-__all__ = ["ROWS", "Answer", "Question", "answer", "of_case", "questions", "table"]
+__all__ = ["ROWS", "Answer", "Question", "answer", "of_case", "questions", "table", "wrong_guesses"]
 
 ROWS = (
     "m0140",  # torchtitan, llama3-8b on 4 B200
@@ -63,6 +64,8 @@ ESTIMATES = 12
 DRAWN = 4
 _PROMISING = 0.05
 """Part of the space, by the guess of time, that half of the drawn candidates come from."""
+_NEAR = 1.6
+"""Times a question's shortest step: the order of what is slower decides nothing."""
 _Known = Callable[[Candidate], Found | None]
 
 
@@ -309,6 +312,41 @@ def _draw(question: Question, pool: Sequence[Candidate], known: _Known, count: i
             return
 
 
+def wrong_guesses(answers: Iterable[Answer]) -> str:
+    """Return in words how far off the guesses are that decide what a search estimates first.
+
+    Memory is compared as it is allocated; of time, which of two is faster, where a question's steps are more than 2 %
+    apart and at most 1.6 times as long as its shortest.
+
+    Args:
+        answers: whose estimates are compared; those of offload are not.
+    """
+    errors, pairs, wrong = [], 0, 0
+    for said in answers:
+        question, shape, machine = said.question, said.question.space.shape, machine_of(said.question.hardware)
+        groups = (said.result.found, said.result.too_large, said.named, said.plain, said.drawn)
+        known = {one.candidate: one for group in groups for one in group if one is not None}
+        kept = [one for one in known.values() if not one.candidate.recipe.activations.offload]
+        for one in kept:
+            guess = guess_memory(shape, one.candidate, question.seq_len)
+            errors.append(abs(guess / one.estimate.memory.peak - 1))
+        shortest = min((one.seconds for one in kept), default=0.0)
+        near = [
+            (one.seconds, guess_seconds(shape, one.candidate, question.seq_len, machine))
+            for one in kept
+            if one.seconds <= _NEAR * shortest
+        ]
+        for (first, guess), (second, other) in itertools.combinations(near, 2):
+            if max(first, second) > 1.02 * min(first, second):
+                pairs += 1
+                wrong += (guess < other) != (first < second)
+    off, part = sum(errors) / max(len(errors), 1), wrong / max(pairs, 1)
+    return (
+        f"What is guessed before anything is estimated, beside {len(errors)} estimates: the memory that is allocated "
+        f"is {off:.0%} off at the mean; of {pairs:,} pairs of a question {wrong:,} ({part:.0%}) are in the wrong order."
+    )
+
+
 def _fits(one: Found | None) -> TypeGuard[Found]:
     return one is not None and one.estimate.memory.fits()
 
@@ -381,6 +419,8 @@ def table(asked: Iterable[Question] | None = None, limit: int | None = ESTIMATES
         f"Of {len(answers)} searches, {behind} are more than 2 % behind the best of everything that was "
         f"estimated. Of {len(fitting)} published layouts that fit as estimated, {near} are within 5 % of the best "
         f"found, and {near_own} of the best of what their frameworks' published runs use.",
+        "",
+        wrong_guesses(answers),
     ]
     return "\n".join(lines)
 

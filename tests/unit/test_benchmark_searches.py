@@ -1,8 +1,11 @@
 """The searches that are held against published layouts: which are asked, and small ones that are answered."""
 
 import dataclasses
+import functools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mesh_fakes import fake_estimate
 
 from benchmarks import searches
@@ -12,6 +15,9 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.hardware import find_hardware
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
+from sim.mesh.searching.bounds import guess_memory, guess_seconds, machine_of
+from sim.mesh.searching.candidates import enumerate_candidates
+from sim.mesh.searching.explore import NothingFits
 from sim.mesh.searching.ranking import Found, SearchResult
 from sim.mesh.searching.space import Candidate
 
@@ -83,6 +89,58 @@ def test_the_best_of_what_a_framework_has_is_estimated_apart():
     )
 
 
+@functools.cache
+def asked(model: str, devices: int) -> Question:
+    return dataclasses.replace(small(model, devices, 4, recipes=TWO), seq_len=2048)
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_no_candidate_of_a_small_space_beats_its_search(data):
+    hold_search_against_all("llama-tiny", 2, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "devices"), [("llama-tiny", 4), ("moe-tiny", 2), ("moe-tiny", 4)])
+@settings(max_examples=100)
+@given(data=st.data())
+def test_no_candidate_of_a_space_beats_its_search(model, devices, data):
+    hold_search_against_all(model, devices, data)
+
+
+def hold_search_against_all(model: str, devices: int, data: st.DataObject) -> None:
+    """On a drawn device: what is left out by a bound, or as another one must be faster, is estimated, too."""
+    hardware = find_hardware(data.draw(st.sampled_from(("a100-80gb", "h100-sxm", "ascend-910b"))))
+    # A model this small is short of no memory and leaves all devices idle: they are slowed down, and get less of it.
+    slower = st.floats(0, 4).map(lambda power: 10**-power)
+    figures = ("peak.bf16", "device.bandwidth", "intra.bandwidth", "inter.bandwidth", "host.op")
+    changed = {name.replace(".", "__"): hardware.value(name) * data.draw(slower, name) for name in figures}
+    changed["node__devices"] = data.draw(st.sampled_from((1, 2, 4)), "devices of a node")
+    limit = data.draw(st.sampled_from(needed(model, devices)), "bytes of a device")
+    hardware = hardware.with_figures(**changed).with_memory(usable_gib=limit / 2**30)
+    question = dataclasses.replace(asked(model, devices), hardware=hardware)
+    fitting = [one for one in every_estimate(question) if one.estimate.memory.fits()]
+    if not fitting:
+        with pytest.raises(NothingFits):
+            question.searched(question.recipes, {}, None)
+        return
+    found, best = question.searched(question.recipes, {}, None).best, min(fitting, key=lambda one: one.seconds)
+    assert found.seconds <= 1.02 * best.seconds, f"{best.candidate} is faster than {found.candidate}"
+
+
+@functools.cache
+def needed(model: str, devices: int) -> list[int]:
+    found = every_estimate(asked(model, devices))
+    return sorted(
+        {max(one.peak_reserved + one.context_bytes for one in each.estimate.memory.classes) for each in found}
+    )
+
+
+def every_estimate(question: Question) -> list[Found]:
+    candidates = [one for one in enumerate_candidates(question.space) if isinstance(one, Candidate)]
+    return [found for one in candidates if (found := question.estimated(one)) is not None]
+
+
 @pytest.mark.parametrize(
     ("question", "drawn"),
     [
@@ -118,3 +176,19 @@ def test_what_beats_a_search_is_seen(monkeypatch):
     monkeypatch.setattr(searches, "answer", lambda *given: slowest)
     assert "0 are within 5 % of the best found, and 1 of " in table([question])
     assert "| none fits |" not in text
+
+
+def test_guesses_are_held_against_estimates():
+    question = small("llama3-8b", 8, 8)
+    fast, slow = (faked(question, Recipe(checkpointing=level)) for level in ("none", "full"))
+    shape, machine = question.space.shape, machine_of(question.hardware)
+    off = [abs(guess_memory(shape, one.candidate, 128) / one.estimate.memory.peak - 1) for one in (fast, slow)]
+    guesses = [guess_seconds(shape, one.candidate, 128, machine) for one in (fast, slow)]
+    assert guesses[0] < guesses[1]
+    found = Answer(question, SearchResult((fast, slow), (), (), (), 1.0, True, ""), 1.0, (), (fast,), ())
+    text = searches.wrong_guesses([found])
+    assert "beside 2 estimates" in text
+    assert f"{sum(off) / 2:.0%} off at the mean; of 1 pairs of a question 0 (0%) are in the wrong order" in text
+    swapped = dataclasses.replace(fast, estimate=slow.estimate), dataclasses.replace(slow, estimate=fast.estimate)
+    found = dataclasses.replace(found, result=dataclasses.replace(found.result, found=swapped), plain=())
+    assert "of 1 pairs of a question 1 (100%) are in the wrong order" in searches.wrong_guesses([found])

@@ -44,10 +44,10 @@ from sim.mesh.searching.bounds import (
 from sim.mesh.searching.budget import NoPolicyFits, fit_job
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.explore import Exploration, NothingFits
-from sim.mesh.searching.floors import Floor, Floors, least_time
+from sim.mesh.searching.floors import Floor, Floors, least_time, least_turns
 from sim.mesh.searching.ranking import Found, chance_faster, limit_of, search_dict
 from sim.mesh.searching.search import search
-from sim.mesh.searching.space import Candidate, Rejected, Shape, Space, default_recipes, shape_of
+from sim.mesh.searching.space import Candidate, Rejected, Shape, Space, default_recipes, owners_of, shape_of
 from sim.mesh.spec import Custom, ModelSpec
 
 GIB = 2**30
@@ -851,7 +851,8 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
     ],
 )
 def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, recipe: dict[str, Any]) -> None:
-    model, hardware, dims = find_model("llama-tiny"), find_hardware("h100-sxm"), ParallelDims(**degrees, world_size=4)
+    model, dims = find_model("llama-tiny"), ParallelDims(**degrees, world_size=4)
+    hardware = find_hardware("h100-sxm").with_figures(device__bandwidth=1e10)  # or the host takes more than any floor
     recipe = dict(recipe)
     layers = recipe.pop("layers", None)
     candidate = Candidate(dims, Recipe(**recipe), batch, layers)
@@ -870,7 +871,8 @@ def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, re
 
 def test_a_floor_knows_what_an_estimate_has_computed_again() -> None:
     """Another way to shard computes the same again: what one estimate had is no longer bounded."""
-    model, hardware, ways = find_model("llama-tiny"), find_hardware("h100-sxm"), ({"dp_shard": 4}, {"dp_replicate": 4})
+    model, ways = find_model("llama-tiny"), ({"dp_shard": 4}, {"dp_replicate": 4})
+    hardware = find_hardware("h100-sxm").with_figures(device__bandwidth=1e10)  # or the host takes more than any floor
     recipe = Recipe(checkpointing="full", microbatches=1)
     one, other = (Candidate(ParallelDims(**degrees, world_size=4), recipe, 4) for degrees in ways)
     floors = Floors(model, shape_of(model, 128), hardware, 128)
@@ -906,6 +908,31 @@ def test_the_least_time_of_a_schedule(
     recipe = Recipe(schedule=schedule, microbatches=parts, stages_per_rank=each)
     candidate = Candidate(ParallelDims(pp=2, world_size=2), recipe, parts)
     assert least_time(candidate, forward, [2 * one for one in forward], message) == pytest.approx(seconds)
+
+
+@given(
+    data=st.data(), schedule=st.sampled_from(("gpipe", "1f1b", "interleaved", "zero-bubble")), parts=st.integers(1, 6)
+)
+def test_no_way_to_cut_a_model_into_stages_is_below_the_least(data: Any, schedule: str, parts: int) -> None:
+    ranks = data.draw(st.integers(2, 4))
+    parts *= ranks if schedule == "interleaved" else 1
+    candidate = Candidate(
+        ParallelDims(pp=ranks, world_size=ranks), Recipe(schedule=schedule, microbatches=parts), parts
+    )
+    stages = len(owners_of(candidate))
+    weights = data.draw(st.lists(st.floats(0, 10), min_size=stages, max_size=stages).filter(any))
+    least = least_turns(candidate) * 3 * sum(weights)
+    assert least <= 1.0001 * least_time(candidate, weights, [2 * each for each in weights], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "parts", "turns"),
+    [(1, "1f1b", 3, 3), (4, "1f1b", 1, 1), (2, "1f1b", 2, 4 / 3), (2, "interleaved", 4, 2), (2, "zero-bubble", 4, 2)],
+)
+def test_the_least_of_a_pipeline(pp: int, schedule: str, parts: int, turns: float) -> None:
+    """Of two micro-batches on two ranks, the first one computes 2/3 of each, and the second one waits for 1/3."""
+    candidate = Candidate(ParallelDims(pp=pp, world_size=pp), Recipe(schedule=schedule, microbatches=parts), parts)
+    assert least_turns(candidate) == pytest.approx(turns)
 
 
 def test_a_schedule_of_many_micro_batches_is_not_played() -> None:

@@ -155,7 +155,7 @@ class Floors:
         if copies is not None and self._shards(candidate) and candidate.recipe.zero >= 2:
             # Gradients that are not reduced in each micro-batch are added up, which moves as much.
             each += copies.forward + copies.gradients + (copies.backward if candidate.recipe.zero == 3 else 0.0)
-        return each * (candidate.parts + _waits(candidate)) / candidate.dims.pp
+        return each * least_turns(candidate)
 
     def _of_schedule(self, candidate: Candidate, floor: Floor, part: float) -> float:
         """Return seconds of a step of a pipeline, whose stages need not compute equally long."""
@@ -330,15 +330,20 @@ def _categories(op: Op, program: Program) -> set[str | None]:
     return {program.categories.get(touch.block) for touch in (*op.reads, *op.writes)}
 
 
-def _waits(candidate: Candidate) -> float:
-    """Return the micro-batches for which a rank of a pipeline waits, for its first one and after its last one."""
-    dims, recipe = candidate.dims, candidate.recipe
+def least_turns(candidate: Candidate) -> float:
+    """Return how often a step takes as long as the whole model for one micro-batch, whatever layers its stages have.
+
+    Of a pipeline with one stage on each rank, rank i of p computes a part w_i of the m micro-batches, and waits for
+    the first to come from the ranks before it, and to go back through them: m w_i + w_1 + ... + w_(i-1). The most of
+    these is least where all are equal, 1 / (1 - (1 - 1/m)^p): later ranks compute less, for what they wait.
+    """
+    dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     if dims.pp == 1:
-        return 0.0
+        return parts
     kind = find_schedule(recipe.schedule)
-    if kind.splits_backward:
-        return 0.0
-    return (dims.pp - 1) / kind.checked_stages_per_rank(recipe.stages_per_rank)
+    if kind.splits_backward or kind.checked_stages_per_rank(recipe.stages_per_rank) > 1:
+        return parts / dims.pp
+    return 1 / (1 - (1 - 1 / parts) ** dims.pp)
 
 
 def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequence[float], message: float) -> float:

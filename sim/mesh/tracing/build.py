@@ -190,7 +190,8 @@ def _follow(recorder: Recorder, layer: int, block: nn.Module, *, is_first: bool)
         recorder.place = Place("backward")
 
     block.register_forward_pre_hook(begins, prepend=True)
-    block.register_forward_hook(ends, prepend=True)
+    # Recomputation stops, by an exception, at the last tensor that backward needs: the block ends there, too.
+    block.register_forward_hook(ends, prepend=True, always_call=True)
     for name, child in block.named_children():
 
         def enters(module: nn.Module, args: Any, name: str = name) -> None:
