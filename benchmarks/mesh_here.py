@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,10 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.loop import RankPlace, Trainer
-from sim.mesh.estimate import Estimate, estimate
+from sim.mesh.estimate import Estimate, estimate_job
 from sim.mesh.hardware import Hardware
+from sim.mesh.job import Job
 from sim.mesh.pricing.measure import measure
-from sim.mesh.recipe import Recipe
 
 MODEL = LlamaConfig(
     vocab_size=8192,
@@ -264,18 +264,10 @@ def predict(case: Case, hardware: Hardware) -> Estimate:
         case: what is trained.
         hardware: on what.
     """
-    precision = case.parallel.param_dtype
-    recipe = Recipe(
-        param_dtype=precision,
-        reduce_dtype="fp32",
-        norm="fused" if case.device == "cuda" else "eager",  # torch has a kernel of RMSNorm for GPUs alone
-        loss="library",
-        checkpointing=case.parallel.checkpointing,
-        compile=case.parallel.compile,
-        microbatches=case.micro_batches,
-    )
-    sequences = case.sequences // case.dims.batch_ranks
-    return estimate(case.model, case.dims, sequences, case.length, hardware, recipe)
+    job = Job.of_run(case.config, case.processes)  # with the trainer's waits, and compiled as it compiles
+    if case.device != "cuda":  # torch has a kernel of RMSNorm for GPUs alone
+        job = replace(job, recipe=replace(job.recipe, norm="eager"))
+    return estimate_job(job, hardware)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from sim.mesh.pricing.comm_cost import (
 )
 from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.hardware_file import GRADES
-from sim.mesh.program import HOST_COPIES, MEMORY_KINDS, Comm, CommGroup, Event, Op
+from sim.mesh.program import HOST_COPIES, MEMORY_KINDS, Comm, CommGroup, Event, Op, Place
 
 _ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "fp8": 1}
 _OWN_SHARES = {"softmax": "softmax", "_foreach_": "several", "norm_backward": "norm_backward", "_norm": "norm"}
@@ -119,7 +119,11 @@ class Pricing:
         )
         figures = self.calibration.of(hardware, "host")
         each = float(figures["dtensor"]) if host == "dtensor" else 1.0
-        self._op_seconds = float(figures["graphs_us"]) * 1e-6 if graphs else self._host(figures, "op") * each
+        plain = self._host(figures, "op")
+        self._op_seconds = float(figures["graphs_us"]) * 1e-6 if graphs else plain * each
+        # What a mode adds to an operation in forward, and in the second computation.
+        watched = (float(figures["watched"]), float(figures["watched_again"]))
+        self._watched_seconds = (0.0, 0.0) if graphs else tuple([plain * (times - 1) for times in watched])
         self._comm_seconds = float(figures["graphs_us"]) * 1e-6 if graphs else self._host(figures, "collective")
         self._prices: dict[Any, Price] = {}
         self._spreads: dict[int, tuple[Sequence[int], NodeSpread]] = {}
@@ -309,10 +313,13 @@ class Pricing:
         """Whether the host computes itself, so that it issues nothing meanwhile: its own time comes on top."""
         return self.hardware.family == "cpu"
 
-    def host_seconds(self, event: Event) -> float:
-        """Return the host's time to issue an event; waits and memory cost it next to nothing."""
+    def host_seconds(self, event: Event, place: Place | None = None) -> float:
+        """Return the host's time to issue an event of a place; waits and memory cost it next to nothing."""
         if isinstance(event, Op):
-            return self._op_seconds * (event.shape[0] if event.kind == "host" and event.shape else 1)
+            each = self._op_seconds
+            if place is not None and place.watched:
+                each += self._watched_seconds[place.recomputes]
+            return each * (event.shape[0] if event.kind == "host" and event.shape else 1)
         if isinstance(event, Comm):
             return self._op_seconds if event.op in HOST_COPIES else self._comm_seconds
         return 0.0

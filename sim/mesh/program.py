@@ -166,6 +166,7 @@ class Place(NamedTuple):
         recomputes: whether it does again what forward has done, for activation checkpointing.
         compiled: number of the compiled region that it is in, where a compiler makes few kernels of many operations;
             0: none, every operation is a kernel.
+        watched: whether a dispatch mode sees its operations in Python first, as those of selective checkpointing do.
     """
 
     phase: str
@@ -173,6 +174,7 @@ class Place(NamedTuple):
     module: str = ""
     recomputes: bool = False
     compiled: int = 0
+    watched: bool = False
 
 
 class CommGroup(NamedTuple):

@@ -12,6 +12,7 @@ from benchmarks.mesh_probe import Cost, Task
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.trainer.config import ParallelConfig
 from sim.mesh.hardware import find_hardware
+from sim.mesh.program import HostWait, Op
 
 TINY = LlamaConfig(
     vocab_size=256,
@@ -98,6 +99,17 @@ def test_a_row_of_this_machine():
     assert cells[1].startswith("200 (")
     assert cells[6] == "1.000"
     assert cells[8] == "0.500"
+
+
+def test_what_is_predicted_is_the_trainers_step():
+    """It waits for the device, and its blocks are not compiled as wholes."""
+    case = Case(ParallelConfig(dp_shard=1, compile=True), TINY, 2, 32)
+    (program,) = mesh_here.predict(case, find_hardware("laptop-cpu")).programs
+    events = [event for segment, _ in program.segments_in_order() for event in segment.events]
+    assert any(isinstance(event, HostWait) for event in events)
+    places = [program.places[event.place] for event in events if isinstance(event, Op)]
+    forward = {place.module for place in places if place.compiled and place.phase == "forward"}
+    assert forward == {"attention", "mlp"}
 
 
 def test_a_case_is_trained_and_its_memory_is_near():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,12 @@ from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import Block, LlamaConfig, causal_attention
 from hyper_parallel.models.moe import MoEConfig, MoELlama
+from hyper_parallel.trainer.config import Config, ParallelConfig
+from sim.mesh.estimate import price
+from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
+from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Op, Place
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
@@ -243,6 +248,37 @@ def test_experts_are_left_alone() -> None:
     compiled = {name for name, child in block.named_modules() if isinstance(child.forward, CompiledLike)}
     assert {"attention_norm", "attention", "mlp_norm"} <= compiled
     assert not {name for name in compiled if name == "mlp" or name.startswith(("mlp.experts", "mlp.router"))}
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective", "alternate"])
+@pytest.mark.parametrize("of_run", [False, True])
+def test_modes_of_selective_checkpointing_cost_the_host(policy: str, of_run: bool) -> None:
+    """In forward, and in what is computed again, which ends as soon as backward has what it needs."""
+    if of_run:
+        job = Job.of_run(Config(model=_CONFIG, parallel=ParallelConfig(checkpointing=policy)), 1)
+    else:
+        job = Job(find_model(_CONFIG), ParallelDims(), 1, 64, Recipe(checkpointing=policy))
+    (program,) = programs = trace(job)
+    found: Counter[tuple[str, bool, bool]] = Counter()
+    hidden, products = Counter[str](), 0
+    for segment, _ in program.segments_in_order():
+        for op in segment.events:
+            if isinstance(op, Op):
+                place = program.places[op.place]
+                found[place.phase, place.recomputes, place.watched] += 1
+                hidden[op.name] += place.recomputes
+                products += op.kind == "matmul" and place.watched and place.phase == "forward"
+    watched = {(phase, again) for phase, again, seen in found if seen}
+    assert watched == ({("forward", False), ("backward", True)} if policy in ("selective", "alternate") else set())
+    assert products == (7 if watched else 0), "those of the block, and not the head's"
+    again = sum(count for (_, recomputes, _), count in found.items() if recomputes)
+    assert again < sum(count for (phase, *_), count in found.items() if phase == "forward"), "backward is not among it"
+    assert not [name for name in hidden if hidden[name] and "backward" in name]
+    assert hidden["aten.mm"] == {"none": 0, "full": 6, "selective": 0, "alternate": 3}[policy]
+    figures = load_calibration().replace({"host.op_us": 1e4})
+    step = price(programs, job, find_hardware("h200"), figures).time.step.value
+    each = [1e-2 * (1 if not seen else 10.4 if recomputes else 6.3) for _, recomputes, seen in found.elements()]
+    assert step == pytest.approx(sum(each), rel=0.02), "the host bounds it"
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -11,7 +11,7 @@ from sim.mesh.cost import Pricing, UnknownOperation, weakest
 from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.pricing.comm_cost import COLLECTIVES, NodeSpread, collective_seconds, spread_of
-from sim.mesh.program import Comm, CommGroup, Free, Op, Touch
+from sim.mesh.program import Comm, CommGroup, Free, Op, Place, Touch
 
 HARDWARE = hardware_names()
 MIB = 2**20
@@ -486,6 +486,13 @@ def test_the_host_issues_events(pricing):
     assert 8 < tensors.host_seconds(matmul(1, 1, 1)) / pricing.host_seconds(matmul(1, 1, 1)) < 13
     assert tensors.host_seconds(comm("all_reduce", 1)) == pricing.host_seconds(comm("all_reduce", 1))
     assert Pricing(find_hardware("h100-sxm"), graphs=True, host="dtensor").host_seconds(matmul(1, 1, 1)) < 1e-6
+    op, places = matmul(1, 1, 1), [Place("forward", watched=watched) for watched in (False, True)]
+    assert pricing.host_seconds(op, places[0]) == pricing.host_seconds(op)
+    assert graphs.host_seconds(op, places[1]) == graphs.host_seconds(op), "nothing is dispatched"
+    modes = [pricing.host_seconds(op, places[1]._replace(recomputes=again)) for again in (False, True)]
+    assert modes == [pytest.approx(times * pricing.host_seconds(op)) for times in (6.3, 10.4)]
+    more = tensors.host_seconds(op, places[1]) - tensors.host_seconds(op)
+    assert more == pytest.approx(modes[0] - pricing.host_seconds(op)), "a mode hands a DTensor's operation on once"
     known = load_calibration().replace({"host.op_us": 3.0})
     assert Pricing(find_hardware("h100-sxm"), known).host_seconds(matmul(1, 1, 1)) == pytest.approx(3e-6)
 

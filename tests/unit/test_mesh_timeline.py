@@ -37,8 +37,8 @@ class Prices:
         del group, rank
         return Price(comm.size * US * (sharing if self.shares else 1.0))
 
-    def host_seconds(self, event: Event) -> float:
-        del event
+    def host_seconds(self, event: Event, place: Place | None = None) -> float:
+        del event, place
         return self.host * US
 
 

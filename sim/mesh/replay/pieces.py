@@ -18,6 +18,7 @@ from sim.mesh.program import (
     Free,
     HostWait,
     Op,
+    Place,
     Program,
     Wait,
 )
@@ -168,8 +169,8 @@ class Prices(Protocol):
     def comm(self, comm: Comm, group: CommGroup, sharing: float = 1.0, *, rank: int | None = None) -> Any:
         """Return something with the `seconds` of a communication whose links are shared by so many."""
 
-    def host_seconds(self, event: Event) -> float:
-        """Return how long the host takes to issue an event."""
+    def host_seconds(self, event: Event, place: Place | None = None) -> float:
+        """Return how long the host takes to issue an event of a place."""
 
 
 class PriceBasis:
@@ -306,7 +307,8 @@ def _piece(
             continue
         if isinstance(event, Op):
             kind, stream = event.kind, event.stream
-            cost, price = prices.host_seconds(event), prices.op(event)
+            place = program.places[event.place] if event.place < len(program.places) else None
+            cost, price = prices.host_seconds(event, place), prices.op(event)
             taken = price.seconds
             host += cost
             if kind in ("host", "on_host"):

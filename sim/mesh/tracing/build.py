@@ -162,18 +162,18 @@ def _follow(recorder: Recorder, layer: int, block: nn.Module, *, is_first: bool)
         place = recorder.place
         if place.phase == "forward":
             recorder.begin(layer)
-            recorder.place = place._replace(layer=layer, module="")
+            recorder.place = place._replace(layer=layer, module="", watched=recorder.is_watched)
             given = next((t for t in _tensors_in(args) if t.requires_grad), None)
             if is_first and given is not None:
                 given.register_hook(backward_is_through)
         elif place.phase == "backward":
-            recorder.place = place._replace(layer=layer, recomputes=True)
+            recorder.place = place._replace(layer=layer, recomputes=True, watched=recorder.is_watched)
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
         del module, args
-        place = recorder.place
+        place = recorder.place._replace(recomputes=False, module="", watched=False)
+        recorder.place = place
         if place.phase == "backward":
-            recorder.place = place._replace(recomputes=False, module="")
             return
         first = next((t for t in _tensors_in(output) if t.requires_grad), None)
         if first is not None:
@@ -190,7 +190,7 @@ def _follow(recorder: Recorder, layer: int, block: nn.Module, *, is_first: bool)
         recorder.place = Place("backward")
 
     block.register_forward_pre_hook(begins, prepend=True)
-    # Recomputation stops, by an exception, at the last tensor that backward needs: the block ends there, too.
+    # Also where torch leaves the block by an error, as soon as all that backward needs has been computed again.
     block.register_forward_hook(ends, prepend=True, always_call=True)
     for name, child in block.named_children():
 

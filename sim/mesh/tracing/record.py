@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import AttentionKernel
@@ -214,6 +214,12 @@ class Recorder(Listener):
     def place(self, place: Place) -> None:
         self._place = self._number_of(place)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether another dispatch mode sees operations before this recorder does; inside of one it is not known."""
+        mode = _get_current_dispatch_mode()
+        return mode is not None and not isinstance(mode, _Fakes)
+
     def _number_of(self, place: Place) -> int:
         number = self._place_numbers.get(place)
         if number is None:
@@ -389,7 +395,8 @@ class Recorder(Listener):
         """The place of an operation that a compiler makes one kernel of with others."""
         place = self.place
         again = place.recomputes or recomputes()
-        return self._number_of(place._replace(compiled=kernel, recomputes=again))
+        # A mode sees what calls a graph, not the kernels in it.
+        return self._number_of(place._replace(compiled=kernel, recomputes=again, watched=False))
 
     def _know_all(self, out: Any) -> None:
         for tensor in _tensors((out,)):
