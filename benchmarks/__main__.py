@@ -95,6 +95,11 @@ def _dims() -> dict[str, str]:
     }
 
 
+def _changes() -> dict[str, str]:
+    conditions = f"torch {torch.__version__}, fp32; memory and communication in bytes"
+    return {"changes": f"{conditions}.\n\n{dims.changes_table()}"}
+
+
 def _masks() -> dict[str, str]:
     return {"masks": f"{_conditions()}, fp32.\n\n{attention.masks_table()}"}
 
@@ -191,6 +196,7 @@ PARTS = {
     "wrapping": _wrapping,
     "shard": _shard,
     "dims": _dims,
+    "changes": _changes,
     "masks": _masks,
     "float8": _float8,
     "experts": _experts,

@@ -7,6 +7,8 @@ steps on the same batches from the same weights, and must find the same losses a
 `torch` is what torchtitan does: `parallelize_module` with sequence parallelism, FSDP2 around each block, the loss
 on logits that stay split over the vocabulary (`replicated`: that are gathered), `clip_grad_norm_`, fused AdamW. All
 cut their batches out of the same text, and report the loss and the norm of every step.
+
+Below these are changes of the library, before and after: counted on simulated ranks, and not timed.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,10 +38,15 @@ import sim
 from benchmarks.engine import Protocol, _time, _with_interval, on_gloo
 from benchmarks.engine_counts import Traffic
 from benchmarks.shard import _with_styles
+from hyper_parallel.core.fully_shard.api import fully_shard as fully_shard_of_ours
 from hyper_parallel.core.init.api import init_parameters
+from hyper_parallel.core.mesh import parallel_dims
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.redistribute.cost import topology
 from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.moe import ExpertsConfig
 from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer import parallelize
 from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.data import load_corpus, rank_part, samples
 from hyper_parallel.trainer.loop import RankPlace, Trainer
@@ -295,3 +304,236 @@ def row(mesh: str, run: Config, rivals: tuple[str, ...]) -> str:
     cells += [str(sum(found.operations.values())) for found in counted]
     cells += [f"{found.sent:,}" for found in counted]
     return f"| {' | '.join(cells)} |"
+
+
+# -- changes of the library, before and after ------------------------------------------------------------------------
+
+PER_NODE = 4
+"""Ranks of a node, where it matters which these are."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What simulated ranks hold and communicate in the second step of the trainer, after which nothing changes.
+
+    Bytes are those of tensors on the rank's simulated accelerator, one figure for each rank.
+
+    Attributes:
+        experts: weights of experts.
+        activations: what the first forward leaves there for backward, its output included.
+        gradients: what waits between the first micro-batch and the second.
+        peak: the most in the step.
+        left: what lives after the step beyond weights, their buffers and the optimizer's state.
+        losses: of both steps.
+        trace: the communication of the step.
+    """
+
+    experts: list[int]
+    activations: list[int]
+    gradients: list[int]
+    peak: list[int]
+    left: list[int]
+    losses: list[float]
+    trace: sim.Trace
+
+    def of(self, op: str, axis: str | None = None) -> list[sim.Event]:
+        """The operations of a kind that rank 0 takes part in."""
+        return [event for event in self.trace.of_rank(0) if event.op == op and axis in (None, event.axis)]
+
+    def between_nodes(self) -> int:
+        """Bytes that all ranks send to other nodes, where each talks to each of its group directly."""
+        total = 0
+        for event in self.trace.events:
+            node = event.rank // PER_NODE
+            away = sum(rank // PER_NODE != node for rank in event.group)
+            total += event.send_bytes * away // max(len(event.group) - 1, 1)
+        return total
+
+    def microseconds(self) -> int:
+        """The virtual time of the step, in which computing takes none."""
+        issued, ends = zip(*((event.issued, event.end or 0.0) for event in self.trace.events), strict=True)
+        return round((max(ends) - min(issued)) * 1e6)
+
+
+def footprint(run: Config, ranks: int, older: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Footprint:
+    """Take two steps on simulated ranks.
+
+    Args:
+        run: what they train.
+        ranks: how many there are.
+        older: what is in force while models are built.
+    """
+    run = replace(run, train=replace(run.train, device="npu"))
+    trainers: dict[int, Trainer] = {}
+    forwards: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+    built: dict[int, int] = {}
+
+    def live() -> int:
+        return get_platform("npu").memory_stats().allocated
+
+    def build() -> int:
+        rank, dims = dist.get_rank(), ParallelDims.from_config(run.parallel, ranks)
+        place = RankPlace(rank, 0, ranks, 1)  # each has a device of its own
+        trainer = trainers[rank] = Trainer(run, dims, get_platform("npu"), place, dims.build_mesh("npu"))
+        for part in trainer.model.parts:
+            part.register_forward_pre_hook(lambda *_: forwards[rank].append(live()), prepend=True)
+            part.register_forward_hook(lambda *_: forwards[rank].append(live()))
+        built[rank] = live()
+        return sum(_bytes(weight) for name, weight in trainer.model.named_parameters() if ".experts." in name)
+
+    def step() -> tuple[int, int, float]:
+        trainer, rank = trainers[dist.get_rank()], dist.get_rank()
+        forwards[rank].clear()
+        record = trainer.step()
+        state = sum(_bytes(value) for each in trainer.optimizer.state.values() for value in each.values())
+        return record.memory_bytes or 0, live() - built[rank] - state, record.loss
+
+    with sim.world(ranks, device="npu", topology=topology("h100", PER_NODE)) as world:
+        with older():
+            experts = world.run(build)
+        first = world.run(step)[0][2]
+        world.trace.clear()
+        peaks, left, losses = zip(*world.run(step), strict=True)
+        marks = [(before, after, more[0] if more else before) for before, after, *more in forwards.values()]
+        activations = [after - before for before, after, _ in marks]
+        gradients = [second - before for before, _, second in marks]
+        return Footprint(experts, activations, gradients, list(peaks), list(left), [first, losses[0]], world.trace)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+Figures = dict[str, Callable[[Footprint], int]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was changed, with the run that shows it.
+
+    Attributes:
+        what: in the words of the table.
+        where: the mesh, likewise.
+        ranks: how many there are.
+        now: the run.
+        figures: what is looked at, by its name.
+        before: the run without the change; None: it cannot be had any more.
+        older: what is in force while models are built as before.
+        counted: what can be told of it nevertheless, in the order of the figures.
+    """
+
+    what: str
+    where: str
+    ranks: int
+    now: Config
+    figures: Figures
+    before: Config | None = None
+    older: Callable[[], AbstractContextManager[Any]] = nullcontext
+    counted: tuple[int, ...] = ()
+
+    def rows(self) -> list[str]:
+        """Run both, which must find the same losses."""
+        now = footprint(self.now, self.ranks)
+        after = [figure(now) for figure in self.figures.values()]
+        first: list[int | None] = [*self.counted, *[None] * (len(after) - len(self.counted))]
+        if self.before is not None:
+            before = footprint(self.before, self.ranks, self.older)
+            assert torch.allclose(torch.tensor(before.losses), torch.tensor(now.losses)), f"{self.what}: other losses"
+            first = [figure(before) for figure in self.figures.values()]
+        lines = []
+        for name, was, is_now in zip(self.figures, first, after, strict=True):
+            pair = ["-", f"{is_now:,}", "-"] if was is None else [f"{was:,}", f"{is_now:,}", _ratio(was, is_now)]
+            lines.append(f"| {self.what} | {self.where} | {name} | {' | '.join(pair)} |")
+        return lines
+
+
+def _ratio(was: int, is_now: int) -> str:
+    return f"{is_now / was:.2f}" if was else "-"
+
+
+def _small(parallel: dict[str, Any], accumulate: int = 1, experts: int = 0) -> Config:
+    """Return a run of two layers, for up to eight ranks with sequences of their own in each micro-batch."""
+    run = run_of(128, ParallelConfig(**parallel), accumulate)
+    train = replace(run.train, batch_size=SEQUENCES * accumulate, model="moe" if experts else "llama")
+    model = replace(run.model, num_hidden_layers=2, num_key_value_heads=8)
+    some = ExpertsConfig(num_experts=experts, expert_intermediate_size=256) if experts else run.experts
+    return replace(run, model=model, train=train, experts=some)
+
+
+def _on_dim_0(*args: Any, **options: Any) -> Any:
+    return fully_shard_of_ours(*args, **{**options, "shard_placement_fn": lambda param: Shard(0)})
+
+
+def _row_major() -> AbstractContextManager[Any]:
+    return mock.patch.object(parallel_dims, "RANK_ORDER", parallel_dims.AXIS_ORDER)
+
+
+def changes() -> list[Change]:
+    """List what `changes_table` measures."""
+    found: list[Change] = []
+    received: Figures = {
+        "weights of experts, the rank with the least": lambda f: min(f.experts),
+        "weights of experts, the rank with the most": lambda f: max(f.experts),
+        "received in all_gathers": lambda f: sum(event.recv_bytes for event in f.of("all_gather")),
+    }
+    for experts, degrees in ((4, {"dp_shard": 2, "ep": 4}), (4, {"dp_shard": 8}), (12, {"dp_shard": 2, "ep": 4})):
+        run = _small(degrees, experts=experts)
+        where = f"{_named(degrees)}, {experts} experts"
+        older = partial(mock.patch.object, parallelize, "fully_shard", _on_dim_0)
+        found.append(Change("split of few experts", where, 8, run, received, run, older))
+    degrees = {"dp_shard": 4}
+    both = [_small({**degrees, "reduce_each": each}, 4) for each in (False, True)]
+    reduced: Figures = {
+        "gradients between micro-batches": lambda f: max(f.gradients),
+        "peak of the step": lambda f: max(f.peak),
+        "reduce_scatters": lambda f: len(f.of("reduce_scatter")),
+        "sent": lambda f: Traffic.of(f.trace).sent,
+    }
+    where = f"{_named(degrees)}, 4 micro-batches"
+    found.append(Change("`reduce_each`", where, 4, both[1], reduced, both[0]))
+    between: Figures = {
+        "sent by all ranks": lambda f: sum(event.send_bytes for event in f.trace.events),
+        "of it to the other node": Footprint.between_nodes,
+        "communication of the step, virtual us": Footprint.microseconds,
+    }
+    for degrees in ({"dp_shard": 2, "tp": 2, "pp": 2}, {"tp": 4, "pp": 2}):
+        run, where = _small(degrees, 4), f"{_named(degrees)}, 4 micro-batches"
+        found.append(Change("order of ranks", where, 8, run, between, run, _row_major))
+    kept: Figures = {
+        "kept for backward": lambda f: max(f.activations),
+        "peak of the step": lambda f: max(f.peak),
+        "all_gathers": lambda f: len(f.of("all_gather")),
+        "sent": lambda f: Traffic.of(f.trace).sent,
+    }
+    for tp in (2, 4, 8):
+        both = [_small({"tp": tp, "reshard_inputs": again}) for again in (False, True)]
+        found.append(Change("`reshard_inputs`", f"tp={tp}", tp, both[1], kept, both[0]))
+    degrees = {"dp_shard": 2, "tp": 2}
+    run, where = _small(degrees, 4), f"{_named(degrees)}, 4 micro-batches"
+    norms = 2 * run.model.num_hidden_layers + 1
+    sums: Figures = {"all_reduces of their gradients": _sums_of_norms}
+    found.append(Change("norms over tp", where, 4, run, sums, counted=(norms * 4,)))
+    left: Figures = {"beyond weights and optimizer state": lambda f: max(f.left)}
+    for zero, again in ((3, True), (2, False)):
+        run = _small({**degrees, "reshard_after_forward": again}, 4)
+        found.append(Change("what lives between steps", f"{where}, ZeRO-{zero}", 4, run, left))
+    return found
+
+
+def _named(degrees: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in degrees.items())
+
+
+def _sums_of_norms(found: Footprint) -> int:
+    """Count all_reduces of one or more whole norms, flat: others have two dims, or one element."""
+    shapes = [event.input_shapes[0] for event in found.of("all_reduce", "tp")]
+    return sum(len(shape) == 1 and shape[0] > 1 for shape in shapes)
+
+
+def changes_table() -> str:
+    """What changes of the library have changed on a rank, as a Markdown table."""
+    lines = ["| change | mesh | figure | before | now | now / before |", "|---|---|---|--:|--:|--:|"]
+    for change in changes():
+        lines += change.rows()
+        print(lines[-1], flush=True)
+    return "\n".join(lines)

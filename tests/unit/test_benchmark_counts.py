@@ -2,6 +2,8 @@
 
 import math
 import threading
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from torch import nn
 from torch.profiler import record_function
 
 import sim
-from benchmarks import shard
+from benchmarks import dims, shard
 from benchmarks.engine import Protocol, Result
 from benchmarks.engine_counts import CASES, Traffic, activations, held, one_rank, watch_memory
 from benchmarks.toy import OptimizerOfPart
 from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.config import ParallelConfig
+from hyper_parallel.trainer.loop import Trainer
 
 pytestmark = pytest.mark.sim
 
@@ -170,3 +174,34 @@ def test_an_optimizer_of_a_part_updates_that_part():
     changed = model.weight.detach().view(-1) != before
     assert changed.tolist() == [True] * 3 + [False] * 6
     assert model.weight.grad is None
+
+
+def test_what_ranks_hold_in_a_step_and_after_it_is_counted():
+    run = dims.run_of(32, ParallelConfig(dp_shard=2), accumulate=2)
+    run = replace(run, train=replace(run.train, batch_size=4, seq_len=8))
+    run = replace(run, model=replace(run.model, num_hidden_layers=1))
+    kept, taken = [], Trainer.step
+
+    def keeping(trainer):
+        kept.append(torch.ones(1000, device="npu"))
+        return taken(trainer)
+
+    with mock.patch.object(Trainer, "step", keeping):
+        found = dims.footprint(run, 2)
+    gradients = 4 * run.model.num_parameters()
+    assert all(gradients <= each < gradients + 1000 for each in found.gradients)  # unsharded, until the last one
+    assert all(0 <= each - 2 * 4000 < 1000 for each in found.left)  # what is kept here, and some numbers
+    assert found.between_nodes() == 0 < found.microseconds()  # one node
+
+
+def test_bytes_between_nodes_are_those_to_ranks_on_others():
+    def talk():
+        rank = dist.get_rank()
+        dist.all_gather(list(torch.empty(8, 3)), torch.ones(3))
+        if rank in (0, 4):
+            other = torch.ones(5)
+            dist.send(other, 4) if rank == 0 else dist.recv(other, 0)
+
+    with sim.world(8) as world:
+        world.run(talk)
+    assert dims.Footprint([], [], [], [], [], [], world.trace).between_nodes() == 8 * 4 * 12 + 20
