@@ -12,8 +12,8 @@ of the same minutes as what it is put beside: a virtual machine's speed may halv
   of matrix products, and pages of freed tensors that glibc's malloc keeps.
 
 Ten drawn runs, small ones, are put beside a prediction from a description that was measured once (`drawn_table`). Of
-them, the seconds on the processor count where a process is alone, since they are those of an idle machine; where
-processes wait for each other, the shortest step by the clock does, and both are shown.
+them, the seconds on the processor count, those of all threads of the busiest process: they are those of an idle machine
+even where others work on it. The shortest step by the clock, in which processes also wait for each other, is shown too.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def drawn_table(cases: Sequence[Case] | None = None, steps: int = 25, seconds: f
             found = _in_processes(partial(take_steps, case=case, steps=steps, warmup=WARMUP), case)[0]
             shortest, busy = min(found["steps"]), statistics.quantiles(found["busy"], n=4)[0]
             predicted = predict(case, hardware).time.step.value
-            ratios.append(predicted / (busy if processes == 1 else shortest))
+            ratios.append(predicted / busy)
             shape = case.model
             cells = [
                 f"{processes}, {case}" if processes > 1 else str(case),

@@ -299,8 +299,24 @@ class Pricing:
 
     @property
     def overlap_slowdown(self) -> float:
-        """How much longer kernels take while a communication is under way: it takes cores and bandwidth from them."""
+        """How much longer kernels take while a communication is under way: it takes cores and bandwidth from them.
+
+        Of a CPU, which prices communication and computation in one queue (`work_seconds`): 1, and the share of a
+        communication's time that it is on the processor.
+        """
         return float(self.calibration.of(self.hardware, "overlap", self.hardware.family).get("slowdown", 1.0))
+
+    def work_seconds(self, comm: Comm, group: CommGroup) -> float:
+        """Seconds that a communication takes of the processor that computes: 0, except on a CPU.
+
+        Between nodes they are those of the same communication within a node: a slow network is waited for.
+        """
+        if not self.is_synchronous or comm.op in HOST_COPIES:
+            return 0.0
+        message = comm.op not in COLLECTIVES
+        ranks = 2 if message else len(group.ranks)
+        within = self._comm_price(comm, NodeSpread(ranks, 1, ranks), message, 1.0)
+        return (self.overlap_slowdown - 1.0) * within.seconds
 
     def crosses_nodes(self, group: CommGroup) -> bool:
         """Tell whether a group lies on more than one node; those that do share links."""

@@ -14,7 +14,7 @@ from sim.mesh.hardware import find_hardware
 from sim.mesh.pricing import measure_steps
 from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
-from sim.mesh.pricing.measure import _MATMULS, _Clock, _matmuls, measure
+from sim.mesh.pricing.measure import _MATMULS, _Clock, _matmuls, measure, merged_samples
 from sim.mesh.pricing.measure_fit import OPS, Measurement, descend, fit_hardware, quantile, summary
 from sim.mesh.pricing.measure_steps import paired_samples, step_samples, timed_steps
 from sim.mesh.program import COMPUTE, Comm, CommGroup, Op, Program, Segment, Touch
@@ -152,6 +152,27 @@ def test_what_steps_take_beside_kernels_is_the_hosts():
     assert pricing.overlap_slowdown == 1.5
     assert pricing.is_synchronous
     assert not Pricing(find_hardware("h100-sxm")).is_synchronous
+
+
+def test_communication_takes_of_a_cpu_what_gloo_was_busy_in_all_processes():
+    fast = [{**sample, "busy": 0.75, "seconds": 0.9 * sample["seconds"]} for sample in samples() if "busy" in sample]
+    slow = [sample for sample in samples() if "busy" in sample]  # 0.5
+    merged = merged_samples([fast, slow])
+    assert [sample["seconds"] for sample in merged] == [sample["seconds"] for sample in fast]
+    assert {sample["busy"] for sample in merged} == {0.625}
+    rest = [sample for sample in samples() if "busy" not in sample]
+    fitted = Pricing(fit_hardware([*rest, *merged], MACHINE, RANKS))
+    near, far = CommGroup("dp", range(RANKS)), CommGroup("dp", (0, RANKS))
+    gather = Comm("all_gather", 0, 2**22, 2**22, "float32", 0, 1, 0, 1)
+    assert fitted.work_seconds(gather, near) == pytest.approx(0.625 * fitted.comm(gather, near).seconds)
+    message = gather._replace(op="send")
+    assert fitted.work_seconds(message, near) == pytest.approx(0.625 * fitted.comm(message, near, rank=0).seconds)
+    for comm in (gather, message):  # a network is waited for
+        assert fitted.work_seconds(comm, far) == fitted.work_seconds(comm, near)
+        assert fitted.comm(comm, far).seconds > 5 * fitted.comm(comm, near, rank=0).seconds
+    assert fitted.work_seconds(gather._replace(op="copy_to_host"), near) == 0
+    assert Pricing(find_hardware("laptop-cpu")).work_seconds(gather, near) == 0  # nobody has measured it
+    assert Pricing(find_hardware("h100-sxm")).work_seconds(gather, near) == 0
 
 
 def test_the_host_of_a_cpu_adds_to_what_it_computes():

@@ -42,6 +42,19 @@ class Prices:
         return self.host * US
 
 
+class OneQueue(Prices):
+    """Those of a CPU, where half of a communication's time is on the processor that computes."""
+
+    is_synchronous = True
+
+    def __init__(self, host: float = 0.0) -> None:
+        super().__init__(host, overlap_slowdown=1.5)
+
+    def work_seconds(self, comm: Comm, group: CommGroup) -> float:
+        del group
+        return 0.5 * comm.size * US
+
+
 def op(us: int, stream: int = 0, place: int = 0) -> Op:
     return Op("aten.mm", "matmul", us, (), (), "bfloat16", (), stream, place)
 
@@ -145,6 +158,18 @@ class TestOneRank:
         timeline = step_of(comm(5, 0, 1), op(10), prices=Prices(overlap_slowdown=1.2))
         assert timeline.step == pytest.approx(11 * US)
 
+    def test_communication_of_a_cpu_takes_as_much_of_the_processor_whatever_is_computed_beside_it(self) -> None:
+        for beside in ([op(20)], [op(1)] * 20):
+            timeline = step_of(comm(10, 0, 1), *beside, Wait(1, 0), op(1), prices=OneQueue())
+            assert timeline.step == pytest.approx(26 * US)
+            assert timeline.ranks[0].compute == pytest.approx(21 * US)
+            assert timeline.ranks[0].exposed == pytest.approx({"dp_shard": 5 * US})
+        for few in (0, 1, 4):  # what is waited for takes no longer than it does
+            found = step_of(comm(10, 0, 1), *[op(1)] * few, Wait(1, 0), op(1), prices=OneQueue())
+            assert found.step == pytest.approx(11 * US)
+        found = step_of(comm(10, 0, 1), *[op(0)] * 9, Wait(1, 0), op(1), prices=OneQueue(host=1))
+        assert found.step == pytest.approx((1 + 5 + 9 + 2) * US)  # nor does Python run beside it for nothing
+
     def test_where_the_time_goes_adds_up(self) -> None:
         events = [comm(5, 0, 1), op(2), Wait(1, 0), op(1), comm(4, 1, 2), Wait(2, 0), op(1)]
         rank = (timeline := step_of(*events, prices=Prices(host=1))).ranks[0]
@@ -215,6 +240,32 @@ class TestPipeline:
         exact = replay_time(pipeline(4, 200, message=2), Prices(host=1), exact=True)
         assert timeline.step == pytest.approx(exact.step, rel=1e-6)
         assert exact.simulated == exact.played
+        assert timeline.simulated < timeline.played / 10
+
+    def test_a_message_of_a_cpu_takes_the_processor_of_who_sends_and_who_computes_when_it_comes(self) -> None:
+        def step(before: int, beside: int, after: int) -> Timeline:
+            sends: list[Event] = [op(before), comm(8, 0, 1, kind="send", peer=1), op(after)]
+            receives: list[Event] = [comm(8, 0, 1, kind="recv", peer=0), op(beside), Wait(1, 0), op(1)]
+            programs = []
+            for rank, events in enumerate((sends, receives)):
+                program = Program(rank, 1, 2, groups=[CommGroup("pp", ())], places=[Place("forward")])
+                key = ("forward", rank, "only")
+                program.segments[key] = Segment(*key, events)
+                program.order = [(key, 0)]
+                programs.append(program)
+            return replay_time(programs, OneQueue())
+
+        assert step(1, 1, 30).step == pytest.approx(35 * US)  # the sender is slowest
+        found = step(1, 20, 1)
+        assert found.step == pytest.approx(25 * US)
+        assert found.ranks[1].exposed == pytest.approx({"pp": 4 * US})
+        assert step(1, 1, 1).step == pytest.approx(9 * US)  # a receiver that waits notices nothing
+
+    def test_pieces_of_a_cpu_that_were_seen_before_are_not_simulated_again(self) -> None:
+        timeline = replay_time(pipeline(4, 200, message=2), OneQueue(host=1))
+        exact = replay_time(pipeline(4, 200, message=2), OneQueue(host=1), exact=True)
+        assert timeline.step == pytest.approx(exact.step, rel=1e-6)
+        assert timeline.step > replay_time(pipeline(4, 200), OneQueue(host=1)).step
         assert timeline.simulated < timeline.played / 10
 
     def test_ranks_that_wait_for_each_other_are_an_error(self) -> None:

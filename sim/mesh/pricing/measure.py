@@ -6,7 +6,8 @@ streams on its share of the cores (or on a GPU or NPU), and they communicate. On
 them.
 
 Where a process has one core, its time is that of the thread on the processor, so that a machine with other work on it
-is measured as if it was idle. Communication has to be timed by the clock: of that the shortest time counts.
+is measured as if it was idle. Communication has to be timed by the clock: of that the shortest time counts. Beside it
+is kept how much of that time a process, with gloo's threads, was on the processor: more than all, if on two cores.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,27 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_work, (count, device, seconds, folder, threads, steps and device == "cpu"), nprocs=count)
         results = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
-    samples = [
-        {**sample, "seconds": min(result["samples"][i]["seconds"] for result in results)}
-        for i, sample in enumerate(results[0]["samples"])
-    ]
+    samples = merged_samples([result["samples"] for result in results])
     if steps and device == "cpu":
         samples += step_samples([result["steps"] for result in results], count)
     return fit_hardware(samples, results[0]["machine"], count)
+
+
+def merged_samples(results: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return one sample for those of all processes: the shortest time, and the mean of what gloo's threads were busy.
+
+    >>> merged_samples([[{"what": "collective", "seconds": 2.0, "busy": 1.2}], [{"seconds": 1.0, "busy": 0.8}]])
+    [{'what': 'collective', 'seconds': 1.0, 'busy': 1.0}]
+
+    Args:
+        results: samples of each process, in the same order.
+    """
+    merged = []
+    for alike in zip(*results, strict=True):
+        merged.append({**alike[0], "seconds": min(sample["seconds"] for sample in alike)})
+        if "busy" in alike[0]:
+            merged[-1]["busy"] = statistics.fmean([sample["busy"] for sample in alike])
+    return merged
 
 
 # -- in each process -------------------------------------------------------------------------------------------------
@@ -249,7 +264,7 @@ def _collectives(clock: _Clock, rank: int, count: int) -> list[Sample]:
 
             begin = time.process_time()
             took = clock.time(counted, together=True, repeats=9)
-            busy = min(1.0, (time.process_time() - begin) / calls[0] / took)
+            busy = (time.process_time() - begin) / calls[0] / took  # of all threads, so it can exceed 1
             found = {"what": "collective", "op": op, "size": size, "ranks": count, "seconds": took, "busy": busy}
             samples.append(found)
     begin = time.perf_counter()

@@ -175,7 +175,7 @@ def _fit_host(host: Sequence[Sample], issue: float) -> tuple[float, float]:
 
 
 def _fit_overlap(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return how much longer kernels take while threads of gloo have part of the processor that they run on."""
+    """Return 1, and the seconds that gloo takes of the processor for each second of a large communication."""
     large = max(sample["size"] for sample in samples if sample["what"] == "collective")
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     busy = [s["busy"] for s in samples if s["what"] == "collective" and s["size"] == large and s["op"] in kinds]

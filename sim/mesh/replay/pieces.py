@@ -84,7 +84,7 @@ class Flight:
 
 
 class Posted(NamedTuple):
-    """A message that is waited for: when its receiver was ready, and which one of its channel it is."""
+    """A message that is waited for: when its receiver was ready, which one of its channel it is, and its `WORK`."""
 
     at: float
     channel: Channel
@@ -94,6 +94,7 @@ class Posted(NamedTuple):
     by_host: bool
     lane: int
     event: int
+    work: float = 0.0
 
     def moved(self, by: float, numbers: int = 0) -> Posted:
         """Return it as seen from another zero, and counted from another number."""
@@ -156,8 +157,8 @@ def beside(flying: list[Flight], start: float, end: float) -> float:
 
 # Segments priced, and cut into pieces that run without a look at other ranks ------------------------------------------
 
-OP, COMM, WAIT, MARK, AWAIT, HOST_WAIT, ISSUE, SEND, RECV = range(9)
-"""Kinds of codes."""
+OP, COMM, WAIT, MARK, AWAIT, HOST_WAIT, ISSUE, SEND, RECV, WORK = range(10)
+"""Kinds of codes. `WORK` is what a communication takes of the processor that computes, where they share one."""
 
 
 class Prices(Protocol):
@@ -210,7 +211,7 @@ class Piece(NamedTuple):
         key: of the segment.
         last: whether it ends the segment.
         codes: of the events, see `sim.mesh.replay.streams.simulate`.
-        host: seconds that issuing them takes.
+        host: seconds that issuing them takes, and their `WORK`.
         total: seconds that all of them take one after the other.
         streams: that they use.
         lanes: groups that they communicate in.
@@ -302,6 +303,7 @@ def _piece(
     counts: dict[tuple[str, int], tuple[Any, int]] = {}
     host = 0.0
     synchronous = getattr(prices, "is_synchronous", False)
+    work_seconds = getattr(prices, "work_seconds", None)
     for at, event in enumerate(program.segments[key].events[start:end], start):
         if type(event) is Alloc or type(event) is Free:  # most are
             continue
@@ -328,7 +330,8 @@ def _piece(
             group = program.groups[event.group]
             cost, alone = prices.host_seconds(event), prices.comm(event, group, rank=program.rank)
             price = alone.seconds
-            host += cost
+            work = work_seconds(event, group) if work_seconds is not None else 0.0
+            host += cost + work
             evidence.add(group.axis, alone)
             streams[event.stream] = None
             issued[event.handle] = None
@@ -338,19 +341,23 @@ def _piece(
                     channel = (group.axis, event.peer, program.rank)
                     issued[event.handle] = (channel, receives.count(channel))
                     posted = (RECV, event.stream, channel, price, cost, event.handle, group.axis, event.group, at)
-                    codes.append((*posted, getattr(prices, "posts_early", False)))
+                    codes.append((*posted, getattr(prices, "posts_early", False), work))
                     receives.append(channel)
                     continue
                 channel = (group.axis, program.rank, event.peer)
                 to = channel if event.op == "send" and event.peer in peers else None
                 lanes[lane] = None
                 codes.append((SEND, event.stream, lane, price, cost, event.handle, group.axis, to, at))
+                if work:
+                    codes.append((WORK, work, group.axis))
                 continue
             lanes[event.group] = None
             shared = prices.comm(event, group, sharing=2.0, rank=program.rank).seconds
             link = _link(prices, group)
             rate = price / shared if shared > price else 1.0
             codes.append((COMM, event.stream, event.group, price, rate, cost, event.handle, group.axis, link, at))
+            if work:
+                codes.append((WORK, work, group.axis))
         elif isinstance(event, Wait):
             streams[event.stream] = None
             if event.handle not in issued:

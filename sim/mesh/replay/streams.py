@@ -20,6 +20,7 @@ from sim.mesh.replay.pieces import (
     OP,
     SEND,
     WAIT,
+    WORK,
     Blame,
     Chain,
     Channel,
@@ -113,7 +114,8 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
         piece: to run.
         clock: before it; is changed.
         arrived: when messages were sent, by channel and number.
-        slowdown: of computation while communication runs beside it, at least 1.
+        slowdown: of computation while communication runs beside it, at least 1. Where `WORK` says what communication
+            takes of the processor, it is 1.
     """
     host, tails, queues, waits, done, marks = (
         clock.host,
@@ -174,9 +176,12 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
             if found is None:
                 continue
             if isinstance(found, Posted):
-                at = found.event
+                at, work = found.event, found.work
                 found = done[handle] = arrive(found, arrived)
                 flights.append((found, at))
+                if work:  # of which the host notices nothing, if it waits for the rest of the message anyway
+                    host_waits += (Blame(host, host + work, found.chain[-1].axis, HOST),)
+                    host += work
             else:
                 found.fixed = True
             if found.end > tails.get(stream, floor):
@@ -197,6 +202,10 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
                     waits[stream] = _joined(_recent(waits.get(stream, ()), busy), chain)
         elif kind == ISSUE:
             host += code[1]
+        elif kind == WORK:
+            _, work, axis = code
+            host_waits += (Blame(host, host + work, axis, HOST),)
+            host += work
         elif kind == HOST_WAIT:
             host, host_waits = _host_wait(code[1], clock, host, host_waits, busy)
         elif kind == SEND:
@@ -214,12 +223,12 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
             if channel is not None:
                 sends.append((channel, start))
         else:
-            _, stream, channel, seconds, cost, handle, axis, lane, at, early = code
+            _, stream, channel, seconds, cost, handle, axis, lane, at, early, work = code
             host += cost
             tail = floor if early else tails.get(stream, floor)
             first = clock.received.get(channel, 0)
             clock.received[channel] = first + 1
-            done[handle] = Posted(max(host, tail), channel, first, seconds, axis, host > tail, lane, at)
+            done[handle] = Posted(max(host, tail), channel, first, seconds, axis, host > tail, lane, at, work)
     clock.host, clock.host_waits = host, host_waits
     gaps, compute, clock.busy = _gaps(ops, blames, clock.busy)
     comms = [Ran(flight.start, flight.end, flight.lane, at) for flight, at in flights]

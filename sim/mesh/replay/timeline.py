@@ -39,7 +39,8 @@ def replay_time(programs: Sequence[Program], prices: Prices, *, exact: bool = Fa
         programs: of the ranks of a pipeline, in its order; or one.
         prices: of operations and communication. Of its attributes, `overlap_slowdown` says by how much computation
             is slower while communication runs beside it (default 1); groups share links with those that cross nodes as
-            they do, or do not (`crosses_nodes`).
+            they do, or do not (`crosses_nodes`). On a CPU (`is_synchronous`), `work_seconds` of a communication are
+            added to what is computed, instead.
         exact: whether every piece is simulated.
 
     Raises:
@@ -56,7 +57,9 @@ def replay_time(programs: Sequence[Program], prices: Prices, *, exact: bool = Fa
         )
     peers = frozenset([program.rank for program in programs]) if len(programs) > 1 else frozenset()
     _check_peers(programs)
-    slowdown = float(getattr(prices, "overlap_slowdown", 1.0))
+    # A processor that does both has one queue: communication takes the same from what is computed, whenever that is.
+    works = getattr(prices, "is_synchronous", False)
+    slowdown = 1.0 if works else float(getattr(prices, "overlap_slowdown", 1.0))
     sent: defaultdict[Channel, list[float]] = defaultdict(list)
     players = [Player(row, program, prices, peers, exact, slowdown) for row, program in enumerate(programs)]
     while not all(player.is_over for player in players):
