@@ -480,7 +480,7 @@ def changes() -> list[Change]:
         run = _small(degrees, experts=experts)
         where = f"{_named(degrees)}, {experts} experts"
         older = partial(mock.patch.object, parallelize, "fully_shard", _on_dim_0)
-        found.append(Change("split of few experts", where, 8, run, received, run, older))
+        found.append(Change("split of experts", where, 8, run, received, run, older))
     degrees = {"dp_shard": 4}
     both = [_small({**degrees, "reduce_each": each}, 4) for each in (False, True)]
     reduced: Figures = {

@@ -272,10 +272,10 @@ def shard_units(
 
 
 def _placement_of_experts(ranks: int, others: PlacementFn | None, param: nn.Parameter) -> Any:
-    """Split experts inside of each where there are fewer of them than ranks.
+    """Split experts inside of each where they do not divide over the ranks.
 
-    On dim 0 some ranks would hold experts and others none, and each gather would be padded to as many rows as
-    there are ranks.
+    On dim 0 some ranks would hold more experts than others, or all of them, and each gather would be padded to as many
+    rows as if all ranks held as many.
 
     Args:
         ranks: over which it is split.
@@ -285,7 +285,7 @@ def _placement_of_experts(ranks: int, others: PlacementFn | None, param: nn.Para
     if param.ndim != 3:
         return None if others is None else others(param)
     local = param.to_local() if isinstance(param, DTensor) else param
-    if len(local) >= ranks:
+    if len(local) % ranks == 0:
         return None
     over_tp = [place.dim for place in param.placements if type(place) is Shard] if isinstance(param, DTensor) else []
     return Shard(2 if 1 in over_tp else 1)

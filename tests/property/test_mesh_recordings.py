@@ -114,13 +114,13 @@ def test_a_difference_that_is_no_number_is_noticed():
     assert derive([first, second, third, odd], job, part, list(part.layers)) is None
 
 
-def test_experts_that_are_fewer_than_ranks_do_not_follow_from_others():
+def test_experts_that_do_not_divide_over_ranks_do_not_follow_from_others():
     def kind(shards):
         job = Job(find_model("moe-tiny"), ParallelDims(dp_shard=shards, world_size=shards), 2, 16, Recipe())
         (part,) = job.stages()
         return depends_on(job, part, list(part.layers))
 
-    assert kind(4) == kind(8) != kind(16)  # split on dim 0, and inside of each
+    assert kind(4) == kind(8) != kind(16) == kind(3)  # split on dim 0, and inside of each
 
 
 def test_experts_on_nodes_follow_from_each_other():

@@ -42,6 +42,7 @@ RIGHT = {
     "experts on nodes": (of(EXPERTS, ep=4, ranks_per_node=2), 4),
     "each micro-batch reduced": (of(TIED, tp=2, reduce_each=True), 4),
     "fewer experts than ranks": (of(FEW_EXPERTS, tp=2), 8),
+    "experts that do not divide": (of(dataclasses.replace(EXPERTS, experts=ExpertsConfig(num_experts=6))), 4),
 }
 
 
@@ -55,11 +56,21 @@ def test_a_right_run_is_proved(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "dims", "share"),
-    [({}, [1], 4), ({"ep": 2}, [0, 1], 4), ({"dp_replicate": 2}, [0], 2), ({"tp": 2}, [1, 0], 4)],
+    ("experts", "parallel", "dims", "share"),
+    [
+        (2, {}, [1], 4),
+        (2, {"ep": 2}, [0, 1], 4),
+        (2, {"dp_replicate": 2}, [0], 2),
+        (2, {"tp": 2}, [1, 0], 4),
+        (6, {}, [1], 4),
+        (6, {"ep": 2}, [0, 1], 4),
+        (8, {}, [0], 4),
+    ],
 )
-def test_each_rank_holds_as_much_of_few_experts(parallel: dict[str, int], dims: list[int], share: int) -> None:
-    run = of(FEW_EXPERTS, **parallel)
+def test_each_rank_holds_as_much_of_experts(
+    experts: int, parallel: dict[str, int], dims: list[int], share: int
+) -> None:
+    run = of(dataclasses.replace(EXPERTS, experts=ExpertsConfig(num_experts=experts)), **parallel)
 
     def build() -> tuple[list[int], set[float]]:
         degrees = plan_run(run, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -129,8 +128,8 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         (dims.tp, dims.cp, dims.ep, dims.etp, dims.ulysses_degree, dims.fold_experts),
         job.ring_kernel if dims.ulysses_degree not in (None, dims.cp) else None,
         (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
-        # Fewer experts than ranks are split on another dim.
-        _few_experts(job),
+        # Experts that do not divide over the ranks are split inside of each.
+        _splits_experts(job),
         dims.pp > 1
         and (schedule.splits_backward, sends_end(recipe), schedule.begins_all_stages(job.microbatches, dims.pp)),
         (dims.pp, ends) if ends is not None and (part.is_first or part.is_last) else None,
@@ -146,9 +145,9 @@ def _is_known(job: Job) -> bool:
     return type(job) is Job and isinstance(job.model, ConfigSpec)
 
 
-def _few_experts(job: Job) -> bool:
+def _splits_experts(job: Job) -> bool:
     config, dims = getattr(job.model, "config", None), job.dims
-    return getattr(config, "num_experts", math.inf) < dims.expert_shards * dims.expert_ranks
+    return bool((getattr(config, "num_experts", None) or 0) % (dims.expert_shards * dims.expert_ranks))
 
 
 def _size(anchor: Anchor) -> int:
