@@ -245,8 +245,8 @@ def _accumulate(acc: torch.Tensor, parts: Sequence[torch.Tensor], op: str, facto
     if op == "AVG":
         if acc.is_floating_point() or acc.is_complex():
             acc.div_(len(parts))
-        else:
-            acc.div_(len(parts), rounding_mode="floor")
+        else:  # as NCCL does, the one backend that averages ints
+            acc.div_(len(parts), rounding_mode="trunc")
 
 
 def _all_reduce(calls: list[Call]) -> None:

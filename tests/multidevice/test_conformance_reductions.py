@@ -84,6 +84,13 @@ def test_all_reduce_averages(ctx):
             x = values(ctx, ctx.rank, 6, dtype=dtype)
             dist.all_reduce(x, ReduceOp.AVG)
             torch.testing.assert_close(x, all_values(ctx, 6, dtype=dtype).mean(0))
+    for dtype in INTEGERS[1:]:  # NCCL truncates towards zero
+        if is_taken(ctx, "all_reduce", dtype, ReduceOp.AVG):
+            x = values(ctx, ctx.rank, 6, dtype=dtype) - 4
+            dist.all_reduce(x, ReduceOp.AVG)
+            total = (all_values(ctx, 6, dtype=dtype) - 4).sum(0, dtype=dtype)
+            assert ((total < 0) & (total.fmod(ctx.world_size) != 0)).any(), total
+            same(x, total.div(ctx.world_size, rounding_mode="trunc"))
 
 
 @sim.ranks(3, backends=("sim", "gpu"))

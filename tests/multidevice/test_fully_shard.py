@@ -788,6 +788,23 @@ def test_the_all_reduce_over_replicas_can_wait(ctx):
     check_one_step(ctx, model, plain)  # nothing is left of what waited
 
 
+@sim.ranks(8, backends=NO_GLOO)
+def test_the_all_reduces_of_a_replicated_parameter_can_wait(ctx):
+    """It has two groups to reduce over, one after the other; what waited is added before the first, once."""
+    mesh = init_device_mesh(ctx.device_type, (2, 2, 2), mesh_dim_names=("copy", "replicate", "shard"))
+    part = ctx.rank % 4  # ranks 4 to 7 train a copy of their own
+    model, plain = net(ctx), net(ctx)
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    fully_shard(model, mesh=mesh["replicate", "shard"], replicate_params=vectors)
+    assert any(len(reducer.replicas) == 2 for reducer in unit_of(model).reducers)
+    for micro in range(3):
+        model.set_requires_all_reduce(micro == 2)
+        loss_of(model, data(ctx, micro, rank=part)).backward()
+        loss_of(plain, data(ctx, micro)[:16]).backward()
+        assert micro == 2 or all(p.grad is None for p in model.parameters())
+    assert_close(gradients(model), gradients(plain))
+
+
 @sim.ranks(2)
 def test_pending_gradients_are_kept_in_fp32_or_better(ctx):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -1069,6 +1086,27 @@ def test_training_goes_on_after_an_error(ctx):
                         p.mul_(2.0), q.mul_(2.0)
                 check_against_one_device(ctx, model, plain)
                 assert_freed(model)
+
+
+@sim.ranks(2, backends=NO_GLOO)
+def test_nothing_unsharded_is_left_of_a_backward_that_failed(ctx):
+    """The failing block is unsharded when its backward raises; the next call frees it, and gathers it anew."""
+    for keep in (True, False):
+        model, plain = net(ctx), net(ctx)
+        wrap_nested(model, mesh=mesh_of(ctx), reshard_after_forward=keep)
+        with pytest.raises(ArithmeticError):
+            break_backward(model, data(ctx, rank=ctx.rank))
+        with torch.no_grad():
+            for p in (*model.parameters(), *plain.parameters()):
+                p.mul_(0.5)  # as a checkpoint of an earlier step does
+            blocks, model.blocks = model.blocks, nn.ModuleList([])
+            model(data(ctx, rank=ctx.rank))  # does not come to the blocks
+            model.blocks = blocks
+        if keep:
+            assert_freed(model)
+        else:
+            assert not any(unit_of(block).is_unsharded for block in blocks)
+        check_against_one_device(ctx, model, plain)
 
 
 @sim.ranks(2, backends=NO_GLOO)

@@ -94,7 +94,32 @@ def test_every_pending_reduction(ctx):
             if kind != "avg":  # an average of whole numbers is rounded, and so once more when it stays pending
                 check(ctx, src, dst, shape, torch.int64)
     check(ctx, SQUARE(partial={"tp": "sum"}), SQUARE(partial={"tp": "avg"}), (4,))
+    check(ctx, SQUARE(partial={"tp": "avg"}), SQUARE(partial={"tp": "sum"}), (4,))  # divided in a copy, not in place
     check(ctx, SQUARE(partial={"tp": "sum"}), SQUARE("dp", partial={"tp": "max"}), (4,))
+
+
+@sim.ranks(4)
+def test_averages_of_ints_round_down(ctx):
+    """By an all-reduce, a reduce-scatter, and exchanges that add up copies in pairs and in fours."""
+    both, one, shape = SQUARE(partial={"dp": "avg", "tp": "avg"}), SQUARE(partial={"tp": "avg"}), (5, 3)
+    copies = [whole_of(shape, torch.int64) * (rank + 1) - 7 for rank in range(4)]
+    rounded = 0
+    for src, dst in [
+        (both, SQUARE()),
+        (both, SQUARE(("dp", "tp"))),
+        (both, SQUARE(None, ("tp", "dp"))),
+        (one, SQUARE()),
+        (one, SQUARE("tp")),
+        (one, SQUARE("tp", "dp")),
+    ]:
+        added = copies if src is both else copies[:2]  # ranks 2 and 3 hold the copies of ranks 0 and 1
+        total = torch.stack(added).sum(0)
+        rounded += int(((total < 0) & (total % len(added) != 0)).sum())
+        held = added[ctx.rank % len(added)].to(ctx.device)
+        found = execute(plan(src, dst, shape, torch.int64), held)
+        wanted = total.div(len(added), rounding_mode="floor")
+        assert torch.equal(found.cpu(), sim.scatter_full(wanted, dst)), f"{src} -> {dst}"
+    assert rounded > 20, "nothing was rounded"
 
 
 @sim.ranks(4)
