@@ -28,6 +28,7 @@ from hyper_parallel.cli.kit import (
 )
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
+from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.errors import explain, nearest
 
 if TYPE_CHECKING:
@@ -235,7 +236,10 @@ def search(
             blame = "the trainer does not know the model, so that train cannot run what is written"
             raise ValueError(explain(f"cannot write {write}", blame, f"--model {model}", "leave out --write"))
         stays = _said(config, given)
-        found_model, recipes = _recipes(run, spec, stays, _settings(settings))
+        found = _settings(settings)
+        found_model, recipes = _recipes(run, spec, stays, found)
+        if write is not None and found:
+            _check_writable_settings(write, run, recipes[0], found)
         degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
         chunks: dict[str, Any] = {"tp_chunks": ()} if "tp_chunks" in stays else {}
         try:
@@ -264,16 +268,17 @@ def search(
             from hyper_parallel.trainer.config import config_text
 
             write.parent.mkdir(parents=True, exist_ok=True)
-            write.write_text(config_text(_run_of(run, result.best.candidate)), encoding="utf-8")
+            write.write_text(config_text(arranged_run(run, result.best.candidate)), encoding="utf-8")
             _say_written(write, json_file)
         _write_json(search_dict(result), json_file)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
 
 
-def _run_of(run: Config, candidate: Any) -> Config:
-    """Return a run that is arranged as a candidate of its search."""
+def arranged_run(run: Config, candidate: Any) -> Config:
+    """Return `run` with the parallel keys of a candidate of its search."""
     dims, recipe, sizes = candidate.dims, candidate.recipe, candidate.layers_per_stage
+    policy = ActivationPolicy.of(recipe.checkpointing)
     piped = dims.pp > 1
     arranged: dict[str, Any] = {
         **{name: getattr(dims, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")},
@@ -284,7 +289,9 @@ def _run_of(run: Config, candidate: Any) -> Config:
         "schedule": recipe.schedule,
         "stages_per_rank": recipe.stages_per_rank if piped else None,
         "layers_per_stage": None if sizes is None else ",".join(map(str, sizes)),
-        "checkpointing": recipe.checkpointing,
+        "checkpointing": str(
+            dataclasses.replace(policy, every=recipe.checkpoint_every, first=recipe.checkpoint_layers)
+        ),
         "reshard_after_forward": recipe.zero == 3,
         "reduce_each": recipe.reduce_each,
         "reshard_inputs": recipe.reshard_inputs,
@@ -299,7 +306,29 @@ def _check_trained(run: Config, candidate: Any, devices: int) -> None:
     """Raise what `train` would raise of a candidate."""
     from sim.mesh.job import Job
 
-    Job.of_run(_run_of(run, candidate), devices)
+    Job.of_run(arranged_run(run, candidate), devices)
+
+
+def _check_writable_settings(write: Path, run: Config, recipe: Any, settings: dict[str, Any]) -> None:
+    """Raise if a file for `train` has no key for one of `settings`, because it would describe another run.
+
+    Args:
+        write: file of the best run.
+        run: what is searched.
+        recipe: with `settings`.
+        settings: fields of the recipe, by name, that were given with --set.
+    """
+    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+    from sim.mesh.job import Job
+    from sim.mesh.searching.space import Candidate
+
+    alone = dataclasses.replace(recipe, microbatches=None, schedule="1f1b", stages_per_rank=None)
+    written = Job.of_run(arranged_run(run, Candidate(ParallelDims(), alone, run.train.batch_size)), 1).recipe
+    lost = [name for name, value in settings.items() if getattr(written, name) != value]
+    if lost:
+        blame = f"it has no key for {' and '.join(lost)}, so that train would not run what was searched"
+        seen = ", ".join(f"--set {name}={settings[name]}" for name in lost)
+        raise ValueError(explain(f"cannot write {write}", blame, seen, "leave out --write, or these --set"))
 
 
 def _said(file: Path | None, given: Given) -> set[str]:
@@ -332,7 +361,7 @@ def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) 
         stages_per_rank=run.parallel.stages_per_rank or (1 if said_1f1b else None),
         microbatches=run.train.accumulate if "accumulate" in stays else None,
     )
-    levels = [run.parallel.checkpointing] if "checkpointing" in stays else CHECKPOINTINGS
+    levels = [recipe.checkpointing] if "checkpointing" in stays else CHECKPOINTINGS
     stages = [3 if run.parallel.reshard_after_forward else 2] if "reshard_after_forward" in stays else [3, 2]
     reductions = [run.parallel.reduce_each] if "reduce_each" in stays else [False, True]
     return job.model, [

@@ -8,7 +8,7 @@ import json
 import re
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,23 @@ from typer.testing import CliRunner
 
 import sim.mesh.pricing.measure  # noqa: F401
 from hyper_parallel import cli
+from hyper_parallel.cli.estimate import arranged_run
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.trainer.config import Config, config_text, load_config
+from hyper_parallel.trainer.config import (
+    Config,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    config_text,
+    load_config,
+)
 from hyper_parallel.trainer.report import prediction_table, read_log
 from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.pricing.measure import cpu_name
 from sim.mesh.recipe import Recipe
+from sim.mesh.searching.space import Candidate
 
 LLAMA = ("--model", "llama3-8b", "--hardware", "h100-sxm")
 SEARCH = (*LLAMA, "--devices", "64", "--batch-size", "128", "--seq-len", "8192", "--precision", "bf16")
@@ -349,6 +358,77 @@ def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any
     assert (run.parallel.pp, run.parallel.layers_per_stage) == (2, "3,1")
     assert run.train.accumulate > 1
     assert Job.of_run(run, 8).layers_per_stage == (3, 1)
+
+
+# Each sets other keys than the default of [parallel], all together all of them that a search chooses.
+ARRANGED = [
+    (
+        "moe",
+        ParallelDims(dp_shard=2, ep=2, tp=2, etp=1, world_size=8),
+        {"ranks_per_node": 4, "reduce_each": True},
+        None,
+    ),
+    ("moe", ParallelDims(dp_shard=1, ep=2, cp=2, ulysses_degree=2, fold_experts=True, world_size=4), {"zero": 2}, None),
+    ("llama", ParallelDims(dp_replicate=2, dp_shard=2, cp=2, ulysses_degree=1, world_size=8), {"compile": True}, None),
+    (
+        "llama",
+        ParallelDims(tp=2, etp=2, pp=2, world_size=4),
+        {"schedule": "interleaved", "stages_per_rank": 2},
+        (1, 1, 1, 1),
+    ),
+    ("llama", ParallelDims(tp=2, etp=2, world_size=2), {"reshard_inputs": True, "tp_chunks": 2}, None),
+    ("llama", ParallelDims(dp_shard=4, world_size=4), {"optimizer": "muon", "whole_parameters": True}, None),
+    ("llama", ParallelDims(), {"checkpointing": "full", "checkpoint_every": 2, "checkpoint_layers": 3}, None),
+]
+
+
+@pytest.mark.parametrize(("model", "dims", "choices", "sizes"), ARRANGED)
+def test_a_file_of_a_search_describes_all_of_its_candidate(
+    model: str, dims: ParallelDims, choices: dict[str, Any], sizes: tuple[int, ...] | None
+) -> None:
+    run = Config(train=TrainConfig(model=model, batch_size=16, seq_len=64))
+    run = replace(run, optimizer=OptimizerConfig(muon=choices.get("optimizer") == "muon"))
+    run = replace(run, parallel=ParallelConfig(compile=choices.get("compile", False), tp=8, reduce_each=True))
+    batch = 16 // dims.batch_ranks
+    candidate = Candidate(dims, Recipe(**{"param_dtype": "fp32", "microbatches": 2, **choices}), batch, sizes)
+    Path("best.toml").write_text(config_text(arranged_run(run, candidate)))
+    job = Job.of_run(load_config("best.toml"), dims.world_size)
+    assert (job.dims, job.batch, job.layers_per_stage) == (dims, batch, sizes)
+    assert job.recipe == candidate.recipe
+
+
+def test_the_files_of_a_search_are_tried_with_each_key_of_two_values() -> None:
+    keys = {field.name for field in fields(ParallelConfig)} - {"engine", "param_dtype"}  # no search changes these
+    found = [
+        arranged_run(Config(), Candidate(dims, Recipe(**choices), 16, sizes)).parallel
+        for _, dims, choices, sizes in ARRANGED
+    ]
+    assert {key for key in keys if len({getattr(each, key) for each in found}) < 2} == {"compile"}  # stays the run's
+
+
+def test_a_search_keeps_a_checkpointing_of_some_blocks(asked: list[dict[str, Any]]) -> None:
+    Path("run.toml").write_text('[train]\nbatch_size = 16\nseq_len = 64\n[parallel]\ncheckpointing = "full every 2"')
+    options = ("--hardware", "h100-sxm", "--devices", "2", "--limit", "2", "--write", "best.toml")
+    code, output = invoke("search", "run.toml", *options)
+    assert code == 0, output
+    assert {(g["recipe"].checkpointing, g["recipe"].checkpoint_every) for g in asked} == {("full", 2)}
+    assert load_config("best.toml").parallel.checkpointing == "full every 2"
+
+
+def test_a_search_writes_no_file_that_forgets_a_setting(asked: list[dict[str, Any]]) -> None:
+    options = ("--hardware", "h100-sxm", "--devices", "2", "--limit", "2", "--write", "best.toml")
+    Path("run.toml").write_text('[train]\nbatch_size = 16\nseq_len = 64\n[parallel]\nparam_dtype = "bf16"')
+    code, output = invoke("search", "run.toml", *options, "--set", "float8=true", "--set", "zero=2")
+    assert code == 2, output
+    assert output == (
+        "error: cannot write best.toml: it has no key for float8, so that train would not run what was searched\n"
+        "  --set float8=True\n"
+        "  try: leave out --write, or these --set\n"
+    )
+    assert not asked
+    assert not Path("best.toml").exists()
+    assert invoke("search", "run.toml", *options, "--set", "zero=2")[0] == 0
+    assert not load_config("best.toml").parallel.reshard_after_forward
 
 
 def test_chunks_that_a_search_finds_are_trained(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,6 +327,15 @@ def test_a_mesh_of_links_gains_with_each_rank():
     assert rates == pytest.approx([38, 76, 152], rel=0.05)  # published: 38, 64, 149
 
 
+def test_over_nodes_a_mesh_of_links_has_those_between_the_ranks_of_one_node():
+    """Two ranks on each of two nodes: one link carries three quarters of the tensor, of two ranks alone a half."""
+    pricing = Pricing(find_hardware("ascend-910b"))
+    two = pricing.comm(comm("all_gather", 2**34), group(2))
+    over_nodes = pricing.comm(comm("all_gather", 2**34), CommGroup("dp", (0, 1, 8, 9)))
+    assert over_nodes.bound == "link"
+    assert over_nodes.seconds / two.seconds == pytest.approx(1.5, rel=0.02)
+
+
 def test_groups_of_many_nodes_use_the_adapters_of_their_ranks(pricing):
     """8 groups of one rank per node share the adapters; a group of 8 ranks per node has them all."""
     whole = pricing.comm(comm("all_gather", 2**32), group(64)).seconds

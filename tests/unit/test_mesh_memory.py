@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,8 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from sim.mesh.job import Job
 from sim.mesh.memory import ROUNDING, ClassMemory, replay_memory, with_workspaces
+from sim.mesh.models import find_model
 from sim.mesh.program import Alloc, Event, Free, Op, Place, Program, Segment
+from sim.mesh.recipe import Recipe
 from sim.mesh.replay.allocator import (
     CACHING,
     EXPANDABLE,
@@ -23,6 +29,7 @@ from sim.mesh.replay.allocator import (
     MemoryBlock,
     find_pattern,
 )
+from sim.mesh.tracing.trace import trace
 
 MIB = 1 << 20
 
@@ -457,3 +464,42 @@ def test_a_pattern_needs_three_repetitions() -> None:
     found = find_pattern([(key, batch) for batch in range(3) for key in (FORWARD, BACKWARD)])
     assert found is not None
     assert (found.start, found.end, found.length, found.shift) == (0, 6, 2, 1)
+
+
+# -- what blocks are for -----------------------------------------------------------------------------------------------
+
+SMALL = LlamaConfig(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.mark.parametrize("seq_len", [32, 64])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_and_gradients_of_as_many_bytes_are_told_apart(tp: int, seq_len: int) -> None:
+    """A micro-batch has 64 or 128 tokens: gradients of head and embedding take a width of 64, in bf16 and in fp32."""
+    dims, recipe = ParallelDims(tp=tp, world_size=tp), Recipe(microbatches=2)
+    (program,) = trace(Job(find_model(SMALL), dims, batch=4, seq_len=seq_len, recipe=recipe))
+    events = [(key, e) for key, segment in program.segments.items() for e in segment.events]
+    freed = {e.block: key for key, e in events if isinstance(e, Free)}
+    found: dict[str, Counter[tuple[str, str, int]]] = defaultdict(Counter)
+    for (name, _, variant), e in events:
+        if isinstance(e, Alloc) and name != "build" and variant == "first":
+            name_after, _, variant_after = freed[e.block]
+            after = name_after if variant_after == variant else "next micro-batch"
+            found[program.categories[e.block]][name, after, e.bytes] += 1
+    elements = 2 * seq_len * 320 // tp
+    assert found["logits"] == {
+        ("forward", "backward", 2 * elements): 1,
+        ("forward", "forward", 4 * elements): 1,
+        ("backward", "backward", 4 * elements): 1,
+        ("backward", "backward", 2 * elements): 1,
+    }
+    weights = sum(weight.numel() for weight in Llama(SMALL).parameters())
+    norms = 5 * 64  # which tp does not split
+    waiting = sum(size * count for (_, after, size), count in found["gradients"].items() if after == "next micro-batch")
+    assert waiting == 4 * ((weights - norms) // tp + norms), "in fp32, for the second micro-batch to be added to"

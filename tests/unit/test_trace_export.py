@@ -18,7 +18,7 @@ import sim
 from sim.kernel.context import current_context
 from sim.timeline.bars import lay_out
 from sim.timeline.export import flight_recorder
-from sim.trace import Event, Trace
+from sim.trace import Event, Span, Trace
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 
@@ -147,6 +147,24 @@ def test_an_event_stays_until_all_ranks_have_come():
     trace = traced(body, 4, keep_events=1)
     assert trace.bytes(axis="world", op="all_reduce", rank=0) == 2 * 10 * 4 * 3 // 4
     assert [(row.axis, row.count) for row in trace.by_axis()] == [("world", 1), ("tp", 6)]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_an_event_that_completes_late_is_counted_and_then_forgotten(keep):
+    """Of four events each completes at one of the times after it was issued, or never: all such orders."""
+    for completed_at in itertools.product(*(range(issued, 5) for issued in range(4))):
+        trace, everything = Trace(1, keep), Trace(1)
+        spans = [Span() for _ in range(4)]
+        for now, issued in enumerate(spans):
+            missing = [seq for seq in range(now) if completed_at[seq] >= now]
+            event = Event(0, "all_reduce", "dp", (0,), now, 2**now, 2**now, "float32", "", span=issued)
+            trace.add(event), everything.add(event)
+            older = [e.seq for e in trace.kept() if e.seq <= now - keep]
+            assert older == [seq for seq in (*missing, now) if seq <= now - keep], completed_at
+            for seq, span in enumerate(spans[: now + 1]):
+                span.end = float(now) if completed_at[seq] <= now else None
+            assert trace.by_axis() == everything.by_axis()
+            assert trace.bytes() == sum(2**seq for seq in range(now + 1) if completed_at[seq] <= now)
 
 
 def test_exports_say_what_is_forgotten(tmp_path):

@@ -82,7 +82,8 @@ def find_categories(
     categories = {each.block: each.category for each in standing}
     freed: dict[int, Key] = {}
     taken: dict[int, Key] = {}
-    products: set[int] = set()  # of backward: the gradient of a head may be as large as the logits
+    in_loss: set[int] = set()  # blocks that the loss reads or makes
+    weight_gradients: set[int] = set()  # those of a head or an embedding may be as large as the logits
     for key, chunks in segments.items():
         for _, events in chunks:
             for event in events:
@@ -90,8 +91,12 @@ def find_categories(
                     taken[event.block] = key
                 elif isinstance(event, Free):
                     freed[event.block] = key
-                elif isinstance(event, Op) and event.kind == "matmul" and key[0].startswith("backward"):
-                    products.update([touch.block for touch in event.writes])
+                elif not isinstance(event, Op):
+                    continue
+                elif recorder.places[event.place].phase == "loss":
+                    in_loss.update([touch.block for touch in (*event.reads, *event.writes)])
+                elif key[0].startswith("backward") and _makes_weight_gradient(event, weight_gradients):
+                    weight_gradients.update([touch.block for touch in event.writes])
     logits = logit_sizes(job)
     data = re.compile(r"^(all_gather|reduce_scatter|all_reduce|all_to_all) (dp_|loss|shard|fsdp|ep|world|batch)")
     for block, key in taken.items():
@@ -106,7 +111,9 @@ def find_categories(
             categories[block] = "gathered weights"
         elif spread.startswith(("reduce_scatter", "all_reduce")) and data.match(spread):
             categories[block] = "communication"
-        elif place.layer is None and size in logits and block not in products:
+        elif size in logits and (
+            block in in_loss or (place.phase == "backward" and place.layer is None and block not in weight_gradients)
+        ):
             categories[block] = "logits"
         elif key[0] in ("forward", "backward_input") and freed.get(block) != key:
             categories[block] = "activations"  # or what the gradients of weights need
@@ -115,6 +122,13 @@ def find_categories(
         else:
             categories[block] = "workspace"
     return categories
+
+
+def _makes_weight_gradient(op: Op, known: set[int]) -> bool:
+    """Return True for a product of backward, an embedding's gradient, and a copy of either in another dtype."""
+    if op.kind == "matmul" or op.name.startswith("aten.embedding_dense_backward"):
+        return True
+    return op.name.startswith("aten._to_copy") and all(touch.block in known for touch in op.reads)
 
 
 def logit_sizes(job: Job) -> set[int]:
