@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -28,7 +29,7 @@ from hyper_parallel.trainer.config import (
     ParallelConfig,
     TrainConfig,
 )
-from hyper_parallel.trainer.data import IGNORED, RecordLoader, samples
+from hyper_parallel.trainer.data import IGNORED, RecordLoader, samples, state_from, state_text
 from hyper_parallel.trainer.guards import StopRequest
 from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import TrainResult, read_log
@@ -608,6 +609,28 @@ def test_shuffled_records_are_those_of_a_pass_in_an_order_of_its_own(shuffle: in
     assert order_of(RECORDS, 0) == order_of(RECORDS, 1) == list(range(29)) * 3
     with pytest.raises(ValueError, match="shuffle must be a finite number of at least 0"):
         order_of(RECORDS, -1)
+
+
+@pytest.mark.parametrize("shuffle", [0, 6, 29])
+@pytest.mark.parametrize("records", [lambda: RECORDS, Streamed, Unnumbered])
+def test_records_go_on_from_any_place_within_a_block(records: Any, shuffle: int) -> None:
+    """Over more than a pass; in blocks of 6 the 29 records stop at each of their places."""
+
+    def batches(loader: RecordLoader, count: int) -> list[list[int]]:
+        return [inputs.flatten().tolist() for inputs, _ in itertools.islice(loader, count)]
+
+    config = BASE.with_changes("train", {"batch_size": 2})
+    whole = batches(RecordLoader(records(), config, shuffle=shuffle), 64)
+    places = set()
+    for used in range(1, 61):
+        stopped = RecordLoader(records(), config, shuffle=shuffle)
+        batches(stopped, used)
+        state = stopped.state_dict()
+        places.add(state["read"] % 6)
+        again = RecordLoader(records(), config, shuffle=shuffle)
+        again.load_state_dict(state_from(state_text(state)))
+        assert batches(again, 4) == whole[used : used + 4], f"after {used} batches, {state['read']} records"
+    assert places == set(range(6))
 
 
 @pytest.mark.sim
