@@ -78,6 +78,12 @@ def test_copies_differ_and_reduce_to_the_tensor(kind, dtype):
     assert torch.equal(sim.gather_full(parts, layout, full.shape), full)
 
 
+def test_a_gathered_average_of_ints_rounds_down():
+    layout = Layout((2,), ("tp",))(partial={"tp": "avg"})
+    parts = [torch.tensor([-3, 3, -4, -4]), torch.tensor([2, -2, 1, 2])]
+    assert sim.gather_full(parts, layout, (4,)).tolist() == [-1, 0, -2, -1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_copy_can_be_left_out(kind):
     full = whole(50, dtype=torch.float64) * 2 + 11
