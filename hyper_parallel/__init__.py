@@ -18,11 +18,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.distributed_c10d import get_process_group_ranks, init_process_group, split_group
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
 
     from hyper_parallel.core.activations import checkpoint_blocks
     from hyper_parallel.core.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
     from hyper_parallel.core.context_parallel import context_parallel
+    from hyper_parallel.core.distributed_checkpoint import get_optim_state_dict, set_optim_state_dict
     from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
     from hyper_parallel.core.dtensor.dtensor import SkipDTensorDispatch, distribute_module
     from hyper_parallel.core.expert_parallel import expert_parallel, update_expert_bias
@@ -124,12 +134,23 @@ __all__ = [
     # Devices
     "get_platform",
     # torch's own, and what has no effect: names that users of the existing library import from here
+    "ColwiseParallel",
     "PipelineStage",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "Schedule1F1B",
+    "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
+    "SequenceParallel",
     "SkipDTensorDispatch",
     "distribute_module",
+    "get_optim_state_dict",
     "get_process_group_ranks",
     "init_process_group",
+    "parallelize_module",
+    "set_optim_state_dict",
     "split_group",
 ]
 
@@ -139,7 +160,12 @@ _NAMES_OF = MappingProxyType(
     {
         "torch.distributed.device_mesh": "DeviceMesh init_device_mesh",
         "torch.distributed.distributed_c10d": "get_process_group_ranks init_process_group split_group",
-        "torch.distributed.pipelining": "PipelineStage ScheduleInterleaved1F1B",
+        "torch.distributed.pipelining": "PipelineStage Schedule1F1B ScheduleGPipe ScheduleInterleaved1F1B",
+        "torch.distributed.tensor.parallel": (
+            "ColwiseParallel PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput RowwiseParallel "
+            "SequenceParallel parallelize_module"
+        ),
+        "hyper_parallel.core.distributed_checkpoint": "get_optim_state_dict set_optim_state_dict",
         "hyper_parallel.core.dtensor.dtensor": "SkipDTensorDispatch distribute_module",
         "hyper_parallel.core.activations": "checkpoint_blocks",
         "hyper_parallel.core.checkpoint": "Checkpointer load_checkpoint save_checkpoint",

@@ -17,6 +17,7 @@ import sim
 API = [
     "CPUOffloadPolicy",
     "Checkpointer",
+    "ColwiseParallel",
     "DTensor",
     "DataParallelMeshDims",
     "DeviceMesh",
@@ -32,8 +33,15 @@ API = [
     "Partial",
     "Pipeline",
     "PipelineStage",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "Replicate",
+    "RowwiseParallel",
+    "Schedule1F1B",
+    "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
+    "SequenceParallel",
     "Shard",
     "ShardingPlan",
     "SkipDTensorDispatch",
@@ -51,6 +59,7 @@ API = [
     "full_tensor",
     "fully_shard",
     "get_model_state_dict",
+    "get_optim_state_dict",
     "get_platform",
     "get_process_group_ranks",
     "hsdp",
@@ -59,11 +68,13 @@ API = [
     "init_parameters",
     "init_process_group",
     "load_checkpoint",
+    "parallelize_module",
     "parallelize_value_and_grad",
     "redistribute",
     "register_forward_method",
     "register_fsdp_forward_method",
     "save_checkpoint",
+    "set_optim_state_dict",
     "shard_module",
     "share_comm_ctx",
     "show",
@@ -122,14 +133,21 @@ def test_sim_exports_exactly_this():
 @pytest.mark.parametrize(
     "path",
     [
+        "core.activation_checkpoint",
+        "core.distributed_checkpoint",
         "core.fully_shard.api",
+        "core.fully_shard.hsdp_utils",
         "core.fully_shard.utils",
         "core.hsdp.api",
+        "core.hsdp.hsdp_utils",
         "core.shard.api",
         "core.shard.sharding_plan",
-        "core.dtensor.layout",
+        "core.dtensor.debug",
+        "core.dtensor.device_mesh",
         "core.dtensor.dtensor",
+        "core.dtensor.layout",
         "core.dtensor.placement_types",
+        "core.utils.clip_grad",
         "trainer.parallel_dims",
         "platform",
     ],
@@ -171,15 +189,32 @@ def test_the_package_alone_imports_no_torch(name):
 def test_names_of_the_existing_library_lead_to_what_does_it_here():
     """Where torch has it, torch's own."""
     import torch.distributed as dist
-    from torch.distributed import tensor
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+    from torch.distributed import checkpoint, pipelining, tensor
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.tensor import parallel
+    from torch.utils.checkpoint import CheckpointPolicy
 
+    from hyper_parallel.core import activation_checkpoint, distributed_checkpoint
+    from hyper_parallel.core.dtensor import debug, device_mesh
     from hyper_parallel.core.dtensor.dtensor import SkipDTensorDispatch, distribute_tensor
     from hyper_parallel.core.dtensor.layout import DeviceMesh
+    from hyper_parallel.core.fully_shard import unit
+    from hyper_parallel.core.hsdp import hsdp_utils
+    from hyper_parallel.core.utils import clip_grad
     from hyper_parallel.platform.platform import PlatformType
 
-    assert hyper_parallel.PipelineStage is PipelineStage
-    assert hyper_parallel.ScheduleInterleaved1F1B is ScheduleInterleaved1F1B
+    for name in ("PipelineStage", "Schedule1F1B", "ScheduleGPipe", "ScheduleInterleaved1F1B"):
+        assert getattr(hyper_parallel, name) is getattr(pipelining, name)
+    for name in parallel.__all__:
+        assert name in ("ParallelStyle", "loss_parallel") or getattr(hyper_parallel, name) is getattr(parallel, name)
+    assert hyper_parallel.get_optim_state_dict is state_dict.get_optimizer_state_dict
+    assert hyper_parallel.set_optim_state_dict is state_dict.set_optimizer_state_dict
+    assert distributed_checkpoint.save is checkpoint.save
+    assert activation_checkpoint.CheckpointPolicy is CheckpointPolicy
+    assert device_mesh.init_device_mesh is hyper_parallel.init_device_mesh
+    assert debug.CommDebugMode is tensor.debug.CommDebugMode
+    assert clip_grad.clip_grad_norm_ is hyper_parallel.clip_grad_norm_
+    assert hsdp_utils.ShardedState is unit.ShardedState
     for name in ("get_process_group_ranks", "init_process_group", "split_group"):
         assert getattr(hyper_parallel, name) is getattr(dist, name)
     assert hyper_parallel.distribute_module is tensor.distribute_module

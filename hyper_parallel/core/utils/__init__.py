@@ -1,0 +1,1 @@
+"""Paths that users of the existing library know, and nothing else."""
