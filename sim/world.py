@@ -20,6 +20,7 @@ import torch
 from hyper_parallel.core.common.checks import check, check_choice, check_least, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.tables import as_html
+from hyper_parallel.core.common.torch_compat import clear_sharding_caches
 from hyper_parallel.core.redistribute.cost import Topology
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.platform.accelerator import torch_npu_is_installed
@@ -48,7 +49,7 @@ from sim.observers.races import Races
 from sim.observers.replicas import Replicas
 from sim.patches import install, rank_thread
 from sim.patches.devices import KINDS, has_named
-from sim.patches.dtensor import clear_thread_caches, thread_has_caches
+from sim.patches.dtensor import thread_has_caches
 from sim.patches.process_groups import new_c10d_state
 from sim.patches.rank import Host, RankContext, copy_of_filters, enter_filters, forget_settings, leave_filters
 from sim.patches.torch_modules import enter_hooks, leave_hooks
@@ -355,7 +356,7 @@ class World:
             install.uninstall(self.host)
         finally:
             caching = [self._workers[rank] for rank in sorted(self._cached) if not self._workers[rank].busy]
-            threads.call_on(caching, clear_thread_caches)
+            threads.call_on(caching, clear_sharding_caches)
             threads.release(self._workers)
             self.network.close()
             self._workers, self.contexts, self.host.contexts = [], [], []

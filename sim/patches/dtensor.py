@@ -23,7 +23,7 @@ from sim.observers import replicas
 from sim.patches.locks import exchange
 from sim.patches.rank import Host, Undo, use_op_handlers
 
-__all__ = ["DTENSOR_PATCHES", "clear_thread_caches", "thread_has_caches"]
+__all__ = ["DTENSOR_PATCHES", "thread_has_caches"]
 
 
 def _caches(host: Host) -> Undo:
@@ -100,14 +100,6 @@ def thread_has_caches() -> bool:
     propagator = tensor.DTensor._op_dispatcher.sharding_propagator
     native = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", lambda: (0, 0))()
     return bool(propagator.propagate_op_sharding.cache_info().currsize or any(native))
-
-
-def clear_thread_caches() -> None:
-    """Empty these caches, which would otherwise keep the meshes of worlds that have ended."""
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
 
 
 # -- sharding propagation, done by one rank of a world for all of them --------------------------------------------

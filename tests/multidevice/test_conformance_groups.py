@@ -3,9 +3,12 @@
 import datetime
 
 import pytest
+import torch
 import torch.distributed as dist
 from conformance_kit import HOST, NOT_GLOO, all_values, same, values, zeros
+from torch import nn
 
+import hyper_parallel as hp
 import sim
 
 
@@ -177,6 +180,28 @@ def test_the_default_group_again_after_its_end(ctx):
     adds_up(ctx, None, [0, 1])
     with pytest.raises(ValueError, match="twice"):
         dist.init_process_group("gloo")
+
+
+@sim.ranks(4, backends=("sim", "gloo"))
+def test_a_second_default_group_meets_no_group_of_the_first(ctx, tmp_path):
+    """torch keeps how results are sharded by meshes that are equal, those of a past default group among them."""
+
+    def gradients(others: int) -> list[float]:
+        for _ in range(others):  # else groups of one place have the same names in both
+            hp.init_device_mesh(ctx.device_type, (4, 1), mesh_dim_names=("a", "b"))
+        mesh = hp.init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        hp.fully_shard(model, mesh=mesh)
+        model(torch.ones(3, 4)).square().mean().backward()
+        hp.clip_grad_norm_(model, 1.0)
+        assert all(parameter.grad.device_mesh is parameter.device_mesh for parameter in model.parameters())
+        return [hp.full_tensor(parameter.grad).sum().item() for parameter in model.parameters()]
+
+    first = gradients(0)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/second", rank=ctx.rank, world_size=4)
+    assert gradients(1) == first
 
 
 @sim.ranks(2, backends=("sim",))

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
+
+from hyper_parallel.core.common.torch_compat import clear_sharding_caches
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,6 +32,14 @@ _LOCK = threading.Lock()
 # access is under the lock.
 _GROUPS = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]()
 
+
+class _LastSeen(threading.local):
+    """The default group that this thread saw last: torch's caches below are by thread, too, so no rank's state."""
+
+    world: ref[dist.ProcessGroup] | None = None
+
+
+_LAST_SEEN = _LastSeen()
 
 # What every backend gathers and scatters as it is, and what others of one size travel as.
 _SENT = frozenset(
@@ -116,6 +126,18 @@ def _agree_on_count(ranks: tuple[int, ...]) -> None:
         dist.new_group([rank], use_local_synchronization=True, group_desc="hyper_parallel filler")
 
 
+def forget_past_groups() -> None:
+    """Empty torch's caches of DTensors if the default group is not the one that this thread saw last.
+
+    They hold how an operator's results are sharded, by meshes that are equal. A mesh of a new default group equals one
+    of a past group. Its results would get the past mesh, whose process groups are destroyed.
+    """
+    world = dist.group.WORLD
+    if world is not None and (_LAST_SEEN.world is None or _LAST_SEEN.world() is not world):
+        _LAST_SEEN.world = ref(world)
+        clear_sharding_caches()
+
+
 def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> list[list[int]]:
     """Return the numbers of every rank of a group, in group order.
 
@@ -151,10 +173,11 @@ def init_process_group(backend: str | None = None) -> None:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend)  # rank 0 makes the store
-        return
-    store, rank, world_size = next(rendezvous("env://"))
-    own = attempt_store(dist.PrefixStore("hyper_parallel", store), rank, world_size)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size)
+    else:
+        store, rank, world_size = next(rendezvous("env://"))
+        own = attempt_store(dist.PrefixStore("hyper_parallel", store), rank, world_size)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size)
+    forget_past_groups()
 
 
 def attempt_store(store: Any, rank: int, world_size: int) -> dist.Store:

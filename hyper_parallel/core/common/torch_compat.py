@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.common.errors import explain
@@ -70,6 +71,12 @@ def computes_again() -> bool:
     apart.
     """
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
+
+def clear_sharding_caches() -> None:
+    """Empty what torch has cached on this thread of how operators shard their results; torch 2.11 has no fast path."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", bool)()
 
 
 def is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:

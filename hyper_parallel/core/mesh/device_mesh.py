@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.checks import check, check_listed, read_int
 from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.groups import forget_past_groups
 
 Ranks = range | tuple[int, ...]
 
@@ -213,6 +214,7 @@ def axes_of(mesh: Any) -> MeshAxes:
     if not isinstance(mesh, DeviceMesh):
         hint = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), or Layout((2, 4), ("dp", "tp"))'
         check("cannot read a mesh", "mesh", hint, mesh=mesh)
+    forget_past_groups()
     with _LOCK:
         known = _AXES.get(mesh)
     if known is not None:
