@@ -302,6 +302,10 @@ def check_run(run: Config, sim: int | None) -> Config:
         place = RankPlace.from_environment()
         world_size, local_ranks = place.world_size, place.local_world_size
     platform = get_platform(run.train.device)
+    if run.train.hardware is not None:  # also where nothing is predicted
+        from sim.mesh.hardware import find_hardware
+
+        find_hardware(run.train.hardware)
     dims = plan_run(run, world_size)
     check_platform(run, platform)
     check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")

@@ -13,12 +13,19 @@ from hyper_parallel.platform.platform import (
     Stream,
     reductions_of,
 )
-from hyper_parallel.platform.registry import get_platform, register_platform, register_provider, unregister_provider
+from hyper_parallel.platform.registry import (
+    device_types,
+    get_platform,
+    register_platform,
+    register_provider,
+    unregister_provider,
+)
 
 __all__ = [
     # Ask
     "get_platform",
     "attention_operators",
+    "device_types",
     "reductions_of",
     # What comes back
     "AttentionKernel",

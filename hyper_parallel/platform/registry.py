@@ -38,13 +38,18 @@ class PlatformRegistry:
             return self._default()
         with self._lock:
             factory = self._factories.get(device_type)
-            known = ", ".join(repr(name) for name in sorted(self._factories))
         if factory is None:
+            known = ", ".join(map(repr, self.device_types()))
             asked, hint = f"cannot get a platform for {device_type!r}", "register_platform for a new device type"
             if ":" in device_type:
                 hint = f"{device_type.partition(':')[0]!r}, without an index"
             raise ValueError(explain(asked, "no such device type is registered", f"known: {known}", hint))
         return factory()
+
+    def device_types(self) -> list[str]:
+        """Do what the function `device_types` says."""
+        with self._lock:
+            return sorted(self._factories)
 
     def register(self, device_type: str, factory: PlatformFactory) -> None:
         """Do what `register_platform` says."""
@@ -115,6 +120,15 @@ def get_platform(device_type: str | None = None) -> Platform:
         PlatformUnavailableError: the device type is known, but cannot be used here; the message says what is missing.
     """
     return _REGISTRY.get(device_type)
+
+
+def device_types() -> list[str]:
+    """Return the device types that `get_platform` knows, whether they can be used here or not.
+
+    >>> device_types()[:2]
+    ['cpu', 'cuda']
+    """
+    return _REGISTRY.device_types()
 
 
 def register_platform(device_type: str, factory: PlatformFactory) -> None:

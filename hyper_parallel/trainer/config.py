@@ -40,9 +40,11 @@ from hyper_parallel.core.common.checks import (
     check_paths,
 )
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.pipeline.schedules import SCHEDULES
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
+from hyper_parallel.platform import device_types
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -186,6 +188,8 @@ class TrainConfig:
         asked = "cannot use [train]"
         check_fields(asked, self)
         check_choice(asked, "model", self.model, (*MODELS, OTHER))
+        if self.device is not None:
+            check_choice(asked, "device", self.device, device_types())
         check_paths(asked, **_some(self, "log", "start_from", "hardware", "tensorboard"))
         if self.model == OTHER and self.start_from is None:
             blame, hint = "it is the model of a folder, and none is given", "--start-from FOLDER"
@@ -265,8 +269,11 @@ class ParallelConfig:
         check_choice(asked, "param_dtype", self.param_dtype, ("fp32", "bf16", "fp64"))
         ActivationPolicy.of(self.checkpointing, asked=asked)
         check_choice(asked, "engine", self.engine, ("fully_shard", "hsdp"))
-        numbers = ("ranks_per_node", "stages_per_rank", "tp_chunks")
-        check_least(asked, 1, **{name: getattr(self, name) for name in numbers})
+        check_choice(asked, "schedule", self.schedule, SCHEDULES)
+        degrees = ("dp_replicate", "cp", "ulysses_degree", "tp", "pp", "ep", "etp")
+        check_least(asked, 1, **_some(self, *degrees, "ranks_per_node", "stages_per_rank", "tp_chunks"))
+        if self.dp_shard != -1:  # which is inferred
+            check_least(asked, 1, dp_shard=self.dp_shard)
         self.stage_sizes()
 
     def stage_sizes(self) -> list[int] | None:

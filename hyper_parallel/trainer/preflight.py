@@ -18,7 +18,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
 from hyper_parallel.models.llama import Llama
-from hyper_parallel.models.lora import check_targets
+from hyper_parallel.models.lora import ALL, check_targets
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import OTHER, Config
@@ -119,6 +119,7 @@ def check_blocks(schedule: str, checkpointing: str, *, compiled: bool) -> None:
 
 def _check_pipeline(config: Config, dims: ParallelDims) -> None:
     parallel, kind = config.parallel, find_schedule(config.parallel.schedule)
+    stages = dims.pp * kind.checked_stages_per_rank(parallel.stages_per_rank)
     if not dims.pp_enabled:
         if parallel.layers_per_stage is not None:
             asked, blame = f"cannot use layers_per_stage='{parallel.layers_per_stage}'", "there is no pipeline"
@@ -129,7 +130,6 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
         raise ValueError(explain(asked, blame, dims.summary(), "reduce_each=False"))
     check_blocks(kind.name, parallel.checkpointing, compiled=parallel.compile)
     assert kind.torch_class, "raises where this torch lacks it"
-    stages = dims.pp * kind.checked_stages_per_rank(parallel.stages_per_rank)
     try:
         kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
     except ValueError as error:  # it speaks of its own argument
@@ -193,9 +193,9 @@ def check_lora(config: Config) -> None:
     Raises:
         ValueError: no weights to start from, or targets that the model does not have.
     """
-    if not config.lora.rank:
+    if not config.lora.rank and config.lora.targets == ALL:
         return
-    if config.train.start_from is None:
+    if config.lora.rank and config.train.start_from is None:
         blame, hint = "the weights that they stand beside would be random", "--start-from FOLDER"
         seen = f"lora.rank: {config.lora.rank}   train.start_from: None"
         raise ValueError(explain("cannot train adapters alone", blame, seen, hint))

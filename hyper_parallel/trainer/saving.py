@@ -26,6 +26,7 @@ from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.lora import (
+    ALL,
     Adapter,
     LoraConfig,
     check_targets,
@@ -548,11 +549,11 @@ def model_of_folder(run: Config) -> nn.Module:
     except Exception as error:  # it raises errors of many kinds
         seen = f"seen: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
         raise ValueError(explain(asked, "transformers cannot", seen, "a folder with a causal language model")) from None
-    if run.lora.rank:
+    if run.lora.rank or run.lora.targets != ALL:
         check_targets(model, run.lora)
-        for module in with_lora(model, run.lora).modules():
-            if isinstance(module, Adapter):
-                module.reset_parameters()
+    for module in with_lora(model, run.lora).modules():
+        if isinstance(module, Adapter):
+            module.reset_parameters()
     return model
 
 

@@ -479,7 +479,6 @@ NAMES = ("--hardware", "laptop-cpu")
     [
         ((), None, None, "CPU.* is: it was not measured; try: hyper-parallel hardware measure"),
         ((), "A Cray-1", None, "CPU.* is: out/hardware.toml describes another machine; try: hyper-parallel hardware"),
-        (("--hardware", "h100"), None, None, "cannot find the hardware 'h100': nothing has that name; try: 'h200'"),
         (("--hardware", "h100-sxm"), None, None, "other hardware: h100-sxm communicates by nccl, and .* by gloo; try"),
         (NAMES, None, UnknownOperation("no price\n\n  op: aten.foo\n  try: another"), "no price; try: another"),
         (NAMES, None, AssertionError(), "AssertionError; try: --no-predict"),
@@ -507,6 +506,14 @@ def test_a_run_without_a_prediction_trains_and_says_why_in_a_line(
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if "predict" in line]
     assert re.search(f"^nothing is predicted: .*{said}", line), line
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-predict",), ("--sim", "2")])
+def test_hardware_that_nothing_describes_is_refused_also_where_nothing_is_predicted(arguments: tuple[str, ...]) -> None:
+    code, output = invoke("train", "tiny.toml", "--hardware", "h100", *arguments)
+    assert code == 2
+    assert "cannot find the hardware 'h100': nothing has that name" in output
+    assert "try: 'h200'" in output
 
 
 def test_a_cpu_that_was_measured_is_found() -> None:

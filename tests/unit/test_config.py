@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import typing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.models.lora import LoraConfig
 from hyper_parallel.platform import PlatformUnavailableError
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import (
@@ -26,6 +30,7 @@ from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.optimizer import learning_rate
 from hyper_parallel.trainer.preflight import (
     available_memory,
+    check_lora,
     check_machine,
     check_platform,
     plan_run,
@@ -139,6 +144,76 @@ def test_an_empty_file_is_the_default(write) -> None:
 def test_a_mistake_is_pointed_at(write, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_config(write(text))
+
+
+# Wrong values of options that are words; those below are looked at by who reads the file, the device or the model.
+WRONG_WORDS = {
+    "optimizer.schedule": "cosinus",
+    "train.model": "lama",
+    "train.device": "cdua",
+    "train.on_nonfinite": "skp",
+    "parallel.schedule": "1f1br",
+    "parallel.layers_per_stage": "1;2",
+    "parallel.engine": "hdsp",
+    "parallel.param_dtype": "bf61",
+    "parallel.checkpointing": "ful",
+    "experts.score": "soft",
+}
+FREE_WORDS = {"lora.targets", "data.path", "data.pattern", "data.tokenizer", "checkpoint.folder"}
+FREE_WORDS |= {f"train.{name}" for name in ("log", "start_from", "hardware", "tensorboard")}
+
+
+def options():
+    for section in dataclasses.fields(Config):
+        kind = type(getattr(Config(), section.name))
+        for name, hint in typing.get_type_hints(kind).items():
+            yield f"{section.name}.{name}", hint
+
+
+def wrong_value(option: str, hint: object) -> object:
+    if hint is bool:
+        return "yes"
+    if option in WRONG_WORDS:
+        return WRONG_WORDS[option]
+    return "" if option in FREE_WORDS else -2
+
+
+@pytest.mark.parametrize(("option", "hint"), [each for each in options() if each[0] != "lora.targets"])
+def test_a_wrong_value_is_refused_whatever_the_other_options_are(option: str, hint: object) -> None:
+    """`Config()` has one rank: no pipeline, no experts, no context parallelism, no tensor parallelism."""
+    section, _, name = option.partition(".")
+    with pytest.raises((TypeError, ValueError), match=name):
+        Config().with_changes(section, {name: wrong_value(option, hint)})
+
+
+def test_a_word_close_to_the_right_one_is_corrected() -> None:
+    for option, wrong in WRONG_WORDS.items():
+        section, _, name = option.partition(".")
+        with pytest.raises(ValueError, match=r"\n  try: (\w+=)?'\w") as caught:
+            Config().with_changes(section, {name: wrong})
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": {"stages_per_rank": 3}}, "cannot schedule the pipeline: '1f1b' has exactly 1 per rank"),
+        ({"parallel": {"layers_per_stage": "2,2"}}, "cannot use layers_per_stage='2,2': there is no pipeline"),
+        ({"parallel": {"etp": 3}}, "cannot use etp=3 with tp=1"),
+    ],
+)
+def test_what_no_run_can_have_is_refused_where_it_is_not_used(changes: dict[str, dict[str, Any]], message: str) -> None:
+    config = Config()
+    for section, values in changes.items():
+        config = config.with_changes(section, values)
+    with pytest.raises(ValueError, match=message):
+        plan_run(config, 1)
+
+
+def test_targets_of_no_adapters_are_those_of_the_model() -> None:
+    with pytest.raises(ValueError, match=r"the model has no linear layer 'q_prj'[^$]*try: 'q_proj'"):
+        check_lora(Config(lora=LoraConfig(targets="q_prj")))
+    check_lora(Config(lora=LoraConfig(targets="q_proj")))
 
 
 def test_every_section_is_read(write) -> None:

@@ -615,6 +615,7 @@ def test_public_names() -> None:
         "Reductions",
         "Stream",
         "attention_operators",
+        "device_types",
         "get_platform",
         "reductions_of",
         "register_platform",
