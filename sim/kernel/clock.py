@@ -60,17 +60,16 @@ def sleep(seconds: float) -> None:
     """What `time.sleep` is on a simulated rank: it takes virtual time, and others run meanwhile.
 
     A rank wakes up when nobody who is awake can go on, and whoever sleeps until the earliest time wakes first.
-    Elsewhere it is `time.sleep`.
+    Elsewhere, and on threads of a rank that take no turns, it is `time.sleep`.
 
     Args:
         seconds: Virtual seconds, 0 or more.
     """
     context = current_context()
-    if context is None:
+    if context is None or not context.has_turn():
         _sleep_for_real(seconds)
         return
     took = check_seconds(float(seconds), "the time that a rank sleeps")
-    context.check_caller()
     if context.stretch is not None:
         took = context.stretch(took, "sleep")
     context.scheduler.sleep(took)

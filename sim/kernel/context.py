@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +25,18 @@ class Context:
         self.scheduler = scheduler
         self.stretch: Callable[[float, str], float] | None = None
 
-    def check_caller(self) -> None:
-        """Refuse a thread that is not one of this rank's: it does not hold the turn."""
+    def has_turn(self) -> bool:
+        """Return True if the calling thread is one of this rank's, and the one that runs."""
         running = self.scheduler.running
-        if running is None or running.ident != threading.get_ident() or running.context is not self:
+        if running is None or self.scheduler.pid != os.getpid():  # or in a process that it has forked off
+            return False
+        return running.ident == threading.get_ident() and running.context is self
+
+    def check_caller(self) -> None:
+        """Refuse a thread that is not one of this rank's, or takes no turns: it does not hold the turn."""
+        if not self.has_turn() and self.scheduler.pid == os.getpid():
             raise SimError(
-                f"a thread that is not one of rank {self.rank}'s used one of its process groups\n"
+                f"a thread that takes no turns with rank {self.rank}'s used one of the rank's process groups\n"
                 f"  seen: thread {threading.current_thread().name!r}\n"
                 "  try: communicate from the thread that runs the rank's function, or from a threading.Thread that it "
                 "starts"

@@ -209,19 +209,16 @@ class Scheduler:
                 waiter.alarm = None
 
     def may_wait(self) -> bool:
-        """Whether the calling thread has the turn, and would wait for a thread of the world."""
+        """Return True if the thread that has the turn would wait for a thread of the world."""
         me = self.running
-        return (
-            me is not None
-            and me.ident == threading.get_ident()
-            and not me.by_itself
-            and not self.unscheduled.are_waited_for_by(me)
-        )
+        return me is not None and not self.unscheduled.are_waited_for_by(me)
 
     def adopt(self, helper: RankThread) -> None:
-        """Let a thread take part that a rank has just started, and that waits for its baton."""
+        """Let a thread take part that a thread of a rank has just started, and that waits for its baton."""
         self.helpers.append(helper)
-        self._ready.append(helper)
+        started = Waitable()
+        started.waiters.append(helper)
+        self.wake(started)  # by a thread without the turn: when nobody else can run
 
     @property
     def now(self) -> float:

@@ -7,20 +7,24 @@ as Python waits for them; those that are daemon threads, or wait for work that n
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import itertools
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from sim.explain.errors import RankStopped, SimError
-from sim.kernel.context import current_context
+from sim.kernel.context import current_context, this_thread
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import RankThread
-from sim.patches.locks import Local, exchange, my_scheduler
+from sim.patches.locks import Local, exchange, my_scheduler, scheduler_of_turn
 from sim.patches.rank import RankContext
 from sim.patches.rank_thread import catch_up, on_helper_thread
 
@@ -34,44 +38,57 @@ _RUN_BY_THEMSELVES = (
 def _threads(host: object) -> Callable[[], None]:
     """A thread that a rank starts takes part; to wait for its end yields the turn."""
     start, join, is_alive = threading.Thread.start, threading.Thread.join, threading.Thread.is_alive
-    init = threading.Thread.__init__
+    init, start_bare = threading.Thread.__init__, _thread.start_new_thread
     helpers: dict[threading.Thread, RankThread] = {}
 
     def init_on_rank(thread: threading.Thread, *args: Any, **options: Any) -> None:
         init(thread, *args, **options)
-        scheduler = my_scheduler()
+        scheduler = scheduler_of_turn()
         me = None if scheduler is None else scheduler.running
         if me is not None and not me.name and options.get("daemon") is None:
             thread.daemon = False  # as on a process's main thread; a rank's own is a daemon
 
     def start_on_rank(thread: threading.Thread) -> None:
-        scheduler = my_scheduler()
-        me = None if scheduler is None else scheduler.running
-        if scheduler is None or me is None:
+        context, turn = current_context(), scheduler_of_turn()
+        if context is None:
             start(thread)
             return
-        vars(thread)[_OF_RANK] = me.rank
-        by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith(_RUN_BY_THEMSELVES)
-        helper = None if by_itself else _as_helper(scheduler, me, thread)
-        me.by_itself = True
+        scheduler: Scheduler = context.scheduler
+        me = helpers.get(threading.current_thread()) if turn is None else turn.running
+        is_here = me is not None and scheduler.pid == os.getpid()  # and in no process that a rank has forked off
+        helper = RankThread(context.rank if me is None else me.rank, context)
+        helper.name, helper.daemon, helper.ended = thread.name, thread.daemon, Local()
+        helper.by_itself = not is_here or _talks_to_processes(thread, sys._getframe(1))
+        vars(thread)[_OF_RANK] = helper.rank
+        run = _run_by_itself if helper.by_itself else _run
+        vars(thread)["run"] = partial(run, scheduler, helper, thread, thread.run)
         try:
-            start(thread)  # waits until the thread is there
+            with nullcontext() if me is None else _waiting_for_real(me):
+                start(thread)  # waits until the thread is there
         except BaseException:
             vars(thread).pop("run", None)
             raise
-        finally:
-            me.by_itself = False
-        if helper is None:
-            scheduler.unscheduled.add(me.rank, thread)
+        for ended in [each for each, its in list(helpers.items()) if its.finished and not is_alive(each)]:
+            del helpers[ended]
+        helpers[thread] = helper
+        if helper.by_itself:
+            scheduler.unscheduled.add(helper.rank, thread)
         else:
-            for ended in [each for each, its in helpers.items() if its.finished and not is_alive(each)]:
-                del helpers[ended]
-            helpers[thread] = helper
+            assert me is not None
             me.resumed = catch_up
             scheduler.adopt(helper)
 
+    def start_bare_on_rank(function: Any, args: Any, kwargs: Any = None, /) -> int:
+        if scheduler_of_turn() is None:
+            return start_bare(function, args, *([] if kwargs is None else [kwargs]))
+        thread = threading.Thread(target=function, args=args, kwargs=kwargs, daemon=True)
+        thread.start()
+        return thread.ident or 0
+
     def join_on_rank(thread: threading.Thread, timeout: float | None = None) -> None:
-        scheduler, helper = my_scheduler(), helpers.get(thread)
+        scheduler, helper = scheduler_of_turn(), helpers.get(thread)
+        if helper is not None and helper.by_itself:
+            scheduler = my_scheduler()
         if scheduler is not None and helper is not None and helper is not scheduler.running:
             assert helper.ended is not None
             if not scheduler.wait(helper.ended, None if timeout is None else scheduler.now + max(timeout, 0.0)):
@@ -80,8 +97,8 @@ def _threads(host: object) -> Callable[[], None]:
         join(thread, timeout)
 
     def is_alive_on_rank(thread: threading.Thread) -> bool:
-        scheduler, helper = my_scheduler(), helpers.get(thread)
-        if scheduler is not None and helper is not None and helper is not scheduler.running:
+        scheduler, helper = scheduler_of_turn(), helpers.get(thread)
+        if scheduler is not None and helper is not None and not helper.by_itself and helper is not scheduler.running:
             if not helper.finished:
                 scheduler.poll()  # a loop that asks until it has ended lets it run
             if helper.finished:
@@ -94,15 +111,34 @@ def _threads(host: object) -> Callable[[], None]:
             (threading.Thread, "start", start_on_rank),
             (threading.Thread, "join", join_on_rank),
             (threading.Thread, "is_alive", is_alive_on_rank),
+            (_thread, "start_new_thread", start_bare_on_rank),
         ]
     )
 
     def undo() -> None:
         restore()
-        for thread in helpers:
-            thread.join(_CLEARING_UP_S)
+        for thread, helper in helpers.items():
+            if not helper.by_itself:
+                thread.join(_CLEARING_UP_S)
 
     return undo
+
+
+@contextmanager
+def _waiting_for_real(me: RankThread) -> Iterator[None]:
+    before, me.by_itself = me.by_itself, True
+    try:
+        yield
+    finally:
+        me.by_itself = before
+
+
+def _talks_to_processes(thread: threading.Thread, caller: FrameType) -> bool:
+    """Return True for a thread of multiprocessing and its like; those of its pools of threads run users' functions."""
+    name, owner = str(caller.f_globals.get("__name__", "")), caller.f_locals.get("self")
+    in_thread_pool = any(kind.__name__ in ("ThreadPool", "DummyProcess") for kind in type(owner).__mro__)
+    runs: Any = getattr(thread, "_target", None)
+    return name.startswith(_RUN_BY_THEMSELVES) and (not in_thread_pool or runs.__name__ == "_handle_workers")
 
 
 _OF_RANK = "_of_simulated_rank"  # of a thread: the rank that has started it
@@ -140,12 +176,18 @@ def _main_thread(host: object) -> Callable[[], None]:
 _CLEARING_UP_S = 5.0  # to be through with what Python does after a thread's function; far more than it takes
 
 
-def _as_helper(scheduler: Scheduler, me: RankThread, thread: threading.Thread) -> RankThread:
-    """Let the thread that is about to start wait for its turn before it runs."""
-    helper = RankThread(me.rank, me.context)
-    helper.name, helper.daemon, helper.ended = thread.name, thread.daemon, Local()
-    vars(thread)["run"] = partial(_run, scheduler, helper, thread, thread.run)
-    return helper
+def _run_by_itself(scheduler: Scheduler, helper: RankThread, thread: threading.Thread, run: Callable[[], Any]) -> None:
+    """Run a thread that takes no turns as one of its rank: it can ask who it is, but not communicate."""
+    vars(thread).pop("run", None)
+    this_thread.context = helper.context
+    try:
+        catch_up()
+        run()
+    finally:
+        this_thread.context = None
+        helper.finished = True
+        if helper.ended is not None:
+            scheduler.wake(helper.ended)
 
 
 def _run(scheduler: Scheduler, helper: RankThread, thread: threading.Thread, run: Callable[[], Any]) -> None:
@@ -194,7 +236,7 @@ def _futures(host: object) -> Callable[[], None]:
 
     def init_on_rank(future: concurrent.futures.Future[Any], *args: Any, **options: Any) -> None:
         init(future, *args, **options)
-        if my_scheduler() is not None:
+        if scheduler_of_turn() is not None:
             vars(future)["_number"] = next(numbers)
 
     def number(future: concurrent.futures.Future[Any]) -> int:
@@ -203,7 +245,7 @@ def _futures(host: object) -> Callable[[], None]:
 
     def init_executor_on_rank(executor: Any, *args: Any, **options: Any) -> None:
         init_executor(executor, *args, **options)
-        if my_scheduler() is not None:
+        if scheduler_of_turn() is not None:
             executor._threads = _InOrder(executor._threads)
 
     def done_on_rank(future: concurrent.futures.Future[Any]) -> bool:

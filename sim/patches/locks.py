@@ -37,13 +37,24 @@ _WAIT_IN = (threading.__file__, queue.__file__, concurrent.futures._base.__file_
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def my_scheduler() -> Scheduler | None:
-    """The scheduler, if the calling thread is the one that it lets run; None where waiting is Python's own affair."""
+def scheduler_of_turn() -> Scheduler | None:
+    """Return the scheduler if the calling thread is the one that it lets run, e.g. to decide whose a new thread is."""
     context = current_context()
     if context is None or context.scheduler.pid != os.getpid():  # or a process that a rank has forked off
         return None
     scheduler: Scheduler = context.scheduler
-    return scheduler if scheduler.may_wait() else None
+    me = scheduler.running
+    return scheduler if me is not None and me.ident == threading.get_ident() and not me.by_itself else None
+
+
+def my_scheduler() -> Scheduler | None:
+    """Return the scheduler if the calling thread waits for threads of the world; None: waiting is Python's own affair.
+
+    A rank that waits for another process keeps its turn. What it makes meanwhile is its own all the same: ask
+    `scheduler_of_turn` for that.
+    """
+    scheduler = scheduler_of_turn()
+    return scheduler if scheduler is not None and scheduler.may_wait() else None
 
 
 class Local(Waitable):
@@ -154,7 +165,7 @@ class _LockOfWhoever:
     """What `threading.Lock` is while a world is alive."""
 
     def __new__(cls) -> Any:
-        return _real_lock() if my_scheduler() is None else Lock()
+        return _real_lock() if scheduler_of_turn() is None else Lock()
 
 
 class _SimpleQueueOfWhoever:
@@ -163,7 +174,7 @@ class _SimpleQueueOfWhoever:
     __class_getitem__: Any = classmethod(types.GenericAlias)
 
     def __new__(cls) -> Any:
-        return _c_simple_queue() if my_scheduler() is None else _python_simple_queue()
+        return _c_simple_queue() if scheduler_of_turn() is None else _python_simple_queue()
 
 
 _c_simple_queue: Any = queue.SimpleQueue
@@ -196,7 +207,7 @@ def _locks(host: object) -> Callable[[], None]:
     def rlock(*args: Any, **options: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") == _COMPILER:  # imported now, maybe on no rank
             return _yielding_rlock()
-        return original_rlock(*args, **options) if my_scheduler() is None else _python_rlock(*args, **options)
+        return original_rlock(*args, **options) if scheduler_of_turn() is None else _python_rlock(*args, **options)
 
     replacements: list[tuple[Any, str, Any]] = [
         (threading, "_allocate_lock", _LockOfWhoever),
@@ -388,7 +399,7 @@ class RankSelector(selectors.DefaultSelector):
         Beside the loop's own end of a pipe, through which other threads wake it, there may be files and sockets, of
         which the scheduler learns nothing: they are looked at in real time.
         """
-        scheduler = _scheduler_of_turn()
+        scheduler = scheduler_of_turn()
         if scheduler is None:
             return super().select(timeout)
         found = super().select(0)
@@ -412,16 +423,6 @@ class RankSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-def _scheduler_of_turn() -> Scheduler | None:
-    """The scheduler, if the calling thread is the one that it lets run."""
-    context = current_context()
-    if context is None or context.scheduler.pid != os.getpid():
-        return None
-    me = context.scheduler.running
-    has_turn = me is not None and me.ident == threading.get_ident() and not me.by_itself
-    return context.scheduler if has_turn else None
-
-
 def _event_loops(host: object) -> Callable[[], None]:
     """An event loop that a rank makes waits in virtual time, and lets others run meanwhile."""
     init, write_to_self = BaseSelectorEventLoop.__init__, vars(BaseSelectorEventLoop)["_write_to_self"]
@@ -429,7 +430,7 @@ def _event_loops(host: object) -> Callable[[], None]:
 
     def init_on_rank(loop: Any, selector: Any = None) -> None:
         context = current_context()
-        if selector is None and context is not None and _scheduler_of_turn() is not None:
+        if selector is None and context is not None and scheduler_of_turn() is not None:
             selector = RankSelector(context)
         init(loop, selector)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
 import builtins
@@ -1433,7 +1434,7 @@ def test_seam_threads():
 
     def places() -> list[object]:
         thread = threading.Thread
-        return [thread.__init__, thread.start, thread.join, thread.is_alive]
+        return [thread.__init__, thread.start, thread.join, thread.is_alive, _thread.start_new_thread]
 
     def body() -> tuple:
         ranks: list[int] = []

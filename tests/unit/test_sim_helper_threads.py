@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import concurrent.futures
 import importlib
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
@@ -619,6 +621,85 @@ def test_workers_that_load_next_to_a_helper():
             return seen
 
     assert sim.run(body, 2) == [[0, 1, 4, 9, 16, 25]] * 2
+
+
+def ask_in_threads(answer) -> list[object]:
+    """What threads, made in every way, find when asked; some are started by another thread of the rank."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(answer()))
+    timer = threading.Timer(0.5, lambda: found.append(answer()))
+    for each in (thread, timer):
+        each.start()
+        each.join()
+    ended = queue.SimpleQueue()
+    _thread.start_new_thread(lambda *args, **named: ended.put(answer()), (1,), {"named": 2})
+    found.append(ended.get())
+
+    async def main() -> list[object]:
+        loop = asyncio.get_running_loop()
+        return [await asyncio.to_thread(answer), await loop.run_in_executor(None, answer)]
+
+    with ThreadPoolExecutor(1) as pool, ThreadPool(1) as other:
+        within = pool.submit(lambda: ThreadPoolExecutor(1).submit(answer).result())
+        mapped = other.map_async(lambda _: answer(), [1, 2])
+        return [*found, pool.submit(answer).result(), within.result(), *mapped.get(), *asyncio.run(main())]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_thread_is_its_ranks_also_while_workers_load(workers):
+    def body() -> list[object]:
+        found = []
+        for batch in DataLoader(Squares(), batch_size=3, num_workers=workers):
+            found += ask_in_threads(lambda: (dist.get_rank(), dist.is_initialized(), os.environ["RANK"]))
+            dist.all_reduce(batch)
+        return found
+
+    answers = sim.run(body, 2)
+    assert [set(each) for each in answers] == [{(rank, True, str(rank))} for rank in range(2)]
+    assert [len(each) for each in answers] == [2 * 9] * 2
+
+
+def test_what_other_processes_call_back_is_their_ranks():
+    """It runs on a thread that takes no turns: it learns who it is, may start threads, and must not communicate."""
+
+    def body() -> list[object]:
+        found: queue.Queue = queue.Queue()
+
+        def answer(_: object) -> None:
+            thread = threading.Thread(target=lambda: [found.put(dist.get_rank()), dist.barrier()])
+            thread.start()
+            time.sleep(0.01)
+            try:
+                dist.all_reduce(torch.ones(1))
+            except sim.SimError as error:
+                found.put(str(error).partition("\n")[0])
+
+        context = multiprocessing.get_context("fork")
+        with context.Pool(1) as pool, ProcessPoolExecutor(1, mp_context=context) as processes:
+            pool.apply_async(abs, [-1], callback=answer)
+            seen = [found.get(), found.get()]
+            processes.submit(abs, -1).add_done_callback(answer)
+            return sorted([*seen, found.get(), found.get()], key=str)
+
+    refused = "a thread that takes no turns with rank {0}'s used one of the rank's process groups"
+    assert sim.run(body, 2) == [[rank, rank, refused.format(rank), refused.format(rank)] for rank in range(2)]
+
+
+class Asleep(Squares):
+    def __getitem__(self, index: int) -> str:
+        time.sleep(0.001)
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(os.environ["RANK"]))
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+def test_a_worker_sleeps_and_its_threads_are_its_ranks():
+    def body() -> list[str]:
+        return list(DataLoader(Asleep(), batch_size=None, num_workers=1))
+
+    assert sim.run(body, 2) == [["0"] * 6, ["1"] * 6]
 
 
 def test_an_event_that_a_thread_from_outside_sets():
