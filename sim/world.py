@@ -5,17 +5,19 @@ The one place where kernel, communication, observers, patches and texts are put 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from typing_extensions import Unpack
 
 from hyper_parallel.core.common.checks import check, check_choice, check_least, read_int
 from hyper_parallel.core.common.errors import explain
@@ -57,7 +59,7 @@ from sim.script.failure import device_hint, exit_hint
 from sim.script.packages import SharedReferences, check_own
 from sim.trace import Trace
 
-__all__ = ["MAX_RANKS", "World", "WorldOptions", "run", "world"]
+__all__ = ["MAX_RANKS", "Checks", "Options", "World", "WorldOptions", "check_options", "run", "show_options", "world"]
 
 MAX_RANKS = 65_536
 _numbers = itertools.count()
@@ -65,9 +67,34 @@ _PAST = {"alive": "begun already", "running": "begun already", "ended": "ended"}
 _NOT_ALIVE = {"new": "has not begun", "running": "runs something already", "ended": "has ended"}
 
 
+class Checks(TypedDict, total=False):
+    """What a world looks at while its ranks run; also keyword arguments of `sim.ranks`."""
+
+    check_races: bool
+    check_replicas: bool
+
+
+class Options(Checks, total=False):
+    """The keyword arguments of `world` and `run`, for editors and type checkers; `WorldOptions` says what each does."""
+
+    seed: int
+    init: bool
+    intraop_threads: int | None
+    pin: int | None
+    topology: str | Topology | None
+    cost: Cost | None
+    schedule: Sequence[int] | None
+    faults: Sequence[Fault]
+    device: str | None
+    map_device: str | None
+    backend: str | None
+    own: Sequence[str]
+    keep_events: int | None
+
+
 @dataclass(frozen=True)
 class WorldOptions:
-    """How a world is to be; the keyword arguments of `world` and `run`.
+    """How a world is to be; its fields are the keys of `Options`.
 
     Args:
         seed: Fixes the interleaving of the ranks and their initial random state.
@@ -525,7 +552,16 @@ def _check_pin(asked: str, pin: int | None) -> None:
             raise ValueError(explain(asked, f"ranks cannot be pinned to processor {pin!r}", seen, "pin=None"))
 
 
-def world(world_size: int, **options: Any) -> World:
+def check_options(asked: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise TypeError, with the options that are spelled alike, if one is given that is not known."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known) or ["one of these"]
+            seen = f"options: {', '.join(known)}"
+            raise TypeError(explain(asked, f"there is no option {name!r}", seen, " or ".join(near)))
+
+
+def world(world_size: int, **options: Unpack[Options]) -> World:
     """Make a world of `world_size` ranks, for use in a `with` statement.
 
     >>> import torch.distributed as dist
@@ -549,7 +585,9 @@ def world(world_size: int, **options: Any) -> World:
         TypeError: A world size that is no int, a topology, a cost or a fault that is none, or an option that there is
             not.
     """
-    size = read_int("cannot make a world", "world_size", world_size, 1, "sim.run(fn, world_size=8)", MAX_RANKS)
+    asked = "cannot make a world"
+    size = read_int(asked, "world_size", world_size, 1, "sim.run(fn, world_size=8)", MAX_RANKS)
+    check_options(asked, options, [each.name for each in fields(WorldOptions)])
     return World(size, WorldOptions(**options))
 
 
@@ -558,7 +596,7 @@ def run(
     world_size: int,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on each of `world_size` simulated ranks; return the results in rank order.
 
@@ -574,16 +612,14 @@ def run(
         return w.run(fn, args, kwargs)
 
 
-def _with_options(fn: Callable[..., Any]) -> None:
-    """Let `inspect.signature` (and so `help` and editors) show the options by name."""
+def show_options(fn: Callable[..., Any], kind: type) -> None:
+    """Let `inspect.signature`, and so `help`, show the keys of `kind` in place of `fn`'s `**options`."""
     signature = inspect.signature(fn)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = inspect.signature(WorldOptions).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    fn.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*own, *(each.replace(kind=keyword) for each in options)]
-    )
+    options = inspect.signature(WorldOptions).parameters
+    shown = [each.replace(kind=each.KEYWORD_ONLY) for name, each in options.items() if name in kind.__annotations__]
+    fn.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
 
 
-_with_options(world)
-_with_options(run)
+show_options(world, Options)
+show_options(run, Options)

@@ -30,7 +30,7 @@ from sim.testing.processes import (
     who_left,
 )
 from sim.testing.rank_test import RankTest
-from sim.world import world
+from sim.world import Checks, world
 
 _TIMEOUT = datetime.timedelta(seconds=300)  # of one communication between the ranks of torchrun
 
@@ -52,11 +52,11 @@ def run_body(
     like = request.config.getoption("--sim-backend")
     like = like if backend == SIMULATED_BACKENDS.get(like) else None
     if backend == "sim" or like is not None:
-        races, replicas = test.checks if backend == "sim" else (False, False)  # type: ignore[attr-defined]
+        checks: Checks = test.checks if backend == "sim" else {}  # type: ignore[attr-defined]
         kind = _device_of(test, request)
-        races = races or (kind == "npu" and not torch_npu_is_installed())  # late devices: for any seed, not for some
-        options = {"check_races": races, "check_replicas": replicas, "backend": like, "device": kind}
-        with world(world_size, seed=seed, **options) as simulated:
+        if kind == "npu" and not torch_npu_is_installed():  # late devices: for any seed, not for some
+            checks = {**checks, "check_races": True}
+        with world(world_size, seed=seed, backend=like, device=kind, **checks) as simulated:
             rules = "" if like is None else f" --sim-backend={like}"
             rules += "" if kind is None else f" --sim-device={kind}"
             simulated.replay = f"pytest '{request.node.nodeid}' --sim-seed={seed}{rules}"

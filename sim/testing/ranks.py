@@ -16,10 +16,13 @@ except ImportError as missing:
         "sim.ranks needs pytest, which is not installed\n  try: pip install 'hyper_parallel[test]'"
     ) from missing
 
+from typing_extensions import Unpack
+
 from hyper_parallel.core.common.checks import check_choice, read_int
 from hyper_parallel.core.common.errors import explain
 from sim.explain.callables import check_body
 from sim.testing.rank_test import RankTest
+from sim.world import Checks, check_options, show_options
 
 __all__ = ["BACKENDS", "RankTest", "ranks"]
 
@@ -27,7 +30,7 @@ BACKENDS = ("sim", "gloo", "gpu", "npu")
 
 
 def ranks(
-    world_size: int, *, backends: tuple[str, ...] = BACKENDS, check_races: bool = False, check_replicas: bool = False
+    world_size: int, *, backends: tuple[str, ...] = BACKENDS, **checks: Unpack[Checks]
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated body `fn(ctx, ...)` on `world_size` ranks, once per backend.
 
@@ -45,16 +48,16 @@ def ranks(
     Args:
         world_size: Number of ranks, at least 1.
         backends: Which backends to make, of `sim`, `gloo`, `gpu`, `npu`.
-        check_races: As in `sim.world`; on the `sim` backend only.
-        check_replicas: As in `sim.world`; on the `sim` backend only.
+        **checks: `check_races` and `check_replicas` as in `sim.world`; on the `sim` backend only.
 
     Raises:
         ValueError: A world size below 1 or an unknown backend.
-        TypeError: A world size that is no int; a body that takes no argument, is a method on a backend with
-            processes, or of which a call runs nothing: a coroutine function or a generator function.
+        TypeError: A world size that is no int; an option that there is not; a body that takes no argument, is a method
+            on a backend with processes, or of which a call runs nothing: a coroutine function or a generator function.
     """
     asked = "cannot run a test on several ranks"
     read_int(asked, "world_size", world_size, 1, "@sim.ranks(4)")
+    check_options(asked, checks, ["backends", *Checks.__annotations__])
     for backend in backends or ("",):
         check_choice(asked, "backend", backend, BACKENDS, "backends=('sim', 'gloo')")
 
@@ -91,7 +94,7 @@ def ranks(
         test.__doc__ = body.__doc__
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
-        test.checks = check_races, check_replicas  # type: ignore[attr-defined]
+        test.checks = checks  # type: ignore[attr-defined]
         test.rank_backends = tuple(backends)  # type: ignore[attr-defined]
         test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -104,3 +107,6 @@ def ranks(
         return pytest.mark.parametrize("rank_backend", cases)(test)
 
     return decorate
+
+
+show_options(ranks, Checks)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import functools
+import inspect
 import multiprocessing
 import os
 import re
@@ -21,10 +23,49 @@ import hyper_parallel
 import sim
 from sim.patches import devices
 from sim.script.launch import main
+from sim.world import Checks, Options, WorldOptions
 
 pytestmark = pytest.mark.sim
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test has to miss")
+
+
+# -- options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "asked", "hint"),
+    [
+        (lambda: sim.run(print, 2, chek_races=True), "make a world", "check_races or check_replicas"),
+        (lambda: sim.world(2, toplogy="h100"), "make a world", "topology"),
+        (lambda: sim.run(print, 2, xyz=1), "make a world", "one of these"),
+        (lambda: sim.ranks(2, backend=("sim",)), "run a test on several ranks", "backends"),
+        (lambda: sim.swarm(print, 2, map_devices="cuda"), "make a world", "map_device or device"),
+    ],
+)
+def test_an_option_that_there_is_not(call, asked, hint):
+    with pytest.raises(TypeError) as found:
+        call()
+    first, seen, last = str(found.value).splitlines()
+    assert re.fullmatch(f"cannot {asked}: there is no option '[a-z_]+'", first)
+    assert seen.startswith("  options: ")
+    assert "check_races, check_replicas" in seen
+    assert last == f"  try: {hint}"
+
+
+def test_the_options_are_typed_and_shown_as_they_are_accepted():
+    options = {each.name: (each.type, each.default) for each in dataclasses.fields(WorldOptions)}
+    assert {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()} == {
+        name: kind for name, (kind, _) in options.items()
+    }
+    for fn, kind in ((sim.run, Options), (sim.world, Options), (sim.ranks, Checks)):
+        shown = {
+            name: (each.annotation, each.default)
+            for name, each in inspect.signature(fn).parameters.items()
+            if each.kind is each.KEYWORD_ONLY and name != "backends"
+        }
+        assert shown == {name: options[name] for name in options if name in kind.__annotations__}
+    sim.world(2, **{name: default for name, (_, default) in options.items()})
 
 
 # -- devices -----------------------------------------------------------------------------------------------------
