@@ -58,6 +58,7 @@ class Scheduler:
         self._leave = leave
         self._enter = enter
         self._stuck = stuck
+        self.runs = 0
         self.pid = os.getpid()  # in a process that a rank has forked off, nobody takes turns
         self.clocks = clocks if clocks is not None else []
         self.rescue: Callable[[float | None, bool], bool] | None = None  # lets time pass where faults hold ranks up
@@ -65,6 +66,7 @@ class Scheduler:
 
     def restart(self, seed: int) -> None:
         """Forget the last run: the next one begins with an interleaving of its own; clocks and rescue stay."""
+        self.runs += 1
         self._draw = random.Random(seed).random
         self._ready: list[RankThread] = []
         self._asleep: list[tuple[float, int, RankThread]] = []  # a heap: until when, who went to sleep first, who

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import _thread
 import concurrent.futures
+import copy
 import itertools
 import logging
+import multiprocessing.pool
 import os
 import sys
 import threading
@@ -19,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sim.explain.errors import RankStopped, SimError
 from sim.kernel.context import current_context, this_thread
@@ -225,13 +228,87 @@ class _InOrder(list[Any]):
     add = list.append
 
 
+def _run_of_rank() -> tuple[RankContext, int] | None:
+    """Return the rank that runs and the number of its run, with which its threads end; None on no rank."""
+    context: RankContext | None = current_context()
+    if context is None or context.scheduler.pid != os.getpid():
+        return None
+    return context, context.scheduler.runs
+
+
+def _pools(host: object) -> Callable[[], None]:
+    """Work is done by threads of the rank that gives it, whoever has made the pool.
+
+    Of an executor each rank has threads of its own, as each process would. To a `ThreadPool` of others it gives none.
+    """
+    executors, pools = concurrent.futures.ThreadPoolExecutor, multiprocessing.pool.ThreadPool
+    init, submit, shutdown, init_pool = executors.__init__, executors.submit, executors.shutdown, pools.__init__
+    owners = WeakKeyDictionary[Any, Any]()
+    copies = WeakKeyDictionary[Any, dict[Any, Any]]()
+
+    def init_on_rank(executor: Any, *args: Any, **options: Any) -> None:
+        init(executor, *args, **options)
+        owners[executor] = _run_of_rank()
+        if scheduler_of_turn() is not None:
+            executor._threads = _InOrder(executor._threads)
+
+    def own(executor: Any) -> Any:
+        asking = _run_of_rank()
+        if asking is None or owners.get(executor) == asking:
+            return executor
+        mine = copies.setdefault(executor, {})
+        if asking not in mine:
+            mine[asking], fresh = copy.copy(executor), executors(1)
+            parts = ("_work_queue", "_idle_semaphore", "_threads", "_shutdown_lock")
+            vars(mine[asking]).update({name: vars(fresh)[name] for name in parts})
+            owners[mine[asking]] = asking
+        return mine[asking]
+
+    def init_pool_on_rank(pool: Any, *args: Any, **options: Any) -> None:
+        owners[pool] = _run_of_rank()
+        init_pool(pool, *args, **options)
+
+    def check_running(pool: Any) -> None:
+        asking, owner = _run_of_rank(), owners.get(pool)
+        if asking is not None and owner != asking:
+            made_by = "the process, not by a rank" if owner is None else f"rank {owner[0].rank}"
+            raise SimError(
+                f"rank {asking[0].rank} cannot give work to this ThreadPool: its threads are not the rank's\n"
+                f"  seen: a multiprocessing.pool.ThreadPool made by {made_by}\n"
+                "  try: make it in the rank's function, or a concurrent.futures.ThreadPoolExecutor, of which each rank "
+                "has threads of its own"
+            )
+        multiprocessing.pool.Pool._check_running(pool)  # type: ignore[attr-defined]
+
+    restore = exchange(
+        [
+            (executors, "__init__", init_on_rank),
+            (executors, "submit", lambda self, fn, /, *args, **options: submit(own(self), fn, *args, **options)),
+            (executors, "shutdown", lambda self, *args, **options: shutdown(own(self), *args, **options)),
+            (pools, "__init__", init_pool_on_rank),
+            (pools, "_check_running", check_running),
+        ]
+    )
+
+    def undo() -> None:
+        restore()
+        for pool in [pool for pool, owner in owners.items() if owner is not None]:
+            if isinstance(pool, executors):
+                pool._broken = "the simulated rank that made this pool has ended"  # type: ignore[assignment]
+            else:
+                pool._state = pool._worker_handler._state = multiprocessing.pool.TERMINATE
+                pool._change_notifier.put(None)  # on which that thread waits
+                pool._worker_handler.join(_CLEARING_UP_S)
+
+    return undo
+
+
 def _futures(host: object) -> Callable[[], None]:
     """What goes through sets of futures and threads does so in one order, and not by where they lie in memory.
 
     Also, a loop that asks a future until it is done lets others run, and an executor's thread ends without an outcry.
     """
     done, init = concurrent.futures.Future.done, concurrent.futures.Future.__init__
-    init_executor = concurrent.futures.ThreadPoolExecutor.__init__
     numbers = itertools.count()
 
     def init_on_rank(future: concurrent.futures.Future[Any], *args: Any, **options: Any) -> None:
@@ -242,11 +319,6 @@ def _futures(host: object) -> Callable[[], None]:
     def number(future: concurrent.futures.Future[Any]) -> int:
         found = vars(future).get("_number")
         return object.__hash__(future) if found is None else hash(found)
-
-    def init_executor_on_rank(executor: Any, *args: Any, **options: Any) -> None:
-        init_executor(executor, *args, **options)
-        if scheduler_of_turn() is not None:
-            executor._threads = _InOrder(executor._threads)
 
     def done_on_rank(future: concurrent.futures.Future[Any]) -> bool:
         if done(future):
@@ -267,7 +339,6 @@ def _futures(host: object) -> Callable[[], None]:
             (concurrent.futures.Future, "__init__", init_on_rank),
             (concurrent.futures.Future, "__hash__", number),
             (concurrent.futures.Future, "done", done_on_rank),
-            (concurrent.futures.ThreadPoolExecutor, "__init__", init_executor_on_rank),
         ]
     )
 
@@ -278,4 +349,4 @@ def _futures(host: object) -> Callable[[], None]:
     return undo
 
 
-HELPER_PATCHES = (_threads, _main_thread, _futures)
+HELPER_PATCHES = (_threads, _main_thread, _pools, _futures)

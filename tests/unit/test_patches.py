@@ -6,6 +6,7 @@ import _thread
 import asyncio
 import atexit
 import builtins
+import concurrent.futures
 import contextlib
 import fcntl
 import gc
@@ -13,6 +14,7 @@ import importlib
 import inspect
 import logging
 import multiprocessing
+import multiprocessing.pool
 import os
 import random
 import signal
@@ -1447,6 +1449,19 @@ def test_seam_threads():
     with sim.world(2) as world:
         assert not any(now is then for now, then in zip(places(), before, strict=True))
         assert world.run(body) == [([rank], False, False, False) for rank in range(2)]
+    assert places() == before
+
+
+def test_seam_pools():
+    def places() -> list[object]:
+        executor, pool = concurrent.futures.ThreadPoolExecutor, multiprocessing.pool.ThreadPool
+        return [executor.__init__, executor.submit, executor.shutdown, pool.__init__, pool._check_running]
+
+    before = places()
+    with concurrent.futures.ThreadPoolExecutor(1) as executor, sim.world(2) as world:
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+        assert world.run(lambda: executor.submit(dist.get_rank).result()) == [0, 1]
+        assert executor.submit(lambda: 5).result() == 5
     assert places() == before
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.thread import BrokenThreadPool
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -683,6 +684,58 @@ def test_what_other_processes_call_back_is_their_ranks():
 
     refused = "a thread that takes no turns with rank {0}'s used one of the rank's process groups"
     assert sim.run(body, 2) == [[rank, rank, refused.format(rank), refused.format(rank)] for rank in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_executor_of_all_ranks_works_for_the_rank_that_submits(workers):
+    shared, made = ThreadPoolExecutor(1), []
+
+    def body(again: bool) -> list[object]:
+        rank = dist.get_rank()
+        if rank == 0 and not again:
+            made.append(ThreadPoolExecutor(1))
+            made[0].submit(int).result()
+        dist.barrier()
+
+        def work() -> list[object]:
+            dist.all_reduce(x := torch.ones(1))
+            return [dist.get_rank(), os.environ["RANK"], x.item()]
+
+        found = []
+        for _ in DataLoader(Squares(), batch_size=3, num_workers=workers):
+            found += [pool.submit(work).result() for pool in (shared, made[0])]
+            found += made[0].map(lambda _: dist.get_rank(), range(2))
+        if not again and rank == 1:
+            shared.shutdown()
+            with pytest.raises(RuntimeError, match="after shutdown"):
+                shared.submit(work)
+        return found
+
+    with sim.world(2) as world:
+        for again in (False, True):
+            assert world.run(body, (again,)) == [[*[[rank, str(rank), 2.0]] * 2, rank, rank] * 2 for rank in range(2)]
+    assert shared.submit(lambda: 3).result() == 3, "the process has its own threads"
+    shared.shutdown()
+    with pytest.raises(BrokenThreadPool, match="the simulated rank that made this pool has ended"):
+        made[0].submit(int)
+
+
+def test_a_pool_of_threads_that_another_has_made():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            made.append(ThreadPool(1))
+            assert made[-1].map(abs, [-1]) == [1]
+        dist.barrier()
+        if dist.get_rank() == 1:
+            made[-1].map(abs, [-1])
+
+    made = []
+    with pytest.raises(sim.SimError, match=r"rank 1 cannot give work.*\n  seen: .* made by rank 0\n"):
+        sim.run(body, 2)
+    with ThreadPool(1) as outside:
+        with pytest.raises(sim.SimError, match=r"rank . cannot .*\n  seen: .* made by the process, not by a rank\n"):
+            sim.run(lambda: outside.map(abs, [-1]), 2)
+        assert outside.map(abs, [-1]) == [1]
 
 
 class Asleep(Squares):
