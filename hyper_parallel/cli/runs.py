@@ -34,6 +34,7 @@ from hyper_parallel.cli.kit import (
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
+from hyper_parallel.models.hf_folder import load_by_transformers
 from hyper_parallel.models.hf_weights import other_model
 from hyper_parallel.models.lora import Adapter, with_lora
 from hyper_parallel.platform import get_platform
@@ -108,11 +109,10 @@ def find_split(console: Console, run: Config) -> Split | None:
     degree, start = run.parallel.tp, time.perf_counter()
     if run.train.model != OTHER or degree == 1:
         return None
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = AutoConfig.from_pretrained(str(run.train.start_from), local_files_only=True)
+    folder = str(run.train.start_from)
+    settings = load_by_transformers(f"cannot split {folder}", "AutoConfig", folder, "a folder with a config.json")
     with torch.device("meta"):
-        whole: Any = AutoModelForCausalLM.from_config(settings)
+        whole = _fresh_model(settings)
     found = find_pairs(whole)
     small = small_settings(settings, degree)
 
@@ -136,16 +136,20 @@ def find_split(console: Console, run: Config) -> Split | None:
     return partial(split_pairs, pairs=pairs)
 
 
-def _is_proved(settings: Any, run: Config, degree: int, pairs: Sequence[Pair]) -> bool:
-    """Tell whether a small model that is split computes what it computes on one device, one optimizer step included."""
+def _fresh_model(settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+
+
+def _is_proved(settings: Any, run: Config, degree: int, pairs: Sequence[Pair]) -> bool:
+    """Tell whether a small model that is split computes what it computes on one device, one optimizer step included."""
     from sim import verify_plan
 
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model: Any = with_lora(AutoModelForCausalLM.from_config(settings), run.lora)
+            self.model: Any = with_lora(_fresh_model(settings), run.lora)
             for module in self.model.modules():
                 if isinstance(module, Adapter):
                     module.reset_parameters()

@@ -1,7 +1,8 @@
 """Small, readable reference models, and ready plans for them and for models of transformers.
 
 huggingface, moe_plan -> plans -> lora -> hf_names
-hf_weights -> hf_names -> moe -> llama
+hf_weights -> hf_folder, hf_names -> moe -> llama
+chat_template
 """
 
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface

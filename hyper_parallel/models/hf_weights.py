@@ -7,8 +7,7 @@ writes; each rank reads the slices that it holds.
 from __future__ import annotations
 
 import json
-import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import full_tensor
+from hyper_parallel.models.hf_folder import INDEX, SINGLE, locate, read_settings, some_of
 from hyper_parallel.models.hf_names import (
     CheckpointPlace,
     config_from_json,
@@ -36,9 +36,6 @@ from hyper_parallel.models.hf_names import (
 )
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-"""The files of a folder: which file has which tensor; or the only one."""
 
 
 def export_huggingface(
@@ -131,7 +128,7 @@ def _as_expected(
     missing = [name for name in expected if name not in tensors]
     if missing:
         hint = "all tensors of the model; for stages of a pipeline, save a checkpoint, and export that"
-        raise ValueError(explain(asked, "tensors of the model are missing", f"missing: {_some_of(missing)}", hint))
+        raise ValueError(explain(asked, "tensors of the model are missing", f"missing: {some_of(missing)}", hint))
     return {name: tensors[name] for name in expected}
 
 
@@ -219,7 +216,7 @@ def _make_folder(asked: str, folder: Path) -> None:
     there = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
     if there:
         blame = "it has weights already, and transformers could take those"
-        raise ValueError(explain(asked, blame, f"seen: {_some_of(there)}", "a new folder, or remove that one"))
+        raise ValueError(explain(asked, blame, f"seen: {some_of(there)}", "a new folder, or remove that one"))
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -248,7 +245,6 @@ def _agree(asked: str, error: Exception | None) -> None:
 # -- from a folder -----------------------------------------------------------------------------------------------------
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_MOST_JSON = 2**28  # bytes; the index of a million tensors has less
 
 
 def import_huggingface(folder: str | Path) -> tuple[LlamaConfig, Callable[[Mapping[str, Tensor]], None]]:
@@ -272,8 +268,8 @@ def import_huggingface(folder: str | Path) -> tuple[LlamaConfig, Callable[[Mappi
     """
     check("cannot import from Hugging Face", "path", folder=folder)
     asked, folder = f"cannot import {folder}", Path(folder)
-    config = config_from_json(_read_json(asked, folder / "config.json"), asked)
-    _check_count(asked, _locate(asked, folder), config)
+    config = config_from_json(read_settings(asked, folder), asked)
+    _check_count(asked, locate(asked, folder), config)
     return config, partial(load_huggingface, folder=folder)
 
 
@@ -287,11 +283,11 @@ def other_model(folder: str | Path) -> str | None:
         ValueError: there is no config.json that can be read.
     """
     asked, folder = f"cannot import {folder}", Path(folder)
-    settings = _read_json(asked, folder / "config.json")
+    settings = read_settings(asked, folder)
     try:
         config_from_json(settings, asked)
     except ValueError:
-        return settings.get("model_type") if isinstance(settings, Mapping) else None
+        return settings.get("model_type")
     return None
 
 
@@ -318,8 +314,8 @@ def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
     check("cannot load from Hugging Face", "path", folder=folder)
     check_tensors("cannot load from Hugging Face", state=state)
     asked, folder = f"cannot load {folder}", Path(folder)
-    config = config_from_json(_read_json(asked, folder / "config.json"), asked)
-    files = _locate(asked, folder)
+    config = config_from_json(read_settings(asked, folder), asked)
+    files = locate(asked, folder)
     _check_count(asked, files, config)
     expected = model_tensors(config)
     tensors = _plain_names(state)
@@ -413,69 +409,6 @@ class _Slices:
 # -- what is in a folder ---------------------------------------------------------------------------------------------
 
 
-def _read_json(asked: str, path: Path) -> Any:
-    hint = "the folder that save_pretrained, or export_huggingface, has written"
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_JSON:
-            seen = f"seen: {path}, of {status.st_size} bytes"
-            raise ValueError(explain(asked, f"{path.name} is no file, or too large for what it is", seen, hint))
-        text = path.read_bytes()
-    except OSError as error:
-        blame, instead = _what_is_there(path)
-        raise ValueError(explain(asked, blame, f"seen: {error}", instead or hint)) from None
-    try:
-        return json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(explain(asked, f"{path.name} is no JSON", f"seen: {error}", "another copy of it")) from None
-
-
-def _what_is_there(path: Path) -> tuple[str, str]:
-    """Say what a folder without a readable config.json is, and what to try; "" where that is not known."""
-    folder = path.parent
-    if not folder.is_dir():
-        hint = f"a folder, as nothing is fetched: hf download {folder} --local-dir FOLDER"
-        return "there is no such folder", hint if folder.as_posix().count("/") == 1 else ""
-    if (folder / "adapter_config.json").is_file():
-        hint = "the folder of its model; or, of hyper-parallel train, hyper-parallel export --merge"
-        return "it holds an adapter, and no model", hint
-    if any(folder.glob("step-*/")):
-        return "it holds checkpoints of a run", f"hyper-parallel export {folder} out/hf, and start from that"
-    return f"{path.name} cannot be read", ""
-
-
-def _locate(asked: str, folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a folder."""
-    from safetensors import SafetensorError, safe_open
-
-    if (folder / INDEX).exists():
-        index = _read_json(asked, folder / INDEX)
-        where = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-            blame, hint = f"{INDEX} does not say which file has which tensor", '{"weight_map": {tensor: file, ...}}'
-            raise ValueError(explain(asked, blame, f"weight_map: {where!r}"[:200], hint))
-        files = {name: folder / Path(file).name for name, file in where.items()}
-    elif (folder / SINGLE).is_file():
-        try:
-            with safe_open(folder / SINGLE, framework="pt") as file:
-                files = dict.fromkeys(file.keys(), folder / SINGLE)
-        except (SafetensorError, OSError) as error:
-            blame, hint = f"{SINGLE} is damaged, or no safetensors file", "another copy of it"
-            raise ValueError(explain(asked, blame, f"seen: {error}", hint)) from None
-    else:
-        files = {}
-    missing = list(dict.fromkeys(str(path) for path in files.values() if not path.is_file()))
-    if missing:
-        raise ValueError(explain(asked, "files that the index names are missing", _some_of(missing), "a complete copy"))
-    if not files:
-        there = sorted(path.name for path in folder.iterdir())
-        pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
-        blame = "its weights are pickled, and reading those may run any code" if pickled else "it has no weights"
-        hint = f"a folder with {SINGLE}: model.save_pretrained(folder) of transformers writes that"
-        raise ValueError(explain(asked, blame, f"files: {_some_of(pickled or there)}", hint))
-    return files
-
-
 def _check_count(asked: str, files: Mapping[str, Path], config: LlamaConfig) -> None:
     """Refuse numbers of layers and experts that the files cannot have, before a model of that size is described."""
     sparse = config.num_hidden_layers - config.num_dense_layers if isinstance(config, MoEConfig) else 0
@@ -494,16 +427,14 @@ def _check_complete(asked: str, files: Mapping[str, Path], expected: Mapping[str
     missing = [name for name in wanted if name not in files]
     if missing:
         hint = "a complete folder, with experts one by one as transformers saves them"
-        raise ValueError(explain(asked, "tensors are missing", f"missing: {_some_of(missing)}", hint))
+        raise ValueError(explain(asked, "tensors are missing", f"missing: {some_of(missing)}", hint))
     others = [name for name in sorted(files) if name not in wanted and not is_passed_over(name, config)]
     if others:
         blame = "it has tensors that the model here does not, and without which it computes something else"
-        raise ValueError(explain(asked, blame, f"tensors: {_some_of(others)}", "a model without them"))
+        raise ValueError(explain(asked, blame, f"tensors: {some_of(others)}", "a model without them"))
 
 
 # -- the tensors that a caller gives, against those that a config's model has ------------------------------------------
-
-_SHOWN = 6
 
 
 def _plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -541,15 +472,3 @@ def _check_known(
         if tensor.is_meta:
             blame, hint = f"{name!r} is on meta, and has no memory", "init_parameters(model) before"
             raise ValueError(explain(asked, blame, f"device: {tensor.device}", hint))
-
-
-def _some_of(names: Sequence[str]) -> str:
-    """Write names for people, not too many of them.
-
-    >>> _some_of(list("abcdefgh"))
-    'a, b, c, d, e, f and 2 more'
-
-    Args:
-        names: in the order to show them in.
-    """
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -30,6 +30,8 @@ import torch
 
 from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.models.chat_template import ChatTemplate
+from hyper_parallel.models.hf_folder import check_normalizers, load_by_transformers
 from hyper_parallel.trainer.config import Config, DataConfig
 
 Tokens = npt.NDArray[np.uint8] | npt.NDArray[np.int32]
@@ -311,12 +313,12 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
     if data.tokenizer is None:
         blame, hint = "a conversation is written by a tokenizer's template", "[data] tokenizer (--tokenizer FOLDER)"
         raise ValueError(explain(asked, blame, "messages, and no tokenizer", hint))
-    tokenizer = load_tokenizer(data.tokenizer)
+    template = load_template(data.tokenizer)
 
     def render(some: Any, **flags: Any) -> str:
         try:
-            return str(tokenizer.apply_chat_template(some, tokenize=False, **flags))
-        except Exception as error:  # templates raise errors of their own
+            return template.render(some, **flags)
+        except ValueError as error:  # templates raise errors of their own
             hint = "a tokenizer with a chat template, and messages that it takes"
             seen = f"messages: {messages!r}"[:200]
             raise ValueError(explain(asked, f"its template fails: {error}", seen, hint)) from None
@@ -400,22 +402,25 @@ def load_tokenizer(folder: str) -> Any:
     """
     asked = f"cannot load the tokenizer {folder}"
     hint = "a folder that AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) has written"
-    if not Path(folder).is_dir():
-        raise ValueError(explain(asked, "there is no such folder", f"tokenizer: {folder}", hint))
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        install = "pip install 'hyper_parallel[text]'"
-        raise ValueError(explain(asked, "transformers is not installed", f"seen: {error}", install)) from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # it raises errors of many kinds
-        seen = f"seen: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
-        raise ValueError(explain(asked, "transformers finds none", seen, hint)) from None
+    check_normalizers(asked, Path(folder))
+    tokenizer = load_by_transformers(asked, "AutoTokenizer", folder, hint)
     if not tokenizer.is_fast:
         blame = "it does not say where in the text its tokens are"
         raise ValueError(explain(asked, blame, f"class: {type(tokenizer).__name__}", f"{hint}, with tokenizer.json"))
     return tokenizer
+
+
+@lru_cache(maxsize=4)
+def load_template(folder: str) -> ChatTemplate:
+    """Load the chat template of a tokenizer.
+
+    Args:
+        folder: of the tokenizer.
+
+    Raises:
+        ValueError: as for `load_tokenizer`.
+    """
+    return ChatTemplate(load_tokenizer(folder))
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.common.checks import check, check_paths
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.models.hf_folder import load_by_transformers
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.lora import (
@@ -539,16 +540,8 @@ def model_of_folder(run: Config) -> nn.Module:
     """
     folder = str(run.train.start_from)
     asked = f"cannot load the model of {folder}"
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        hint = "pip install 'hyper_parallel[text]'"
-        raise ValueError(explain(asked, "transformers is not installed", f"seen: {error}", hint)) from None
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
-    except Exception as error:  # it raises errors of many kinds
-        seen = f"seen: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
-        raise ValueError(explain(asked, "transformers cannot", seen, "a folder with a causal language model")) from None
+    hint = "a folder with a causal language model"
+    model: nn.Module = load_by_transformers(asked, "AutoModelForCausalLM", folder, hint, dtype=torch.float32)
     if run.lora.rank or run.lora.targets != ALL:
         check_targets(model, run.lora)
     for module in with_lora(model, run.lora).modules():
@@ -637,12 +630,9 @@ def with_shape_of(run: Config, folder: str | Path, *, others: bool = False) -> C
 def _vocabulary(folder: str | Path) -> int | None:
     """Return how many tokens the causal language model of a folder knows; None: transformers loads no such model."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        return None
-    try:
-        settings: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError):
+        settings = load_by_transformers(f"cannot import {folder}", "AutoConfig", folder, "one that transformers knows")
+        from transformers import AutoModelForCausalLM
+    except (ImportError, ValueError):
         return None
     known = type(settings) in AutoModelForCausalLM._model_mapping
     return settings.get_text_config().vocab_size if known else None

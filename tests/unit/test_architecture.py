@@ -304,7 +304,7 @@ def _has_state(node: ast.ClassDef) -> bool:
     return any(isinstance(child, ast.FunctionDef) and child.name == "__init__" for child in node.body)
 
 
-# 6. Nothing is unpickled that a file or another process may have changed
+# 6. Nothing is unpickled that a file or another process may have changed, nor is code of a folder run
 
 _UNPICKLING = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 _MAY_PICKLE = {
@@ -330,6 +330,10 @@ def pickles(source: Source) -> Iterator[str]:
         safe = options.get("weights_only")
         if called == "torch.load" and not (isinstance(safe, ast.Constant) and safe.value is True):
             yield f"{source.path}:{node.lineno}: calls torch.load without weights_only=True"
+        asks = options.get("trust_remote_code")
+        never_asks = isinstance(asks, ast.Constant) and asks.value is False
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained" and not never_asks:
+            yield f"{source.path}:{node.lineno}: calls from_pretrained without trust_remote_code=False"
         if "allow_pickle" in options and ast.dump(options["allow_pickle"]) != ast.dump(ast.Constant(False)):
             yield f"{source.path}:{node.lineno}: calls {called} with allow_pickle"
 
@@ -646,6 +650,8 @@ def test_what_the_house_allows_is_not_found(rule: str, files: dict[str, str]) ->
         ("pickles", "hyper_parallel/a.py", "import torch\ntorch.load(path)"),
         ("pickles", "hyper_parallel/a.py", "import torch\ntorch.load(path, weights_only=False)"),
         ("pickles", "hyper_parallel/a.py", "import numpy as np\nnp.load(path, allow_pickle=True)"),
+        ("pickles", "hyper_parallel/a.py", "AutoTokenizer.from_pretrained(folder)  # asks on stdin"),
+        ("pickles", "hyper_parallel/a.py", "kinds[0].from_pretrained(folder, trust_remote_code=given)"),
         ("sim imports", "hyper_parallel/trainer/a.py", "import sim"),
         ("sim imports", "hyper_parallel/trainer/a.py", "def f():\n    from sim.world import run"),
         ("sim imports", "hyper_parallel/trainer/a.py", "import importlib\nimportlib.import_module('sim.world')"),
@@ -711,6 +717,7 @@ def test_offence_is_found(check: str, path: str, text: str) -> None:
         ("pickles", "sim/timeline/export.py", "import pickle\npickle.dumps(dump)"),
         ("pickles", "hyper_parallel/a.py", "import pickletools\nimport torch\ntorch.load(path, weights_only=True)"),
         ("pickles", "hyper_parallel/a.py", "dist.all_gather_object(values, value)  # between living ranks"),
+        ("pickles", "hyper_parallel/a.py", "AutoConfig.from_pretrained(folder, trust_remote_code=False)"),
         ("sim imports", "hyper_parallel/a.py", "import simplejson\nfrom similar import x\n# import sim"),
         ("sim imports", "hyper_parallel/core/a.py", "from .sim import x"),
         (

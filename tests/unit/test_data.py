@@ -20,6 +20,7 @@ from plain_loop_kit import plainly_trained
 from typer.testing import CliRunner
 
 from hyper_parallel import cli
+from hyper_parallel.models import chat_template
 from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from hyper_parallel.trainer.data import (
     IGNORED,
@@ -28,6 +29,7 @@ from hyper_parallel.trainer.data import (
     _mix,
     check_length,
     load_corpus,
+    load_template,
     rank_part,
     samples,
     shuffled,
@@ -294,6 +296,47 @@ def test_the_mark_that_ends_a_turn_counts_whatever_is_said(tokenizer: Any, tmp_p
     assert counted == f"{said}<|end|>none<|end|>"
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'x' * 3800000000 }}", "its template fails: it takes more than 256 MiB"),
+        (
+            "{% set text = namespace(s='x') %}{% for i in range(40) %}{% set text.s = text.s ~ text.s %}{% endfor %}",
+            "its template fails: it takes more than 256 MiB",
+        ),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "its template fails: it ended, most likely as it takes more than 1 s of CPU",
+        ),
+        ("{{ raise_exception('roles must alternate') }}", "its template fails: roles must alternate"),
+    ],
+)
+def test_a_template_that_takes_all_memory_or_time_is_stopped(
+    template: str, message: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MOST_MEMORY", 2**28)
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 1)
+    tokenizer.chat_template = "{% if messages|length > 1 %}" + template + "{% endif %}" + CHAT
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    said: Any = [{"role": role, "content": "é"} for role in ("user", "assistant")]
+    data = DataConfig(lines(tmp_path / "chat.jsonl", {"messages": said}), tokenizer=str(tmp_path / "tokenizer"))
+    with pytest.raises(ValueError, match=message):
+        load_corpus(data)
+    rendered = load_template(str(tmp_path / "tokenizer")).render(said[:1], add_generation_prompt=True)
+    assert rendered == "<|user|>é<|end|><|assistant|>", "the one that was stopped is not missed"
+
+
+def test_modules_beside_a_template_are_not_imported(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who trains inside of a folder has its modules at the front of Python's path."""
+    for name in ("json", "tokenizers", "transformers", "jinja2"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    assert chat_template.ChatTemplate(tokenizer).render([{"role": "user", "content": "a"}]) == "<|user|>a<|end|>"
+    assert not (tmp_path / "ran").exists()
+
+
 def test_completions_count_and_documents_end(tokenizer: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "tokenizer")
     path = lines(tmp_path / "x.jsonl", {"prompt": "1 + é = ", "completion": "3"})
@@ -400,7 +443,7 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = lines(tmp_path / "x.jsonl", {"text": "x"})
     (tmp_path / "empty").mkdir()
-    for folder, message in (("nowhere", "there is no such folder"), ("empty", "transformers finds none")):
+    for folder, message in (("nowhere", "there is no such folder"), ("empty", "transformers cannot load it")):
         with pytest.raises(ValueError, match=rf"cannot load the tokenizer .*{folder}: {message}"):
             load_corpus(DataConfig(path, tokenizer=str(tmp_path / folder)))
 

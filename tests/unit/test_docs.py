@@ -21,6 +21,7 @@ from hyper_parallel import cli
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+BESIDE = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -181,7 +182,7 @@ def test_every_error_has_a_cause_and_a_remedy():
         assert len(body.split()) >= 12, entry
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=page_id)
+@pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=page_id)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
@@ -189,7 +190,7 @@ def test_links_lead_somewhere(page):
 
 def test_make_targets_in_the_docs_exist():
     known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, *BESIDE]:
         assert set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE)) <= known
 
 
@@ -281,7 +282,7 @@ def stands_for_something(dotted):
     return False
 
 
-WRITTEN = [page for page in [*PAGES, ROOT / "CONTRIBUTING.md"] if page.name != "validation.md"]
+WRITTEN = [page for page in [*PAGES, *BESIDE] if page.name != "validation.md"]
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=page_id)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama
-from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface
+from hyper_parallel.models.hf_folder import check_normalizers, load_by_transformers, read_settings
+from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
+from hyper_parallel.trainer.config import Config, TrainConfig
+from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.saving import model_of_folder, with_shape_of
 
 SIZES = {
     "vocab_size": 61,
@@ -342,3 +349,192 @@ def test_a_folder_of_something_else_is_called_what_it_is(
         Path(file).touch()
     with pytest.raises(ValueError, match=rf"cannot import some/model: {blame}\n(?s:.*)try: .*{hint}"):
         import_huggingface("some/model")
+
+
+# -- folders of strangers ----------------------------------------------------------------------------------------------
+
+
+def loaded_by_transformers(folder: Path) -> Any:
+    pytest.importorskip("transformers")
+    return model_of_folder(Config(train=TrainConfig(model="transformers", start_from=str(folder))))
+
+
+READERS = (import_huggingface, loaded_by_transformers)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model in several files."""
+    export_huggingface(build(DENSE).state_dict(), DENSE, tmp_path / "model", max_shard_bytes=20_000)
+    return tmp_path / "model"
+
+
+def move_out(folder: Path, name: str) -> Path:
+    """Move a file of a folder to the one above."""
+    return (folder / name).rename(folder.parent / name)
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("how", ["..", "absolute", "link", "link to a folder", "linked index", "linked config"])
+def test_a_name_or_a_link_that_leaves_the_folder_is_refused(how: str, read: Any, folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first = sorted(set(content["weight_map"].values()))[0]
+    named = first
+    if how in ("..", "absolute"):
+        outside = move_out(folder, first)
+        named = f"../{first}" if how == ".." else str(outside)
+    elif how == "link to a folder":
+        (folder / "weights").symlink_to(folder.parent)
+        move_out(folder, first)
+        named = f"weights/{first}"
+    else:
+        name = {"link": first, "linked index": index.name, "linked config": "config.json"}[how]
+        (folder / name).symlink_to(move_out(folder, name))
+    if named != first:
+        moved = {tensor: named if file == first else file for tensor, file in content["weight_map"].items()}
+        index.write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(ValueError, match="is outside of the folder") as error:
+        read(folder)
+    refused_with(error, f"it is: {folder.parent.resolve()}", "cp -rL")
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_by_its_links(read: Any, folder: Path) -> None:
+    """Files of `models--x--y/snapshots/REVISION` are links to `models--x--y/blobs`; links to elsewhere stay refused."""
+    home = folder.parent / "hub" / "models--x--y"
+    snapshot, blobs = home / "snapshots" / "4ac1", home / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / f"{number:040x}")
+        (snapshot / file.name).symlink_to(os.path.relpath(blobs / f"{number:040x}", snapshot))
+    read(snapshot)
+    (folder.parent / "linked").symlink_to(snapshot)
+    read(folder.parent / "linked")
+    blobs.rename(home.parent / "blobs")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(next((home.parent / "blobs").iterdir()))
+    with pytest.raises(ValueError, match=r"'config\.json' is outside of the folder"):
+        read(snapshot)
+
+
+def test_transformers_too_reads_no_pickled_weights(folder: Path) -> None:
+    whole = loaded_by_transformers(folder).state_dict()
+    for file in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        file.unlink()
+    torch.save(whole, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="its weights are pickled") as error:
+        loaded_by_transformers(folder)
+    refused_with(error, "files: pytorch_model.bin", "save_pretrained")
+
+
+CODE = "open({marker!r}, 'w').close()\nfrom transformers import {base} as Own\n"
+
+
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])
+def test_code_of_a_folder_is_not_run_whatever_stdin_says(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    asked: list[str] = []
+    monkeypatch.setattr(builtins, "input", lambda text="": asked.append(text) or "yes")
+    bases = {
+        "AutoConfig": "LlamaConfig",
+        "AutoTokenizer": "PreTrainedTokenizerFast",
+        "AutoModelForCausalLM": "LlamaForCausalLM",
+    }
+    for each, base in bases.items():
+        (folder / f"code_{each.lower()}.py").write_text(CODE.format(marker=str(tmp_path / "ran"), base=base))
+    own = {each: f"code_{each.lower()}.Own" for each in bases}
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "model_type": "own", "auto_map": own}))
+    words = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [own["AutoTokenizer"]] * 2}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match="cannot look: it is code of the folder, which is never run") as error:
+        load_by_transformers("cannot look", kind, folder, "")
+    refused_with(error, "train(config, model=...)")
+    with pytest.raises(ValueError, match="there is no model here for model_type 'own'"):
+        with_shape_of(Config(), folder, others=True)
+    assert (asked, (tmp_path / "ran").exists()) == ([], False)
+
+
+def test_attention_from_a_hub_is_refused(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    kernel = {"attn_implementation": "kernels-community/flash-attn3"}
+    (folder / "config.json").write_text(json.dumps({**settings, **kernel}))
+    with pytest.raises(ValueError, match="its attention is code of a hub"):
+        loaded_by_transformers(folder)
+
+
+LARGE = [
+    {"num_hidden_layers": 100_000},
+    {"n_layer": 100_000},
+    {"text_config": {"num_hidden_layers": 10**12}},
+    {"num_hidden_layers": 4_000, "num_local_experts": 4_000},
+    {"n_routed_experts": 10**6},
+]
+
+
+@pytest.mark.parametrize("large", LARGE)
+def test_more_layers_and_experts_than_can_be_built_are_refused(large: dict[str, Any], folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, **large}))
+    for read in (*READERS, other_model, lambda path: with_shape_of(Config(), path, others=True)):
+        with pytest.raises(ValueError, match="more layers and experts than are built") as error:
+            read(folder)
+        refused_with(error, "4096 layers, and 65536 experts in all layers, at most")
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(126, 1), (1_000, 8), (94, 128), (61, 384), (24, 2_048)])
+def test_the_largest_models_there_are_can_be_described(layers: int, experts: int, tmp_path: Path) -> None:
+    counts = {
+        "num_hidden_layers": layers,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": 10**6,
+        "vocab_size": 10**6,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(counts))
+    assert read_settings("", tmp_path) == counts
+
+
+def replaced(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def sequence(*normalizers: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(normalizers)}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "growth"),
+    [
+        (replaced("a", "a" * 10_000), "10,000"),
+        (sequence(*[replaced("a", "aa")] * 32), "4,294,967,296"),
+        (sequence(sequence(*[replaced(" *", "xyz", "Regex")] * 4)), "256"),
+        (sequence(*[replaced(r"\p{L}*", "xyz", "Regex")] * 4), "256"),  # a pattern that Python's does not have
+        ({"type": "Prepend", "prepend": "x" * 100}, "100"),
+    ],
+)
+def test_normalizers_that_may_blow_text_up_are_refused(normalizer: Any, growth: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": normalizer}))
+    with pytest.raises(ValueError, match=f"may write {growth} characters in place of one"):
+        check_normalizers("cannot load", tmp_path)
+    with pytest.raises(ValueError, match=f"cannot load the tokenizer .*: its normalizers may write {growth} char"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        None,
+        {"type": "NFC"},
+        sequence({"type": "Prepend", "prepend": "\u2581"}, replaced(" ", "\u2581")),  # Llama 2's
+        sequence({"type": "Precompiled", "precompiled_charsmap": "AAAA"}, replaced(" {2,}", "\u2581", "Regex")),  # T5's
+        sequence(replaced("``", '"'), replaced("''", '"'), {"type": "NFKD"}, {"type": "Lowercase"}),  # ALBERT's
+        sequence(*[replaced(r"\s+", " ", "Regex")] * 9, {"type": "Strip", "strip_left": True, "strip_right": True}),
+    ],
+)
+def test_normalizers_of_known_models_are_taken(normalizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": normalizer}))
+    check_normalizers("cannot load", tmp_path)
