@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -11,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor._random import OffsetBasedRNGTracker, logger
 from torch.overrides import TorchFunctionMode
 
 from sim.explain.errors import SimError
@@ -228,6 +232,8 @@ def _late_device(host: Host) -> Undo:
     put(module, "memory", SimpleNamespace(**functions))
     put(module, "Stream", LateStream)
     put(module, "Event", LateEvent)
+    put(OffsetBasedRNGTracker, "__init__", _begins_to_draw(OffsetBasedRNGTracker.__init__))
+    put(OffsetBasedRNGTracker, "_distribute_region", _draws(OffsetBasedRNGTracker._distribute_region))
     put(torch.UntypedStorage, "resize_", _resizes(torch.UntypedStorage.resize_))
     put(torch.UntypedStorage, "clone", _clones(torch.UntypedStorage.clone))
     put(torch.UntypedStorage, "to", _moves(torch.UntypedStorage.to))
@@ -245,6 +251,59 @@ def _late_device(host: Host) -> Undo:
         restore()
 
     return undo
+
+
+def _begins_to_draw(original: Callable[..., None]) -> Callable[..., None]:
+    """torch's tracker of random operations takes rank 0's state, and compares it byte by byte: a wait for each here."""
+
+    @functools.wraps(original)
+    def init(self: Any, device_mesh: Any, run_state_sync: bool = True) -> None:
+        is_here = _has_device()
+        original(self, device_mesh, run_state_sync and not is_here)
+        if run_state_sync and is_here:
+            own = torch.get_rng_state()
+            state = own.to("npu")
+            dist.broadcast(state, 0)
+            torch.set_rng_state(state.cpu())
+            if not torch.equal(own, torch.get_rng_state()):
+                logger.warning(
+                    "DTensor gives this rank the random state of rank 0: call torch.manual_seed on every rank."
+                )
+
+    return init
+
+
+def _draws(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's region around a random operation on a DTensor, from the host's generator, whose state has no offset.
+
+    A tensor that is the same on all ranks draws what a plain tensor would. Each other shard draws from a seed of its
+    own, made from the state before. After the operation all ranks have the same state again.
+    """
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def region(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+        if not _has_device():
+            with original(self, spec, generator):
+                yield
+            return
+        default, source = torch.default_generator, generator or torch.default_generator
+        kept, state = default.get_state(), source.get_state()
+        if spec.is_sharded():
+            seed = int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:7], "big")
+            after = default.manual_seed(seed).get_state()
+            default.manual_seed(seed + 1 + self._compute_rng_offsets(spec)[0])
+        else:
+            after = None
+            default.set_state(state)
+        try:
+            yield
+        finally:
+            after = default.get_state() if after is None else after
+            default.set_state(kept)
+            source.set_state(after)
+
+    return region
 
 
 def _device_of(storage: torch.UntypedStorage) -> LateDevice | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import _random
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
@@ -68,6 +69,7 @@ def _settings_of_torch() -> list[_Changed]:
         _Changed(torch, "set_anomaly_enabled", anomalies),
         _Changed(checkpoint, "set_checkpoint_early_stop", _variables(checkpoint, "_enable_checkpoint_early_stop")),
         _Changed(checkpoint, "set_checkpoint_debug_enabled", _variables(checkpoint, "_checkpoint_debug_enabled")),
+        _Changed(_random.OffsetBasedRNGTracker, "__init__", _variables(_random, "_rng_tracker")),
         _Changed(parametrize, "cached", _variables(parametrize, "_cache_enabled", "_cache")),
     ]
 

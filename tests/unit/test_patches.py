@@ -37,6 +37,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _utils as tensor_utils
+from torch.distributed.tensor._random import OffsetBasedRNGTracker
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
@@ -570,10 +571,12 @@ def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
 def test_seam_late_device():
     sim.run(dist.barrier, 1, device="npu")  # the name, once for the process
     storage, names = torch.UntypedStorage, ("resize_", "nbytes", "size", "data_ptr")
+    draws = ("__init__", "_distribute_region")
 
     def changed() -> list[object]:
         return [
             *(getattr(storage, name) for name in names),
+            *(getattr(OffsetBasedRNGTracker, name) for name in draws),
             *(getattr(torch.npu, name, None) for name in (*MODULE, "Stream", "Event")),
             *(getattr(torch.accelerator, name, None) for name in MODULE),
             sys.modules.get("torch_npu"),
@@ -588,7 +591,7 @@ def test_seam_late_device():
     before = changed()
     with sim.world(2, device="npu") as world:
         now = changed()
-        assert all(now[i] is not before[i] for i in range(len(names)))
+        assert all(now[i] is not before[i] for i in range(len(names) + len(draws)))
         assert world.run(body) == [(True, 0, "torch_npu")] * 2
         assert not torch.npu.is_available()  # outside of the ranks
     assert changed() == before

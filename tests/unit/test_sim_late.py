@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, _random, distribute_tensor, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -398,6 +398,61 @@ def test_draws_on_the_device_are_those_on_the_host():
         return [*filled("npu"), *filled("npu", again=True)]
 
     assert all(map(torch.equal, late(both)[0], [*filled("cpu"), *filled("cpu", again=True)]))
+
+
+RANDOM = {
+    "normal_": lambda x: x.normal_(),
+    "uniform_": lambda x: x.uniform_(),
+    "trunc_normal_": torch.nn.init.trunc_normal_,
+    "dropout": lambda x: F.dropout(x + 1, 0.5),
+    "bernoulli": lambda x: torch.bernoulli(x + 0.5),
+    "rand_like": torch.rand_like,
+    "a generator": lambda x: x.normal_(generator=seeded(3)),
+    "randn": lambda x: randn(x.shape, device_mesh=x.device_mesh, placements=x.placements),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_operations_on_dtensors_draw_for_each_shard(name):
+    """Copies are equal, shards differ, what all ranks hold is what a plain tensor would draw, and ranks go on alike."""
+
+    def body(placements: list) -> tuple[torch.Tensor, ...]:
+        mesh = init_device_mesh("npu", (2, 2))
+        torch.manual_seed(5)
+        drawn = RANDOM[name](distribute_tensor(torch.zeros(7, 5, device="npu"), mesh, placements))
+        assert drawn.placements == tuple(placements)
+        return drawn.to_local().cpu(), torch.rand(2, device="npu").cpu()
+
+    before = _random._rng_tracker
+    copies = late(body, 4, args=([Replicate(), Replicate()],), check_races=True)
+    if name != "randn":
+        torch.manual_seed(5)
+        assert torch.equal(copies[0][0], RANDOM[name](torch.zeros(7, 5)))
+    assert all(torch.equal(each, first) for each, first in zip(sum(copies[1:], ()), copies[0] * 3, strict=True))
+    shards, after = zip(*late(body, 4, args=([Shard(0), Replicate()],)), strict=True)
+    assert torch.equal(shards[0], shards[1])
+    assert torch.equal(shards[2], shards[3])
+    assert not torch.equal(shards[0][:3], shards[2])
+    if name != "trunc_normal_":  # torch draws again until a rank's own shard is within bounds
+        assert all(torch.equal(each, after[0]) for each in after)
+    assert _random._rng_tracker is before, "each rank's is its own, and goes with the world"
+
+
+def test_a_sharded_model_resets_its_parameters():
+    def body() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        with torch.device("meta"):
+            model = torch.nn.Linear(5, 5)
+        fully_shard(model, mesh=init_device_mesh("npu", (2,)))
+        model.to_empty(device="npu")
+        model.reset_parameters()
+        shards: list[DTensor] = list(model.parameters())
+        return [x.full_tensor().cpu() for x in shards], [x.to_local().cpu() for x in shards]
+
+    (full, first), (again, second) = late(body, 2, check_races=True)
+    assert all(map(torch.equal, full, again))
+    for shard, other in zip(first, second, strict=True):
+        assert 0 < shard.abs().max() <= 5**-0.5
+        assert not torch.equal(shard[: len(other)], other)
 
 
 def test_backward_is_the_rank_s_own_after_inference():
