@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from itertools import chain
 from pathlib import Path
@@ -225,5 +225,30 @@ def end_profile() -> None:
         torch.autograd.profiler._disable_profiler()
 
 
-MODULE_PATCHES = (_active_ddp, _torch_imports, _profiler)
+def _empty_memory(host: object) -> Callable[[], None]:
+    """What `Module.to_empty` gives memory is full of NaN, or of the largest integers: what nobody fills shows."""
+    original = torch.nn.Module.to_empty
+
+    @functools.wraps(original)
+    def to_empty(self: torch.nn.Module, *, device: Any, recurse: bool = True) -> torch.nn.Module:
+        if current_context() is None:
+            return original(self, device=device, recurse=recurse)
+        return self._apply(lambda tensor: _poisoned(torch.empty_like(tensor, device=device)), recurse=recurse)
+
+    return exchange([(torch.nn.Module, "to_empty", to_empty)])
+
+
+def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    if type(local) in (torch.Tensor, torch.nn.Parameter) and not local.is_meta:
+        dtype, value = local.dtype, float("nan")
+        if not (dtype.is_floating_point or dtype.is_complex):
+            value = 1 if dtype is torch.bool else torch.iinfo(dtype).max
+        # No operation of the program's. A dtype of four bits has no fill, and no NaN.
+        with torch.no_grad(), torch._C._DisableTorchDispatch(), suppress(NotImplementedError):
+            local.fill_(value)
+    return tensor
+
+
+MODULE_PATCHES = (_active_ddp, _torch_imports, _profiler, _empty_memory)
 """What is changed of torch's modules."""

@@ -16,6 +16,7 @@ from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisi
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module
+from sim.late.switch import why_not
 
 pytestmark = pytest.mark.sim
 
@@ -499,6 +500,130 @@ def test_replaced_parameters():
     assert "0.weight" not in text
 
 
+def assigned_dtensor(module):
+    module.weight.data = module.weight.detach() + 1
+
+
+def assigned_shard(module):
+    module.weight.data = torch.ones(2, 4)
+
+
+def assigned_whole(module):
+    module.weight.data = torch.ones(4, 4)
+
+
+def assigned_vector(module):
+    vector = nn.utils.parameters_to_vector(module.parameters())
+    nn.utils.vector_to_parameters(vector + 1, module.parameters())
+
+
+def assigned_swap(module):
+    torch.utils.swap_tensors(module.weight, nn.Parameter(torch.ones(4, 4)))
+
+
+def assigned_new(module):
+    module.weight = nn.Parameter(torch.ones(4, 4))
+
+
+ASSIGNED = r"the data of 'weight' was assigned, and a managed parameter keeps its own\n  seen: parameter\.data = value"
+
+
+@pytest.mark.parametrize("notices", [lambda m: m(torch.ones(1, 4)), lambda m: m.state_dict(), lambda m: m.unshard()])
+@pytest.mark.parametrize("assign", [assigned_dtensor, assigned_shard, assigned_whole, assigned_vector])
+def test_the_data_of_a_sharded_parameter_is_assigned(assign, notices):
+    def call(*, trained):
+        module = wrapped()
+        if trained:
+            module(torch.ones(1, 4)).sum().backward()
+        with torch.no_grad():
+            assign(module)
+        notices(module)
+
+    for trained in (False, True):
+        communicates = trained or assign is assigned_vector
+        fails_on_every_rank(
+            lambda trained=trained: call(trained=trained), RuntimeError, ASSIGNED, communicates=communicates
+        )
+
+
+@pytest.mark.parametrize("notices", [lambda m: m(torch.ones(1, 4)), lambda m: m.state_dict(), lambda m: m.reshard()])
+@pytest.mark.parametrize("assign", [assigned_whole, assigned_vector, assigned_swap, assigned_new])
+def test_the_data_of_an_unsharded_parameter_is_assigned(assign, notices):
+    def call():
+        module = wrapped()
+        module.unshard()
+        with torch.no_grad():
+            assign(module)
+        notices(module)
+
+    match = r"was replaced by a Parameter\n|after it was wrapped: weight\n" if assign is assigned_new else ASSIGNED
+    fails_on_every_rank(call, RuntimeError, match, communicates=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, value: m.weight.data.copy_(value),
+        lambda m, value: m.weight.copy_(value),
+        lambda m, value: m.weight.to_local().fill_(2),
+        lambda m, value: setattr(m, "weight", nn.Parameter(value)),
+        lambda m, value: torch.utils.swap_tensors(m.weight, nn.Parameter(value)),
+        lambda m, value: m.load_state_dict({"weight": value}, strict=False),
+        lambda m, value: m.load_state_dict({"weight": torch.full((4, 4), 2.0)}, strict=False),
+        lambda m, value: m.float().to("cpu"),
+    ],
+)
+def test_what_changes_a_sharded_parameter(change):
+    """None of it is taken for an assignment of data; also not when the forward after it runs again."""
+
+    def rank():
+        module = wrapped()
+        module(torch.ones(1, 4)).sum().backward()
+        module.zero_grad()
+        with torch.no_grad():
+            change(module, module.weight.detach() * 0 + 2)
+            twice = [module(torch.ones(1, 4)) - module.bias.full_tensor() for _ in range(2)]
+        assert torch.equal(*twice)
+        module.state_dict()
+        return twice[0].tolist(), (module.weight.full_tensor().sum(1)).tolist()
+
+    for given, weights in sim.run(rank, 2):
+        torch.testing.assert_close(given[0], weights)
+        if "float" not in change.__code__.co_names:
+            assert weights == [8.0] * 4
+
+
+def test_shards_whose_memory_was_freed():
+    def call():
+        module = wrapped()
+        module.weight.to_local().untyped_storage().resize_(0)
+        module(torch.ones(1, 4))
+
+    fails_on_every_rank(call, RuntimeError, r"the memory of shards was freed: weight\n  seen: .*\n  try: ")
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_that_were_moved_to_the_host(trained):
+    """By a program that offloads them between two phases, and has forgotten to bring them back."""
+
+    def rank():
+        module = fully_shard(nn.Linear(4, 4).to("npu"), mesh=init_device_mesh("npu", (2,)))
+        x = torch.ones(1, 4, device="npu")
+        if trained:
+            module(x).sum().backward()
+        module.to("cpu")
+        with pytest.raises(RuntimeError, match=r"moved away .*: weight \(cpu\), bias \(cpu\)\n  seen: .*npu") as caught:
+            module(x)
+        check_parts(str(caught.value))
+        module.to("npu")
+        module.zero_grad()
+        module(x).sum().backward()
+        return module.bias.grad.full_tensor().tolist()
+
+    assert sim.run(rank, 2, device="npu") == [[1.0] * 4] * 2
+
+
 def last_is_wrong(parameter):
     return Shard(0) if parameter.shape == (2, 2) else Shard(9)
 
@@ -666,6 +791,19 @@ def test_offloaded_parameters_that_are_not_on_the_host():
         model(torch.ones(1, 4))
 
     fails_on_every_rank(call, RuntimeError, r"still on the meta device .*: 0.weight, 0.bias, 1.weight, 1.bias\n")
+
+
+def test_buffers_that_are_still_on_meta():
+    def call(*, fill):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False, device="meta"))
+        fully_shard(model, mesh=mesh())
+        if fill:
+            model[1].to_empty(device="cpu").reset_parameters()
+        model(torch.ones(2, 4))
+
+    names = "1.running_mean, 1.running_var, 1.num_batches_tracked"
+    fails_on_every_rank(lambda: call(fill=False), RuntimeError, rf"buffers of HSDPSequential .* meta device: {names}\n")
+    sim.run(lambda: call(fill=True), 2)
 
 
 def test_parameters_that_come_after_wrapping():

@@ -717,6 +717,61 @@ def test_what_nothing_fills_is_named():
     assert torch.equal(init_parameters(model).scale, kept), "what was not on meta keeps its values"
 
 
+class Rotary(nn.Module):
+    """A parameter that it fills, one and a buffer of state dicts that it does not, and a buffer that no one has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("table", torch.empty(3))
+        self.register_buffer("frequencies", torch.empty(2), persistent=False)
+
+    def forward(self, x):
+        return self.inner(x * self.scale)
+
+
+def wrapped_rotary(*, empty: bool) -> nn.Module:
+    model = fully_shard(on_meta(Rotary))
+    return model.to_empty(device="cpu") if empty else model
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_nothing_fills_is_named_also_after_to_empty(empty):
+    def rank():
+        text = refused(lambda: init_parameters(wrapped_rotary(empty=empty)))
+        names = "parameter 'scale' of HSDPRotary, buffer 'table' of HSDPRotary, buffer 'frequencies' of HSDPRotary"
+        assert f"not filled: {names}\n" in text
+        model = wrapped_rotary(empty=empty)
+        model.table = torch.ones(3)  # who assigns has filled
+        model.frequencies = torch.ones(2)
+        assert "not filled: parameter 'scale' of HSDPRotary\n" in refused(lambda: init_parameters(model))
+
+    sim.run(rank, 2)
+
+
+@pytest.mark.sim
+def test_what_was_filled_after_to_empty_stays():
+    def rank():
+        model = wrapped_rotary(empty=True)
+        model.load_state_dict({"scale": torch.ones(4), "table": torch.ones(3)}, strict=False)
+        model.frequencies.fill_(1e30)  # no checkpoint can have done it
+        assert "not filled: buffer 'frequencies' of HSDPRotary\n" in refused(lambda: init_parameters(model))
+        model.frequencies = torch.ones(2)
+        init_parameters(model)
+        assert model.scale.full_tensor().tolist() == [1.0] * 4
+        assert model.table.tolist() == [1.0] * 3
+        again = init_parameters(wrapped_rotary(empty=True), init_fn=ones)
+        return init_parameters(again)(torch.ones(4)).tolist()  # has values by now: nothing to complain of
+
+    def ones(module):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.ones_(tensor)
+
+    assert sim.run(rank, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_every_rank_refuses_what_nothing_fills(dtype):
     def body():

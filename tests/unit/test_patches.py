@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from hyper_parallel import platform
+from hyper_parallel import fully_shard, platform
 from sim.comm.process_group import SimProcessGroup
 from sim.comm.store import RankStore
 from sim.kernel.context import this_thread
@@ -526,6 +526,36 @@ def test_seam_active_ddp():
     assert (vars(parallel)["_inside_ddp_forward"], vars(parallel)["_get_active_ddp_module"]) == before
     with sim.world(2):
         assert parallel._get_active_ddp_module() is None, "this thread is no rank"
+
+
+def test_seam_empty_memory():
+    """Outside of ranks memory is what it is."""
+
+    class Mixed(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("steps", torch.zeros(3, dtype=torch.int64), persistent=False)
+            self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+            self.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
+
+    def body(kind: str) -> None:
+        with torch.device("meta"):
+            model = Mixed()
+        fully_shard(model, mesh=init_device_mesh(kind, (2,)))
+        model.to_empty(device=kind)
+        assert model.weight.to_local().isnan().all()
+        assert model.phase.isnan().all()
+        assert (model.steps == torch.iinfo(torch.int64).max).all()
+        assert model.mask.all()
+
+    before = torch.nn.Module.to_empty
+    sim.run(body, 2, args=("cpu",))
+    if not why_not():
+        sim.run(body, 2, args=("npu",), device="npu")
+    assert torch.nn.Module.to_empty is before
+    with sim.world(2):
+        torch.nn.Linear(2, 2, device="meta").to_empty(device="cpu")
+        assert torch.nn.Module.to_empty is not before
 
 
 def test_seam_operators():

@@ -119,6 +119,33 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+# -- memory without values ---------------------------------------------------------------------------------------------
+
+
+_EMPTY = "_hyper_parallel_empty"  # an attribute of the tensor
+
+
+def _writes_to(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Whose tensor it is, for copies take attributes along, and how often it was written to."""
+    return id(tensor), tensor._version, getattr(tensor, "_local_tensor", tensor)._version
+
+
+def note_empty(tensor: torch.Tensor) -> None:
+    """Note that a tensor of the meta device got memory, as from `to_empty`, and no values yet."""
+    tensor.__dict__[_EMPTY] = _writes_to(tensor)
+
+
+def is_empty(tensor: torch.Tensor, *, may_be_written: bool = False) -> bool:
+    """Return True if a tensor is one of `note_empty`, and nobody has written to it since, or may have done so."""
+    noted, now = tensor.__dict__.get(_EMPTY, ()), _writes_to(tensor)
+    return bool(noted[:1] == now[:1] if may_be_written else noted == now)
+
+
+def forget_empty(tensor: torch.Tensor) -> None:
+    """Drop what `note_empty` has noted: the tensor is about to get values."""
+    tensor.__dict__.pop(_EMPTY, None)
+
+
 # -- parameters that are no longer their model's -----------------------------------------------------------------------
 # An optimizer that was made before, and still has them, steps without changing the model.
 

@@ -260,6 +260,8 @@ class Bucket:
     def _remember(self) -> None:
         """Note what the shards are, and where modules show them: a step looks at each several times."""
         locals_ = [param.local for param in self.params]
+        for param in self.params:
+            param.note_storages()
         # Every step comes here more than once for every parameter; all that does not change between two steps is
         # looked up once, in lists of plain objects.
         self.unmoved = False
@@ -304,14 +306,41 @@ class Bucket:
         return False
 
     def _check_place(self) -> None:
-        if not self.storage.on_host:
-            return
-        elsewhere = [f"{p.name} ({p.local.device})" for p in self.params if p.local.device.type != "cpu"]
-        if elsewhere:
+        on_host = self.storage.on_host
+        kind = "cpu" if on_host else self.storage.compute.type
+        elsewhere = [f"{p.name} ({p.local.device})" for p in self.params if p.local.device.type != kind]
+        if elsewhere and on_host:
             asked, seen = "cannot gather parameters", "seen: offload_policy=CPUOffloadPolicy()"
             blame = f"those that were wrapped for CPU offload are not on the host: {', '.join(elsewhere)}"
             hint = "model.to('cpu'), or model.to_empty(device='cpu') for a model made on meta"
             raise RuntimeError(explain(asked, blame, seen, hint))
+        if elsewhere:
+            asked, seen = "cannot gather parameters", f"seen: a mesh of {kind}, where gradients would come"
+            blame = f"they were moved away from the device that computes: {', '.join(elsewhere)}"
+            hint = f"model.to('{kind}') before the next step; or offload_policy=CPUOffloadPolicy() when wrapping"
+            raise RuntimeError(explain(asked, blame, seen, hint))
+        freed = [p.name for p in self.params if p.local_numel and not p.local.untyped_storage().nbytes()]
+        if freed:
+            blame, seen = f"the memory of shards was freed: {', '.join(freed)}", "seen: untyped_storage().resize_(0)"
+            raise RuntimeError(explain("cannot gather parameters", blame, seen, "give it back, with values, before"))
+
+    def check_assigned(self) -> None:
+        """Make sure that nobody has assigned `parameter.data`, or replaced an unsharded parameter: that has no effect.
+
+        Torch then exchanges what a DTensor has below Python, its storage without memory. The shard stays what it was.
+        """
+        for param in self.params:
+            slot = param.slots[0]
+            registered: Any = slot.module._parameters.get(slot.name)
+            if self.gathered and registered is not param.sharded and registered is not param.unsharded:
+                raise _replaced_error(param.name, registered)
+            if not param.was_assigned():
+                continue
+            param.note_storages()
+            blame = f"the data of {param.name!r} was assigned, and a managed parameter keeps its own"
+            seen = "seen: parameter.data = value, as vector_to_parameters does, or swap_tensors while unsharded"
+            hint = "parameter.data.copy_(value) while it is sharded, or load_state_dict"
+            raise RuntimeError(explain("cannot go on with parameters", blame, seen, hint))
 
     def take_over(self) -> None:
         """Take over the shards that were replaced."""
@@ -405,6 +434,7 @@ class Bucket:
 
     def check_untouched(self) -> None:
         """Make sure that forward has not changed unsharded parameters in place: that is lost with their memory."""
+        self.check_assigned()
         for param in self.params:
             if param.unsharded._version != param.made_version and not self.aliased:
                 param.made_version = param.unsharded._version

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hyper_parallel.core.common.checks import check, check_above, check_choice, check_modules
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.common.torch_compat import note_empty, runs_eagerly
 from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
 from hyper_parallel.core.fully_shard.state_dict import load_into
 from hyper_parallel.core.fully_shard.unit import (
@@ -382,6 +382,13 @@ def refuse_traced(asked: str, module: nn.Module, hint: str = "hsdp(cell, ..., us
             raise ValueError(explain(asked, blame, seen, hint))
 
 
+def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a module and its submodules keep their parameters and buffers."""
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            yield from ((tensors, name) for name, tensor in tensors.items() if tensor is not None)
+
+
 # -- wrapped modules ---------------------------------------------------------------------------------------------------
 
 
@@ -713,7 +720,11 @@ class ManagedModule(FSDPModule):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for unit in nested_units(self):  # type: ignore[arg-type]
             unit.reshard()  # what `to` and `half` convert are the sharded parameters
+        on_meta = [slot for slot in _slots(self) if slot[0][slot[1]].is_meta]  # type: ignore[arg-type]
         applied = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        for tensors, name in on_meta:
+            if not tensors[name].is_meta:
+                note_empty(tensors[name])
         for traced in _own_traced(self):
             traced.follow()  # a graph that is traced next finds leaves of the new dtype
         return applied
@@ -796,6 +807,7 @@ def show_shards_in_state_dicts(unit: Unit, owner: nn.Module) -> None:
 
     # Copies of a module get hooks of their own unit.
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        unit.check_assigned()
         unit.reshard()
 
     def before_load(module: nn.Module, *args: Any) -> None:

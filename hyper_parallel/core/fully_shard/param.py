@@ -73,6 +73,11 @@ def _mesh_of(placement: ParameterPlacement) -> DeviceMesh:
     return placement.mesh if placement.owner is None else OwnerMesh(placement.mesh, placement.owner)
 
 
+def _storage_of(tensor: torch.Tensor) -> Any:
+    """The storage that torch keeps for a tensor below Python; that of a DTensor has no memory."""
+    return torch.Tensor.untyped_storage(tensor)  # not by its attribute: four times the time, for a DTensor
+
+
 class ManagedParam:
     """A parameter as the engine keeps it.
 
@@ -261,6 +266,20 @@ class ManagedParam:
         """Where this rank's shard is in memory; 0 where there is none, as on meta and under a fake tensor mode."""
         local = self.local
         return local.data_ptr() if type(local) is torch.Tensor else 0
+
+    def note_storages(self) -> None:
+        """Note which storages the two parameters have, which `parameter.data = value` exchanges."""
+        self._storages = (self.local, _storage_of(self.sharded), self.unsharded, _storage_of(self.unsharded))
+
+    def was_assigned(self) -> bool:
+        """Whether somebody has assigned `.data` of the sharded or of the unsharded parameter since these were made.
+
+        `module.to` and `swap_tensors` exchange the shard itself, which is no mistake.
+        """
+        local, sharded, unsharded, storage = self._storages
+        if local is self.local and sharded._cdata != _storage_of(self.sharded)._cdata:
+            return True
+        return unsharded is self.unsharded and storage._cdata != _storage_of(unsharded)._cdata
 
     def show(self, parameter: nn.Parameter) -> None:
         """Register `parameter` on the modules."""

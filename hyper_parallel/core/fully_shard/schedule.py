@@ -308,11 +308,20 @@ class Structure:
                 seen = "seen: no unit reduces their gradients, so every rank would train its own copy"
                 hint = "add them before wrapping, wrap the module that brings them, or pass them in ignored_params"
                 raise RuntimeError(explain("cannot run forward", blame, seen, hint))
+            self._check_buffers(root)
         modules = dict.fromkeys(module for root in self._roots for module in root.modules())
         self._seen = [
             (module._modules, tuple(module._modules.values()), module._parameters, len(module._parameters))
             for module in modules
         ]
+
+    def _check_buffers(self, root: nn.Module) -> None:
+        on_meta = [name for name, buffer in root.named_buffers() if buffer.is_meta]
+        if on_meta and not all(parameter.is_meta for parameter in root.parameters()):
+            blame = f"buffers of {type(root).__name__} are still on the meta device: {', '.join(on_meta)}"
+            seen = "seen: parameters with values, beside buffers without"
+            hint = "init_parameters(model, seed), or module.buffer = values; buffers outside of state_dict too"
+            raise RuntimeError(explain("cannot run forward", blame, seen, hint))
 
     def _has_changed(self) -> bool:
         return any(

@@ -197,6 +197,8 @@ class Unit:
         Args:
             in_backward: It is for the backward of what the last gather was for.
         """
+        if not in_backward:
+            self.check_assigned()
         try:
             # A list, not `any`: each bucket has to look. One that had not would register the old shards again below,
             # over those that the user has put there, and say nothing.
@@ -241,8 +243,14 @@ class Unit:
 
     def reshard_by_hand(self) -> None:
         """Free, and let no backward of a pipeline gather again."""
+        self.check_assigned()
         self._asked_for = False
         self.reshard()
+
+    def check_assigned(self) -> None:
+        """Make sure that no parameter was assigned to in a way that has no effect."""
+        for bucket in self.buckets:
+            bucket.check_assigned()
 
     def show_for_split_backward(self) -> None:
         """Show what is gathered, or was asked for, to who computes gradients of inputs and of weights apart.

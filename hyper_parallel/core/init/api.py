@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.core.common.torch_compat import forget_empty, is_empty, plain_name
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.init.filling import DefaultsToCpu, Filling
 from hyper_parallel.core.init.tiles import FillTarget, Region, flush
@@ -68,8 +68,9 @@ def init_parameters(
     Raises:
         TypeError: model is no module, seed no int, init_fn not callable.
         ValueError: a negative seed; a device that cannot be; a lazy parameter, or one with a reduction pending; a
-            parameter or buffer that was on meta and that nothing fills; an operation that needs values of other ranks,
-            of a parameter that already had values or was unsharded for a child, or of a DTensor that is copied.
+            parameter or buffer that was on meta and that nothing fills, also where `to_empty` of a wrapped module has
+            given it memory since; an operation that needs values of other ranks, of a parameter that already had values
+            or was unsharded for a child, or of a DTensor that is copied.
     """
     _check(model, seed, init_fn)
     if detect_fake_mode() is not None:
@@ -78,8 +79,11 @@ def init_parameters(
     targets = _targets(model, int(seed))
     with torch.inference_mode(False), torch.no_grad():
         for target in targets:
-            if target.fresh:
+            if target.tensor.is_meta:
                 _materialise(model, target, where)
+            elif is_empty(target.tensor):
+                _poison(target.local)
+            forget_empty(target.tensor)
         filling = Filling(int(seed), targets)
         with DefaultsToCpu(filling), torch.random.fork_rng(devices=[]):
             _fill(model, filling, targets, init_fn)
@@ -152,14 +156,22 @@ def _targets(model: nn.Module, seed: int) -> list[FillTarget]:
         if unit is not None and not unit.is_resharded():
             blame = f"{path or 'the model'} shows unsharded parameters, which are freed or gathered again later"
             raise ValueError(explain(_ASKED, blame, f"seen: {type(module).__name__}, unsharded", "reshard() first"))
-    targets = []
+    targets, outside = [], _outside_of_state_dicts(model)
     for name, tensor in _tensors(model):
         if is_lazy(tensor):
             hint = "one forward pass with an input of the right size first, or sizes instead of a Lazy module"
             raise ValueError(explain(_ASKED, f"{name!r} has no shape yet", f"seen: {type(tensor).__name__}", hint))
         region, sharded = _region(name, tensor)
-        targets.append(FillTarget(plain_name(name), tensor, region, seed, sharded, fresh=tensor.is_meta))
+        # What is in no state dict has to be filled here, or assigned: no checkpoint can have written to it.
+        fresh = tensor.is_meta or is_empty(tensor, may_be_written=name in outside)
+        targets.append(FillTarget(plain_name(name), tensor, region, seed, sharded, fresh=fresh))
     return targets
+
+
+def _outside_of_state_dicts(model: nn.Module) -> set[str]:
+    """The names of buffers that no state dict has."""
+    modules = model.named_modules()
+    return {f"{path}.{name}".lstrip(".") for path, module in modules for name in module._non_persistent_buffers_set}
 
 
 def _region(name: str, tensor: torch.Tensor) -> tuple[Region, bool]:
@@ -187,7 +199,7 @@ def _materialise(model: nn.Module, target: FillTarget, device: torch.device) -> 
     """Give a tensor memory, full of NaN; whoever refers to it sees the new one."""
     old = target.tensor
     fresh = torch.empty_like(target.local, device=device)
-    fresh.fill_(float("nan") if fresh.is_floating_point() or fresh.is_complex() else 0)
+    _poison(fresh)
     if isinstance(old, DTensor):
         fresh = DTensor.__new__(DTensor, fresh, old._spec, requires_grad=False)
     if isinstance(old, nn.Parameter):
@@ -201,6 +213,10 @@ def _materialise(model: nn.Module, target: FillTarget, device: torch.device) -> 
             for registered in (module._parameters, module._buffers):
                 registered.update({name: fresh for name, tensor in registered.items() if tensor is old})
         target.tensor = fresh
+
+
+def _poison(local: torch.Tensor) -> None:
+    local.fill_(float("nan") if local.is_floating_point() or local.is_complex() else 0)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
