@@ -157,6 +157,55 @@ def hsdp_reduction_and_all_reduce_wait(run):
     micro_batches(run, model, before)
 
 
+# -- what is trained changes between micro-batches -----------------------------------------------------------------
+
+
+def frozen_at(run, model, micro):
+    """In the second micro-batch a block and half of another layer are frozen, in the third they are trained again."""
+    for parameter in (*model.blocks[1].parameters(), model.head.weight):
+        parameter.requires_grad_(micro != 1)
+
+
+@THEME.behaviour()
+def frozen_between_micro_batches(run):
+    model = nested(run)
+    micro_batches(run, model, lambda micro: frozen_at(run, model, micro))
+
+
+@THEME.behaviour()
+def frozen_while_gradients_wait(run):
+    """What was added up before stays, for the last micro-batch to reduce."""
+    model = nested(run)
+
+    def before(micro):
+        run.tell(model, "set_requires_gradient_sync", micro == 2)
+        frozen_at(run, model, micro)
+
+    micro_batches(run, model, before)
+
+
+@THEME.behaviour()
+def frozen_when_gradients_are_reduced(run):
+    model = nested(run)
+
+    def before(micro):
+        run.tell(model, "set_requires_gradient_sync", micro == 2)
+        frozen_at(run, model, micro - 1)
+
+    micro_batches(run, model, before)
+
+
+@THEME.behaviour(4, without_fsdp2="partial gradients of other sizes cannot be added")
+def hsdp_frozen_while_the_all_reduce_waits(run):
+    model = nested(run, mesh=run.mesh(2, 2))
+
+    def before(micro):
+        run.tell(model, "set_requires_all_reduce", micro == 2)
+        frozen_at(run, model, micro)
+
+    micro_batches(run, model, before)
+
+
 # -- which units run -----------------------------------------------------------------------------------------------
 
 

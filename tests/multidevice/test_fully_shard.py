@@ -385,11 +385,6 @@ def test_requires_grad_may_change_between_steps(ctx):
             for name, parameter in module.named_parameters():
                 parameter.requires_grad_(name.split(".")[0] not in frozen)
         check_one_step(ctx, model, plain)
-    model.set_requires_gradient_sync(False)
-    loss_of(model, data(ctx, rank=ctx.rank)).backward()
-    model.head.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"requires_grad of a parameter changed while gradients wait"):
-        loss_of(model, data(ctx, rank=ctx.rank)).backward()
 
 
 def check_one_step(ctx, model, plain, step=0):

@@ -306,19 +306,35 @@ class GradientReducer:
         self._ones: torch.Tensor | None = None
 
     def _plan(self) -> list[ManagedParam]:
-        """The parameters that take part, and where; frozen ones do not."""
-        trainable = [param for param in self.params if param.unsharded.requires_grad]
-        if trainable != self._plan_for:
-            if self.pending is not None or self.partial is not None:
-                blame = "requires_grad of a parameter changed while gradients wait to be reduced"
-                seen = f"unit of: {self.bucket.params[0].name}"
-                hint = "change it after a backward with gradient sync, or call zero_grad() first"
-                raise RuntimeError(explain("cannot reduce gradients", blame, seen, hint))
-            self._plan_for = trainable
-            self._kept = [param for param in trainable if param.placement.is_held]
+        """The parameters that take part, and where; frozen ones do not, unless they may have a gradient that waits.
+
+        That follows from which were trainable since the last reduction, on all ranks alike, and not from gradients.
+        """
+        waits = self.pending is not None or self.partial is not None
+        before, self._plan_for = (
+            self._plan_for,
+            [param for param in self.params if param.unsharded.requires_grad or (waits and param in self._plan_for)],
+        )
+        if before != self._plan_for:
+            kept, starts = self._kept, self._starts
+            self._kept = [param for param in self._plan_for if param.placement.is_held]
             self._starts = [0, *accumulate(self._width(param) for param in self._kept)]
             self._sizes = [*(self._width(param) for param in self._kept), len(self._kept)]
-        return trainable
+            self._move_waiting(before, kept, starts)
+        return self._plan_for
+
+    def _move_waiting(self, before: list[ManagedParam], kept: list[ManagedParam], starts: list[int]) -> None:
+        """Bring what waits into the order of another plan: parameters were frozen or thawed between two backwards."""
+        if self.pending is not None:
+            pending = dict(zip(before, self.pending, strict=True))
+            self.pending = [pending.get(param) for param in self._plan_for]
+            self._sums = {self._plan_for.index(before[index]): over for index, over in self._sums.items()}
+        if self.partial is not None:
+            partial, self.partial = self.partial, self.partial.new_zeros(sum(self._sizes))
+            for index, (param, start) in enumerate(zip(kept, starts, strict=False)):
+                place, width = self._kept.index(param), self._width(param)
+                self.partial[self._starts[place] :][:width].copy_(partial[start : start + width])
+                self.partial[self._starts[-1] + place] = partial[starts[-1] + index]
 
     def _width(self, param: ManagedParam) -> int:
         """Elements of a parameter in one row."""
