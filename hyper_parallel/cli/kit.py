@@ -23,6 +23,7 @@ __all__ = [
     "DOES_NOT_FIT",
     "FAILURE",
     "INTERRUPTED",
+    "LOST_FOLDER",
     "NOT_SAVED",
     "USER_ERROR",
     "busy",
@@ -43,6 +44,7 @@ __all__ = [
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 DOES_NOT_FIT = 3
+LOST_FOLDER = 73  # EX_CANTCREAT in sysexits.h
 NOT_SAVED = 74  # EX_IOERR in sysexits.h; the watchdog's is 70
 WIDTH = 170  # columns of the widest tables
 _LET_FIRST_SAY_S = 5.0
@@ -202,7 +204,7 @@ def check_can_write(path: Path | None) -> None:
         return
     if os.path.isdir(path):  # of pathlib's, a name that is too long raises
         raise ValueError(explain(f"cannot write '{path}'", "it is a folder", f"file: {path}", f"{path / 'out.json'}"))
-    there = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    there = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not there.is_dir():
         raise ValueError(explain(f"cannot write '{path}'", f"'{there}' is no folder", f"file: {path}", "another path"))
     try:  # permissions do not tell: nobody can write in /proc, say

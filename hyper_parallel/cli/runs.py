@@ -24,6 +24,7 @@ from rich.markup import escape
 from hyper_parallel.cli.kit import (
     FAILURE,
     INTERRUPTED,
+    LOST_FOLDER,
     is_first_rank,
     is_of_output,
     lacks_memory,
@@ -31,7 +32,7 @@ from hyper_parallel.cli.kit import (
     say_lacking_memory,
     stderr_console,
 )
-from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError
 from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
 from hyper_parallel.models.hf_folder import load_by_transformers
@@ -263,7 +264,7 @@ def hardware_here(device_type: str | None = None, named: str | None = None) -> A
 
 @contextmanager
 def while_ranks_run(left: str) -> Iterator[None]:
-    """Turn Ctrl-C into exit code 130, and a failure into exit code 1, with its traceback if it was not foreseen."""
+    """Turn Ctrl-C into exit code 130, a lost folder into 73, and a failure into 1, with its traceback if unforeseen."""
     try:
         yield
     except KeyboardInterrupt:
@@ -275,7 +276,7 @@ def while_ranks_run(left: str) -> Iterator[None]:
         raise typer.Exit(FAILURE) from None
     except CheckpointError as error:
         say_error(str(_own(error)))
-        raise typer.Exit(FAILURE) from None
+        raise typer.Exit(LOST_FOLDER if isinstance(error, LeaseLostError) else FAILURE) from None
     except RankLostError as error:
         stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
         raise typer.Exit(FAILURE) from None

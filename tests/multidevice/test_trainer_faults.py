@@ -25,7 +25,7 @@ import pytest
 import warm
 
 import sim
-from hyper_parallel.cli.kit import NOT_SAVED
+from hyper_parallel.cli.kit import LOST_FOLDER, NOT_SAVED
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainConfig, load_config
 from hyper_parallel.trainer.guards import StopRequest
@@ -250,6 +250,27 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path:
     assert third.returncode == 0, err
     assert f"went on from step {int(saved.name[5:])}\n" in out
     assert all(path.name.startswith("step-") for path in (tmp_path / "saved").iterdir()), "nothing is left behind"
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_whose_folder_goes_away_ends_with_a_code_of_its_own(tmp_path: Path, background: bool) -> None:
+    options = ("--sim", "2", *FOREVER, "--save-every", "1", *["--background"] * background)
+    run = start("-m", "hyper_parallel.cli", "train", "tiny.toml", *options, folder=tmp_path)
+    try:
+        read_until(run, "step 1/")
+        (tmp_path / "saved").rename(tmp_path / "moved")
+        _, err = run.communicate(timeout=120)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == LOST_FOLDER, err
+    assert (
+        "error: cannot save to saved: this path leads to another folder than at the start\n  at the start: dev" in err
+    )
+    assert "Traceback" not in err
+    assert not (tmp_path / "saved").exists(), "it is not made anew"
+    assert background or list((tmp_path / "moved").glob("step-*"))
 
 
 NO_SPACE = 20_000  # bytes of a file; a checkpoint has more
@@ -515,6 +536,58 @@ def test_torchrun_starts_the_ranks_anew_and_they_go_on(
         assert "Traceback" not in err
     if fault[0] == "raise":
         assert "error: rank 1 cannot go on in step 3: rank 0 failed: KeyError: 'drawn'\n" in err, err
+
+
+HOLDS = """
+import os, sys
+import torch
+import torch.distributed as dist
+from hyper_parallel.core.checkpoint import Checkpointer
+from hyper_parallel.core.common.groups import init_process_group, token_of_torchrun
+who, attempt = sys.argv[1], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+init_process_group("gloo")
+open(f"{who}-{attempt}-{dist.get_rank()}", "w").write(token_of_torchrun())
+checkpointer = Checkpointer("saved", on_error="raise")
+checkpointer.acquire()
+checkpointer.save(2 * attempt, {"w": torch.zeros(3)})
+if attempt == 0:
+    open(f"here-{dist.get_rank()}").read()  # until the other torchrun has ended
+    checkpointer.save(1, {"w": torch.zeros(3)})
+    os._exit(3)
+checkpointer.close()
+"""
+
+
+@pytest.mark.gloo
+def test_another_torchrun_of_the_same_name_never_takes_the_lease_of_a_live_one(tmp_path: Path) -> None:
+    (tmp_path / "holds.py").write_text(HOLDS)
+    for rank in range(2):
+        os.mkfifo(tmp_path / f"here-{rank}")
+
+    def begin(who: str) -> subprocess.Popen[str]:
+        meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "456")
+        options = ("--nproc-per-node", "2", "--max-restarts", "1", *meeting, "holds.py", who)
+        return start("-m", "torch.distributed.run", *options, folder=tmp_path, env={"TORCHELASTIC_ERROR_FILE": ""})
+
+    first = begin("first")
+    try:
+        gates = [(tmp_path / f"here-{rank}").open("w") for rank in range(2)]  # once both ranks have saved
+        second = begin("second")
+        _, err = second.communicate(timeout=120)
+        assert second.returncode == 1
+        assert "CheckpointError: cannot save to saved: another run is using it\n" in err, err
+        assert (tmp_path / "second-1-0").exists(), "it has been started anew, and refused again"
+        for gate in gates:
+            gate.close()
+        _, err = first.communicate(timeout=120)
+    finally:
+        kill_with_ranks(first)
+    assert first.returncode == 0, err
+    there = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert there == [f"step-0000000{step}" for step in range(3)], "its second attempt has taken the lease at once"
+    tokens = {who: {path.read_text() for path in tmp_path.glob(f"{who}-*-*")} for who in ("first", "second")}
+    assert [len(tokens["first"]), len(tokens["second"]), len(tokens["first"] | tokens["second"])] == [1, 1, 2]
+    assert "" not in tokens["first"] | tokens["second"]
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import zlib
 
@@ -25,6 +27,7 @@ import sim
 from hyper_parallel.core.checkpoint import (
     Checkpointer,
     CheckpointError,
+    LeaseLostError,
     folders,
     load_checkpoint,
     load_optimizer_scalars,
@@ -34,6 +37,7 @@ from hyper_parallel.core.checkpoint import (
     read_metadata,
     save_checkpoint,
 )
+from hyper_parallel.core.checkpoint import checkpointer as checkpointer_module
 from hyper_parallel.core.checkpoint import reader as reader_module
 from hyper_parallel.core.checkpoint import writer as writer_module
 from hyper_parallel.core.checkpoint.reader import check_files
@@ -505,11 +509,17 @@ def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path):
         ({"started": "1"}, {}, True),  # another process has the number by now
         ({"machine": "other", "pid": "dead", "age": 50}, {}, False),
         ({"machine": "other", "age": 61}, {}, True),
-        ({"machine": "other", "job": "j"}, {"TORCHELASTIC_RUN_ID": "j"}, True),
-        ({"machine": "other", "job": "i"}, {"TORCHELASTIC_RUN_ID": "j"}, False),
-        ({"machine": "other", "job": ""}, {"TORCHELASTIC_RUN_ID": "none"}, False),
-        ({"job": "j"}, {"TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
-        ({"job": "j"}, {"TORCHELASTIC_RUN_ID": "j"}, False),
+        ({"machine": "other", "age": -3600}, {}, False),  # renewed in the future
+        ({"machine": "other", "job": "token", "restart": 0}, {"token": "token", "restart": 1}, True),
+        (
+            {"machine": "other", "job": "token", "restart": 1},
+            {"token": "token", "restart": 1},
+            False,
+        ),  # of this attempt
+        ({"machine": "other", "job": "token", "restart": 0}, {"token": "other", "restart": 1}, False),
+        ({"machine": "other", "job": "", "restart": 0}, {"token": "", "restart": 1}, False),
+        ({"job": "token", "restart": 0}, {"token": "token", "restart": 1}, False),  # a live holder always wins
+        ({"job": "token", "restart": 0, "pid": "dead"}, {"token": "other", "restart": 1}, True),
         ({"pid": "no number", "age": 61}, {}, True),
         ({"pid": "no number"}, {}, False),
     ],
@@ -517,8 +527,9 @@ def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path):
 def test_who_takes_over_a_lease(tmp_path, monkeypatch, lease, mine, is_taken):
     pid = {"pid": dead_pid()} if lease.get("pid") == "dead" else {}
     write_lease(tmp_path, **{**lease, **pid})
-    for key, value in mine.items():
-        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the same --rdzv-id")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(mine.get("restart", 0)))
+    monkeypatch.setattr(checkpointer_module, "token_of_torchrun", lambda: mine.get("token", ""))
 
     def renewed(_):
         os.utime(tmp_path / folders.LEASE)
@@ -549,6 +560,32 @@ def test_a_lease_of_another_host_is_waited_for(tmp_path, monkeypatch):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.acquire()
     assert 29 <= sum(waited) <= 31
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_lease_from_the_future_is_watched_and_the_wait_told(tmp_path, monkeypatch, caplog, guarded):
+    """Another host's clock was ahead, or this one's has been set back: the age says nothing."""
+    write_lease(tmp_path, machine="other", age=61 if guarded else -3600)
+    stale = 6 if guarded else 60
+    monkeypatch.setattr(folders, "_STALE_S", stale)
+    if guarded:  # a process that was taking the lease over was killed
+        (tmp_path / ".lease.json.taking").touch()
+        os.utime(tmp_path / ".lease.json.taking", (time.time() + 3600,) * 2)
+    waited = []
+    monkeypatch.setattr(folders, "_pause", waited.append)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.acquire()
+    assert stale - 1 <= sum(waited) <= stale + 1
+    (told,) = caplog.messages
+    if guarded:
+        assert told == f"waiting up to 6 s for another process to take over {tmp_path / '.lease.json'}: " + str(
+            tmp_path / ".lease.json.taking"
+        )
+    else:
+        assert told.startswith(
+            f"waiting up to 60 s to save to {tmp_path}, which another run may use: run other on host "
+        )
+    assert names(tmp_path) == []
 
 
 def test_of_many_that_take_over_one_succeeds(tmp_path, monkeypatch):
@@ -589,30 +626,88 @@ def test_a_lease_is_renewed(tmp_path, monkeypatch):
         lease.check()
 
 
+def lose(root, how):
+    """Take a folder, or the lease of the run that saves there, away from it."""
+    if how == "taken over":
+        write_lease(root)
+    elif how == "lease deleted":
+        (root / folders.LEASE).unlink()
+    elif how == "link retargeted":
+        (other := root.with_name("other")).mkdir()
+        root.unlink()
+        root.symlink_to(other)
+    elif how == "copied":  # with the lease in it, as when a disk is exchanged
+        shutil.copytree(root, root.with_name("copy"))
+        root.rename(root.with_name("old"))
+        root.with_name("copy").rename(root)
+    else:
+        root.rename(root.with_name("moved"))
+        if how == "another in its place":  # as where it is unmounted
+            root.mkdir()
+
+
+LOST = {
+    "taken over": "another run has taken it over, which this one was too slow to prevent",
+    "lease deleted": "its lease has been deleted",
+    "link retargeted": "this path leads to another folder than at the start",
+    "copied": "this path leads to another folder than at the start",
+    "moved": "this path leads to another folder than at the start",
+    "another in its place": "this path leads to another folder than at the start",
+}
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("when", ["before", "commit"])
-def test_who_has_lost_the_lease_changes_nothing(tmp_path, background, when):
+@pytest.mark.parametrize("how", LOST)
+def test_who_has_lost_folder_or_lease_ends_and_changes_nothing(tmp_path, background, when, how):
     def on_stage(stage):
         if stage == when and armed:
-            write_lease(tmp_path)
+            lose(root, how)
+            there.extend(sorted(tmp_path.rglob("*")))
 
-    armed = False
-    checkpoints = Checkpointer(tmp_path, keep_last=1, async_save=background, on_stage=on_stage)
+    armed, there, root = False, [], tmp_path / "run"
+    if how == "link retargeted":
+        (tmp_path / "disk").mkdir()
+        root.symlink_to(tmp_path / "disk")
+    checkpoints = Checkpointer(root, keep_last=1, async_save=background, on_stage=on_stage)
     checkpoints.save(1, {"w": W})
     checkpoints.wait()
     armed = True
     on_stage("before")
+
+    def save(step):
+        checkpoints.save(step, {"w": W + 1})
+        checkpoints.wait()
+
     for step in (1, 2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            saved = checkpoints.save(step, {"w": W + 1})
-            saved = checkpoints.wait() if background else saved
-        assert "another run has taken it over" in saved.error
-        checkpoints.load({"w": (w := torch.zeros(2, 3))}, path=tmp_path / "step-00000001")
-        assert torch.equal(w, W)
-        assert names(tmp_path) == ["step-00000001"]
+        with pytest.raises(LeaseLostError) as caught:  # not only told by a warning, as where a disk is full
+            save(step)
+        text = str(caught.value)
+        assert text.startswith(f"cannot save to {root}: {LOST[how]}\n  "), text
+        assert "\n  try: " in text
+        armed = False
+    left = {path for path in tmp_path.rglob("*") if ".saving-" not in str(path)}
+    assert left == {path for path in there if ".saving-" not in str(path)}, "nothing is made anew, nothing deleted"
+    (kept,) = tmp_path.rglob("step-00000001") if how != "copied" else [tmp_path / "old" / "step-00000001"]
+    load_checkpoint(kept, {"w": (w := torch.zeros(2, 3))})
+    assert torch.equal(w, W)
     checkpoints.close()
-    assert json.loads((tmp_path / folders.LEASE).read_text())["run"] == "other"
+    if how == "taken over":
+        assert json.loads((root / folders.LEASE).read_text())["run"] == "other"
+
+
+@pytest.mark.parametrize("parents", [False, True])
+def test_a_link_that_leads_nowhere_is_named(tmp_path, parents):
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    root = tmp_path / "link" / "run" if parents else tmp_path / "link"
+    for save in (lambda: save_checkpoint(root / "c", {"w": W}), Checkpointer(root, on_error="raise").acquire):
+        with pytest.raises(
+            CheckpointError, match=f"{tmp_path}/link is a link to {tmp_path}/unmounted, where nothing is"
+        ):
+            save()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file is no folder"):
+        Checkpointer(tmp_path / "file").acquire()
 
 
 def test_what_another_run_has_left_is_neither_replaced_nor_deleted(tmp_path):

@@ -11,7 +11,7 @@ that appear and vanish at once, and the lease of the run that writes them.
 
 from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata, save_checkpoint
 from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved
-from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError
 from hyper_parallel.core.checkpoint.optimizer import (
     load_optimizer_scalars,
     model_tensors,
@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "Checkpointer",
+    "LeaseLostError",
     "Saved",
     "load_checkpoint",
     "load_optimizer_scalars",

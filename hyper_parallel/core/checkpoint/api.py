@@ -146,7 +146,8 @@ def _begin(folder: Path, replace: bool, run: str | None) -> str:
     attempt = os.urandom(6).hex()
     place = folders.place(folder, attempt)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        if run is None:  # of a run, the folder is there, or the lease is lost with it
+            folders.make_folder(folder.parent)
         folders.clean(folder)
         if folders.is_complete(folder):
             if not replace:

@@ -19,12 +19,13 @@ from typing_extensions import Self
 
 from hyper_parallel.core.checkpoint import folders
 from hyper_parallel.core.checkpoint.api import Folder, Tensors, load, run_of, write
-from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
+from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError, Peers
 from hyper_parallel.core.checkpoint.files import to_json
 from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
 from hyper_parallel.core.checkpoint.writer import Staging
 from hyper_parallel.core.common.checks import check, check_choice, check_least
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import token_of_torchrun
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -59,7 +60,8 @@ class Checkpointer:
         checkpointer.close()
 
     All ranks make one, and call `save`, `wait`, `load` and `close` in the same order. A save that fails for want of
-    space, or because files cannot be written, does not end the run: it warns, and is reported in `Saved.error`.
+    space, or because files cannot be written, does not end the run: it warns, and is reported in `Saved.error`. A run
+    that has lost its folder or its lease gets `LeaseLostError`, whatever `on_error` is: it could never save again.
 
     With `async_save`, `save` copies the tensors to the host and returns; a thread writes the copies. The next `save`,
     and `latest`, `load` and `close`, wait for it first. The next call reports its failure. The copies take as much
@@ -132,8 +134,8 @@ class Checkpointer:
     def acquire(self) -> None:
         """Make sure that no other run saves to the root, from now until `close` or `release`.
 
-        The lease of a process that has ended on this host, or that torchrun has ended, is taken over at once; that of
-        another host when it has not been renewed for 60 seconds, for which this waits.
+        The lease of a process that has ended on this host, or of an earlier attempt of this torchrun on another one, is
+        taken over at once; any other when it has not been renewed for 60 seconds, for which this waits.
 
         Raises:
             CheckpointError: another run is using the root, rank 0 cannot write there, or a rank does not see what
@@ -162,7 +164,7 @@ class Checkpointer:
         refusal, unwritable, attempt = None, None, ""
         if peers.rank == 0:
             try:
-                self._lease = folders.Lease(self.root, self._run)
+                self._lease = folders.Lease(self.root, self._run, token_of_torchrun())
                 attempt = self._lease.attempt
             except CheckpointError as error:
                 refusal = error
@@ -199,6 +201,7 @@ class Checkpointer:
             ValueError, TypeError: as `save_checkpoint`; with `async_save` the next call raises it and does no more.
             CheckpointError: the save, or with `async_save` the one before, failed, and `on_error` is "raise"; or
                 another run has the lease of the root.
+            LeaseLostError: the root is not the folder any more that it was, or this run has lost the lease.
         """
         before = self._returned(self._join())
         peers = self._peers()
@@ -293,7 +296,8 @@ class Checkpointer:
                 lost = CheckpointError(explain(asked, blame, f"{type(error).__name__}: {error}", hint))
                 lost.__cause__ = error
                 error = lost
-            return error if self._raises else Saved(step, None, str(error), time.perf_counter() - begin)
+            ends = self._raises or isinstance(error, LeaseLostError)
+            return error if ends else Saved(step, None, str(error), time.perf_counter() - begin)
         except Exception as error:  # a mistake of the caller's, or of ours: raised by who asks how the save ended
             return error
         return Saved(step, folder, None, time.perf_counter() - begin)

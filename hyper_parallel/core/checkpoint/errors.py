@@ -15,6 +15,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is not there, or is not what was once written."""
 
 
+class LeaseLostError(CheckpointError):
+    """The folder of a run, or the lease that lets the run write there, is not the run's own any more."""
+
+
 @dataclass(frozen=True)
 class Peers:
     """The ranks that save or load together.
@@ -95,4 +99,5 @@ def _raised(failed: Mapping[int, Any]) -> Exception:
     others = [rank for rank in sorted(failed) if failed[rank] != failed[first]]
     if others:
         text = f"{text}\n  this is of rank {first}; failed, too: " + ", ".join(f"rank {rank}" for rank in others)
-    return {"ValueError": ValueError, "TypeError": TypeError}.get(kind, CheckpointError)(text)
+    kinds: tuple[type[Exception], ...] = (ValueError, TypeError, LeaseLostError)
+    return {one.__name__: one for one in kinds}.get(kind, CheckpointError)(text)

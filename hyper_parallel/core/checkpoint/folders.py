@@ -8,8 +8,10 @@ complete checkpoint that another one is about to replace; `.name.deleted-...`, o
 from __future__ import annotations
 
 import _thread
+import errno
 import gc
 import json
+import logging
 import os
 import shutil
 import socket
@@ -20,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError
 from hyper_parallel.core.checkpoint.record import NAME
 from hyper_parallel.core.common.errors import explain
 
@@ -49,6 +51,24 @@ def sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, and bring their names to the disk.
+
+    Raises:
+        OSError: it cannot be made; a link that leads nowhere is named, where the system says "File exists".
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        at = Path(error.filename)
+        why = f"{at} is a link to {os.readlink(at)}, where nothing is" if at.is_symlink() else f"{at} is no folder"
+        raise OSError(errno.ENOTDIR, why) from None
+    for path in missing:
+        with suppress(PermissionError):  # of a folder that others own, names may not be read
+            sync_folder(path.parent)
 
 
 def put_in_place(attempt: Path, folder: Path) -> None:
@@ -145,6 +165,7 @@ LEASE = ".lease.json"
 """Name of the file in a root that says which run writes there."""
 
 _RENEW_S, _STALE_S = 10.0, 60.0
+_SAY_S = 5.0  # longer waits are told
 _LOOKS, _LOOK_EVERY_S = 10, 0.5  # file systems of several hosts show new names late
 
 
@@ -160,7 +181,7 @@ class Holder:
         pid: number of the process.
         started: when it began, by the system's own clock; another process may get its number.
         since: when it took the lease, in seconds since 1970.
-        job: torchrun's --rdzv-id, if it was given one.
+        job: what only the store of its torchrun hands to its attempts; "" without one.
         restart: how often torchrun has restarted it.
     """
 
@@ -175,10 +196,9 @@ class Holder:
     restart: int
 
     @classmethod
-    def here(cls, run: str | None) -> Holder:
+    def here(cls, run: str | None, job: str = "") -> Holder:
         """Return the calling process as the holder of a new lease."""
         attempt, restart = os.urandom(6).hex(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         return cls(
             run=run or attempt,
             attempt=attempt,
@@ -187,16 +207,16 @@ class Holder:
             pid=os.getpid(),
             started=_started(os.getpid()) or "",
             since=time.time(),
-            job="" if job == "none" else job,
+            job=job,
             restart=int(restart) if restart.isdecimal() else 0,
         )
 
     def has_ended(self, me: Holder) -> bool | None:
         """Whether it does not write any more, as `me` can tell; None if only time can tell."""
-        if self.job and self.job == me.job and (self.machine != me.machine or self.restart < me.restart):
-            return True  # torchrun ends all processes of an attempt before it begins the next
         if self.machine != me.machine:
-            return None
+            # torchrun ends all processes of an attempt before it begins the next. Its --rdzv-id is no proof: another
+            # torchrun may have been given the same.
+            return True if self.job and self.job == me.job and self.restart < me.restart else None
         started = _started(self.pid)
         return started is None or (bool(started and self.started) and started != self.started)
 
@@ -206,26 +226,33 @@ class Lease:
 
     The file is renewed by its modification time, every 10 seconds, on a thread that no simulator schedules: other hosts
     look at real time, too. A holder that has ended on this machine, or that torchrun has ended, is replaced at once,
-    any other when its file has not changed for 60 seconds by the file system's own clock. Whoever has been replaced
-    finds out before the next thing that it writes.
+    any other when its file has not changed for 60 seconds, by the file system's own clock or while this process
+    watched it. Whoever has been replaced finds out before the next thing that it writes.
+
+    The lease is of the folder that the path leads to when it is taken, by device and inode. The folder is kept open, so
+    that its inode is given to no other one.
     """
 
-    def __init__(self, root: Path, run: str | None = None) -> None:
+    def __init__(self, root: Path, run: str | None = None, job: str = "") -> None:
         """Take the lease of a root, which is made if need be.
 
         Args:
             root: of the checkpoints.
             run: that this process goes on with; None: a new one.
+            job: see `Holder`.
 
         Raises:
             CheckpointError: another process has it.
             OSError: the file cannot be written.
         """
-        self._path, self._me = root / LEASE, Holder.here(run)
+        self._path, self._me = root / LEASE, Holder.here(run, job)
+        make_folder(root)
         self._take()
+        opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folder = _identity(os.fstat(opened))
         running = _thread.allocate_lock()
         running.acquire()
-        self._finalizer = weakref.finalize(self, _release, self._path, self._me, running)
+        self._finalizer = weakref.finalize(self, _release, self._path, self._me, running, opened)
         # A plain thread: of threading's, a simulated rank would wait for it, in virtual time.
         _thread.start_new_thread(_renew, (self._path, self._me.attempt, running))
 
@@ -249,59 +276,86 @@ class Lease:
             os.replace(fresh, self._path)
 
     def check(self) -> None:
-        """Make sure that this process still has the lease; one that nobody has is taken again.
+        """Make sure that this process still has the lease, and that the path still leads to the folder of it.
 
         Raises:
-            CheckpointError: another process has it by now.
-            OSError: the file cannot be read or written.
+            LeaseLostError: it has not, as where the folder was unmounted, renamed or deleted.
+            CheckpointError: this process has released it.
+            OSError: the file cannot be read.
         """
         if not self._finalizer.alive:
             raise self._refusal("this run has released it", None, 0.0)
-        if (found := _read(self._path)) is None:
-            self._take()
-        elif found[0] is None or found[0].attempt != self._me.attempt:
-            raise self._refusal("another run has taken it over, which this one was too slow to prevent", *found)
+        here = "no such folder"
+        with suppress(FileNotFoundError, NotADirectoryError):
+            here = _identity(os.stat(self._path.parent))
+        if here != self._folder:
+            asked, blame = f"cannot save to {self._path.parent}", "this path leads to another folder than at the start"
+            seen, hint = f"at the start: {self._folder}\n  now: {here}", "to put it back, and to start the run again"
+            raise LeaseLostError(explain(asked, blame, seen, hint))
+        found = _read(self._path)
+        if found is None:
+            raise self._refusal("its lease has been deleted", None, 0.0, LeaseLostError)
+        if found[0] is None or found[0].attempt != self._me.attempt:
+            blame = "another run has taken it over, which this one was too slow to prevent"
+            raise self._refusal(blame, *found, LeaseLostError)
 
     def release(self) -> None:
         """Let others have it."""
         self._finalizer()
 
     def _take(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         first: tuple[Holder | None, float] | None = None
+        watched = guarded = (
+            0.0  # seconds; a file that the system's clock puts into the future is no reason to wait more
+        )
         while not _create(self._path, self._me):
             found = _read(self._path)
             if found is None:
                 continue
             first = first or found
-            ended = None if found[0] is None else found[0].has_ended(self._me)
+            ended, left = None if found[0] is None else found[0].has_ended(self._me), 0.0
             if ended is None:
-                ended = True if (age := self._age(found[1])) >= _STALE_S else None
+                left = _STALE_S - max(self._age(found[1]), watched if found == first else 0.0)
+                ended = True if left <= 0 else None
             if ended:
-                self._take_away(found)
+                guarded = self._take_away(found, guarded)
             elif ended is None and found == first:
-                _pause(min(1.0, _STALE_S - age))
+                if not watched and left > _SAY_S:
+                    told = (
+                        f"up to {min(left, _STALE_S):.0f} s to save to {self._path.parent}, which another run may use"
+                    )
+                    logging.getLogger(__name__).warning("waiting %s: %s", told, self._described(*found))
+                pause = min(1.0, left)
+                _pause(pause)
+                watched += pause
             else:
                 gc.collect()  # a Checkpointer of this process that nobody refers to any more releases it
                 if _read(self._path) is not None:
                     raise self._refusal("another run is using it", *found)
 
-    def _take_away(self, found: tuple[Holder | None, float]) -> None:
-        """Remove the lease of a holder that has ended, one process at a time: the next one may be there already."""
+    def _take_away(self, found: tuple[Holder | None, float], waited: float) -> float:
+        """Remove the lease of a holder that has ended, one process at a time: the next one may be there already.
+
+        Return for how many seconds this has waited for another process that does the same.
+        """
         guard = self._path.with_name(f"{LEASE}.taking")
         try:
             os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         except FileExistsError:
+            if waited < _SAY_S <= waited + 0.01:
+                told = "waiting up to %.0f s for another process to take over %s: %s"
+                logging.getLogger(__name__).warning(told, _STALE_S, self._path, guard)
             _pause(0.01)
             with suppress(FileNotFoundError):
-                if self._age(guard.lstat().st_mtime) >= _STALE_S:  # killed between the lines below
+                if max(self._age(guard.lstat().st_mtime), waited) >= _STALE_S:  # killed between the lines below
                     os.unlink(guard)
-            return
+            return waited + 0.01
         try:
             if _read(self._path) == found:
                 os.unlink(self._path)
         finally:
             os.unlink(guard)
+        return 0.0
 
     def _age(self, renewed: float) -> float:
         """Return seconds since a time that the file system has noted, by its own clock: hosts differ in theirs."""
@@ -313,15 +367,24 @@ class Lease:
             os.close(file)
             os.unlink(probe)
 
-    def _refusal(self, blame: str, holder: Holder | None, renewed: float) -> CheckpointError:
-        root, hint = self._path.parent, "another folder, or to wait until that run has ended"
-        seen = f"lease: {self._path}"
-        if holder is not None:
-            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(0.0, holder.since), 4e9)))
-            seen = f"run {holder.run} on host {holder.host!r}, process {holder.pid}, since {since}"
-            seen += f", renewed {max(0.0, self._age(renewed)):.0f} s ago"
-            hint = "close() of the Checkpointer that has it" if holder.pid == os.getpid() else hint
-        return CheckpointError(explain(f"cannot save to {root}", blame, seen, hint))
+    def _described(self, holder: Holder | None, renewed: float) -> str:
+        if holder is None:
+            return f"lease: {self._path}"
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(0.0, holder.since), 4e9)))
+        who = f"run {holder.run} on host {holder.host!r}, process {holder.pid}, since {since}"
+        return f"{who}, renewed {max(0.0, self._age(renewed)):.0f} s ago"
+
+    def _refusal(
+        self, blame: str, holder: Holder | None, renewed: float, kind: type[CheckpointError] = CheckpointError
+    ) -> CheckpointError:
+        hint = "another folder, or to wait until that run has ended"
+        if holder is not None and holder.pid == os.getpid():
+            hint = "close() of the Checkpointer that has it"
+        return kind(explain(f"cannot save to {self._path.parent}", blame, self._described(holder, renewed), hint))
+
+
+def _identity(found: os.stat_result) -> str:
+    return f"device {found.st_dev}, inode {found.st_ino}"
 
 
 def is_seen(root: Path, attempt: str) -> bool:
@@ -377,10 +440,11 @@ def _renew(path: Path, attempt: str, running: Any) -> None:
                 os.utime(path, follow_symlinks=False)
 
 
-def _release(path: Path, me: Holder, running: Any) -> None:
+def _release(path: Path, me: Holder, running: Any, opened: int) -> None:
     if os.getpid() != me.pid:
         return  # in a process that the holder has forked
     running.release()
+    os.close(opened)
     with suppress(OSError):
         found = _read(path)
         if found is not None and found[0] is not None and found[0].attempt == me.attempt:

@@ -215,3 +215,19 @@ def attempt_store(store: Any, rank: int, world_size: int) -> dist.Store:
             )
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
+
+
+def token_of_torchrun() -> str:
+    """Return a text that the store of this torchrun hands to this attempt and to later ones, and to nobody else.
+
+    "" where no store outlives the ranks. The name that `torchrun --rdzv-id` gives is no such text: other torchruns may
+    have the same.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not dist.is_initialized():
+        return ""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return ""
+    return store.compare_set("hyper_parallel/token", "", uuid.uuid4().hex).decode()
