@@ -25,6 +25,7 @@ from hyper_parallel.core.checkpoint import (
     read_metadata,
     save_checkpoint,
 )
+from hyper_parallel.core.checkpoint.files import BLOCK
 from hyper_parallel.core.checkpoint.folders import LEASE
 from hyper_parallel.core.fully_shard import fully_shard, get_model_state_dict
 from hyper_parallel.core.redistribute import full_tensor
@@ -293,6 +294,47 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(ctx, tmp
     with pytest.raises(ValueError, match="'x' is not the same tensor on all ranks"):
         save_checkpoint(tmp_path / "mistaken", {"x": torch.zeros(ctx.rank + 1)})
     assert not (tmp_path / "mistaken").exists()
+
+
+@sim.ranks(3)
+def test_copies_that_differ_by_rank_are_named(ctx, tmp_path):
+    """What is plain and has one name is written once, by any of its ranks: all must have the same."""
+    right = {"w": torch.ones(5), "empty": torch.empty(0), "nan": torch.tensor(torch.nan)}
+    mesh = init_device_mesh(ctx.device_type, (3,), mesh_dim_names=("dp",))
+    full = torch.arange(21.0, device=ctx.device).reshape(7, 3)
+    right["sharded"] = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+    counters = {f"counter{number}": torch.full((3,), ctx.rank == 2) for number in range(4)}
+    stage = {f"only on rank {ctx.rank}": torch.full((2,), float(ctx.rank))}
+    last = torch.zeros(BLOCK // 8 + 100, dtype=torch.int64)  # of two blocks, of which the second begins in it
+    last[-1] = int(ctx.rank == 1)
+
+    def save(tensors):
+        checkpointer.save(2, tensors)
+        checkpointer.wait()
+
+    for async_save in (False, True):
+        with Checkpointer(tmp_path / str(async_save), async_save=async_save) as checkpointer:
+            checkpointer.save(1, {**right, **stage})
+            assert checkpointer.wait() is None or async_save
+            for wrong, text in (
+                (counters, r"'counter0' .*\n.*rank 0: (\w+), rank 1: \1, rank 2: .*\n  also: 3 more: 'counter1', "),
+                (
+                    {"last": last},
+                    r"'last' is not the same on all ranks that have it\n  checksums: rank 0: (\w+), rank 1: ",
+                ),
+            ):
+                with pytest.raises(ValueError, match=text) as caught:
+                    save({**right, **wrong})
+                texts = [None] * 3
+                dist.all_gather_object(texts, str(caught.value))
+                assert len(set(texts)) == 1
+                assert "\n  try: per_rank={" in texts[0]
+            assert checkpointer.latest().name == "step-00000001"
+            checkpointer.save(2, right, per_rank={**counters, "last": last})
+            checkpointer.wait()
+            again = torch.zeros(3, dtype=torch.bool)
+            checkpointer.load(right, per_rank={"counter1": again})
+            assert again.tolist() == [ctx.rank == 2] * 3, "each rank's own"
 
 
 @sim.ranks(3)

@@ -15,7 +15,7 @@ from hyper_parallel.core.checkpoint import folders
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers, failure_of
 from hyper_parallel.core.checkpoint.files import to_json
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, read_record
-from hyper_parallel.core.checkpoint.shards import LocalShard, key_of, shards_of
+from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 
@@ -47,7 +47,7 @@ def save_checkpoint(
 
     Args:
         folder: where to; its parent is made if need be.
-        tensors: by name, without "|"; plain tensors are taken to be equal on all ranks that have them.
+        tensors: by name, without "|"; plain tensors are equal on all ranks that have them, or refused.
         extra: what is no tensor, from rank 0: None, numbers, strings, and lists, tuples and dicts of such.
         per_rank: plain tensors that each rank has for itself, as the states of random generators.
         step: a number to find in `read_metadata`.
@@ -57,8 +57,8 @@ def save_checkpoint(
             before each tensor, "sync", and on rank 0 "record", "commit", "committed".
 
     Raises:
-        ValueError: something that a checkpoint cannot hold, `folder` is there already, or the ranks' shards do
-            not make up full tensors.
+        ValueError: something that a checkpoint cannot hold, `folder` is there already, the ranks' shards do not make up
+            full tensors, or ranks have different values of a plain tensor.
         TypeError: a value that is no tensor, or an argument of another kind.
         CheckpointError: the files could not be written; on all ranks, and all of them are removed.
     """
@@ -200,9 +200,10 @@ def load_checkpoint(
     Args:
         folder: of the checkpoint.
         tensors: by name; plain ones get all of the tensor, DTensors their shard.
-        per_rank: by name; plain tensors that get what the rank of the same number saved. Ranks that were not there when
-            the checkpoint was saved keep theirs; `read_metadata(folder).world_size` says how many were.
-        strict: raise if the checkpoint has tensors that no rank asks for, or lacks some; else those are left alone.
+        per_rank: by name; plain tensors that get what the rank of the same number saved; only by as many ranks as have
+            saved them, which `read_metadata(folder).world_size` says.
+        strict: raise if the checkpoint has tensors that no rank asks for, or lacks some, or if another number of ranks
+            asks for `per_rank`; else those are left alone, and ranks that were not there keep theirs.
         process_group: the ranks that load; None: all.
 
     Raises:
@@ -234,7 +235,7 @@ def load(
         path, asked = Path(folder), f"cannot load the checkpoint {folder}"
         record = read_record(path)
         shards = shards_of(asked, tensors, per_rank, peers.rank, peers.global_rank)
-        shards = _that_fit(asked, shards, record, per_rank or {}, peers.rank, strict)
+        shards = _that_fit(asked, shards, record, per_rank or {}, peers.size, strict)
         mine = record.attempt, list(shards)
     except Exception as error:
         failure = error
@@ -251,12 +252,14 @@ def load(
 
 
 def _that_fit(
-    asked: str, shards: dict[str, LocalShard], record: CheckpointMetadata, per_rank: Tensors, rank: int, strict: bool
+    asked: str, shards: dict[str, LocalShard], record: CheckpointMetadata, per_rank: Tensors, size: int, strict: bool
 ) -> dict[str, LocalShard]:
     """Return the shards that the checkpoint has."""
-    missing = [key for key in shards if key not in record.by_key]
-    new_rank = {key_of(name, rank) for name in per_rank} if rank >= record.world_size else set()
-    if strict and (lacking := [key for key in missing if key not in new_rank]):
+    if strict and per_rank and record.world_size != size:
+        blame = f"each of {record.world_size} ranks has saved its own {next(iter(per_rank))!r}, and {size} load it"
+        hint = f"{record.world_size} ranks; or no per_rank, with new values; or strict=False: new ranks keep theirs"
+        raise ValueError(explain(asked, blame, f"per_rank: {', '.join(per_rank)[:200]}", hint))
+    if strict and (lacking := [key for key in shards if key not in record.by_key]):
         blame = f"it has no {lacking[0]!r}" + (f", nor {len(lacking) - 1} others" if len(lacking) > 1 else "")
         seen = "missing: " + ", ".join(map(repr, lacking[:10])) + (", ..." if len(lacking) > 10 else "")
         near = nearest(lacking[0], list(record.by_key)[:2000]) if record.by_key else "another checkpoint"

@@ -9,6 +9,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -170,16 +171,19 @@ class BlockWriter:
         self._crc = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
 
-    def write(self, data: memoryview) -> None:
-        """Write all of some bytes."""
+    def write(self, data: memoryview) -> int:
+        """Write all of some bytes, and return their checksum, which copies on other ranks are compared with."""
+        whole = 0
         for piece in self._cut(data):
-            self._crc = zlib.crc32(piece, self._crc)
+            crc = zlib.crc32(piece)  # once, for both
+            whole, self._crc = joined(whole, crc, len(piece)), joined(self._crc, crc, len(piece))
             left = piece
             while left:
                 left = left[os.write(self._file, left) :]
             self.size += len(piece)
             if self.size % self.block == 0:
                 self._end_block()
+        return whole
 
     def finish(self) -> None:
         """Bring everything to the disk and close the file."""
@@ -205,6 +209,39 @@ class BlockWriter:
     def _end_block(self) -> None:
         self.crcs.append(self._crc)
         self._crc = 0
+
+
+def joined(first: int, second: int, size: int) -> int:
+    """Return the CRC-32 of bytes from the checksums of their first part and of their second, which has `size` bytes.
+
+    >>> joined(zlib.crc32(b"check"), zlib.crc32(b"point"), 5) == zlib.crc32(b"checkpoint")
+    True
+
+    As zlib's crc32_combine, which Python does not have: a polynomial over GF(2) is shifted by so many zeros.
+    """
+    return _times(_shift(size), first) ^ second if first else second
+
+
+def _times(a: int, b: int) -> int:
+    """Multiply two polynomials modulo that of CRC-32; the highest bit of each is the coefficient of x ** 0."""
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=1024)  # tensors have few sizes
+def _shift(size: int) -> int:
+    """Return x ** (8 * size) modulo the polynomial of CRC-32."""
+    power, square = 0x80000000, 0x00800000
+    while size:
+        if size & 1:
+            power = _times(power, square)
+        square, size = _times(square, square), size >> 1
+    return power
 
 
 def open_plain(path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,10 +54,13 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Offer to write what this rank has, unless it knows that another does."""
         shards: Mapping[str, LocalShard] = self.state_dict
-        self.plan = SavePlan(
-            [_write_item(name, shard) for name, shard in shards.items() if shard.writes and shard.is_there]
-        )
-        return self.plan
+        self._offered = [_write_item(name, shard) for name, shard in shards.items() if shard.writes and shard.is_there]
+        return SavePlan(self._offered)
+
+    def copies(self, plan: SavePlan) -> list[WriteItem]:
+        """Return what this rank has offered and is not to write: another rank writes its copy."""
+        mine = {_place(item.index) for item in plan.items}
+        return [item for item in self._offered if _place(item.index) not in mine]
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Let each box be written once, and check that they make up the tensors."""
@@ -86,6 +90,10 @@ class SavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Return what is to be written."""
         return self.state_dict[write_item.index.fqn].local
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
 
 
 def _write_item(name: str, shard: LocalShard) -> WriteItem:
@@ -185,9 +193,14 @@ class Writer(StorageWriter):
         return False
 
     def write_data(self, plan: SavePlan, planner: torch_planner.SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, if it has anything to write."""
+        """Write this rank's file, if it has anything to write, and take the checksums of copies that others write."""
+        assert isinstance(planner, SavePlanner), "both are of one save"
+        results = self._write(plan.items, planner) if plan.items else []
+        for item in planner.copies(plan):
+            crc = zlib.crc32(bytes_of(planner.resolve_data(item)))
+            results.append(WriteResult(item.index, 0, (self._rank, None, None, crc)))
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        done.set_result(results)
         return done
 
     def _write(self, items: list[WriteItem], planner: torch_planner.SavePlanner) -> list[WriteResult]:
@@ -200,33 +213,37 @@ class Writer(StorageWriter):
         header = header_of(entries, {"format": "pt", "attempt": self._attempt, "rank": str(self._rank)})
         path = self._place / f"data-{self._rank:05d}.safetensors"
         total = len(header) + sum(sizes)
-        results: list[tuple[MetadataIndex, int, int]] = []  # what, how long, and where it begins
+        results: list[tuple[MetadataIndex, int, int, int]] = []  # what, how long, where it begins, its checksum
         with _explained(self._folder, path, total) as opened:
             file = opened[0] = BlockWriter(path, self._block)
             file.write(memoryview(header))
             for item, size in zip(items, sizes, strict=True):
                 self._on_stage("data")
-                results.append((item.index, size, file.size))
-                tensor = planner.resolve_data(item)
-                file.write(bytes_of(tensor))  # type: ignore[arg-type] # all items are tensors
+                tensor, at = planner.resolve_data(item), file.size
+                crc = file.write(bytes_of(tensor))  # type: ignore[arg-type] # all items are tensors
+                results.append((item.index, size, at, crc))
             assert file.size == total, "the header says how long the file is"
             self._on_stage("sync")
             file.finish()
         entry = FileEntry(path.name, total, tuple(file.crcs))
         of_each = [entry, *[None] * (len(results) - 1)]  # once is enough
         return [
-            WriteResult(index, size, (self._rank, at, file))
-            for (index, size, at), file in zip(results, of_each, strict=True)
+            WriteResult(index, size, (self._rank, at, file, crc))
+            for (index, size, at, crc), file in zip(results, of_each, strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the record, then let the folder be the checkpoint; the coordinator does this when all is written."""
         places, files = {}, {}
+        crcs: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
         for result in (result for of_rank in results for result in of_rank):
-            rank, at, file = result.storage_data
-            places[result.index.fqn, tuple(result.index.offset or ())] = rank, at
+            rank, at, file, crc = result.storage_data
+            crcs.setdefault(_place(result.index), {})[rank] = crc
+            if at is not None:
+                places[_place(result.index)] = rank, at
             if file is not None:
                 files[rank] = file
+        _check_copies(f"cannot save the checkpoint {self._folder}", crcs)
         number = {rank: index for index, rank in enumerate(sorted(files))}
         entries = {}
         for key in sorted(metadata.state_dict_metadata):
@@ -257,6 +274,25 @@ class Writer(StorageWriter):
             self._on_stage("commit")
             put_in_place(self._place, self._folder)
         self._on_stage("committed")
+
+
+def _check_copies(asked: str, crcs: Mapping[tuple[str, tuple[int, ...]], Mapping[int, int]]) -> None:
+    """Refuse copies of a tensor that differ: each is written by another rank, and the checkpoint would be a mixture."""
+    unlike = sorted(place for place, of_rank in crcs.items() if len(set(of_rank.values())) > 1)
+    if not unlike:
+        return
+    (first, _), *others = unlike
+    blame = f"{first!r} is not the same on all ranks that have it"
+    of_rank = sorted(crcs[unlike[0]].items())
+    seen = "checksums: " + ", ".join(f"rank {rank}: {crc:08x}" for rank, crc in of_rank[:8])
+    seen += ", ..." * (len(of_rank) > 8)
+    if others:
+        seen += f"\n  also: {len(others)} more: " + ", ".join(repr(name) for name, _ in others[:8])
+        seen += ", ..." * (len(others) > 8)
+    hint = (
+        f"per_rank={{{first!r}: ...}}, which keeps each rank's own; or dist.broadcast(...), to make them the same first"
+    )
+    raise ValueError(explain(asked, blame, seen, hint))
 
 
 @contextmanager
