@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import threading
 import time
 import warnings
 import zlib
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -854,6 +857,202 @@ def test_a_limit_of_the_system_is_met(tmp_path):
     done = warm.run([sys.executable, "-c", LIMITED, str(tmp_path)])
     assert "could not be written: File too large\n  after " in done.stdout, done.stderr
     assert done.stdout.splitlines()[-1] == "step-00000001"
+
+
+# -- power cuts ------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """A folder of which it is recorded what a power cut may leave, after each change.
+
+    Bytes of a file are there after its fsync; of the names in a folder, those from before its last fsync, and any
+    number of the changes since, in their order. Folders do not wait for each other.
+
+    Args:
+        top: the folder; empty.
+        forgets: of a path, whether its fsync does nothing.
+    """
+
+    def __init__(self, top, monkeypatch, forgets=lambda path: False):
+        self.top, self.forgets, self.opened = top, forgets, {}
+        self.nodes = {top: {"kept": {}, "since": []}}  # by path: a folder like this, or a file {"bytes", "kept"}
+        self.committed, self.states = 0, {}
+        for name in ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, partial(getattr(self, name), getattr(os, name)))
+
+    def path(self, name, dir_fd=None):
+        path = Path(os.path.abspath(os.path.join(self.opened.get(dir_fd, ""), name)))
+        return path if self.top in (path, *path.parents) and not path.name.startswith(folders.LEASE) else None
+
+    def change(self, path, **names):
+        """Note what names in the folder of a path lead to now, None: to nothing."""
+        self.nodes[path.parent]["since"].append(names)
+        self.note()
+
+    def note(self):
+        for state in self.after_cuts(self.nodes[self.top]):
+            self.states.setdefault(repr((self.committed, state)), (self.committed, state))
+
+    def after_cuts(self, node):
+        if "bytes" in node:
+            return [node["kept"]]
+        found = []
+        for number in range(len(node["since"]) + 1):
+            names = dict(node["kept"])
+            for change in node["since"][:number]:
+                names.update(change)
+            names = {name: one for name, one in names.items() if one is not None}
+            for states in itertools.product(*map(self.after_cuts, names.values())):
+                found.append(dict(zip(names, states, strict=True)))
+        return found
+
+    # what the system is asked for
+
+    def open(self, real, name, flags, mode=0o777, *, dir_fd=None):
+        path = self.path(name, dir_fd)
+        file = real(name, flags, mode, dir_fd=dir_fd)
+        if path is not None:
+            self.opened[file] = path
+            if path not in self.nodes:
+                self.nodes[path] = {"bytes": b"", "kept": b""}
+                self.change(path, **{path.name: self.nodes[path]})
+        return file
+
+    def write(self, real, file, data):
+        count = real(file, data)
+        if file in self.opened:
+            self.nodes[self.opened[file]]["bytes"] += bytes(data[:count])
+        return count
+
+    def fsync(self, real, file):
+        path = self.opened.get(file)
+        if path is not None and not self.forgets(path.relative_to(self.top).as_posix()):
+            node = self.nodes[path]
+            if "bytes" in node:
+                node["kept"] = node["bytes"]
+            else:
+                for change in node["since"]:
+                    node["kept"].update(change)
+                node["since"].clear()
+            self.note()
+
+    def close(self, real, file):
+        self.opened.pop(file, None)
+        real(file)
+
+    def mkdir(self, real, name, mode=0o777, *, dir_fd=None):
+        real(name, mode, dir_fd=dir_fd)
+        if (path := self.path(name, dir_fd)) is not None:
+            self.nodes[path] = {"kept": {}, "since": []}
+            self.change(path, **{path.name: self.nodes[path]})
+
+    def rename(self, real, old, new):
+        real(old, new)
+        old, new = self.path(old), self.path(new)
+        assert old.parent == new.parent
+        self.nodes.update({new / path.relative_to(old): self.nodes.pop(path) for path in self.below(old)})
+        self.change(new, **{old.name: None, new.name: self.nodes[new]})
+
+    def unlink(self, real, name, *, dir_fd=None):
+        real(name, dir_fd=dir_fd)
+        if (path := self.path(name, dir_fd)) is not None:
+            del self.nodes[path]
+            self.change(path, **{path.name: None})
+
+    def rmdir(self, real, name, *, dir_fd=None):
+        path = self.path(name, dir_fd)
+        real(name, dir_fd=dir_fd)
+        self.nodes = {each: node for each, node in self.nodes.items() if each not in self.below(path)}
+        self.change(path, **{path.name: None})
+
+    def below(self, path):
+        return [each for each in self.nodes if path in (each, *each.parents)]
+
+
+def put_down(state, folder):
+    for name, one in state.items():
+        if isinstance(one, bytes):
+            (folder / name).write_bytes(one)
+        else:
+            (folder / name).mkdir()
+            put_down(one, folder / name)
+
+
+def save_five_times(disk):
+    """Save steps 1, 2, 2, 3, 4, of which the newest two are kept; the value of a tensor says which save it was."""
+    root, w = disk.top / "runs" / "llama", torch.zeros(2, 3)
+
+    def on_stage(stage):
+        if stage == "committed":
+            disk.committed = int(w[0, 0])
+            disk.note()
+
+    with Checkpointer(root, keep_last=2, on_error="raise", on_stage=on_stage) as checkpoints:
+        for step in (1, 2, 2, 3, 4):
+            checkpoints.save(step, {"w": w.add_(1)})
+
+
+def losses_of(disk, tmp_path):
+    """Yield what is not as it should be after a power cut: all that is there loads, and the newest is the last."""
+    for number, (committed, state) in enumerate(disk.states.values()):
+        (folder := tmp_path / str(number)).mkdir()
+        put_down(state, folder)
+        root, newest = folder / "runs" / "llama", 0
+        for name in folders.saved_names(root):
+            path = folders.found(root / name)
+            try:
+                if path is not None:
+                    load_checkpoint(path, {"w": (w := torch.zeros(2, 3))})
+                    newest = max(newest, int(w[0, 0]))
+            except CheckpointError as error:
+                yield str(error)
+        if newest < committed:
+            yield f"save {committed} was complete, and {newest} is the newest there: {state}"
+
+
+def replaced_too_early(attempt, folder):
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.rename(attempt, folder)
+    folders.sync_folder(folder.parent)
+
+
+def deleted_in_place(folder, ignore_errors=False):
+    for path in sorted(folder.iterdir(), reverse=True):  # the record last
+        path.unlink()
+    folder.rmdir()
+
+
+def test_a_power_cut_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch):
+    (top := tmp_path / "disk").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", deleted_in_place)  # in the worst order
+        save_five_times(disk := Disk(top, patch))
+    assert len(disk.states) > 40
+    assert list(losses_of(disk, tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "forgotten", [r".*\.safetensors", r".*\.json", r".*/\.step-\d+\.saving-\w+", "runs/llama", r"\."]
+)
+def test_an_fsync_that_is_left_out_is_noticed(tmp_path, monkeypatch, forgotten):
+    """That is, of the data, of the record, of the names of both, of the checkpoint's name, of the folder's name."""
+    (top := tmp_path / "disk").mkdir()
+    with monkeypatch.context() as patch:
+        save_five_times(disk := Disk(top, patch, re.compile(forgotten).fullmatch))
+    assert next(losses_of(disk, tmp_path), None)
+
+
+@pytest.mark.parametrize("which", ["replaced", "old"])
+def test_what_is_deleted_before_the_new_name_is_on_the_disk_is_noticed(tmp_path, monkeypatch, which):
+    (top := tmp_path / "disk").mkdir()
+    with monkeypatch.context() as patch:
+        if which == "replaced":
+            patch.setattr(writer_module, "put_in_place", replaced_too_early)
+        else:
+            patch.setattr(folders, "remove", deleted_in_place)
+        save_five_times(disk := Disk(top, patch))
+    assert next(losses_of(disk, tmp_path), None)
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
