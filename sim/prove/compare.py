@@ -145,13 +145,13 @@ class Comparison:
 
     def _learn_order(self, parts: Mapping[int, torch.Tensor], mine: Entry) -> None:
         """Note in which order the ranks were given an input, zig-zag or in turns, unless parts are only swapped."""
-        order = order_of_rows(parts, mine.value, 0.0)
-        if order is None or order in self._row_orders:
+        found = order_of_rows(parts, mine.value, 0.0)
+        if found is None:
             return
-        dim, places = order
-        size = min(part.shape[dim] for part in parts.values())
-        pieces = [places[at : at + size] for at in range(0, len(places), size)]
-        if any(after - before != 1 for piece in pieces for before, after in itertools.pairwise(piece)):
+        dim, pieces = found
+        order = dim, tuple(itertools.chain(*pieces))
+        is_cut = any(after - before != 1 for piece in pieces for before, after in itertools.pairwise(piece))
+        if is_cut and order not in self._row_orders:
             self._row_orders.append(order)
             self.notes.append(f"dim {dim} of {self._place(mine)} is held in another order, and compared in that")
 

@@ -402,8 +402,13 @@ def order_of(parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> Order | N
 
 def order_of_rows(
     parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float
-) -> tuple[int, tuple[int, ...]] | None:
-    """Return along which dim, and where in the full tensor, the ranks' slices are, one rank behind the other."""
+) -> tuple[int, list[tuple[int, ...]]] | None:
+    """Return along which dim, and where in the full tensor, the slices of each rank are; of copies, one rank's.
+
+    >>> parts = {0: torch.tensor([3.0]), 1: torch.tensor([]), 2: torch.tensor([1.0, 2.0])}
+    >>> order_of_rows(parts, torch.tensor([1.0, 2.0, 3.0]), 0.0)
+    (0, [(2,), (0, 1)])
+    """
     for dim in range(min(full.dim(), 2)):
         size, lists = full.shape[dim], dict[tuple[int, ...], None]()
         rest = [length for at, length in enumerate(full.shape) if at != dim]
@@ -420,9 +425,9 @@ def order_of_rows(
                 )
                 places.append(next(near, -1))
             lists[tuple(places)] = None
-        whole = tuple(place for places in lists for place in places)
-        if sorted(whole) == list(range(size)):
-            return dim, whole
+        lists.pop((), None)
+        if sorted(chain.from_iterable(lists)) == list(range(size)):
+            return dim, list(lists)
     return None
 
 

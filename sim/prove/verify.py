@@ -266,7 +266,7 @@ def _shared(mine: Sequence[Run], runs: Sequence[Sequence[Run]], compared: Sequen
         lambda step: compared[step].boundaries(),
         list(dict.fromkeys(order for each in compared for order in each.row_orders)),
         [steps[-1].repeats for steps in (mine, *ranks)],
-        lambda rank, path: _calls(runs[0][rank], path),
+        lambda rank, path, step: _calls(runs[step][rank], path),
     )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.faults import diagnose
-from sim.prove.infer import explanations, fit
+from sim.prove.infer import explanations, fit, furthest, in_orders, order_of, order_of_rows, submesh
+from sim.prove.judge import Judge
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim
@@ -163,6 +165,65 @@ def test_diagnose_takes_whatever_it_is_given(case, seed):
     noise = {rank: part + torch.rand(part.shape) for rank, part in held(full, layout).items()}
     diagnosed = diagnose(noise, full, layout)
     assert diagnosed is None or (diagnosed.sentence == diagnosed.sentence.strip() and "\n" not in diagnosed.sentence)
+
+
+# -- parts of any number of rows, as data decides: none on some ranks, and more on a later one ------------------------
+
+
+@st.composite
+def dealt_rows(draw):
+    """Rows that are dealt to ranks in any order: the mesh, the full tensor, and for each rank its places and rows."""
+    mesh = draw(meshes(max_ranks=6, max_axes=2))
+    ranks, shape = len(mesh.rank_list), draw(shapes(1, 2, max_size=6))
+    full = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) + 1
+    places = draw(st.permutations(range(shape[0])))
+    cuts = [0, *sorted(draw(st.lists(st.integers(0, shape[0]), min_size=ranks - 1, max_size=ranks - 1))), shape[0]]
+    dealt = {rank: tuple(places[start:stop]) for rank, (start, stop) in enumerate(itertools.pairwise(cuts))}
+    return mesh, full, dealt, {rank: full[list(own)] for rank, own in dealt.items()}
+
+
+@many
+@given(dealt_rows())
+def test_dealt_rows_are_found_in_their_order(case):
+    _, full, dealt, parts = case
+    found = order_of_rows(parts, full, 0.0)
+    if len(full) > 1 and full.numel():
+        assert found == (0, [own for own in dealt.values() if own])
+        (turned, *_) = in_orders(full, [tuple(itertools.chain(*found[1]))])
+        assert torch.equal(turned, torch.cat(list(parts.values())))
+    order = order_of(parts, full)
+    assert (order is None) is (not full.numel())
+    assert order is None or furthest(parts, full, order) == 0.0
+    if full.numel():
+        parts[0] = parts[0] + 0.5
+        assert (order_of_rows(parts, full, 0.0) is None) is (bool(parts[0].numel()) or found is None)
+
+
+@many
+@given(dealt_rows(), st.sampled_from([0.0, 0.5]), st.data())
+def test_dealt_rows_are_judged(case, off, data):
+    mesh, full, _, parts = case
+    layout = data.draw(layouts(mesh, full.shape))
+    parts[0] = parts[0] + off
+    judge = Judge(mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = judge.undeclared(parts, full, 1e-12)
+        said = judge.declared(parts, full, 1e-12, layout, mesh.alias_name)
+    right = {each for each in every_layout(mesh, full.ndim, ()) if explains(parts, full, each)}
+    assert (found.status == "right") is bool(right)
+    assert (said.status == "right") is explains(parts, full, layout)
+    assert off == 0 or found.status != "right" or not parts[0].numel()
+
+
+@many
+@given(dealt_rows(), st.data())
+def test_a_submesh_holds_what_its_ranks_hold(case, data):
+    mesh, full, _, parts = case
+    some = data.draw(st.sets(st.sampled_from(list(parts)), min_size=1))
+    few = submesh(mesh, list(some))
+    assert sorted(few.rank_list) == sorted(some)
+    assert all(explains(parts, full, each) for each in sim.infer_layout(parts, full, few))
 
 
 def test_the_twin_can_fail():

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_shard_module_properties import cases
 from torch import nn
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.sim
@@ -198,3 +199,77 @@ def test_a_fault_is_found_where_it_is(case):
         name = next(name for name, _ in model.named_parameters())
         assert (first.kind, first.module, first.tensor) == ("update", *name.rpartition(".")[::2])
         assert f"rank {case.rank}" in first.sentence, first.sentence
+
+
+# -- experts that get as many rows of a rank as data decides, or none --------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Rows that their first element sends to an expert each."""
+
+    def __init__(self, width, experts, p):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Dropout(p)) for _ in range(experts))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (x[:, 0].floor() == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return self.head(out)
+
+
+def by_units(model, mesh):
+    for expert in model.experts:
+        fully_shard(expert, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def by_ddp(model, mesh):
+    return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def squared(model, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss
+
+
+@st.composite
+def routings(draw):
+    """Which expert each row goes to, how many ranks have the rows, the engine, and the probability of dropout."""
+    ranks, experts = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    rows = ranks * draw(st.integers(1, 3))
+    choice = draw(st.lists(st.integers(0, experts - 1), min_size=rows, max_size=rows))
+    return choice, experts, ranks, draw(st.sampled_from([by_units, by_ddp])), draw(st.sampled_from([0.0, 0.5]))
+
+
+@some
+@given(routings(), st.booleans(), st.booleans())
+@example(([0, 0, 1, 1], 2, 2, by_units, 0.0), True, False)
+@example(([1, 0, 0, 2, 1, 0], 3, 3, by_ddp, 0.5), False, False)
+def test_experts_with_any_number_of_rows(routing, is_plan, is_wrong):
+    choice, experts, ranks, wrap, p = routing
+    x = torch.rand(len(choice), 4, generator=torch.Generator().manual_seed(ranks)) / 2 + 0.25
+    x[:, 0] += torch.tensor(choice)
+
+    def parallel(model, mesh):
+        if is_wrong and mesh.get_rank() == 0:
+            model.experts[choice[0]].register_forward_hook(lambda module, given, output: output * 2)
+        return wrap(model, mesh)
+
+    if is_plan:
+        report = sim.verify_plan(
+            lambda: Routed(4, experts, p), (x,), f"dp={ranks}", parallelize=parallel, input_layouts=[("dp",)]
+        )
+    else:
+        report = sim.verify_step(
+            squared,
+            lambda: Routed(4, experts, p),
+            x,
+            f"dp={ranks}",
+            parallelize=parallel,
+            shard_batch=lambda batch, mesh: batch.chunk(mesh.size())[mesh.get_rank()],
+        )
+    assert report.ok is not is_wrong, str(report)

@@ -178,7 +178,7 @@ def shared_draws(
     boundaries: Callable[[int], Sequence[ModuleTensor]] = lambda step: (),
     orders: Sequence[tuple[int, ...]] = (),
     repeats: Sequence[bool] = (),
-    calls: Callable[[int, str], bool] = lambda rank, path: True,
+    calls: Callable[[int, str, int], bool] = lambda rank, path, step: True,
     inputs: Callable[[str], Layout | None] = lambda path: None,
     repeated: Callable[[int, str], bool] = lambda step, path: False,
 ) -> SharedDraws:
@@ -203,7 +203,7 @@ def shared_draws(
         boundaries: called with the number of a step, returns other tensors that ranks may have put numbers on.
         orders: places along a dim in which ranks hold their inputs, zig-zag or interleaved.
         repeats: whether backward has computed forward again, on one device and on each rank.
-        calls: whether a rank calls a module, with anything.
+        calls: whether a rank calls a module in a step, with anything.
         inputs: called with a module, returns how the ranks hold what went into it, where that is known.
         repeated: whether one device calls a module several times in a step, as for micro-batches.
     """
@@ -293,13 +293,14 @@ class _Matching:
                 if layout is not None and set(there) == set(layout.rank_list):
                     self.shared.rows += _apart(place, there, layout, None)
 
-    def lacking(self, calls: Callable[[int, str], bool]) -> Iterator[ReportRow]:
+    def lacking(self, calls: Callable[[int, str, int], bool]) -> Iterator[ReportRow]:
         """Yield draws of one device that ranks do without, though all else that they draw is known."""
         for place in self.mine:
             if place in self.shared.one or place in self.unclear:
                 continue
             path, _, _, step = place
-            those = [rank for rank in range(len(self.ranks)) if calls(rank, path)] or list(range(len(self.ranks)))
+            every = list(range(len(self.ranks)))
+            those = [rank for rank in every if calls(rank, path, step)] or every
             without = [rank for rank in those if place not in self.ranks[rank]]
             unknown = [each for rank in without for each in self.ranks[rank] if each[3] == step]
             if not without or any(each not in self.done for each in unknown):

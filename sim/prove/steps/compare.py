@@ -150,8 +150,8 @@ class LoopComparison:
         ]
         called = [
             {
-                paths.get(path, path)
-                for step in rank.steps
+                (paths.get(path, path), number)
+                for number, step in enumerate(rank.steps)
                 for (path, _, _), values in step.calls.items()
                 if any(value.numel() for value in values)
             }
@@ -165,7 +165,7 @@ class LoopComparison:
             lambda step: list(self._boundaries(step)),
             self._orders,
             [record.repeats for record in (self.expected, *self.ranks)],
-            lambda rank, path: path in called[rank],
+            lambda rank, path, step: (path, step) in called[rank],
             self._inputs.get,
             self._is_repeated,
         )
@@ -458,7 +458,8 @@ class LoopComparison:
         order = order_of_rows(parts, full, bound)
         if order is None:
             return found
-        dim, places = order
+        dim, pieces = order
+        places = tuple(itertools.chain(*pieces))
         self._orders.append(places)
         return judge.undeclared(parts, full.index_select(dim, torch.tensor(places)), bound)
 
