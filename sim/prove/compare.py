@@ -676,7 +676,7 @@ class Comparison:
             some = ", ".join(f"{path} on {ranks_phrase(ranks)}" for path, ranks in list(self._owned.items())[:4])
             more = f" and {len(self._owned) - 4} more" if len(self._owned) > 4 else ""
             self.notes.append(f"{some}{more}: other ranks do not have these modules, and do not call them")
-        return Report(tuple(rows), first_bug(rows), str(self.task.mesh.axes), tuple(self.notes))
+        return Report(tuple(rows), str(self.task.mesh.axes), tuple(self.notes))
 
     def _step_rows(self) -> list[ReportRow]:
         """Judge forward, backward and what the optimizer has made of it."""

@@ -139,14 +139,12 @@ class Report:
 
     Args:
         rows: every tensor that was compared, in the order in which things happen.
-        first: the row to look at first; None when all is well.
         mesh: the axes, such as "dp=2, tp=4".
         notes: what was not compared, and why.
         mutants: proves again with faults put in, as many at most; see `sensitivity`.
     """
 
     rows: tuple[ReportRow, ...]
-    first: ReportRow | None
     mesh: str
     notes: tuple[str, ...] = ()
     mutants: Callable[[int], Sensitivity] | None = field(default=None, compare=False, repr=False)
@@ -154,7 +152,17 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether the ranks compute what one device computes, and that is proved of every tensor compared."""
-        return self.first is None and not self.not_proved
+        return self.first is None
+
+    @property
+    def first(self) -> ReportRow | None:
+        """The row to look at first: the first that is wrong, else the first that is not proved; None if `ok`."""
+        return self.bug or next(iter(self.not_proved), None)
+
+    @property
+    def bug(self) -> ReportRow | None:
+        """The first row that is wrong; None if none is, though some may be not proved."""
+        return next((row for row in self.rows if row.verdict == "bug"), None)
 
     @property
     def not_proved(self) -> tuple[ReportRow, ...]:
@@ -223,8 +231,8 @@ class Report:
         """
         asked = "cannot say how sensitive the proof is"
         read_int(asked, "most", most, 1)
-        if self.first is not None or self.mutants is None:
-            blame = "the program is wrong already" if self.first is not None else "this report is of one run"
+        if self.bug is not None or self.mutants is None:
+            blame = "the program is wrong already" if self.bug is not None else "this report is of one run"
             raise ValueError(
                 explain(asked, blame, self._headline(), "a report of verify_plan or verify_step that is ok")
             )
@@ -240,7 +248,7 @@ class Report:
                 f"{counts} of {len(self.rows)} tensors"
                 + (f"; the worst rounding is {worst:.2g} of its bound" if worst else "")
             )
-        if self.first is None:
+        if self.bug is None:
             return f"it is not proved that the model on {self.mesh} computes what it computes on one device ({counts})"
         return f"the model on {self.mesh} does not compute what it computes on one device ({counts})"
 

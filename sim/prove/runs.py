@@ -762,12 +762,12 @@ def proved_on_device(report: Report, prove: Callable[[str], Report], why: str = 
             if "same device" not in str(error):
                 raise
             why = str(error).splitlines()[0]  # the program makes tensors on the CPU and uses them beside its inputs
-    if again is None or again.first is None:
+    if again is None or again.bug is None:
         return replace(report, notes=(*report.notes, offload_words(device, why)))
     sentence = "it is right where nothing is moved, and wrong where activations go to the host and back"
-    first = replace(again.first, sentence=sentence, suggestion="")
-    rows = [row for row in again.rows if row.verdict == "bug"]
-    return replace(report, first=first, rows=(*report.rows, *rows), mutants=None)
+    first, *rows = [row for row in again.rows if row.verdict == "bug"]
+    first = replace(first, sentence=sentence, suggestion="")
+    return replace(report, rows=(*report.rows, first, *rows), mutants=None)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

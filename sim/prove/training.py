@@ -358,13 +358,13 @@ def verify_run(run: Config, world_size: int) -> Report:
     axes = {name: size for name, size in dims.mesh_axes.items() if size > 1}
     comparison = _Comparison(expected, moved, ranks, axes)
     rows = [row for step in range(1, _STEPS + 1) for row in comparison.rows(step)]
-    first = next((row for row in rows if row.verdict == "bug"), None)
     notes += _coarse(rows, expected)
-    if offloads and first is None:
+    mesh = ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank"
+    report = Report(tuple(rows), mesh)
+    if offloads and report.bug is None:
         why = "" if device is None or any(rank.has_moved for rank in ranks) else NOTHING_MOVED
         notes.append(offload_words(device, why))
-    mesh = ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank"
-    return Report(tuple(rows), first, mesh, tuple(notes))
+    return dataclasses.replace(report, notes=tuple(notes))
 
 
 def _coarse(rows: Sequence[ReportRow], expected: _Steps) -> list[str]:

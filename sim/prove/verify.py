@@ -217,12 +217,12 @@ def _compared(
         mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
         report = replace(report, notes=(*report.notes, *ranks.notes, *unused), mutants=mutants)
         offloads = has_gone and bool(ranks.offloaded)
-    if mutant is not None or task.shared is not None or report.first is not None:
+    if mutant is not None or task.shared is not None or report.bug is not None:
         return report
     if offloads:
         assert grads is not None
         report = proved_on_device(report, lambda device: _on_device(replace(task, device=device), steps, said, grads))
-    if report.first is not None or not _draws(mine, runs):
+    if report.bug is not None or not _draws(mine, runs):
         return report
     shared = _shared(mine, runs, [compared, *later])
     return proved_with(report, shared, lambda shared: _proved(replace(task, shared=shared), said, is_varied=False))

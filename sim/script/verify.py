@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(report, int):
         return report
     print(f"\n{report.table(verbose=own['all'])}")
-    if own["sensitivity"] and report.first is None:
+    if own["sensitivity"] and report.bug is None:
         print(f"\n{report.sensitivity()}")
     print(f"took {time.perf_counter() - start:.1f} s")
     return 0 if report.ok else FAILURE
@@ -332,7 +332,6 @@ class _ScriptTask:
         report = comparison.report()
         hint = "--name '<name on the ranks>={}'"
         rows = [_with_hint(row, hint) for row in report.rows]
-        first = None if report.first is None else _with_hint(report.first, hint)
         reached = unreached([step.gradients for step in expected.steps], expected.trained, expected.tables)
         notes = [
             *report.notes,
@@ -348,7 +347,8 @@ class _ScriptTask:
                 "the groups of the script make no mesh, so that no axes are known; --mesh dp=2,tp=4 names them"
             )
         itself = self.reference.script == script
-        if itself and first is not None and first.kind == "parameter":
+        report = replace(report, rows=tuple(rows))
+        if itself and report.bug is not None and report.bug.kind == "parameter":
             notes.append(
                 f"one device was {script} as its only rank; if its model depends on the ranks, --reference FILE"
             )
@@ -358,10 +358,10 @@ class _ScriptTask:
                 f"--reference FILE, one that takes the rows of all {self.launch.nproc} ranks"
             )
         notes += bare_words(loops)
-        report = replace(report, rows=tuple(rows), first=first, notes=tuple(notes))
+        report = replace(report, notes=tuple(notes))
         if self.shared is not None:
             comparison.check_used(self.shared)
-        if is_mutant or self.shared is not None or first is not None or not comparison.draws:
+        if is_mutant or self.shared is not None or report.bug is not None or not comparison.draws:
             return report
         return proved_with(report, comparison.shared(), self._proved_with)
 

@@ -89,7 +89,7 @@ def a_report(verdict: str, count: int = 1) -> Report:
     rows = tuple(
         ReportRow(f"layers.{at}", "output", "forward", verdict=verdict, sentence="<odd>") for at in range(count)
     )
-    return Report(rows, rows[0] if verdict == "bug" else None, "dp=2")
+    return Report(rows, "dp=2")
 
 
 def test_reports() -> None:

@@ -16,6 +16,7 @@ from zoo_kit import Enter, Leave, Net, axis, draw, tokens
 import sim
 from sim.prove import faults
 from sim.prove.record import ModuleRecorder
+from sim.prove.report import Report, ReportRow
 from sim.prove.runs import converted
 
 X = draw(4, 16)
@@ -390,12 +391,24 @@ class Tied(nn.Module):
 
 def test_a_bound_that_is_as_large_as_the_values_proves_nothing():
     report = verify(Tied, nothing, inputs=(draw(64, 8),))
-    assert report.first is None
+    assert report.bug is None
     assert not report.ok
-    assert report.not_proved[0].place == "the model's output"
+    assert report.first is report.not_proved[0]
+    assert report.first.place == "the model's output"
     assert str(report).startswith("it is not proved that the model on tp=2 computes")
     with pytest.raises(AssertionError, match="it is not proved that"):
         report.raise_if_bug()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "forward", "random", "gradient", "update"])
+def test_a_report_that_is_not_ok_has_a_first_row(kind):
+    fine = [ReportRow("", "x", kind, verdict=verdict) for verdict in ("exact", "rounding", "pending", "private")]
+    open_, wrong = (ReportRow("", "y", kind, verdict=verdict) for verdict in ("not proved", "bug"))
+    for rows, first in [(fine, None), ([*fine, open_], open_), ([open_, *fine, wrong], wrong), ([wrong, open_], wrong)]:
+        report = Report(tuple(rows), "dp=2")
+        assert report.first is first
+        assert report.ok is (first is None)
+        assert first is None or str(first) in str(report).replace("\n  ", "\n")
 
 
 # -- buffers that a step changes ---------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def proved_with(report: Report, shared: SharedDraws, prove: Callable[[SharedDraw
     """Add to a right report what steps with the random numbers of one device on both sides say."""
     noted = replace(report, notes=(*report.notes, *shared.notes))
     if shared.rows:
-        return replace(noted, first=shared.rows[0], rows=(*report.rows, *shared.rows))
+        return replace(noted, rows=(*report.rows, *shared.rows))
     if not shared.one:
         return noted
     try:
@@ -110,16 +110,16 @@ def proved_with(report: Report, shared: SharedDraws, prove: Callable[[SharedDraw
         lines = str(error).splitlines() or [""]
         note = f"random numbers are taken at their mean; without it: {type(error).__name__}: {lines[0]}"
         return replace(report, notes=(*report.notes, note))
-    if again.first is None:
+    if again.bug is None:
         return noted
     elsewhere = shared.elsewhere_words()
     sentence = "it is right with means in the place of random numbers, and wrong with those of one device"
     sentence += f": {elsewhere}" if elsewhere else ""
     hint = "dropout of the same tensor, with the same p, as on one device"
     rows = [_with_words(row) for row in again.rows if row.verdict == "bug"]
-    first = replace(_with_words(again.first), sentence=sentence, suggestion=hint)
+    first = replace(_with_words(again.bug), sentence=sentence, suggestion=hint)
     rows = [first, *(row for row in rows if (row.place, row.kind) != (first.place, first.kind))]
-    return replace(noted, first=first, rows=(*report.rows, *rows))
+    return replace(noted, rows=(*report.rows, *rows))
 
 
 def _with_words(row: ReportRow) -> ReportRow:

@@ -357,9 +357,8 @@ def proved_twice(
         lines = str(error).splitlines() or [""]
         return replace(report, notes=(*report.notes, f"{what} was not compared: {type(error).__name__}: {lines[0]}"))
     rows = [replace(row, tensor=row.tensor.removesuffix(" of step 1")) for row in report.rows]
-    if report.first is not None and not _is_second(report.first):
-        first = replace(report.first, tensor=report.first.tensor.removesuffix(" of step 1"))
-        return replace(report, first=first, rows=tuple(row for row in rows if not _is_second(row)))
+    if report.bug is not None and not _is_second(report.bug):
+        return replace(report, rows=tuple(row for row in rows if not _is_second(row)))
     wide = [row.place for row in rows if row.verdict == "not proved" and _is_second(row)]
     kept = tuple(row for row in rows if not (row.verdict == "not proved" and _is_second(row)))
     note = f"{what} is compared" + (f", but for {listed(wide)}, whose bounds are wide" if wide else "")

@@ -340,12 +340,12 @@ class _StepTask:
         if mutant is not None or moves:
             return report
         report = replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
-        if self.shared is not None or report.first is not None:
+        if self.shared is not None or report.bug is not None:
             return report
         if offloaded:
             why = "ranks draw weights by themselves" if drawn.said else ""
             report = proved_on_device(report, lambda kind: replace(self, device=kind).compared(expected, moved), why)
-        if report.first is not None or not comparison.draws:
+        if report.bug is not None or not comparison.draws:
             return report
         return proved_with(report, comparison.shared(), self._proved_with)
 

@@ -124,7 +124,7 @@ class LoopComparison:
         self.notes += [f"by their values, {text}" for text in self._said(self.names.found)]
         if self._left:
             self.notes.append(f"not compared, as no rank has them by a name that is known: {self._some(self._left)}")
-        return Report(tuple(rows), first, str(self.mesh.axes), tuple(self.notes))
+        return Report(tuple(rows), str(self.mesh.axes), tuple(self.notes))
 
     def _redrawn(self) -> Iterator[ReportRow]:
         named = [

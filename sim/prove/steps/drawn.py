@@ -312,7 +312,7 @@ def best_way(prove: Callable[[Mapping[str, int]], tuple[Report, Mapping[str, int
     tries = 0
     for pattern, count in ways.items():
         for number in range(1, count):
-            if report.first is None or tries >= _MOST_WAYS:
+            if report.bug is None or tries >= _MOST_WAYS:
                 return report
             tries += 1
             other, _ = prove({**chosen, pattern: number})
