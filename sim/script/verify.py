@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what one device executes, with arguments of its own in the same quotes, else those of the script; "
         "default: the script itself, as its only rank",
     )
-    group.add_argument("--steps", type=int, default=2, help="steps of the optimizer, after which both end (2)")
+    group.add_argument("--steps", type=int, default=2, help="steps of training, after which both end (2)")
     group.add_argument("--mesh", help="axes of the ranks, dp=2,tp=4; default: as the groups that the script makes")
     group.add_argument(
         "--name",
@@ -340,8 +340,6 @@ class _ScriptTask:
             *found.changes,
             *narrow_words(found.wide, torch.float64),
         ]
-        if comparison.names.missing:
-            notes.append(f"on the ranks alone, and not compared: {', '.join(comparison.names.missing[:_MOST_SHOWN])}")
         if self.mesh is None and guessed is None:
             notes.append(
                 "the groups of the script make no mesh, so that no axes are known; --mesh dp=2,tp=4 names them"
@@ -459,8 +457,8 @@ def _failed(task: _ScriptTask, error: BaseException) -> int:
 
 
 def _no_steps(script: str, who: str) -> str:
-    blame = f"{who} of an optimizer in {script} when it ended"
-    seen = "a step is a call of torch.optim.Optimizer.step, after calls of modules with gradients"
+    blame = f"{who} in {script} when it ended"
+    seen = "a step is a call of torch.optim.Optimizer.step, or a change of weights after backward and before a forward"
     return explain(f"cannot verify {script}", blame, seen, "a script that trains")
 
 

@@ -179,11 +179,49 @@ def test_a_script_that_takes_no_step(verify: Verify) -> None:
     by_hand = RANKS.replace("optimizer.step()", "")
     code, _, err = verify(MODEL + by_hand)
     assert code == 2
-    assert "one device has made no step of an optimizer in script.py" in err
+    assert "one device has made no step in script.py when it ended" in err
     code, _, err = verify(MODEL + by_hand, MODEL + ONE)
     assert code == 2
     assert "no rank has made no step" not in err
-    assert "no rank has made a step of an optimizer in script.py" in err
+    assert "no rank has made a step in script.py when it ended" in err
+
+
+FLAT = """
+dist.init_process_group("gloo")
+rank, held = dist.get_rank(), list(model.parameters())
+for step in range(3):
+    model(x.chunk(2)[rank]).square().mean().backward()
+    copy = nn.Parameter(torch.cat([each.detach().flatten() for each in held]))
+    copy.grad = torch.cat([each.grad.flatten() for each in held])
+    dist.all_reduce(copy.grad, op=dist.ReduceOp.AVG)
+    torch.optim.SGD([copy], lr=0.1).step()
+    for each, new in zip(held, copy.detach().split([each.numel() for each in held])):
+        each.data.copy_(new.view_as(each))
+    model.zero_grad()
+"""
+BY_HAND = "copy.data -= 0.1 * copy.grad"
+OVER_ALL = "torch.optim.SGD([copy], lr=0.1).step()"
+
+
+@pytest.mark.parametrize("update", [OVER_ALL, BY_HAND])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("", ""),
+        ("    dist.all_reduce(copy.grad, op=dist.ReduceOp.AVG)\n", ""),
+        ("op=dist.ReduceOp.AVG", "op=dist.ReduceOp.SUM"),
+        ("each.data.copy_(", "rank or each.data.copy_("),
+    ],
+)
+def test_an_optimizer_over_copies_is_proved_by_the_weights(verify: Verify, update: str, fault: tuple[str, str]) -> None:
+    script = (MODEL + FLAT).replace(OVER_ALL, update).replace(*fault)
+    code, out, err = verify(script, MODEL.replace("AdamW", "SGD").replace("1e-2", "0.1") + ONE, "--steps", "3")
+    assert (code, err) == (int(fault[0] != ""), ""), out
+    if fault[0].startswith("each") and update == BY_HAND:  # rank 1 never ends its first step
+        assert "bug" in out and "are right" not in out
+        return
+    assert ("weights after the step are compared, and not the gradients" in out) is (fault[0] == "")
+    assert fault[0] == "" or "update: " in out.split("try:")[0]
 
 
 def test_another_number_of_steps(verify: Verify) -> None:

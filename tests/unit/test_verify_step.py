@@ -944,6 +944,283 @@ def test_a_mask_that_only_one_rank_ignores(wrong):
     assert "a fault may hide behind input attention_mask: of one value" in noted.notes
 
 
+# -- weights that other optimizers change, buffers, and what is not compared -------------------------------------------
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def by_itself(model, batch, optimizer=sgd):
+    loss = step(model, batch)
+    optimizer(model.parameters()).step()
+    model.zero_grad()
+    return loss.detach()
+
+
+def flat(model, batch, op=dist.ReduceOp.AVG, updated=(0, 1), optimizer=sgd):
+    """The optimizer steps over a flat copy of the weights, as in ZeRO-1 by hand."""
+    loss, held = step(model, batch), list(model.parameters())
+    copy = nn.Parameter(torch.cat([each.detach().flatten() for each in held]))
+    copy.grad = torch.cat([each.grad.flatten() for each in held])
+    if op is not None:
+        dist.all_reduce(copy.grad, op=op)
+    if optimizer is None:  # no optimizer of torch's
+        copy.data -= 0.1 * copy.grad
+    else:
+        optimizer([copy]).step()
+    for each, new in zip(held, copy.detach().split([each.numel() for each in held]), strict=True):
+        each.data.copy_(new.view_as(each) if dist.get_rank() in updated else each)
+    model.zero_grad()
+    return loss.detach()
+
+
+def sharded(model, batch):
+    """Each rank steps over its half of a flat copy, and gives it to the other."""
+    loss, held, rank = step(model, batch), list(model.parameters()), dist.get_rank()
+    whole = torch.cat([each.detach().flatten() for each in held])
+    grad = F.pad(torch.cat([each.grad.flatten() for each in held]), (0, len(whole) % 2))
+    part = nn.Parameter(F.pad(whole, (0, len(whole) % 2)).chunk(2)[rank].clone())
+    part.grad = torch.empty_like(part)
+    dist.reduce_scatter_tensor(part.grad, grad, op=dist.ReduceOp.AVG)
+    sgd([part]).step()
+    dist.all_gather_into_tensor(new := torch.empty_like(grad), part.detach())
+    for each, piece in zip(held, new[: len(whole)].split([each.numel() for each in held]), strict=True):
+        each.data = piece.view_as(each)
+    model.zero_grad()
+    return loss.detach()
+
+
+def copies(rank_step, **options):
+    options = {"step": by_itself, "shard_batch": rows, "optimizer_fn": None, **options}
+    return verify("dp=2", rank_step=rank_step, **options)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("rank_step", [flat, partial(flat, optimizer=None), sharded])
+def test_an_optimizer_over_copies_is_proved_by_the_weights(rank_step, steps):
+    report = copies(rank_step, steps=steps)
+    assert report.ok, str(report)
+    assert {row.verdict for row in report.rows if row.kind == "update"} == {"exact", "rounding"}
+    assert any("weights after the step are compared, and not the gradients" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{"op": None}, {"op": dist.ReduceOp.SUM}, {"updated": (0,)}, {"updated": ()}, {"op": None, "optimizer": None}],
+)
+def test_faults_of_an_optimizer_over_copies(options, steps):
+    report = copies(partial(flat, **options), steps=steps)
+    assert (report.first.verdict, report.first.kind) == ("bug", "update"), str(report)
+    assert not any("are right" in note for note in report.notes)
+
+
+def test_an_adam_over_copies_moves_what_is_zero_but_for_rounding():
+    adam = {"optimizer": partial(torch.optim.AdamW, lr=1e-2)}  # of the bias of k, the gradient is zero
+    right = copies(partial(flat, **adam), step=partial(by_itself, **adam), steps=1)
+    assert right.ok, str(right)
+    wrong = copies(partial(flat, op=None, **adam), step=partial(by_itself, **adam), steps=1)
+    assert (wrong.first.verdict, wrong.first.kind) == ("bug", "update")
+
+
+def test_a_weight_that_the_optimizer_of_the_ranks_forgets():
+    def all_but_one(model, batch):
+        loss = step(model, batch)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        sgd([each for name, each in model.named_parameters() if name != "head.bias"]).step()
+        return loss
+
+    assert copies(all_but_one).first.place == "head.bias"
+
+
+def test_weights_that_are_changed_after_the_optimizer():
+    def clamped(model, batch, ranks=(0, 1)):
+        loss = step(model, batch)
+        for parameter in model.parameters() if dist.is_initialized() else ():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        sgd(model.parameters()).step()
+        if not dist.is_initialized() or dist.get_rank() in ranks:
+            model.head.weight.data.clamp_(-0.1, 0.1)
+        return loss
+
+    assert copies(clamped, step=clamped).ok
+    wrong = copies(partial(clamped, ranks=(1,)), step=clamped)
+    assert (wrong.first.place, wrong.first.kind) == ("head.weight", "update")
+
+
+def test_a_step_that_trains_nothing_is_not_proved():
+    def looks(model, batch):
+        with torch.no_grad():
+            return loss_of(model(batch[0]), batch[1])
+
+    for steps in (None, 2):
+        report = verify("dp=2", step=looks, shard_batch=rows, steps=steps)
+        assert (report.ok, [row.place for row in report.not_proved]) == (False, ["weights"])
+        assert str(report).startswith("it is not proved that the model on dp=2 computes")
+        assert report.not_proved[0].sentence == "no gradient and no update was compared"
+    frozen = {"step": looks, "model": lambda: Gpt().requires_grad_(False)}
+    assert verify("dp=2", shard_batch=rows, **frozen).ok  # there is nothing to train
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_wrong_forward_of_a_model_without_training_is_no_private_matter(has_loss):
+    def looks(model, batch, factor=1.0):
+        loss = (model(batch[0]) * factor).square().mean()
+        return loss if has_loss else None
+
+    def off(model, mesh):
+        model.head.register_forward_hook(lambda module, args, output: output * 1.5)
+
+    report = verify("dp=2", step=looks, model=lambda: Gpt().requires_grad_(False), parallelize=off, shard_batch=rows)
+    assert report.first.place == "the model's output", str(report)
+
+
+def test_a_loss_that_no_rank_returns_is_said():
+    def silent(model, batch):
+        with torch.no_grad():
+            outputs = model(batch[0])
+        grads = torch.autograd.grad(loss_of(model(batch[0]), batch[1]), list(model.parameters()))
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            dist.all_reduce(grad, op=dist.ReduceOp.AVG)
+            parameter.grad = grad
+        del outputs
+
+    report = verify("dp=2", rank_step=silent, shard_batch=rows, steps=1)
+    assert report.ok, str(report)
+    assert "the loss is not compared, as no rank has differentiated or returned one" in report.notes
+
+
+class Averaged(nn.Module):
+    """With a moving average of its weights, a count of tokens by expert, and a table that nobody changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Gpt()
+        self.register_buffer("average", self.inner.head.weight.detach().clone())
+        self.register_buffer("counts", torch.zeros(16))
+        self.register_buffer("begin", torch.zeros(1))
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+def averaging(model, batch, fault=""):
+    loss, parallel = step(model, batch), dist.is_initialized()
+    for parameter in model.parameters() if parallel else ():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    sgd(model.parameters()).step()
+    if fault != "average" or dist.get_rank() == 0:
+        model.average.lerp_(model.inner.head.weight.detach(), 0.1)
+    held = model._buffers.get("counts", model._buffers.get("tally"))
+    counts = torch.bincount(batch[0].flatten(), minlength=16).to(held.dtype)
+    if parallel and fault != "counts":
+        dist.all_reduce(counts)
+    held += counts
+    return loss
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize(
+    ("fault", "words"), [("", ""), ("average", "rank 1 (dp=1) is wrong"), ("counts", "parts of a sum over dp")]
+)
+def test_buffers_that_a_step_changes(fault, words, steps):
+    rank_step = partial(averaging, fault=fault)
+    report = copies(rank_step, step=averaging, model=Averaged, steps=steps)
+    if not fault:
+        assert report.ok, str(report)
+        return
+    assert report.first.place == (f"{fault} of step 1" if steps else fault)
+    assert (report.first.kind, report.first.verdict) == ("buffer", "bug")
+    assert words in report.first.sentence
+
+
+def test_buffers_of_the_ranks_own_that_nobody_changes():
+    def own(model, mesh):
+        model.begin += mesh.get_rank()
+
+    report = copies(averaging, step=averaging, model=Averaged, parallelize=own)
+    assert report.ok, str(report)
+    assert {row.verdict for row in report.rows if row.tensor.startswith("begin")} == {"private"}
+    assert "the ranks' own, which no step changes: begin" in report.notes
+
+
+def test_a_buffer_that_changes_and_that_no_rank_has_is_not_proved():
+    def renamed(model, mesh):
+        model.register_buffer("tally", model._buffers.pop("counts"))
+
+    report = copies(averaging, step=averaging, model=Averaged, parallelize=renamed, steps=1)
+    assert (report.ok, [row.place for row in report.not_proved]) == (False, ["counts"]), str(report)
+
+
+class Statistics(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(16, WIDTH), norm, nn.Linear(WIDTH, 16)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embed(ids).mT).mT)
+
+
+class Kept(nn.InstanceNorm1d):
+    """Its forward may synchronise what it keeps."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def reduced(model, batch, parts=1, fault=False):
+    losses = [step(model, tuple(each.chunk(parts)[at] for each in batch)) / parts for at in range(parts)]
+    for parameter in model.parameters():
+        parameter.grad /= parts
+        if dist.is_initialized():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    if fault and dist.get_rank():
+        model.norm.running_mean += 0.1
+    return sum(losses)
+
+
+@pytest.mark.parametrize(
+    ("norm", "parts", "ok"),
+    [
+        (lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True), 1, True),  # which normalises each row by itself
+        (lambda: Kept(WIDTH, track_running_stats=True), 1, False),
+        (lambda: nn.BatchNorm1d(WIDTH), 2, True),  # one device takes the rows of each rank by themselves
+    ],
+)
+def test_statistics_of_own_rows_are_private(norm, parts, ok):
+    one = partial(reduced, parts=parts)
+    report = verify("dp=2", step=one, model=lambda: Statistics(norm()), rank_step=reduced, shard_batch=rows, steps=1)
+    assert report.ok is ok, str(report)
+    statistics = [row for row in report.rows if row.tensor == "running_mean"]
+    assert [row.verdict for row in statistics] == ["private" if ok else "bug"]
+    said = [note for note in report.notes if note.startswith("of each rank's own rows, as nothing synchronises them: ")]
+    assert [("norm.running_mean" in note) for note in said] == [True] * ok
+
+
+class OnCpu(nn.SyncBatchNorm):
+    """With the same rows on all ranks there is nothing to synchronise."""
+
+    def forward(self, x):
+        self.num_batches_tracked += 1
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_statistics_that_are_synchronised_are_compared(fault):
+    def synchronised(model, mesh):
+        norm = OnCpu(WIDTH, dtype=torch.float64)
+        norm.load_state_dict(model.norm.state_dict())
+        model.norm = norm
+
+    how = {"step": reduced, "rank_step": partial(reduced, fault=fault), "parallelize": synchronised}
+    report = verify("dp=2", model=lambda: Statistics(nn.BatchNorm1d(WIDTH)), steps=1, **how)
+    assert report.ok is not fault, str(report)
+    if fault:
+        assert (report.first.place, report.first.kind) == ("norm.running_mean", "buffer")
+
+
 # -- how sure a proof is -----------------------------------------------------------------------------------------------
 
 

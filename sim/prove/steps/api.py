@@ -252,7 +252,8 @@ class _StepTask:
             for number in range(self.steps):
                 loss = step(model, batches[min(number, len(batches) - 1)])
                 there = [parameter.grad is not None for parameter in watch.parameters().values()]
-                if isinstance(loss, torch.Tensor) and loss.requires_grad and not any(there) and not watch.has_updated:
+                is_called = any(there) or watch.has_differentiated or watch.has_updated
+                if isinstance(loss, torch.Tensor) and loss.requires_grad and not is_called:
                     loss.backward()
                 watch.note_result(loss)
                 if not watch.has_updated and optimizer is not None:
@@ -263,7 +264,6 @@ class _StepTask:
                         update(optimizer)
                 elif not watch.has_updated:
                     watch.note_gradients()
-                    watch.note_updates()
                 for parameter in watch.parameters().values():
                     parameter.grad = None
                 watch.end_step()

@@ -43,6 +43,15 @@ _MOST_ROUNDS = 16  # of choices that follow from others
 
 Permutation = tuple[int, ...]
 
+_NOTHING_TRAINED = ReportRow(
+    "",
+    "weights",
+    "update",
+    verdict="not proved",
+    sentence="no gradient and no update was compared",
+    suggestion="a step that trains; requires_grad_(False) of all parameters where forward alone is to be compared",
+)
+
 
 def agreed_choices(
     expected: LoopRecord,
@@ -102,6 +111,9 @@ class LoopComparison:
         self._paths = [self.names.paths(path, expected.paths) for path in paths]
         self._split = len({frozenset(path) for path in paths}) > 1  # stages of a pipeline
         self._left: dict[str, None] = {}
+        self._proved: set[str] = set()  # parameters of which a gradient or an update is right
+        self._own: dict[str, None] = {}  # statistics of each rank's own rows that differ
+        self._made: dict[str, None] = {}  # buffers that ranks make for themselves, and nobody changes
         self._gradients: dict[str, Finding] = {}  # of the parameters, in the step that is judged
         self._replays = {rank: UpdateReplay() for rank in range(len(ranks))}
         self._inputs: dict[str, Layout | None] = {}  # how ranks hold what went into modules first
@@ -117,6 +129,8 @@ class LoopComparison:
             counted = ", ".join(str(len(rank.steps)) for rank in self.ranks[:_MOST_SAID])
             sentence = f"one device takes {len(self.expected.steps)} steps, the ranks {counted}"
             rows.append(ReportRow("", "steps", "update", verdict="bug", sentence=sentence))
+        if self.expected.trained and not self._proved and first_bug(rows) is None:
+            rows.append(_NOTHING_TRAINED)
         first = next((row for row in rows if row.verdict == "bug"), None)
         if first is not None:
             first = _blamed(rows, first)
@@ -124,6 +138,12 @@ class LoopComparison:
         self.notes += [f"by their values, {text}" for text in self._said(self.names.found)]
         if self._left:
             self.notes.append(f"not compared, as no rank has them by a name that is known: {self._some(self._left)}")
+        if self.names.missing:
+            self.notes.append(f"on the ranks alone, and not compared: {self._some(self.names.missing)}")
+        if self._own:
+            self.notes.append(f"of each rank's own rows, as nothing synchronises them: {self._some(self._own)}")
+        if self._made:
+            self.notes.append(f"the ranks' own, which no step changes: {self._some(self._made)}")
         return Report(tuple(rows), str(self.mesh.axes), tuple(self.notes))
 
     def _redrawn(self) -> Iterator[ReportRow]:
@@ -220,6 +240,7 @@ class LoopComparison:
         others = [each.steps[number] for each in self.moved if number < len(each.steps)]
         theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
         rows = [*self._forward(mine, others, theirs), *self._loss(mine, others, theirs)]
+        self._gradients = {}
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
             named = list(self._named(kind, title, number, mine, others, theirs))
             if kind == "gradients" and not any(
@@ -227,14 +248,68 @@ class LoopComparison:
             ):
                 named = [*self._backward(named, mine, others, theirs), *named]
             rows += named
-        trained = any(row.verdict == "bug" and row.kind != "forward" for row in rows)
         losses = [row for row in rows if row.tensor == "loss" and not row.module]
-        if losses and losses[0].verdict == "bug" and not trained and mine.gradients:
-            self.notes.append("the ranks' losses are neither equal nor parts of a mean or a sum; gradients are right")
-        if not trained or (losses and losses[0].verdict != "bug"):  # between modules, code may keep what it likes
+        is_trained = self._is_trained(number, rows)
+        if losses and losses[0].verdict == "bug" and is_trained:
+            what = "gradients" if self._gradients else "weights after the step"
+            self._note(f"the ranks' losses are neither equal nor parts of a mean or a sum; {what} are right")
+        if is_trained or (losses and losses[0].verdict != "bug"):  # between modules, code may keep what it likes
             rows = [_as_private(row) if row.kind == "forward" else row for row in rows]
+        if is_trained:
+            rows = [self._as_made(row) if row.kind == "buffer" else row for row in rows]
         step = f" of step {number + 1}" if len(self.expected.steps) > 1 else ""
         return [replace(row, tensor=f"{row.tensor}{step}") for row in rows]
+
+    def _is_trained(self, number: int, rows: Sequence[ReportRow]) -> bool:
+        """Return True if every weight that one device trains in a step has the right gradient or is right after it."""
+        judged = [row for row in rows if row.kind in ("gradient", "update")]
+        right = {f"{row.module}.{row.tensor}".lstrip(".") for row in judged if row.verdict in ("exact", "rounding")}
+        gradients = self.expected.steps[number].gradients
+        wanted = {
+            name
+            for name in self.expected.initial
+            if self._change(number, name) > 0 or ((grad := gradients.get(name)) is not None and bool(grad.any()))
+        }
+        self._proved |= wanted & right
+        unseen = [name for name in self.expected.initial if name in wanted & right and name not in self._gradients]
+        if unseen:
+            self._note(f"the weights after the step are compared, and not the gradients, of {self._some(unseen)}")
+        return bool(wanted) and wanted <= right and first_bug(judged) is None
+
+    def _change(self, number: int, name: str) -> float:
+        """Return how far one device moves a parameter in a step at most."""
+        before = self.expected.steps[number - 1].updates if number else self.expected.initial
+        one, other = before.get(name), self.expected.steps[number].updates.get(name)
+        return largest(other - one) if one is not None and other is not None else 0.0
+
+    def _drop_gradients(self, number: int, theirs: Mapping[int, RecordedStep]) -> bool:
+        """Return True if a rank has changed a weight in a step, and dropped its gradient."""
+        for rank, step in theirs.items():
+            before = self.ranks[rank].steps[number - 1].updates if number else self.ranks[rank].initial
+            lacking = [name for name, grad in step.gradients.items() if grad is None and name in before]
+            if any(not torch.equal(before[name], step.updates[name]) for name in lacking if name in step.updates):
+                return True
+        return False
+
+    def _as_made(self, row: ReportRow) -> ReportRow:
+        """Forgive a buffer that nobody changes, such as the place where a rank's part of a vocabulary begins."""
+        name = f"{row.module}.{row.tensor}".lstrip(".")
+        pairs = zip((self.expected, *self.ranks), ({}, *self._paths), strict=True)
+        changes = (
+            not torch.equal(held[name], before[name])
+            for record, paths in pairs
+            for before in [_renamed(record.buffers, paths)]
+            for held in (_renamed(step.buffers, paths) for step in record.steps)
+            if name in before and name in held
+        )
+        if row.verdict != "bug" or any(changes):
+            return row
+        self._made[name] = None
+        return _as_private(row)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _forward(
         self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
@@ -373,6 +448,8 @@ class LoopComparison:
                 sentence = "neither the mean nor the sum of the ranks' losses is that of one device"
                 found = replace(found, sentence=sentence)
             yield self._row(ReportRow("", "loss", "forward"), replace(found, is_coarse=_is_coarse(found, full)))
+        else:
+            self._note("the loss is not compared, as no rank has differentiated or returned one")
 
     def _named(
         self,
@@ -384,10 +461,12 @@ class LoopComparison:
         theirs: Mapping[int, RecordedStep],
     ) -> Iterator[ReportRow]:
         full_by_name: dict[str, Any] = getattr(mine, kind)
-        named = {rank: self.names.translated(getattr(step, kind), self._shapes) for rank, step in theirs.items()}
+        named = {rank: self._tensors(kind, rank, step) for rank, step in theirs.items()}
         order = reversed(full_by_name) if kind == "gradients" else iter(full_by_name)
         scale = max((largest(full) for full in full_by_name.values() if full is not None), default=0.0)
         updates = self._updates(number, mine, theirs) if kind == "updates" else None
+        stepped = {rank: self._tensors("stepped", rank, step) for rank, step in theirs.items()}
+        held = {rank: self.names.translated(self.ranks[rank].initial, self._shapes) for rank in theirs}
         for name in list(order):
             full, module, leaf = full_by_name[name], *split_name(name)
             parts = _there({rank: tensors.get(name) for rank, tensors in named.items()})
@@ -396,9 +475,11 @@ class LoopComparison:
                 if any(bool(part.count_nonzero()) for part in parts.values()):
                     yield replace(row, verdict="bug", sentence=f"only {ranks_phrase(parts)} have one")
                 continue
-            having = [rank for rank, tensors in named.items() if name in tensors]
+            having = [rank for rank, tensors in (named if kind != "updates" else held).items() if name in tensors]
             if not parts:
-                if kind != "buffers" and having and bool(full.count_nonzero()):
+                if kind == "buffers":
+                    yield from self._lacking(row, name, full, number)
+                elif having and bool(full.count_nonzero()) and not self._drop_gradients(number, theirs):
                     yield replace(row, verdict="bug", sentence="no rank has one, and one device has")
                 continue
             if len(parts) < len(having):
@@ -406,18 +487,59 @@ class LoopComparison:
                 yield replace(row, verdict="bug", sentence=sentence)
                 continue
             moved = [getattr(other, kind).get(name) for other in others]
-            floor = ROUNDINGS * (number + 1) if kind == "updates" else FEW
+            floor = ROUNDINGS * (number + 1) if kind != "gradients" else FEW
             found = self._find(parts, self.names.ordered(name, full), bound_of(full, moved, floor=floor))
             if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
                 found = replace(found, status="right")  # the optimizer adds them up
             if updates is not None:
-                found = updates.judged(name, parts, found)
-            if kind == "buffers" and found.status != "right":
+                found = updates.judged(
+                    name, _there({rank: tensors.get(name) for rank, tensors in stepped.items()}), found
+                )
+                found = replace(found, is_coarse=self._is_wide(number, name, found.bound, mine, others))
+            if kind == "buffers" and found.status != "right" and self._is_own(name, parts):
+                self._own[name] = None
                 found = replace(found, status="private")
             if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
                 found = replace(found, is_coarse=_is_coarse(found, full, scale))
                 self._gradients[name] = replace(found, is_zero=largest(full) <= found.bound)
             yield self._row(row, found)
+
+    def _tensors(self, kind: str, rank: int, step: RecordedStep) -> dict[str, Any]:
+        """Return what a rank has of a kind, by the names of one device."""
+        tensors: dict[str, Any] = getattr(step, kind)
+        if kind == "buffers":
+            return _renamed(tensors, self._paths[rank])
+        return self.names.translated(tensors, self._shapes)
+
+    def _lacking(self, row: ReportRow, name: str, full: torch.Tensor, number: int) -> Iterator[ReportRow]:
+        """Say of a buffer that no rank has by a name that is known that it is not compared, if the step changes it."""
+        before = self.expected.steps[number - 1].buffers if number else self.expected.buffers
+        if name in before and not torch.equal(before[name], full) and name not in self.expected.statistics:
+            sentence, hint = (
+                "one device changes it, and no rank has a buffer of that name",
+                "the same name on the ranks",
+            )
+            yield replace(row, verdict="not proved", sentence=sentence, suggestion=hint)
+        else:
+            self._left[name] = None
+
+    def _is_own(self, name: str, parts: Mapping[int, torch.Tensor]) -> bool:
+        """Return True if a buffer is a statistic that each rank takes of its own rows."""
+        own = [_renamed(dict.fromkeys(self.ranks[rank].statistics), self._paths[rank]) for rank in parts]
+        return all(name in each for each in own)
+
+    def _is_wide(
+        self, number: int, name: str, bound: float, mine: RecordedStep, others: Sequence[RecordedStep]
+    ) -> bool:
+        """Return True if a weight whose gradient is not compared may move anywhere within its bound.
+
+        Adam moves a weight by the sign of its gradient, also of one that is zero but for rounding: that is no evidence.
+        """
+        grad, change = mine.gradients.get(name), self._change(number, name)
+        if name in self._gradients or not change or bound <= _COARSE * change:
+            return False
+        noise = None if grad is None else bound_of(grad, [other.gradients.get(name) for other in others])
+        return grad is None or noise is None or largest(grad) > noise
 
     def _updates(self, number: int, mine: RecordedStep, theirs: Mapping[int, RecordedStep]) -> UpdatesOfStep:
         """Return the updates of a step, beside what one device's optimizers make of each rank's gradients."""
@@ -467,13 +589,19 @@ class LoopComparison:
         row = row_of(Judged(row.module, row.tensor, row.kind, found))
         if row.verdict in ("exact", "rounding", "private"):
             return replace(row, sentence="")
-        if row.verdict != "pending" or found.found is None or row.kind not in ("gradient", "update", "parameter"):
+        if row.verdict != "pending" or found.found is None or row.kind == "forward":
             return row
         sentence = f"the ranks hold {pending_words(found.found)}, and nothing reduced it"
         hint = f"all_reduce over {' and '.join(found.found.partial)}"
         if row.kind == "gradient" and _are_sums_of_copies(found, found.found):
             sentence, hint = divided_words(found.found)
         return replace(row, verdict="bug", sentence=sentence, suggestion=found.suggestion or hint)
+
+
+def _renamed(tensors: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
+    """Return a rank's buffers by the names of one device's modules, as far as these are known."""
+    split = ((*split_name(name), tensor) for name, tensor in tensors.items())
+    return {f"{paths.get(module, module)}.{leaf}".lstrip("."): tensor for module, leaf, tensor in split}
 
 
 def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:

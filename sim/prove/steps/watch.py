@@ -22,9 +22,11 @@ from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomnes
 from sim.prove.record import (
     argument_names,
     copy_of,
+    local_of,
     named_buffers,
     named_modules,
     named_parameters,
+    own_statistics,
     own_views,
     settle,
     tensors_in,
@@ -46,8 +48,9 @@ class RecordedStep:
         losses: the scalars that were differentiated, or what the step returned.
         gradients: of each parameter when its optimizer took it.
         partial: the names of those that are DTensors, and say themselves that they are parts of a sum.
-        updates: each parameter after that.
-        buffers: after the step.
+        stepped: each parameter that an optimizer has, right after its step.
+        updates: each parameter at the end of the step, whoever has changed it: optimizers may step over copies.
+        buffers: at the end of the step.
         starts: what its optimizers began with.
         grads: of what stood at each boundary in each call, in the order in which backward computed them.
         nodes: where that stands in autograd's graph; kept for one device alone.
@@ -62,6 +65,7 @@ class RecordedStep:
     starts: UpdateStarts = field(default_factory=lambda: UpdateStarts({}, {}))
     grads: dict[tuple[CallKey, int], torch.Tensor] = field(default_factory=dict)
     nodes: dict[tuple[CallKey, int], Any] = field(default_factory=dict)
+    stepped: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,11 +74,13 @@ class LoopRecord:
 
     Attributes:
         initial: the parameters that it began with.
+        buffers: the buffers that it began with.
         trained: the names of those that want gradients.
         steps: what it did in each.
         paths: of the modules.
         roots: the paths of those that were called from outside of any other.
         batch_norms: the paths of those that normalise with the mean of the rows that they are given.
+        statistics: the names of buffers that are statistics of each rank's own rows, see `own_statistics`.
         tables: the names of parameters of which rows are looked up.
         choices: what `topk` and its like took.
         redraw: random numbers of a forward that a recomputation in backward has drawn otherwise.
@@ -86,10 +92,12 @@ class LoopRecord:
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: list[RecordedStep] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
     batch_norms: set[str] = field(default_factory=set)
+    statistics: set[str] = field(default_factory=set)
     tables: set[str] = field(default_factory=set)
     choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
     redraw: Draw | None = None
@@ -125,21 +133,25 @@ class LoopRecord:
                 {new(name) for name in step.partial},
                 UpdateStarts(named(step.starts.rules), named(step.starts.values)),
                 {((new(path), side, way), call): grad for ((path, side, way), call), grad in step.grads.items()},
+                stepped=named(step.stepped),
             )
             for step in self.steps
         ]
         choices = {(new(path), op, number): choice for (path, op, number), choice in self.choices.items()}
         redraw = self.redraw and self.redraw._replace(path=new(self.redraw.path))
         paths, names = [new(path) for path in self.paths], [new(root) for root in self.roots]
-        batch_norms, trained = ({new(each) for each in found} for found in (self.batch_norms, self.trained))
+        sets = (self.batch_norms, self.statistics, self.trained)
+        batch_norms, statistics, trained = ({new(each) for each in found} for found in sets)
         uses = {(new(path), op, number, step): use for (path, op, number, step), use in self.uses.items()}
         return replace(
             self,
             initial=named(self.initial),
+            buffers=named(self.buffers),
             steps=steps,
             paths=paths,
             roots=names,
             batch_norms=batch_norms,
+            statistics=statistics,
             choices=choices,
             redraw=redraw,
             trained=trained,
@@ -184,7 +196,7 @@ class LoopWatch:
         self._inside: list[int] = []
         self._taken: set[int] = set()  # optimizers that have stepped in the current step
         self._is_over = True
-        self._is_enough = self._is_for_shapes = False
+        self._is_enough = self._is_for_shapes = self._has_optimizer = False
         self._rank: int | None = None
         self._stack = ExitStack()
         self._calm = _CalmInSteps(self, shared)
@@ -228,6 +240,8 @@ class LoopWatch:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        if self._taken or self._have_weights_moved():
+            self._note_end()
         self.record.redraw = redrawn(self._calm.draws, self._calm.again)
         self.record.repeats, self.record.is_misfit = self._calm.repeats, self._calm.is_misfit
 
@@ -250,6 +264,8 @@ class LoopWatch:
                 self.record.paths.append(self._paths[id(module)])
                 if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                     self.record.batch_norms.add(self._paths[id(module)])
+                own = own_statistics(module)
+                self.record.statistics.update(f"{self._paths[id(module)]}.{name}".lstrip(".") for name in own)
                 if isinstance(module, nn.Embedding):
                     self.record.tables.add(f"{self._paths[id(module)]}.weight".removeprefix("."))
         if self.record.steps:
@@ -268,6 +284,7 @@ class LoopWatch:
     def _step(self) -> RecordedStep | None:
         """Return the record of the current step; None where no more are asked for."""
         if self._is_over:
+            self._note_end()
             if not self.record.steps:
                 self.note_initial()
             self._is_over, self._taken = False, set()
@@ -279,7 +296,10 @@ class LoopWatch:
         return None if self._is_enough else self.record.steps[-1]
 
     def note_initial(self) -> None:
-        """Copy parameters that have not been seen before."""
+        """Copy parameters and buffers that have not been seen before."""
+        self.record.buffers |= {
+            name: copy_of(buffer) for name, buffer in self.buffers().items() if name not in self.record.buffers
+        }
         for name, parameter in self.parameters().items():
             if name not in self.record.initial and not parameter.is_meta:
                 self.record.initial[name] = copy_of(parameter)
@@ -291,6 +311,7 @@ class LoopWatch:
             self._is_for_shapes = _asks_for_shapes()
             if id(module) not in self._paths:
                 self._name(module)
+            self._is_over = self._is_over or (self._counts() and self._have_weights_moved())
         if id(module) in self._paths and self._counts():
             self._begin()  # before the module gathers its parameters, which are noted as they are
         self._inside.append(id(module))
@@ -384,18 +405,32 @@ class LoopWatch:
                     if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
                         step.partial.add(name)
 
-    def note_updates(self, chosen: set[int] | None = None) -> None:
-        """Copy some parameters as they are after the update, or all, and the buffers; the step is over."""
-        step = self._step()
-        if step is not None:
-            for name, parameter in self.parameters().items():
-                if chosen is None or id(parameter) in chosen:
-                    step.updates[name] = copy_of(parameter)
-            step.buffers = {name: copy_of(buffer) for name, buffer in self.buffers().items()}
-
     def end_step(self) -> None:
-        """Let what comes belong to the next step."""
+        """Copy the weights and buffers that the step leaves; what comes belongs to the next."""
+        self._step()
         self._is_over = True
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """Copy all parameters and buffers at the end of the last step, unless that is done."""
+        if not self.record.steps or self._is_enough or self.record.steps[-1].updates:
+            return
+        step = self.record.steps[-1]
+        step.buffers = {name: copy_of(buffer) for name, buffer in self.buffers().items()}
+        for name, parameter in self.parameters().items():
+            if name in self.record.initial:
+                after = step.stepped.get(name)
+                is_same = after is not None and _is_equal(parameter, after)
+                step.updates[name] = after if after is not None and is_same else copy_of(parameter)
+
+    def _have_weights_moved(self) -> bool:
+        """Return True if a loop without optimizers of torch's has changed a weight since backward: its step is over."""
+        steps = self.record.steps
+        if self._has_optimizer or self._most is None or self._is_over or not steps or not steps[-1].losses:
+            return False
+        before = steps[-2].updates if len(steps) > 1 else self.record.initial
+        named = ((before[name], each) for name, each in self.parameters().items() if name in before)
+        return any(each.requires_grad and _has_moved(each, value) for value, each in named)
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -413,14 +448,32 @@ class LoopWatch:
         del args, kwargs
         if current_rank() != self._rank:
             return
-        self.is_updating = False
-        self.note_updates(_params_of(optimizer))
+        self.is_updating, self._has_optimizer = False, True
+        step, own = self._step(), _params_of(optimizer)
+        if step is not None:
+            step.stepped.update({name: copy_of(each) for name, each in self.parameters().items() if id(each) in own})
         self._taken.add(id(optimizer))
+
+    @property
+    def has_differentiated(self) -> bool:
+        """Whether a loss has been differentiated in the current step."""
+        return not self._is_over and bool(self.record.steps[-1].losses)
 
     @property
     def has_updated(self) -> bool:
         """Whether an optimizer has stepped in the current step."""
         return bool(self._taken)
+
+
+def _is_equal(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    """Return True if a rank's part of a parameter still is what was copied of it."""
+    own = copy_of(parameter) if parameter.device != value.device else local_of(parameter)
+    return own.shape == value.shape and torch.equal(own, value)
+
+
+def _has_moved(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    """Return True if a parameter has other values; parts of other shapes are of one that is gathered."""
+    return local_of(parameter).shape == value.shape and not _is_equal(parameter, value)
 
 
 def _params_of(optimizer: Any) -> set[int]:
