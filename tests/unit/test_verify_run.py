@@ -90,6 +90,13 @@ def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
     assert any(note.startswith("bounds are coarse") and "embed.weight in step 1" in note for note in report.notes)
 
 
+def test_a_gradient_whose_bound_is_as_wide_as_it_is_not_proved() -> None:
+    with mock.patch.multiple(training, _WIDE=0.0, _TINY=0.0):
+        report = verify_run(of(DENSE, tp=2), 2)
+    assert not report.ok
+    assert {row.kind for row in report.not_proved} == {"forward", "gradient"}
+
+
 def test_a_step_that_is_skipped_proves_nothing() -> None:
     run = DENSE.with_changes("train", {"on_nonfinite": "skip"}).with_changes("model", {"init_std": 1e300})
     with pytest.raises(sim.SimError, match="NonFiniteError"):
