@@ -14,9 +14,10 @@ import torch
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.evidence import largest
-from sim.prove.infer import Order, furthest, in_orders, order_of, order_of_rows
+from sim.prove.infer import Order, furthest, in_orders, order_of, order_of_rows, submesh
 from sim.prove.judge import (
     CUT_OFF,
+    NOTHING_TRAINED,
     AutogradGraph,
     Finding,
     Judge,
@@ -39,8 +40,9 @@ from sim.prove.judge import (
     within,
 )
 from sim.prove.modes.draws import ModuleTensor
+from sim.prove.modes.values import listed
 from sim.prove.randomness import masks_problem, redrawn_row
-from sim.prove.record import Declarations, Entry, Key, spread_layout
+from sim.prove.record import Declarations, Entry, Key, own_statistics, spread_layout
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import Bounds, Run, Task
 from sim.prove.steps.updates import UpdateReplay, UpdatesOfStep, UpdateStarts
@@ -504,15 +506,49 @@ class Comparison:
         return events
 
     def buffer_rows(self) -> Iterator[ReportRow]:
-        """Judge buffers as they were made; ranks may have their own where their module's forward is right."""
-        bug = first_bug(self.forward_rows)
+        """Judge buffers as they were made; ranks may have their own, if nobody changes it and its module is right."""
+        bug, own, left = first_bug(self.forward_rows), list[str](), list[str]()
         for name, mine in self.reference.buffers.items():
             found = self._buffer(("buffer", name), mine, [run.buffers for run in self.runs])
             if found is not None:
                 self._buffers[name] = found
-                row = row_of(Judged(*split_name(name), "buffer", found))
+                row = self._buffer_row(name, found, "")
                 to_blame = bug is not None and f"{bug.module}.".startswith(f"{row.module}." if row.module else "")
-                yield row if to_blame or row.verdict != "bug" else replace(row, verdict="private")
+                is_own = row.verdict == "bug" and not to_blame and not self._is_changed(name)
+                own += [name] if is_own else []
+                yield replace(row, verdict="private") if is_own else row
+            elif self._is_changed(name) and name not in self._statistics(self.reference):
+                sentence, hint = "one device changes it, and no rank has a buffer of that name", "keep its name"
+                row = ReportRow(*split_name(name), "buffer", verdict="not proved", sentence=sentence, suggestion=hint)
+                yield row
+            else:
+                left.append(name)
+        self.notes += [f"the ranks' own, which no step changes: {listed(own)}"] if own else []
+        self.notes += [f"not compared, as no rank has them: {listed(left)}"] if left and not self.stopped else []
+
+    def _is_changed(self, name: str) -> bool:
+        """Return True if forward or a step changes a buffer, on one device or on a rank."""
+        for run in (self.reference, *self.runs):
+            held = [each[name] for each in (run.buffers, run.changed_buffers, run.stepped_buffers) if name in each]
+            if any(not torch.equal(before, after) for before, after in itertools.pairwise(held)):
+                return True
+        return False
+
+    def _statistics(self, run: Run) -> set[str]:
+        """Return the buffers that are statistics of a rank's own rows, by name."""
+        own = ((path, name) for path, module in run.recorder.modules.items() for name in own_statistics(module))
+        return {f"{path}.{name}".lstrip(".") for path, name in own}
+
+    def _buffer_row(self, name: str, found: Finding, when: str) -> ReportRow:
+        """Return the row of a buffer; nothing adds up parts of it later, and each rank has statistics of its own."""
+        module, tensor = split_name(name)
+        row = row_of(Judged(module, f"{tensor}{when}", "buffer", found, final=True))
+        holders = [run for run in self.runs if name in run.buffers]
+        if not when or row.verdict != "bug" or not all(name in self._statistics(run) for run in holders):
+            return row
+        note = f"of each rank's own rows, as nothing synchronises them: the buffers of {module or 'the model'}"
+        self.notes += [note] if note not in self.notes else []
+        return replace(row, verdict="private", sentence="", suggestion="")
 
     def changed_buffer_rows(self) -> Iterator[ReportRow]:
         """Judge buffers that forward has changed, if they were right before it."""
@@ -524,8 +560,7 @@ class Comparison:
                 continue
             found = self._buffer(("changed buffer", name), mine, [run.changed_buffers for run in self.runs])
             if found is not None:
-                module, tensor = split_name(name)
-                yield row_of(Judged(module, f"{tensor} after forward", "buffer", found))
+                yield self._buffer_row(name, found, " after forward")
 
     def stepped_buffer_rows(self) -> Iterator[ReportRow]:
         """Judge buffers that the optimizer's step has changed, such as moving averages, if they were right at first."""
@@ -536,8 +571,7 @@ class Comparison:
             held = [run.stepped_buffers for run in self.runs]
             found = self._buffer(("stepped buffer", self.reference.step, name), mine, held)
             if found is not None:
-                module, tensor = split_name(name)
-                yield row_of(Judged(module, f"{tensor} after step {self.reference.step + 1}", "buffer", found))
+                yield self._buffer_row(name, found, f" after step {self.reference.step + 1}")
 
     def _stepped(self, name: str) -> bool:
         """Whether one device or a rank has changed a buffer since forward."""
@@ -552,9 +586,9 @@ class Comparison:
     ) -> Finding | None:
         name = key[-1]
         parts = {rank: buffers[name] for rank, buffers in enumerate(runs) if name in buffers}
-        if len(parts) < len(runs):
-            return None
-        return self._judge(parts, mine, self.bounds.of(key, mine), {}, None)
+        if 0 < len(parts) < len(runs):  # of a module that only some ranks have
+            return Judge(submesh(self.task.mesh, tuple(parts))).undeclared(parts, mine, self.bounds.of(key, mine))
+        return self._judge(parts, mine, self.bounds.of(key, mine), {}, None) if parts else None
 
     def _made(self, name: str, mine: torch.Tensor) -> Finding:
         there = self._there("initial", name)
@@ -670,6 +704,8 @@ class Comparison:
         for each in later:
             rows += each._step_rows()
             self.notes += [note for note in each.notes if note not in self.notes]
+        if self._is_nothing_compared() and first_bug(rows) is None:
+            rows.append(NOTHING_TRAINED)
         rows = advised(rows)
         self._note_calls()
         if self._owned:
@@ -677,6 +713,16 @@ class Comparison:
             more = f" and {len(self._owned) - 4} more" if len(self._owned) > 4 else ""
             self.notes.append(f"{some}{more}: other ranks do not have these modules, and do not call them")
         return Report(tuple(rows), str(self.task.mesh.axes), tuple(self.notes))
+
+    def _is_nothing_compared(self) -> bool:
+        """Return True if no gradient tells anything, though there are weights to train, or no result does."""
+        grads = self.reference.gradients.values()
+        is_trained = all(run.gradients for run in self.runs) and any(
+            bool(each.any()) for each in grads if each is not None
+        )
+        has_end = self.reference.loss is not None or any(key[0] == "" and key.side == "output" for key in self._keys)
+        wants = any(each.requires_grad for each in self.reference.leaves.values())
+        return not (is_trained if wants else has_end)
 
     def _step_rows(self) -> list[ReportRow]:
         """Judge forward, backward and what the optimizer has made of it."""

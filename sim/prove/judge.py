@@ -22,6 +22,16 @@ from sim.prove.report import ReportRow
 
 COARSE = "its bound is so wide beside its values that a fault could hide below it"
 
+NOTHING_TRAINED = ReportRow(
+    "",
+    "weights",
+    "update",
+    verdict="not proved",
+    sentence="no gradient and no update was compared",
+    suggestion="a loss that trains the weights; or requires_grad_(False) of all, to compare forward alone",
+)
+"""The row of a proof in which neither a gradient nor an update tells anything."""
+
 _WORDS = {
     "sum": "parts of a sum",
     "avg": "parts of an average",

@@ -292,8 +292,9 @@ class _Session:
             blame = f"no tensors are seen in what the model returned, a {type(output).__name__}"
             hint = "a model that returns tensors, or containers or dataclasses of them; or a loss_fn"
             raise TypeError(explain(ASKED, blame, f"output: {output!r:.80}", hint))
-        scalar = len(outputs) == 1 and outputs[0][1].dim() == 0 and _can_be_differentiated(outputs[0][1])
-        found = outputs[0][1] if scalar else None
+        first = outputs[0][1]
+        scalar = len(outputs) == 1 and first.dim() == 0 and first.is_floating_point() and first.requires_grad
+        found = first if scalar else None
         return outputs, found.full_tensor() if isinstance(found, DTensor) else found
 
     def backward(self, grads: Mapping[str, torch.Tensor]) -> None:
@@ -439,7 +440,8 @@ def cotangents(run: Run, seed: int) -> dict[str, torch.Tensor]:
     for index, (way, tensor) in enumerate(run.outputs):
         if _can_be_differentiated(tensor):
             generator = torch.Generator().manual_seed(seed + 7 * index)
-            drawn[way] = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+            parts = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor  # compared as pairs
+            drawn[way] = torch.randn(parts.shape, generator=generator, dtype=torch.float64).to(parts.dtype)
     return drawn
 
 
@@ -608,12 +610,13 @@ def _given(task: Task, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict
 
 
 def _can_be_differentiated(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_floating_point()
+    return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _like(output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return a rank's part of a gradient as what autograd wants for this output."""
     grad = grad.to(output.device)
+    grad = torch.view_as_complex(grad.contiguous()) if output.is_complex() else grad
     if not isinstance(output, DTensor):
         return grad
     placements = [Replicate() if placement.is_partial() else placement for placement in output.placements]

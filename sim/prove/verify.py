@@ -320,7 +320,7 @@ def _until(error: Exception, compared: Comparison) -> Report | None:
     where = [line for line in lines if line.startswith("rank ") and " was " in line]
     compared.notes.append("; ".join([f"forward has stopped: {lines[0]}", *where[-1:]]))
     report = compared.report()
-    if not report.ok:
+    if first_bug(report.rows) is not None:
         return report
     if isinstance(error, RankFailed):
         error.args = ("\n".join([str(error.args[0]), *_split_shapes(compared, error.rank)]), *error.args[1:])

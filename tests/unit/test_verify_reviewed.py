@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -71,12 +72,25 @@ def test_a_model_in_whose_output_no_tensor_is_seen(finish, seen):
 def test_a_report_says_that_there_were_no_gradients():
     note = "no gradients were compared, as nothing that the model returns can be differentiated"
     unused = "nothing uses the axis tp: the ranks along it all compute the same"
-    assert verify(lambda: Two(lambda y: y.argmax(-1)), nothing, steps=1).notes == (note, unused)
+    chosen = verify(lambda: Two(lambda y: y.argmax(-1)), nothing, steps=1)
+    assert chosen.notes == (note, unused)
     detached = verify(Two, nothing, steps=1, loss_fn=lambda y, x: y.detach().sum())
     assert detached.notes == ("no gradients were compared, as the loss cannot be differentiated", unused)
+    for report in (chosen, detached):
+        assert (report.ok, [row.place for row in report.not_proved]) == (False, ["weights"])
+        assert str(report).startswith("it is not proved that")
     assert verify(Two, nothing).notes[-1] == unused  # the one before it names units that relu cuts off
     frozen = verify(lambda: Two().requires_grad_(False), nothing, steps=1, loss_fn=lambda y, x: y.sum())
-    assert frozen.notes == (unused,)
+    assert (frozen.ok, frozen.notes) == (True, (unused,))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_output_in_another_container_is_not_proved(is_frozen):
+    def packed(model, mesh):
+        model.forward = lambda x: (Two.forward(model, x), None)
+
+    report = verify(lambda: Two().requires_grad_(not is_frozen), packed, steps=1)
+    assert (report.ok, [row.place for row in report.not_proved]) == (False, ["weights"]), str(report)
 
 
 # -- complex numbers ---------------------------------------------------------------------------------------------------
@@ -443,3 +457,52 @@ def test_buffers_are_compared_after_the_step(everywhere):
     assert rows.keys() >= {"average", "average after step 1"}
     if not everywhere:
         assert report.first.place == "average after step 1"
+
+
+class Counting(nn.Module):
+    """Counts rows in forward, by their sign, and keeps a table that nobody changes."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.inp, self.norm = nn.Linear(16, 4), norm or nn.Identity()
+        self.register_buffer("counts", torch.zeros(2))
+        self.register_buffer("begin", torch.zeros(1))
+        self.reduces = False
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            counts = torch.bincount((x.detach().sum(-1) > 0).long(), minlength=2).to(self.counts.dtype)
+            if self.reduces:
+                dist.all_reduce(counts)
+            self.counts += counts
+        return self.norm((self.inp(x)[:, :, None] + x.view(-1, 4, 4)).sin()).tanh().sum(-1)
+
+
+def averaged(model, mesh, reduces=True, begin=0):
+    model.reduces, model.begin.data = reduces, model.begin + begin * mesh.get_rank()
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+
+
+def counted(norm=lambda: None, **options):
+    how = {"input_layouts": [("dp",)], "loss_fn": lambda y, x: y.square().mean()}
+    return verify(lambda: Counting(norm()), partial(averaged, **options), mesh="dp=2", **how)
+
+
+def test_counts_of_each_rank_s_own_rows_are_a_bug():
+    assert counted().ok, str(counted())
+    wrong = counted(reduces=False)
+    assert (wrong.first.place, wrong.first.kind) == ("counts after forward", "buffer")
+    assert "parts of a sum over dp" in wrong.first.sentence
+
+
+def test_what_ranks_make_for_themselves_and_nobody_changes_is_private():
+    report = counted(begin=1)
+    assert report.ok, str(report)
+    assert "the ranks' own, which no step changes: begin" in report.notes
+
+
+def test_statistics_of_each_rank_s_own_rows_are_private():
+    report = counted(lambda: nn.InstanceNorm1d(4, track_running_stats=True))
+    assert report.ok, str(report)
+    assert {row.verdict for row in report.rows if row.tensor == "running_mean after forward"} == {"private"}
+    assert "of each rank's own rows, as nothing synchronises them: the buffers of norm" in report.notes

@@ -17,6 +17,7 @@ from sim.prove.evidence import largest
 from sim.prove.faults import diagnose
 from sim.prove.infer import in_orders, order_of_rows, submesh
 from sim.prove.judge import (
+    NOTHING_TRAINED,
     AutogradGraph,
     Finding,
     Judge,
@@ -42,15 +43,6 @@ _MOST_SAID = 6
 _MOST_ROUNDS = 16  # of choices that follow from others
 
 Permutation = tuple[int, ...]
-
-_NOTHING_TRAINED = ReportRow(
-    "",
-    "weights",
-    "update",
-    verdict="not proved",
-    sentence="no gradient and no update was compared",
-    suggestion="a step that trains; requires_grad_(False) of all parameters where forward alone is to be compared",
-)
 
 
 def agreed_choices(
@@ -130,7 +122,7 @@ class LoopComparison:
             sentence = f"one device takes {len(self.expected.steps)} steps, the ranks {counted}"
             rows.append(ReportRow("", "steps", "update", verdict="bug", sentence=sentence))
         if self.expected.trained and not self._proved and first_bug(rows) is None:
-            rows.append(_NOTHING_TRAINED)
+            rows.append(NOTHING_TRAINED)
         first = next((row for row in rows if row.verdict == "bug"), None)
         if first is not None:
             first = _blamed(rows, first)

@@ -420,7 +420,8 @@ class LoopWatch:
         for name, parameter in self.parameters().items():
             if name in self.record.initial:
                 after = step.stepped.get(name)
-                is_same = after is not None and _is_equal(parameter, after)
+                # From another device each is copied anew: comparing would wait, and hide a race.
+                is_same = after is not None and parameter.device.type == "cpu" and _is_equal(parameter, after)
                 step.updates[name] = after if after is not None and is_same else copy_of(parameter)
 
     def _have_weights_moved(self) -> bool:
@@ -467,7 +468,10 @@ class LoopWatch:
 
 def _is_equal(parameter: nn.Parameter, value: torch.Tensor) -> bool:
     """Return True if a rank's part of a parameter still is what was copied of it."""
-    own = copy_of(parameter) if parameter.device != value.device else local_of(parameter)
+    own = local_of(parameter)
+    if own.device != value.device:
+        own = copy_of(parameter)
+        settle(parameter.device)
     return own.shape == value.shape and torch.equal(own, value)
 
 
