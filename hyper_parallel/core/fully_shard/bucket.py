@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any, cast
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import flat_bytes
+from hyper_parallel.core.common.torch_compat import flat_bytes, plain_name
 from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each, broadcast_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
@@ -157,6 +158,7 @@ class Bucket:
         param_dtype: torch.dtype | None,
     ) -> None:
         self.params = params
+        self.unit_name = ""  # path from the root, once a forward has made that known
         self.group = group
         self.ranks = params[0].ranks
         self.storage = storage
@@ -177,6 +179,25 @@ class Bucket:
             param.pinned = storage.pinned
             param.to_host = storage.to_host if storage.apart else None
         self._make_unsharded()
+
+    # -- what it is, for ranks to compare -----------------------------------------------------------------------------
+
+    @cached_property
+    def identity(self) -> str:
+        """The unit and its parameters with global shapes, e.g. `layers.0: weight float32 [6, 6], bias float32 [6]`.
+
+        All ranks of the group have the same one: what they gather together has equal sizes also where they do not.
+        """
+        unit = f"{plain_name(self.unit_name)}: " if self.unit_name else ""
+        return unit + ", ".join(
+            f"{plain_name(p.name)} {str(p.sharded.dtype).removeprefix('torch.')} {list(p.sharded.shape)}"
+            for p in self.params
+        )
+
+    def name_unit(self, name: str) -> None:
+        """Note the path of its unit from the root."""
+        self.unit_name = name
+        self.__dict__.pop("identity", None)
 
     # -- the shards ---------------------------------------------------------------------------------------------------
 
@@ -371,6 +392,7 @@ class Bucket:
 
     def _make_unsharded(self) -> None:
         """Make the unsharded parameters over a buffer that has a place for each and, so far, no memory."""
+        self.__dict__.pop("identity", None)  # of parameters that were replaced the dtype may be another one
         first = self.params[0].local
         self.device = first.device
         self.dtypes = [param.local.dtype for param in self.params]

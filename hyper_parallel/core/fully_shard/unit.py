@@ -570,8 +570,11 @@ class Unit:
             merged.take_over(schedule)
         for unit in merged.units:
             unit.schedule = merged
+        names = {module: name for root in self.modules for name, module in root.named_modules()}
         for unit in units:
             unit.is_root = unit is self
+            for bucket in unit.buckets:
+                bucket.name_unit(next(names[module] for module in unit.modules if module in names))
         return merged
 
     # -- backward ------------------------------------------------------------------------------------------------
