@@ -113,6 +113,9 @@ class WorldOptions:
         check_replicas: Compare copies that layouts say are equal, at each step of an optimizer and each
             `DTensor.from_local`, and raise `sim.ReplicaMismatch` where they differ, or where a part of a sum
             is used as if it were the sum. Takes two to three times the time.
+        check_identity: Raise `sim.CollectiveMismatch` where ranks agree on a collective and not on what it is for: an
+            engine for sharded parameters gathers another unit on each, say. False where ranks mean the same by other
+            names.
         schedule: The interleaving itself, in place of the seed's: each time that several ranks can run, which of them
             does, counted from 0 in the order in which they became able to (and over again from 0 past the last). Where
             it ends, ranks take turns. `sim.strategies.interleavings()` draws these, and shrinks them.
@@ -147,6 +150,7 @@ class WorldOptions:
     cost: Cost | None = None
     check_races: bool = False
     check_replicas: bool = False
+    check_identity: bool = True
     schedule: Sequence[int] | None = None
     faults: Sequence[Fault] = ()
     device: str | None = None
@@ -208,6 +212,7 @@ class World:
             explain=mismatch,
             replay=_replay_of(world_size, options),
         )
+        self.network.check_identity = options.check_identity
         self._captured: CapturedObjects | None = None  # what ranks share without meaning to, while they run
         self._runs = 0
         self._workers: list[threads.Worker] = []

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from sim.comm.identity import Identity
 from sim.explain.errors import ranks_phrase
 
 _MANY = 32  # ranks from which on n * n copies of small parts cost more than anything else
@@ -64,6 +65,7 @@ class Call:
     Attributes:
         axis: The name under which the rank knows the group: the axis of a mesh, say.
         digest: The fingerprint of what it gives, where an observer makes one.
+        identity: What it is for, if an engine issues it; None: nobody knows.
         line: The user's source line.
     """
 
@@ -72,6 +74,7 @@ class Call:
         "contract",
         "digest",
         "factor",
+        "identity",
         "inputs",
         "line",
         "outputs",
@@ -98,6 +101,7 @@ class Call:
         self.splits = splits  # rows sent to and received from each rank (all_to_all)
         self.send_bytes = send_bytes
         self.recv_bytes = recv_bytes
+        self.identity: Identity | None = None
         self.line = self.axis = self.digest = ""
 
 

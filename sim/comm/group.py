@@ -15,6 +15,7 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from sim.comm.collectives import Call, Contract, MemoryGone, Problem, check_memory, execute
+from sim.comm.identity import Identities, Identity, agree
 from sim.comm.pricing import CommPricing
 from sim.comm.store import RankStore, SharedStore, Stores
 from sim.comm.trace import EventLog, Span
@@ -30,7 +31,7 @@ Done = TypeVar("Done")
 class Slot(Waitable):
     """One collective in the making: the calls that have arrived so far, and when the last one did."""
 
-    __slots__ = ("arrived", "calls", "contract", "group", "latest", "mismatch", "seq", "span")
+    __slots__ = ("arrived", "calls", "contract", "group", "identity", "latest", "mismatch", "seq", "span", "strangers")
 
     def __init__(self, group: Group, seq: int) -> None:
         super().__init__()
@@ -39,8 +40,10 @@ class Slot(Waitable):
         self.calls: list[Call | None] = [None] * len(group.ranks)
         self.arrived = 0
         self.contract: Contract | None = None  # of the first that has come
+        self.identity: Identity | None = None  # likewise
         self.latest = 0.0
         self.mismatch = False
+        self.strangers = False  # members agree on the operation, and mean another one
         self.span = Span()
 
     def describe(self) -> str:
@@ -157,6 +160,7 @@ class Group:
         self.ranks = ranks
         self.label = f"{name} ({len(ranks)} ranks)"
         self.slots: dict[int, Slot] = {}
+        self.identities = Identities()
         self.next_seq = [0] * len(ranks)
         self.next_message = 0
         self.messages = [0] * len(ranks)  # by member: how many sends and receives it has begun
@@ -195,8 +199,12 @@ class Group:
         if slot is None:
             slot = self.slots[seq] = Slot(self, seq)
             slot.contract, slot.lost = call.contract, self.lost
-        elif call.contract != slot.contract:
-            slot.mismatch = True
+            slot.identity = call.identity
+        else:
+            if call.contract != slot.contract:
+                slot.mismatch = True
+            if call.identity is not slot.identity and not agree(call.identity, slot.identity):
+                slot.strangers = True
         slot.calls[member] = call
         slot.arrived += 1
         slot.latest = max(slot.latest, self.network.scheduler.now)
@@ -254,16 +262,18 @@ class Group:
         calls = [call for call in slot.calls if call is not None]
         if network.groups_made.others and len(self.ranks) == len(network.endpoints):
             slot.mismatch = True  # all ranks meet, and have made groups that do not go together
+        if slot.identity is not None and slot.identity.peers is None and not slot.mismatch and not slot.strangers:
+            slot.strangers = not self.identities.introduce([call.identity for call in calls])
         try:
             run = network.execute
             if network.devices is not None:
                 run = partial(network.devices.carry_out, run=network.execute)
-            problem = None if slot.mismatch else without_modes(partial(run, calls))
+            problem = None if slot.mismatch or slot.strangers else without_modes(partial(run, calls))
         except Exception as cause:
             failure = network.explain.cannot_carry_out(network, slot, cause)
             network.scheduler.fail(failure)
             raise failure from cause
-        if slot.mismatch or problem is not None:
+        if slot.mismatch or slot.strangers or problem is not None:
             error = network.explain.collective_mismatch(network, slot, problem)
             network.scheduler.fail(error)
             raise error
@@ -335,6 +345,7 @@ class Network:
         groups: By torch's name, ranks and generation of the default group.
         groups_made: Of which ranks they have made their groups.
         lost: The ranks that faults have killed or frozen.
+        check_identity: Whether members of a group have to mean the same by a collective.
         stepped: By the ranks that share parameters, which of them have begun an optimizer's step, and in which line.
         execute: Carries out a collective.
         devices: On which it does so later; None: at once, on the host.
@@ -363,6 +374,7 @@ class Network:
         self.backend = backend
         self.explain = explain
         self.replay = replay
+        self.check_identity = True
         self.group_type: type[Group] = Group
         self.endpoints: list[Any] = []
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}

@@ -22,7 +22,7 @@ from sim.comm.collectives import Call, Contract, computes, reduce_op_name
 from sim.comm.dispatcher import Dispatched, seen_by_modes, uncompiled
 from sim.comm.group import Endpoint, Group, Message, deliver, without_modes
 from sim.explain.errors import SimError
-from sim.explain.lines import user_line
+from sim.explain.lines import user_line, user_line_and_issuer
 from sim.kernel.waiting import Waitable
 
 __all__ = ["SimProcessGroup", "SimWork", "moved_by_all_reduce"]
@@ -399,7 +399,10 @@ class SimProcessGroup(Dispatched):
             self._check_device(call.contract.op, (*call.inputs, *call.outputs))
         if call.contract.reduce_op == "-" and self._stands_in():
             self._check_moves(call.contract.op, (*call.inputs, *call.outputs))
-        call.line = user_line()
+        call.line, issuer = user_line_and_issuer()
+        if issuer is not None and self._size > 1 and network.check_identity:
+            call.identity = self._group.identities.of(self._member, *issuer)
+        del issuer  # a frame, and what its function has
         call.axis = self._axis()
         for issuing in network.issuing:
             issuing(endpoint, self._group, call)

@@ -12,6 +12,8 @@ from types import FrameType
 
 import torch
 
+from sim.explain.issuers import Ask, Methods, issuers_in
+
 
 def _library_folders() -> tuple[str, ...]:
     here = Path(__file__).resolve().parents[1]
@@ -23,7 +25,8 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # What IPython calls the code of a cell. In a notebook it is a hash of the text; only IPython knows the number of that.
 _TERMINAL_CELL = re.compile(r"<ipython-input-(\d+)-.*>")
 _NOTEBOOK_CELL = re.compile(r".*[/\\]ipykernel_\d+[/\\][^/\\]+\.py")
-_is_library: dict[str, bool] = {}  # a cache of a pure function of the file name
+# By file name: None for the user's code; else what issues collectives there. A cache of a pure function.
+_libraries: dict[str, Methods | None] = {}
 
 
 def belongs_to_a_library(file: str) -> bool:
@@ -64,16 +67,26 @@ def _named_by_ipython(file: str) -> tuple[str, str] | None:
 
 def user_line(frame: FrameType | None = None) -> str:
     """The innermost line of a stack (the caller's own) that is neither torch's, the standard library's nor ours."""
+    return user_line_and_issuer(frame or sys._getframe(1))[0]
+
+
+def user_line_and_issuer(frame: FrameType | None = None) -> tuple[str, tuple[Ask, FrameType] | None]:
+    """As `user_line`, with the innermost frame before that line in which a collective is issued, and how to ask it."""
     frame = frame or sys._getframe(1)
+    issuer: tuple[Ask, FrameType] | None = None
     while frame is not None:
-        name = frame.f_code.co_filename
-        internal = _is_library.get(name)
-        if internal is None:
-            internal = _is_library[name] = belongs_to_a_library(name)
-        if not internal:
-            return f"{place(name, frame.f_lineno)} in {frame.f_code.co_name}"
+        code = frame.f_code
+        name = code.co_filename
+        try:
+            issuers = _libraries[name]
+        except KeyError:
+            issuers = _libraries[name] = issuers_in(name) if belongs_to_a_library(name) else None
+        if issuers is None:
+            return f"{place(name, frame.f_lineno)} in {code.co_name}", issuer
+        if issuers and issuer is None and code.co_name in issuers:
+            issuer = issuers[code.co_name], frame
         frame = frame.f_back
-    return "(no line of user code)"
+    return "(no line of user code)", issuer
 
 
 def raised_at(error: BaseException) -> str:

@@ -30,7 +30,62 @@ Error = TypeVar("Error", bound=SimError)
 
 def collective_mismatch(network: Network, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
     """Describe a collective on which the ranks of a group do not agree, or why they met in it at all."""
+    if slot.strangers and not slot.mismatch:
+        return group_mismatch(network) or _identity_mismatch(network, slot)
     return group_mismatch(network) or _collective_mismatch(network, slot, problem)
+
+
+def _identity_mismatch(network: Network, slot: Slot) -> CollectiveMismatch:
+    """Describe a collective of equal sizes that is not for the same thing on all ranks."""
+    present = [(rank, call) for rank, call in zip(slot.group.ranks, slot.calls, strict=True) if call is not None]
+    by_text: dict[str, list[int]] = {}
+    for (rank, _), text in zip(present, texts := _identity_texts(slot), strict=True):
+        by_text.setdefault(text, []).append(rank)
+    usual, members = max(by_text.items(), key=lambda item: len(item[1]))
+    is_clear = [len(ranks) for ranks in by_text.values()].count(len(members)) == 1
+    marked = [place for place, text in enumerate(texts) if is_clear and text != usual]
+    rows = [(f"rank {rank}", text, call.line) for (rank, call), text in zip(present, texts, strict=True)]
+    handled = being_handled(network)
+    assert slot.contract is not None
+    op = slot.contract.op
+    return handled.chained(
+        CollectiveMismatch(
+            f"the ranks of group {slot.group.title!r} do not mean the same by {op} #{slot.seq}, whose sizes agree\n"
+            f"{table(rows, marked=marked)}\n"
+            f"{handled.lines}"
+            "  differs: what it is for; each rank would get the others' numbers as its own\n"
+            f"  try: {handled.advice or _SAME_UNITS}\n"
+            f"  replay: {network.replay}"
+        )
+    )
+
+
+_SAME_UNITS = (
+    "let every rank run the same units and models in the same order, also where it has nothing for them to do; "
+    "check_identity=False if they mean the same by other names"
+)
+_TEXT = 100  # characters of an identity that a table shows
+
+
+def _identity_texts(slot: Slot) -> list[str]:
+    """Name what each member means, shortened to where they differ."""
+    identities = [call.identity for call in slot.calls if call is not None]
+    whole = ["a call of the script's own" if each is None else each.text for each in identities]
+    if len(set(whole)) == 1:  # of one name: say which
+        known = slot.group.identities
+        numbers = [known.number(each, member) for member, each in enumerate(identities) if each is not None]
+        return [f"{text} (number {number} of this name)" for text, number in zip(whole, numbers, strict=True)]
+    if max(map(len, whole)) <= _TEXT:
+        return whole
+    parts = [text.split(", ") for text in whole]
+    same = next(
+        (place for place, row in enumerate(zip(*parts, strict=False)) if len(set(row)) > 1), min(map(len, parts))
+    )
+    first = max(same - 1, 0)
+    return [
+        f"{words[0][:_TEXT]}{' ... ' if first > 1 else ''}{', '.join(words[max(first, 1) : same + 2])} ..."
+        for words in parts
+    ]
 
 
 def _collective_mismatch(network: Network, slot: Slot, problem: Problem | None) -> CollectiveMismatch:

@@ -287,7 +287,14 @@ def _run(
     """
     on_accelerator = hardware.family != "cpu"
     recorders = {rank: ScriptRecorder(rank, warmup, steps, on_accelerator=on_accelerator) for rank in ranks}
-    options = WorldOptions(seed=launch.seed, init=False, map_device=launch.map_device, own=launch.own, keep_events=None)
+    options = WorldOptions(
+        seed=launch.seed,
+        init=False,
+        map_device=launch.map_device,
+        own=launch.own,
+        keep_events=None,
+        check_identity=False,
+    )
     world = FewRanksWorld(launch.nproc, recorders, options)
     world.replay = launch.replay()
     _place_on_node(world, hardware)

@@ -280,7 +280,10 @@ class LoneWorld(World):
             blame = f"rank is not an int from 0 to {world_size - 1}"
             raise ValueError(explain(asked, blame, f"rank: {rank!r}", "rank=0"))
         self._let_live(
-            world_size, (rank,), {} if listener is None else {rank: listener}, WorldOptions(keep_events=None)
+            world_size,
+            (rank,),
+            {} if listener is None else {rank: listener},
+            WorldOptions(keep_events=None, check_identity=False),
         )
         self.network.group_type = _LoneGroup
 
