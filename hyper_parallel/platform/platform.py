@@ -255,6 +255,11 @@ class Platform(ABC):
         """
         return self.backend == "nccl"
 
+    @property
+    def compares_collectives(self) -> bool:
+        """Whether ranks compare what each collective is for as they issue it, so that nobody has to afterwards."""
+        return False
+
     @abstractmethod
     def new_stream(self, priority: int = 0) -> Stream:
         """Return a new stream on the current device; lower numbers are more urgent, 0 is the normal priority."""

@@ -53,6 +53,11 @@ class SimPlatform(CpuPlatform):
         """Whether this stands for a device that does, likewise."""
         return self._stands_for == "cuda"
 
+    @property
+    def compares_collectives(self) -> bool:
+        """True: simulated groups do."""
+        return True
+
     def name(self) -> str:
         """Return "simulated rank"."""
         return "simulated rank"

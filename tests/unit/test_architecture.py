@@ -243,6 +243,7 @@ _EXEMPT = {
     ("hyper_parallel/core/mesh/spmd_mesh.py", "_WORLD_MESHES"),
     ("hyper_parallel/core/mesh/spmd_mesh.py", "_LOCK"),
     ("hyper_parallel/core/fully_shard/schedule.py", "_SCHEDULES"),
+    ("hyper_parallel/core/fully_shard/schedule.py", "_LOGS"),
     ("hyper_parallel/core/fully_shard/schedule.py", "_LOCK"),
     ("hyper_parallel/core/common/groups.py", "_GROUPS"),
     ("hyper_parallel/core/common/groups.py", "_LOCK"),

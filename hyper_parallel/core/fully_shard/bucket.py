@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import flat_bytes, plain_name
-from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each, broadcast_each
+from hyper_parallel.core.fully_shard.comm import GroupLog, Pending, all_gather, all_gather_each, broadcast_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.platform import Platform, Stream
@@ -159,6 +159,9 @@ class Bucket:
     ) -> None:
         self.params = params
         self.unit_name = ""  # path from the root, once a forward has made that known
+        self.has_own_names = False  # which differ by rank, and are no part of its identity
+        self.keys: dict[GroupLog, tuple[bytes, str]] = {}  # of identity and model, to compare and for people
+        self.log: GroupLog | None = None  # of its group, unless that is one rank
         self.group = group
         self.ranks = params[0].ranks
         self.storage = storage
@@ -190,13 +193,14 @@ class Bucket:
         """
         unit = f"{plain_name(self.unit_name)}: " if self.unit_name else ""
         return unit + ", ".join(
-            f"{plain_name(p.name)} {str(p.sharded.dtype).removeprefix('torch.')} {list(p.sharded.shape)}"
+            f"{'' if self.has_own_names else plain_name(p.name) + ' '}"
+            f"{str(p.sharded.dtype).removeprefix('torch.')} {list(p.sharded.shape)}"
             for p in self.params
         )
 
-    def name_unit(self, name: str) -> None:
-        """Note the path of its unit from the root."""
-        self.unit_name = name
+    def name_unit(self, name: str, *, has_own_names: bool = False) -> None:
+        """Note the path of its unit from the root, or another name that is the same on all ranks."""
+        self.unit_name, self.has_own_names = name, has_own_names
         self.__dict__.pop("identity", None)
 
     # -- the shards ---------------------------------------------------------------------------------------------------

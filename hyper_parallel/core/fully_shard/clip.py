@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import replaced_by
-from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
+from hyper_parallel.core.fully_shard.comm import GroupLog
+from hyper_parallel.core.fully_shard.schedule import check_logs, hsdp_sync_stream, log_of
 from hyper_parallel.core.mesh.device_mesh import mesh_among
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform
@@ -100,6 +101,7 @@ def clip_grad_norm_(
     _check_finite(asked, total, p, error_if_nonfinite)
     if limit < math.inf:
         _scale([_local(x.grad) for x in found if x.grad is not None], limit, total, foreach)
+    check_logs()  # before an optimizer steps; last, as a device still has all of the above to do
     return total
 
 
@@ -157,6 +159,7 @@ def get_total_norm(
     found, groups = _read(asked, parameters)
     total = _norm_of(found, groups, p, foreach, stage_group)
     _check_finite(asked, total, p, error_if_nonfinite)
+    check_logs()
     return total
 
 
@@ -357,7 +360,8 @@ def _norm_of(
     # All ranks of a group are at it in the same order, which is that of the parameters.
     for key, group in groups.items():
         joined = [axes for axes in powers if key in axes]
-        powers.update(zip(joined, _reduce([powers[axes] for axes in joined], p, group), strict=True))
+        values = _reduce([powers[axes] for axes in joined], p, group, log_of(group))
+        powers.update(zip(joined, values, strict=True))
     total = (
         _add(torch.stack([shard.to(out_device) for shard in powers.values()]), p)
         if powers
@@ -441,16 +445,22 @@ def _add(powers: torch.Tensor, p: float) -> torch.Tensor:
     return powers.amax() if p == math.inf else powers.sum()
 
 
-def _reduce(values: Sequence[torch.Tensor], p: float, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Add up, or take the maxima of, each value over the ranks of a group."""
-    joined = torch.stack(list(values))
+def _reduce(
+    values: Sequence[torch.Tensor], p: float, group: dist.ProcessGroup, log: GroupLog | None = None
+) -> list[torch.Tensor]:
+    """Add up, or take the maxima of, each value over the ranks of a group; they compare their logs by the way."""
+    joined, op = torch.stack(list(values)), dist.ReduceOp.SUM
+    if p == math.inf:
+        # The maximum of a NaN and a number is either, by backend: so NaNs travel as a row of their own.
+        unknown = joined.isnan()
+        joined, op = torch.cat([joined.masked_fill(unknown, 0.0), unknown.to(joined.dtype)]), dist.ReduceOp.MAX
+    sent = joined if log is None else log.carried(joined)
+    dist.all_reduce(sent, op=op, group=group)
+    if log is not None:
+        sent = log.read_carried(get_platform(sent.device.type), joined.numel(), sent)
     if p < math.inf:
-        dist.all_reduce(joined, group=group)
-        return list(joined.unbind())
-    # The maximum of a NaN and a number is either, by backend: so NaNs travel as a row of their own.
-    unknown = joined.isnan()
-    rows = torch.stack([joined.masked_fill(unknown, 0.0), unknown.to(joined.dtype)])
-    dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=group)
+        return list(sent.unbind())
+    rows = sent.view(2, -1)
     return list(rows[0].masked_fill(rows[1] > 0, math.nan).unbind())
 
 

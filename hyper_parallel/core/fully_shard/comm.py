@@ -1,17 +1,22 @@
-"""The collectives of the engine, each with the lowering that is fastest on its backend."""
+"""The collectives of the engine, each with the lowering that is fastest on its backend, and a log for each group."""
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._subclasses.fake_tensor import FakeTensor
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import all_gather_single, on_wire, reduce_scatter_single
-from hyper_parallel.platform import Event
+from hyper_parallel.platform import Event, Platform
 
 
 class Pending:
@@ -202,3 +207,175 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     if group.size() == 1 or not tensor.numel():
         return Pending(None, tensor)
     return Pending(dist.all_reduce(tensor, group=group, async_op=True), tensor)
+
+
+# -- identity: what ranks gather or reduce together belongs to one unit ------------------------------------------------
+# A collective moves bytes: if two ranks gather different units of one size, each gets a mixture of both.
+
+RECENT = 10_000
+BITS = 32  # of the hash
+UNNAMED = (b"", "a unit that no forward has reached yet")
+
+
+class GroupLog:
+    """What this rank has gathered and reduced over one group: a running hash, which its ranks compare.
+
+    Args:
+        group: The ranks.
+
+    Attributes:
+        units: How many units with parameters over this group were made.
+        gathers: Whether anything was ever gathered.
+        gathered: Whether anything was since the root's forward began.
+        step_ended: Whether gradients were reduced since a forward has compared.
+        due: Whether they were since the ranks last compared, there or elsewhere.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # a table beside the default group has this log, and must not keep that alive
+        self.gathers = self.gathered = self.step_ended = self.due = False
+        self.units = self._hash = self._comparisons = 0
+        # The hash after each operation since the last comparison, and which; of very many, the last ones.
+        self._recent = deque[tuple[int, str]](maxlen=RECENT)
+        self._found: Callable[[], bool] | None = None  # waits for the last comparison, and says whether all is equal
+        self._compared: Sequence[tuple[int, str]] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the group."""
+        return dist.get_process_group_ranks(self._group())
+
+    def note(self, operation: str, key: bytes, label: str) -> None:
+        """Note a "gather" or a "reduction" of a bucket, which has a key and a label for people."""
+        self._hash = crc32(key + operation.encode(), self._hash)
+        self._recent.append((self._hash, f"{operation} of {label}"))
+        if operation == "gather":
+            self.gathers = self.gathered = True
+        else:
+            self.step_ended = self.due = True
+
+    def compare(self, platform: Platform, every: int) -> None:
+        """Compare the hash over the group, each `every`-th time, or never (0); on a device, `check` reads the result.
+
+        Communication: one all_reduce of two numbers.
+
+        Raises:
+            RuntimeError: The ranks' operations differ, on all of them.
+        """
+        self.check()
+        self.due = False
+        self._comparisons += 1
+        if every and self._comparisons % every:
+            return
+        self._take_recent()
+        extremes = self._extremes(self._hash, platform) if every and self._compared else None
+        if extremes is not None:
+            self._read_later(platform, extremes, lambda values: values[0] == -values[1])
+            if not platform.has_streams:
+                self.check()
+
+    def carried(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers for an all_reduce, by sum or maximum, with the bits of the hash behind them if it is due."""
+        if not self.due or numbers.is_meta or isinstance(numbers, FakeTensor):
+            return numbers
+        places = torch.arange(BITS, device=numbers.device)
+        ones = (torch.full_like(places, self._hash) >> places & 1).to(numbers.dtype)
+        return torch.cat([numbers, ones, 1 - ones])
+
+    def read_carried(self, platform: Platform, numbers: int, reduced: torch.Tensor) -> torch.Tensor:
+        """Take what `carried` has put behind so many numbers off again, for `check`."""
+        if reduced.numel() > numbers:
+            self.due = False
+            self._take_recent()
+            # Either of the two is 0 if the bit is the same on all ranks, whatever the dtype has rounded.
+            ones, zeros = reduced[numbers:].view(2, BITS).unbind()
+            self._read_later(platform, ones * zeros, lambda values: not any(values))
+        return reduced[:numbers]
+
+    def _take_recent(self) -> None:
+        self._compared = list(self._recent)
+        self._recent.clear()
+
+    def _read_later(self, platform: Platform, found: torch.Tensor, is_equal: Callable[[list[float]], bool]) -> None:
+        if not platform.has_streams:
+            self._found = lambda: is_equal(found.tolist())
+            return
+        # A host that waited here would be late with what comes next.
+        copy = platform.copy_to_host(found, pinned=platform.supports_pinned_memory, wait=False)
+        event = platform.current_stream().record_event()
+
+        def read() -> bool:
+            event.synchronize()
+            return is_equal(copy.tolist())
+
+        self._found = read
+
+    def check(self) -> None:
+        """Read the result of the last comparison, if nobody has.
+
+        Raises:
+            RuntimeError: The ranks' operations differ, on all of them.
+        """
+        found, self._found = self._found, None
+        if found is not None and not found():
+            self._hash = 0  # a next step is not blamed for this one
+            blame = "ranks have gathered or reduced different units together, and got a mixture of their values"
+            hint = "the same units in the same order on all ranks (a unit that a rank does not need runs on no rows)"
+            seen = self._first_difference(self._compared)
+            raise RuntimeError(explain("cannot go on with the step", blame, seen, hint))
+
+    def compare_units(self, asked: str, keys: Sequence[tuple[bytes, str]], platform: Platform) -> None:
+        """Compare the units over this group, given by label, before they are first gathered.
+
+        Communication: one all_reduce of two numbers, which the host waits for.
+
+        Raises:
+            ValueError: They differ, on all ranks.
+        """
+        value, entries = 0, []
+        for key, label in keys:
+            value = crc32(key, value)
+            entries.append((value, label))
+        extremes = self._extremes(value, platform)
+        if extremes is None:
+            return
+        most, least = extremes.tolist()
+        if most != -least:
+            blame = "its units are not the same on all ranks, which gather and reduce them together"
+            hint = (
+                "one model on all ranks of a mesh; or, if only the names of modules or parameters differ, "
+                "model.set_check_identity(True, names=False) before the first forward"
+            )
+            raise ValueError(explain(asked, blame, self._first_difference(entries), hint))
+
+    def _extremes(self, value: int, platform: Platform) -> torch.Tensor | None:
+        """Return the largest of the ranks' values and of their negatives; None where tensors have no values."""
+        own = torch.full((2,), value, dtype=torch.int64, device=platform.device())
+        if own.is_meta or isinstance(own, FakeTensor):
+            return None
+        own[1:].neg_()
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group())
+        return own
+
+    def _first_difference(self, entries: Sequence[tuple[int, str]]) -> str:
+        """Return one line for each text that ranks have at the first place where their hashes differ.
+
+        Communication: two gathers of objects.
+        """
+        hashes = self._gathered([value for value, _ in entries])
+        shortest = min(map(len, hashes))
+        place = next((i for i in range(shortest) if len({row[i] for row in hashes}) > 1), shortest)
+        texts = self._gathered(entries[place][1] if place < len(entries) else "nothing more")
+        ranks: dict[str, list[int]] = {}
+        for rank, text in zip(self.ranks, texts, strict=True):
+            ranks.setdefault(text, []).append(rank)
+        return "\n  ".join(f"rank {_shortened(members)}: {text}" for text, members in ranks.items())
+
+    def _gathered(self, own: Any) -> list[Any]:
+        found: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(found, own, group=self._group())
+        return found
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -330,6 +330,7 @@ class StepReductions:
             else:
                 with torch.no_grad():
                     schedule.finish_reductions()
+            schedule.compare_reductions(also_gathers=True)  # forwards between the two calls have not compared
 
 
 def _check_untouched(units: Iterable[Unit]) -> None:
@@ -608,6 +609,32 @@ class ManagedModule(FSDPModule):
                 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
                 bucket.all_gather_with = collectives.SymmMemAllGather(group, backend)
+
+    # -- whether ranks agree ---------------------------------------------------------------------------------------
+
+    def set_check_identity(self, check_identity: bool | int = True, *, names: bool = True) -> None:
+        """Let ranks compare their units, and which of them they gather and reduce together. For the root, on all ranks.
+
+        What differs is an error on every rank of the group, with the first unit that does. Units are compared before
+        the root first communicates; what is gathered and reduced after the first forward of each step, after each
+        forward without gradients, and with the norm of `clip_grad_norm_` and `get_total_norm`.
+
+        Communication: one all_reduce of 16 bytes a step for each group; 256 bytes more in the all_reduce of the norm.
+
+        Args:
+            check_identity: False: never; a number: at so many steps, in place of each.
+            names: False: ranks may have other names for modules and parameters, as where only some have an adapter;
+                shapes, dtypes and order are compared all the same.
+        """
+        asked, hint = "cannot choose when ranks compare their units", "set_check_identity(10), at each 10th step"
+        check(asked, "bool | int", hint, ValueError, check_identity=check_identity)
+        check(asked, "bool", hint, ValueError, names=names)
+        if check_identity is not False:
+            check_above(asked, 0, hint, check_identity=check_identity)
+        unit = needed_unit(self)
+        unit.identity = int(check_identity), names
+        if unit.schedule is not None and unit.is_root:
+            unit.schedule.name_units()
 
     # -- when parameters are unsharded ----------------------------------------------------------------------------
 

@@ -18,7 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket
-from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_each, reduce_scatter, reduce_scatter_each
+from hyper_parallel.core.fully_shard.comm import (
+    GroupLog,
+    Pending,
+    all_reduce,
+    reduce_each,
+    reduce_scatter,
+    reduce_scatter_each,
+)
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 
@@ -292,6 +299,7 @@ class GradientReducer:
         self.owned = params[0].placement.owner is not None
         self.rows = 1 if scatter is None else scatter.size()
         self.replicas = tuple(group for group in replicas if group.size() > 1)
+        self.logs: list[GroupLog] = []  # of these groups
         self.ranks = ranks
         self.scatters_by_exchange = scatters_by_exchange
         self.sends_each = sends_each and scatter is not None and self.rows > 1

@@ -16,7 +16,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket, CopyStreams
+from hyper_parallel.core.fully_shard.comm import GroupLog
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
@@ -37,6 +40,8 @@ class _ScheduledUnit(Protocol):
     reducers: list[GradientReducer]
     options: UnitOptions
     platform: Platform
+    number: dict[GroupLog, int]
+    identity: tuple[int, bool]
 
     def pre_root_forward(self) -> None:
         """The root's forward starts."""
@@ -88,6 +93,8 @@ class Schedule(Generic[U]):
         self._next_in_backward: dict[U, list[U]] = {}
         self._ending: weakref.ref[Callable[[], None]] | None = None  # what autograd calls when backward is through
         self._copies = self._one_pair_of_copy_streams()
+        self._logs: list[GroupLog] | None = None  # once ranks have compared their units
+        self._is_first_forward = True
 
     def _one_pair_of_copy_streams(self) -> CopyStreams | None:
         storages = [bucket.storage for unit in self.units for bucket in unit.buckets if bucket.storage.apart]
@@ -113,6 +120,83 @@ class Schedule(Generic[U]):
         self.forward_number = max(self.forward_number, other.forward_number) + 1
         self.is_last_backward = self.is_last_backward and other.is_last_backward
 
+    # -- identity: ranks have the same units, and gather and reduce them in one order -----------------------------
+
+    def name_units(self) -> None:
+        """Give each bucket an identity and a key, by the path of its unit and by which of the models this is."""
+        root = self.units[0]
+        paths = {module: name for top in root.modules for name, module in top.named_modules()}
+        # Of two models whose modules have the same names, one was wrapped before the other, whatever the order inside.
+        numbers: dict[GroupLog, int] = {}
+        for unit in self.units:
+            for log, number in unit.number.items():
+                numbers[log] = max(number, numbers.get(log, 0))
+        model = type(root.modules[0]).__name__.removeprefix("HSDP")
+        for place, unit in enumerate(self.units):
+            names = [paths[module] for module in unit.modules if module in paths]
+            for bucket in unit.buckets:
+                own_names = not root.identity[1]
+                bucket.name_unit(f"unit {place}" if own_names or not names else names[0], has_own_names=own_names)
+                over = [log for reducer in unit.reducers if reducer.bucket is bucket for log in reducer.logs]
+                for log in over if bucket.log is None else (bucket.log, *over):
+                    number = 0 if own_names else numbers[log]
+                    key = crc32(f"{number} {bucket.identity}".encode()).to_bytes(4, "big")
+                    bucket.keys[log] = key, f"{bucket.identity} of {model}, wrapped as unit {number} over these ranks"
+
+    def compare_units(self) -> None:
+        """Before the first collective: make sure that the ranks of each group have the same units.
+
+        Communication: one all_reduce of two numbers for each group.
+
+        Raises:
+            ValueError: They have not.
+        """
+        if self._logs is not None:
+            return
+        root = self.units[0]
+        keys: dict[GroupLog, list[tuple[bytes, str]]] = {}
+        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+            for log, key in bucket.keys.items():
+                keys.setdefault(log, []).append(key)
+        # In one order on all ranks, also where their units are not.
+        logs = sorted(keys, key=lambda log: log.ranks)
+        for log in logs if root.identity[0] else ():
+            log.compare_units(f"cannot run {type(root.modules[0]).__name__}", keys[log], root.platform)
+        self._logs = logs
+
+    def _compare_after_forward(self) -> None:
+        """Compare what ranks have gathered and reduced, after the first forward of a step and each without gradients.
+
+        Here, as wrong outputs may make backward wait for ever. Not where nothing was gathered: a rank may be the only
+        one in this forward, on parameters that were unsharded by hand.
+
+        Communication: one all_reduce of two numbers for each group.
+
+        Raises:
+            RuntimeError: They differ.
+        """
+        root, is_first = self.units[0], self._is_first_forward
+        self._is_first_forward = False
+        for log in self._logs or ():
+            if log.gathered and (is_first or log.step_ended or not torch.is_grad_enabled()):
+                log.step_ended = False
+                log.compare(root.platform, root.identity[0])
+            if is_first:
+                log.check()
+
+    def compare_reductions(self, *, also_gathers: bool = False) -> None:
+        """Compare what ranks have reduced, over groups over which nothing is gathered; or over all groups.
+
+        Communication: one all_reduce of two numbers for each group.
+
+        Raises:
+            RuntimeError: They differ.
+        """
+        root = self.units[0]
+        for log in self._logs or ():
+            if log.due and (also_gathers or not log.gathers):
+                log.compare(root.platform, root.identity[0])
+
     # -- forward, and its order ----------------------------------------------------------------------------------
 
     def next_in_forward(self, unit: U) -> Sequence[U]:
@@ -132,6 +216,9 @@ class Schedule(Generic[U]):
         self.forward_number += 1
         if any(unit.options.leave_pending for unit in self.units):
             self.finish_reductions()  # nobody has asked for them since the last backward
+        for log in self._logs or ():
+            log.check()
+            log.gathered = False
         self.in_forward = not self.in_backward
         self._pre_forwards, self._post_forwards = [], []
         for unit in self.units:
@@ -151,8 +238,8 @@ class Schedule(Generic[U]):
         if self.in_forward:
             self._post_forwards.append(unit)
 
-    def post_forward(self) -> None:
-        """The root's forward is through."""
+    def post_forward(self, *, raised: bool) -> None:
+        """The root's forward is through, or has raised, which other ranks do not know of."""
         if not self.in_forward:
             return
         self.in_forward = False
@@ -165,6 +252,8 @@ class Schedule(Generic[U]):
             self._next_in_backward = followers(self._post_forwards)
         for unit in self.units:
             unit.post_root_forward()
+        if not raised:
+            self._compare_after_forward()
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -264,6 +353,7 @@ class Schedule(Generic[U]):
             reduction.finish()
         if self._copies is not None:
             self._copies.finish()
+        self.compare_reductions()
 
 
 def followers(order: Sequence[U]) -> dict[U, list[U]]:
@@ -339,6 +429,33 @@ _LOCK = threading.Lock()
 # this holds no state of a rank that another could see. A process group takes no attributes, hence a table beside it;
 # all access is under the lock.
 _SCHEDULES = WeakKeyDictionary[dist.ProcessGroup, "list[weakref.ref[Any]]"]()
+
+# Logs of groups, by the group's name, of each default process group: likewise no state of a rank that another could
+# see, and all access is under the lock.
+_LOGS = WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupLog]]()
+
+
+def log_of(group: dist.ProcessGroup | None) -> GroupLog | None:
+    """The log of a group of several ranks, which all units over it share; None of any other."""
+    world = dist.group.WORLD
+    if group is None or world is None or group.size() == 1:
+        return None
+    with _LOCK:
+        return _LOGS.setdefault(world, {}).setdefault(group.group_name, GroupLog(group))
+
+
+def check_logs() -> None:
+    """Read what the last comparisons of the calling rank have found.
+
+    Raises:
+        RuntimeError: Ranks have gathered or reduced different units together.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None:
+        with _LOCK:
+            logs = list(_LOGS.get(world, {}).values())
+        for log in logs:
+            log.check()
 
 
 def note_pending_reductions(schedule: Schedule[Any]) -> None:

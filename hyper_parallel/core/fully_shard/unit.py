@@ -25,7 +25,7 @@ from torch import nn
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
-from hyper_parallel.core.fully_shard.comm import Pending
+from hyper_parallel.core.fully_shard.comm import UNNAMED, GroupLog, Pending
 from hyper_parallel.core.fully_shard.hooks import (
     ForwardCall,
     cast,
@@ -38,7 +38,7 @@ from hyper_parallel.core.fully_shard.hooks import (
 )
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
+from hyper_parallel.core.fully_shard.schedule import Schedule, Structure, log_of
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
 
@@ -147,6 +147,8 @@ class Unit:
         self.schedule: Schedule[Unit] | None = None
         self.is_last_backward = True  # until there is a schedule to ask
         self.is_root = False
+        self.number: dict[GroupLog, int] = {}  # of each group, whose how-manieth unit it is
+        self.identity = (1, True)  # of a root: at how many steps ranks compare, and whether names count
         self.post_forward_mesh: tuple[dist.ProcessGroup, int] | None = None
         self.state = ShardedState.SHARDED
         self.shows_unsharded = False
@@ -161,6 +163,7 @@ class Unit:
         self._calls_ahead = 0  # forward calls without a post-backward since the last end of a backward
         self._past_calls: list[weakref.ref[ForwardCall]] = []  # whose graph may still be there
         self._structure = Structure(self.modules)
+        self._log()
         for param in self.params:
             param.on_gradient = self._check_pre_backward
             param.watch()
@@ -170,6 +173,20 @@ class Unit:
             # Also when forward raises: modules would go on to show unsharded parameters, which an optimizer or a state
             # dict would take for the shards.
             module.register_forward_hook(self.post_forward, always_call=True)
+
+    def _log(self) -> None:
+        """Let the logs of groups know of this unit, for ranks to compare what they do."""
+        if self.platform.compares_collectives:
+            return
+        for bucket in self.buckets:
+            bucket.log = log_of(bucket.group)
+        for reducer in self.reducers:
+            groups = [group for group in (reducer.scatter, *reducer.replicas) if group is not None]
+            reducer.logs = [log for group in dict.fromkeys(groups) if (log := log_of(group)) is not None]
+        logs = [bucket.log for bucket in self.buckets] + [log for reducer in self.reducers for log in reducer.logs]
+        for log in dict.fromkeys(log for log in logs if log is not None):
+            log.units += 1
+            self.number[log] = log.units
 
     # -- gather and free -----------------------------------------------------------------------------------------
 
@@ -225,9 +242,18 @@ class Unit:
             # All of them before the first is waited for. No stream of the engine's own, but for shards that are copied
             # from the host: collectives start behind what the current stream holds, such as an optimizer's step, and
             # run on the process group's stream.
+            self._note_gather()
             works = [bucket.storage.gather(bucket.start_gather) for bucket in self.buckets]
             self._gather = _GatherRecord(works, version, number, self._holds_gradients())
             self.state = ShardedState.UNSHARDING
+
+    def _note_gather(self) -> None:
+        logged = [bucket for bucket in self.buckets if bucket.log is not None]
+        if logged and self.schedule is not None:
+            self.schedule.compare_units()
+        for bucket in logged:
+            assert bucket.log is not None
+            bucket.log.note("gather", *bucket.keys.get(bucket.log, UNNAMED))
 
     def gather_by_hand(self) -> None:
         """Start to gather for the forward to come."""
@@ -496,8 +522,9 @@ class Unit:
             if self._modules_to_run:
                 self.show_shards()  # the other modules of the unit need the data, or never run
             else:
-                hides = output is None and sys.exc_info()[0] is None  # None is also given where forward has raised
-                self._leave_forward(schedule, with_backward=bool(differentiable), hides=hides)
+                raised = output is None and sys.exc_info()[0] is not None
+                hides = output is None and not raised
+                self._leave_forward(schedule, with_backward=bool(differentiable), hides=hides, raised=raised)
         if self.buckets:
             refuse_lazy(module, output)
         return output
@@ -508,7 +535,7 @@ class Unit:
         self._modules_to_run.clear()
         self.show_shards()
 
-    def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool, hides: bool) -> None:
+    def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool, hides: bool, raised: bool) -> None:
         schedule.note_post_forward(self)
         for bucket in self.buckets:
             bucket.check_untouched()  # while the data is there: once freed, what forward has written is lost
@@ -526,7 +553,7 @@ class Unit:
         else:
             self.reshard()
         if self.is_root:
-            schedule.post_forward()
+            schedule.post_forward(raised=raised)
 
     def _owns_memory_of(self, tensor: torch.Tensor) -> bool:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -570,11 +597,9 @@ class Unit:
             merged.take_over(schedule)
         for unit in merged.units:
             unit.schedule = merged
-        names = {module: name for root in self.modules for name, module in root.named_modules()}
         for unit in units:
             unit.is_root = unit is self
-            for bucket in unit.buckets:
-                bucket.name_unit(next(names[module] for module in unit.modules if module in names))
+        merged.name_units()
         return merged
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -698,6 +723,7 @@ class Unit:
             return
         self._gather.reduced = self._was_reduced = True
         how = replace(options)  # for the next backward they may change while this reduction is under way
+        schedule.compare_units()
         started = [reducer.reduce(how, schedule.fused_all_reduces, in_place=in_place) for reducer in self.reducers]
         # The all_reduces of the units before go behind these reduce_scatters: on links that both share, the first
         # one issued is through first, and what the next unit waits for is the reduce_scatter alone. In virtual time
@@ -707,6 +733,8 @@ class Unit:
         for reduction in started:
             if reduction is not None:
                 schedule.add(reduction)
+                for log in reduction.owner.logs:
+                    log.note("reduction", *reduction.owner.bucket.keys[log])
 
     def _reshard_after_backward(self) -> None:
         """Backward needs the unsharded parameters no more; a forward in whose middle it ran still does."""
