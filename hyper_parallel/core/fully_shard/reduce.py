@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket
 from hyper_parallel.core.fully_shard.comm import (
     GroupLog,
