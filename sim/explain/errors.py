@@ -14,7 +14,13 @@ class SimError(RuntimeError):
 
 
 class CollectiveMismatch(SimError):
-    """The ranks of a group called different operations where one collective was due."""
+    """The ranks of a group called different operations where one collective was due.
+
+    Attributes:
+        meant: What the collective is for on which ranks, if these agree on all else; empty if not.
+    """
+
+    meant: str = ""
 
 
 class Deadlock(SimError):

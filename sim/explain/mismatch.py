@@ -47,17 +47,17 @@ def _identity_mismatch(network: Network, slot: Slot) -> CollectiveMismatch:
     rows = [(f"rank {rank}", text, call.line) for (rank, call), text in zip(present, texts, strict=True)]
     handled = being_handled(network)
     assert slot.contract is not None
-    op = slot.contract.op
-    return handled.chained(
-        CollectiveMismatch(
-            f"the ranks of group {slot.group.title!r} do not mean the same by {op} #{slot.seq}, whose sizes agree\n"
-            f"{table(rows, marked=marked)}\n"
-            f"{handled.lines}"
-            "  differs: what it is for; each rank would get the others' numbers as its own\n"
-            f"  try: {handled.advice or _SAME_UNITS}\n"
-            f"  replay: {network.replay}"
-        )
+    error = CollectiveMismatch(
+        f"the ranks of group {slot.group.title!r} do not mean the same by {slot.contract.op} #{slot.seq}, whose sizes "
+        f"agree\n{table(rows, marked=marked)}\n"
+        f"{handled.lines}"
+        "  differs: what it is for; each rank would get the others' numbers as its own\n"
+        f"  try: {handled.advice or _SAME_UNITS}\n"
+        f"  replay: {network.replay}"
     )
+    meant = "; ".join(f"{text} on {short_ranks_phrase(who)}" for text, who in by_text.items())
+    error.meant = f"the ranks do not mean the same by {slot.contract.op} #{slot.seq} over {slot.group.title!r}: {meant}"
+    return handled.chained(error)
 
 
 _SAME_UNITS = (

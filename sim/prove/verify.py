@@ -19,7 +19,7 @@ from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
-from sim.explain.errors import RankFailed, SimError
+from sim.explain.errors import CollectiveMismatch, RankFailed, SimError
 from sim.prove.bound import Perturbed
 from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh, unit_roundoff
@@ -29,7 +29,7 @@ from sim.prove.modes.draws import SharedDraws, proved_with, shared_draws
 from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
 from sim.prove.randomness import DrawPlace, DrawUse
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
-from sim.prove.report import Report, Sensitivity
+from sim.prove.report import Report, ReportRow, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, proved_on_device, run_reference
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
@@ -152,6 +152,12 @@ def _proved(task: Task, said: Declarations, is_varied: bool) -> Report:
     steps = _references(task, _make(task.model_fn, task.seed))
     try:
         return _compared(task, steps, said, is_varied=is_varied)
+    except CollectiveMismatch as error:
+        if not error.meant:
+            raise
+        hint = "the same units and models on all ranks, in the same order"
+        row = ReportRow("", "parameters", "forward", verdict="bug", sentence=error.meant, suggestion=hint)
+        return Report((row,), str(task.mesh.axes), ("nothing was compared: ranks got each other's parameters",))
     finally:
         _forget(steps)
 
@@ -176,6 +182,8 @@ def _compared(
         try:
             ranks.forward()
         except (RankFailed, SimError) as error:
+            if isinstance(error, CollectiveMismatch) and error.meant:
+                raise  # the cause of whatever was wrong before it stopped
             if is_varied:
                 check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
             report = _until(error, Comparison(task, *steps[0], ranks.runs, said, judge))
@@ -358,7 +366,7 @@ def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comp
     try:
         ranks.backward(grads)
     except (RankFailed, SimError) as error:
-        if first_bug(compared.forward_rows) is None:
+        if first_bug(compared.forward_rows) is None or (isinstance(error, CollectiveMismatch) and error.meant):
             raise
         for run in compared.runs:
             run.gradients.clear()

@@ -225,3 +225,32 @@ def test_what_a_collective_is_for_is_compared(case: str) -> None:
         sim.run(lambda: one() if dist.get_rank() == 0 else other(), 2)
     assert f"  rank 0  {said_by_one}" in str(caught.value)
     assert f"  rank 1  {said_by_other}" in str(caught.value)
+
+
+# -- proofs ------------------------------------------------------------------------------------------------------------
+
+
+class Chosen(Layers):
+    """Layers of which a rank takes those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: module)
+        self.chosen: tuple[int, ...] = (0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, self.chosen)
+
+
+@pytest.mark.parametrize("wrap", [fully_shard, fsdp.fully_shard])
+def test_a_proof_names_what_ranks_do_not_agree_on(wrap: Wrap) -> None:
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        for layer in model.layers:
+            wrap(layer, mesh=mesh)
+        wrap(model, mesh=mesh)
+        model.chosen = (0, 1 + mesh.get_local_rank())
+
+    report = sim.verify_plan(Chosen, (torch.randn(4, 4),), "dp=2", parallelize=parallelize)
+    assert not report.ok
+    assert report.first.place == "the model's parameters"
+    assert "gather of layers.1: weight float64 [4, 4]" in report.first.sentence
+    assert "gather of layers.2: weight float64 [4, 4], bias float64 [4] on rank 1" in report.first.sentence
