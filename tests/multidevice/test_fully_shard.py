@@ -865,7 +865,7 @@ def test_not_the_last_backward_leaves_reductions_under_way(ctx):
 @sim.ranks(2, backends=NO_GLOO)
 def test_scaling_and_sum(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
-    model.set_gradient_scaling_factor(0.25)
+    model.set_gradient_scaling_factor(torch.tensor(0.25))
     model.set_reduce_op_type(" SUM ", recurse=False)
     loss_of(model, data(ctx, rank=ctx.rank)).backward()
     loss_of(plain, data(ctx)).backward()

@@ -303,6 +303,76 @@ def test_a_collective_of_ones_own_in_a_smaller_world_and_a_hook_after_the_all_re
     torch.testing.assert_close(others, 2 * sums[0])  # replicas see the same
 
 
+SETTERS = {
+    "set_gradient_scaling_factor": (torch.tensor(0.25), None),
+    "set_reduce_op_type": ("sum", None),
+    "set_gradient_divide_factor": (1.0, None),
+    "set_reduce_scatter_divide_factor": (1.0, None),
+    "set_all_reduce_hook": (torch.Tensor.zero_, None),
+    "set_custom_all_gather": (collectives.DefaultAllGather(), None),
+    "set_custom_reduce_scatter": (collectives.DefaultReduceScatter(), None),
+    "set_modules_to_forward_prefetch": ([], None),
+    "set_modules_to_backward_prefetch": ([], None),
+    "set_post_optim_event": (object(), None),
+    "set_reshard_after_forward": (False, None),
+    "set_reshard_after_backward": (False, True),
+    "set_unshard_in_backward": (False, True),
+    "set_reduce_scatter_unused_params": (True, False),
+    "set_requires_gradient_sync": (False, True),
+    "set_requires_all_reduce": (False, True),
+    "set_is_last_backward": (False, True),
+    "set_check_identity": (False, True),
+}
+WITHOUT_EFFECT_ON_HOSTS = {
+    "set_allocate_memory_from_process_group_for_comm": (True, False),
+    "set_symm_mem_for_comm": ("NCCL", None),
+}
+WITHOUT_EFFECT = {
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_max_input_buffers",
+    "set_separate_reduce_scatter_group",
+}
+
+
+def test_each_setter_that_has_an_effect_is_known():
+    found = {name for name in dir(HSDPModule) if name.startswith("set_")}
+    assert found == SETTERS.keys() | WITHOUT_EFFECT_ON_HOSTS.keys() | WITHOUT_EFFECT
+
+
+def what_setters_set(unit):
+    options = copy.copy(unit.options)
+    own = unit.forward_prefetch, unit.backward_prefetch, unit.wait_for, unit.post_forward_mesh, unit.is_last_backward
+    return options, own, unit.identity, [bucket.all_gather_with for bucket in unit.buckets]
+
+
+@pytest.mark.parametrize("name", SETTERS | WITHOUT_EFFECT_ON_HOSTS)
+@sim.ranks(4, backends=("sim",))
+def test_setters_can_be_unset(ctx, name):
+    model = fully_shard(nn.Linear(4, 4), reshard_after_forward=2)
+    unit = unit_of(model)
+    before = what_setters_set(unit)
+    value, default = (SETTERS | WITHOUT_EFFECT_ON_HOSTS)[name]
+    getattr(model, name)(value)
+    assert (what_setters_set(unit) != before) == (name in SETTERS)
+    twin = copy.deepcopy(model)
+    for module in (model, twin) if name != "set_post_optim_event" else (model,):
+        getattr(module, name)(default)
+        assert what_setters_set(unit_of(module)) == before
+
+
+@sim.ranks(2, backends=("sim",))
+def test_setters_of_cells_can_be_unset(ctx):
+    cell = hsdp(nn.Linear(4, 4), grad_scale=0.5)
+    unit = unit_of(cell)
+    cell.set_gradient_scaling_factor(2.0)
+    cell.set_gradient_scaling_factor(None)
+    assert unit.options.gradient_scale == 0.5
+    for way in ("forward", "backward"):
+        getattr(cell, f"set_{way}_prefetch_cells")([])
+        getattr(cell, f"set_{way}_prefetch_cells")(None)
+        assert getattr(unit, f"{way}_prefetch") is None
+
+
 @sim.ranks(2, backends=("sim",))
 def test_no_gather_in_backward(ctx):
     """Of a unit whose backward needs no parameters; with activation checkpointing it is gathered all the same."""

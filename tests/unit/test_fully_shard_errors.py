@@ -271,12 +271,11 @@ CALLS = {
         lambda: with_weight(lambda: torch.eye(4).to_sparse(), wrap_mesh=mesh()),
         r"fully_shard cannot manage parameter 'weight': it is sparse\n  seen: Parameter, torch\.sparse_coo",
     ),
-    "replicate missing": (
-        lambda: one(replicate_params=[nn.Parameter(torch.ones(3))]),
-        r"shape \(3,\): it is not in the module\n  seen: 2 parameters in Linear\n  try: replicate_params",
+    "replicate nested": (
+        nested_replicas,
+        r"cannot replicate 'weight': a unit has split it already\n  seen: shape \(4, 4",
     ),
-    "replicate nested": (nested_replicas, r"shape \(4, 4\): it is not in the module"),
-    "replicate sharded": (nested_sharded_replicas, r"'0.weight': a unit inside the module manages it already\n"),
+    "replicate sharded": (nested_sharded_replicas, r"cannot replicate 'weight': a unit has split it already\n"),
     "ignored int": (lambda: one(ignored_params=3), r"ignored_params is an int, not an iterable or None\n  ignored_par"),
     "ignored one": (lambda: one(ignored_params=torch.ones(2)), r"ignored_params is a Tensor, not an iterable or None"),
     "gradient": (after_a_backward, r"it has a gradient, which would be lost\n  seen: a backward bef"),
@@ -633,7 +632,7 @@ def last_is_wrong(parameter):
     [
         {"shard_placement_fn": last_is_wrong},
         {"reshard_after_forward": 3},
-        {"replicate_params": [nn.Parameter(torch.ones(1))]},
+        {"ignored_params": [1]},
         {"offload_policy": 1},
         {"comm_fusion_zero_copy": True},
     ],
@@ -673,6 +672,19 @@ TYPE_ERRORS = {
 def test_wrong_types(case):
     call, match = TYPE_ERRORS[case]
     fails_on_every_rank(call, TypeError, match)
+
+
+@pytest.mark.parametrize("argument", ["ignored_params", "replicate_params"])
+def test_one_set_of_parameters_goes_to_the_calls_of_all_units(argument):
+    def rank():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        kept = {layer.bias for layer in model} | {nn.Parameter(torch.ones(1))}
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh(), **{argument: kept})
+        model(torch.ones(1, 4)).sum().backward()
+        return [tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for p in model.parameters()]
+
+    assert sim.run(rank, 2) == [[(2, 4), (4,)] * 2] * 2
 
 
 def test_what_is_no_mistake():

@@ -145,10 +145,11 @@ def fully_shard(
         mp_policy: Dtypes of gather, computation and reduction. torch's own will do.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and the optimizer's state on the host. torch's
             own will do.
-        ignored_params: Parameters to leave alone: not split, not moved, not reduced.
+        ignored_params: Parameters to leave alone: not split, not moved, not reduced. One set may go to all calls: those
+            of other units have no effect here.
         dp_mesh_dims: The data-parallel axes of `mesh`, which then is the SPMD mesh that DTensor parameters are on;
             as in FSDP2, gradients are averaged over them. Without `shard` all parameters are replicated.
-        replicate_params: Parameters to replicate; their gradients are all_reduced.
+        replicate_params: Parameters to replicate; their gradients are all_reduced. One set may go to all calls, too.
         comm_fusion: Insist on one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
             replicate axis take several units at once. A parameter that stands in the way is an error. Without it, what
             can be packed is packed all the same; one collective per parameter would only be slower.
@@ -179,7 +180,7 @@ def fully_shard(
     if comm_fusion_zero_copy and not comm_fusion:
         blame = "comm_fusion_zero_copy=True is about fused communication"
         raise ValueError(explain(asked, blame, "comm_fusion: False", "comm_fusion=True"))
-    ignored, replicated = check_parameters(ignored_params, replicate_params, roots)
+    ignored, replicated = check_parameters(ignored_params, replicate_params)
     found = find_parameters(roots, ignored, "fully_shard")
     if dp_mesh_dims is not None:
         mesh = data_axes(mesh, dp_mesh_dims)
@@ -209,6 +210,7 @@ def fully_shard(
     move_buffers(roots, platform)
     unit = make_unit(roots, placed, storage, options, Grouping())
     unit.use_post_forward_mesh(smaller)
+    unit.wrapping.post_forward_mesh = smaller
     unit.wrapping.ignored = [parameter for root in roots for parameter in root.parameters() if id(parameter) in ignored]
     install(unit, placed, wrapped_class, "fully_shard")
     unit.wrapping.copy = copy_wrapped

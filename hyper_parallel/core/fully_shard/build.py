@@ -68,30 +68,23 @@ def root_modules(module: Any, api: str) -> list[nn.Module]:
 
 
 def check_parameters(
-    ignored_params: Iterable[nn.Parameter] | None,
-    replicate_params: Iterable[nn.Parameter] | None,
-    roots: Sequence[nn.Module],
+    ignored_params: Iterable[nn.Parameter] | None, replicate_params: Iterable[nn.Parameter] | None
 ) -> tuple[set[int], set[int]]:
     """Identities of the parameters to leave alone and of those to replicate; the former win.
 
+    Both may name parameters of other units, so that one set goes to all calls.
+
     Raises:
-        ValueError: An ignored one that is no parameter; one to replicate that is not in the module, or that a unit
-            inside has split.
+        ValueError: An ignored one that is no parameter; one to replicate that a unit has split.
         TypeError: One to replicate that is no parameter.
     """
     ignored = {id(item) for item in _listed("ignore", ValueError, ignored_params=ignored_params)}
     replicated = _listed("replicate", TypeError, replicate_params=replicate_params)
-    names = {id(p): name for root in roots for name, p in root.named_parameters(remove_duplicate=False)}
     for item in replicated:
-        if id(item) not in names:
-            asked = f"fully_shard cannot replicate a parameter of shape {tuple(item.shape)}"
-            seen = f"seen: {len(names)} parameters in {', '.join(type(root).__name__ for root in roots)}"
-            hint = "replicate_params of this module's own, such as [model.norm.weight]"
-            raise ValueError(explain(asked, "it is not in the module", seen, hint))
-        if _managed_name(item) is not None and id(item) not in ignored:
-            asked = f"fully_shard cannot replicate {names[id(item)]!r}"
-            blame, seen = "a unit inside the module manages it already", f"seen: {_managed_name(item)!r} there"
-            raise ValueError(explain(asked, blame, seen, "pass replicate_params to the call that wraps that unit"))
+        if id(item) not in ignored and getattr(item, "_hyper_parallel_is_split", False):
+            asked = f"fully_shard cannot replicate {_managed_name(item)!r}"
+            blame, seen = "a unit has split it already", f"seen: shape {tuple(item.shape)}"
+            raise ValueError(explain(asked, blame, seen, "pass replicate_params to the call that wraps that unit, too"))
     return ignored, {id(item) for item in replicated}
 
 
@@ -302,6 +295,7 @@ def make_buckets(
             # Before `ManagedParam` copies the attributes: the sharded parameter carries the name on, by which optimizer
             # steps are counted, and a second wrap is refused.
             found.parameter._hyper_parallel_unit_name = found.name  # type: ignore[attr-defined]
+            found.parameter._hyper_parallel_is_split = split  # type: ignore[attr-defined]
             params.append(ManagedParam(found.name, list(found.slots), found.parameter, placement))
         placement = members[0][1]
         values = [found.parameter for found, _ in members]
@@ -571,6 +565,7 @@ def _copy_links(unit: Unit, copies: dict[int, Unit]) -> None:
         if others is not None:
             setattr(made, name, [copies[id(other)] for other in others if id(other) in copies])
     made.use_post_forward_mesh(unit.post_forward_mesh)
+    made.wrapping.options, made.wrapping.post_forward_mesh = unit.wrapping.options, unit.wrapping.post_forward_mesh
     made.is_last_backward = unit.is_last_backward if unit.schedule is None else unit.schedule.is_last_backward
     for bucket, twin in zip(unit.buckets, made.buckets, strict=True):
         twin.all_gather_with = bucket.all_gather_with

@@ -110,19 +110,22 @@ def _gathered_buckets(unit: Unit) -> Iterator[tuple[Any, Any]]:
 
 
 def _check_comm(asked: str, kind: str, comm: Any) -> None:
-    parts = {"comm": comm, "comm.allocate": getattr(comm, "allocate", None)}
-    check(asked, "callable", f"an object of a subclass of torch's {kind}", ValueError, **parts)
+    if comm is not None:
+        parts = {"comm": comm, "comm.allocate": getattr(comm, "allocate", None)}
+        check(asked, "callable", f"an object of a subclass of torch's {kind}, or None", ValueError, **parts)
 
 
-def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument: Any) -> list[Unit]:
+def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument: Any) -> list[Unit] | None:
     """The units of wrapped modules that a method is given; one for `torch.compile` to trace gathers by its graph.
 
     Raises:
-        ValueError: No list, or one of the modules was not wrapped, by the API of `kind`.
+        ValueError: No list and not None, or one of the modules was not wrapped, by the API of `kind`.
     """
     asked = f"{method} cannot use its argument"
-    check(asked, "list", "[model.layers[1]]", ValueError, **argument)
+    check(asked, "list | None", "[model.layers[1]]", ValueError, **argument)
     (modules,) = argument.values()
+    if modules is None:
+        return None
     for index, module in enumerate(modules):
         if not isinstance(module, kind) or not is_wrapped(module):  # type: ignore[arg-type]
             blame = f"item {index}, a {type(module).__name__}, was not wrapped by {by}"
@@ -420,21 +423,23 @@ class ManagedModule(FSDPModule):
             traced.zero_grads()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
-    def set_reduce_op_type(self, reduce_op_type: str, *, recurse: bool = True) -> None:
+    def set_reduce_op_type(self, reduce_op_type: str | None, *, recurse: bool = True) -> None:
         """`"avg"` or `"sum"`; case and blanks do not matter. Nested; `recurse=False`: this unit only.
 
-        The default is `"avg"` where a unit manages only plain parameters, else `"sum"`: then the loss must already
+        None, the default: `"avg"` where a unit manages only plain parameters, else `"sum"`, and the loss must already
         be divided by the number of data-parallel ranks. A root with units of both kinds has to choose.
         """
         op = reduce_op_type.strip().lower() if isinstance(reduce_op_type, str) else reduce_op_type
-        check_choice("cannot set how gradients are reduced", "reduce_op_type", op, ("avg", "sum"))
+        if op is not None:
+            check_choice("cannot set how gradients are reduced", "reduce_op_type", op, ("avg", "sum"))
         units = reached_units(self, "set_reduce_op_type", recurse)
         if op == "sum" and recurse:
             hint = "use_eager_hook=True, or recurse=False on each of the other units"
             refuse_traced("set_reduce_op_type cannot reach all cells", self, hint)  # type: ignore[arg-type]
         for unit in units:
             options = unit.options
-            options.average, options.divide_by, options.chose_reduction = op == "avg", None, True
+            options.average = unit.wrapping.options.average if op is None else op == "avg"
+            options.divide_by, options.chose_reduction = None, op is not None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load values into the sharded parameters and the buffers; the caller's dict is not changed.
@@ -474,13 +479,20 @@ class ManagedModule(FSDPModule):
                 unit.interrupted()
             raise
 
-    def set_gradient_scaling_factor(self, factor: float) -> None:
-        """Multiply reduced gradients by `factor`, also those that wait by then. Nested."""
-        check("set_gradient_scaling_factor cannot use its argument", "float", "", ValueError, factor=factor)
+    def set_gradient_scaling_factor(self, factor: float | torch.Tensor | None) -> None:
+        """Multiply reduced gradients by `factor`, also those that wait by then. Nested.
+
+        Args:
+            factor: A tensor of one element is read now. None: as when wrapped, `hsdp`'s `grad_scale` or 1.
+        """
+        if isinstance(factor, torch.Tensor) and factor.numel() == 1 and not factor.is_complex():
+            factor = float(factor)
+        asked, hint = "set_gradient_scaling_factor cannot use its argument", "0.5, a tensor of one real number, or None"
+        check(asked, "float | None", hint, ValueError, factor=factor)
         hint = "hsdp(cell, grad_scale=..., use_eager_hook=False)"
         refuse_traced("set_gradient_scaling_factor cannot reach all cells", self, hint)  # type: ignore[arg-type]
         for unit in needed_units(self):
-            unit.options.gradient_scale = float(factor)
+            unit.options.gradient_scale = unit.wrapping.options.gradient_scale if factor is None else float(factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a module with the same units over the same groups, values of its own, and no gradients."""
@@ -537,38 +549,38 @@ class ManagedModule(FSDPModule):
             unit.schedule.is_last_backward = is_last_backward
         self._show_gathered()
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of this unit's gradients over the ranks by `factor`, instead of the mean or the sum.
 
-        1.0: add them up. What `set_gradient_scaling_factor` says is still multiplied by.
+        1.0: add them up. None: the mean or the sum again. `set_gradient_scaling_factor` is a factor beside it.
         """
         asked, hint = "cannot divide gradients", "set_gradient_divide_factor(1.0), which adds gradients up"
-        check(asked, "float", hint, ValueError, factor=factor)
-        check_above(asked, 0, hint, factor=factor)
-        options = needed_unit(self).options
-        options.divide_by, options.chose_reduction = float(factor), True
+        check(asked, "float | None", hint, ValueError, factor=factor)
+        if factor is not None:
+            check_above(asked, 0, hint, factor=factor)
+        needed_unit(self).options.divide_by = None if factor is None else float(factor)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """The same as `set_gradient_divide_factor`, by its older name."""
         self.set_gradient_divide_factor(factor)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call `hook` with this unit's reduced gradients, flat and padded as FSDP2's, before they are applied.
 
         It changes them in place, and may communicate: all ranks call it in one order. Called once for each dtype and
         group of ranks; after the all_reduce on two axes. The mean has been taken.
 
         Args:
-            hook: What is called.
+            hook: What is called; None: nothing any more.
             stream: Without effect: it runs on the current stream.
         """
         del stream
         hint = "lambda reduced: dist.all_reduce(reduced, group=group)"
-        check("cannot call a hook with reduced gradients", "callable", hint, ValueError, hook=hook)
+        check("cannot call a hook with reduced gradients", "callable | None", hint, ValueError, hook=hook)
         needed_unit(self).options.reduced_hook = hook
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this unit's parameters with `comm`, an `AllGather` of torch: it allocates and communicates."""
+        """Gather this unit's parameters with `comm`, an `AllGather` of torch that allocates, too; None: as before."""
         asked = "cannot gather parameters"
         _check_comm(asked, "AllGather", comm)
         _refuse_owners(asked, needed_unit(self), comm)
@@ -576,7 +588,7 @@ class ManagedModule(FSDPModule):
             bucket.all_gather_with = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this unit's gradients with `comm`, a `ReduceScatter` of torch; its `op` is always `SUM`."""
+        """Reduce this unit's gradients with `comm`, a `ReduceScatter` of torch whose `op` is `SUM`; None: as before."""
         asked = "cannot reduce gradients"
         _check_comm(asked, "ReduceScatter", comm)
         _refuse_owners(asked, needed_unit(self), comm)
@@ -602,10 +614,12 @@ class ManagedModule(FSDPModule):
     def set_symm_mem_for_comm(self, backend: Any = "NCCL") -> None:
         """Gather this unit's parameters in symmetric memory, in place of `set_custom_all_gather`; on GPUs only.
 
-        Gradients are reduced as they were.
+        Gradients are reduced as they were. A backend of None: no longer.
         """
         for bucket, group in _gathered_buckets(needed_unit(self)):
-            if bucket.compute_device.type in SYMMETRIC:
+            if backend is None:
+                bucket.all_gather_with = None
+            elif bucket.compute_device.type in SYMMETRIC:
                 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
                 bucket.all_gather_with = collectives.SymmMemAllGather(group, backend)
@@ -638,12 +652,16 @@ class ManagedModule(FSDPModule):
 
     # -- when parameters are unsharded ----------------------------------------------------------------------------
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether the unsharded parameters are freed after forward; replaces an int given when wrapping."""
-        check_flags("set_reshard_after_forward", reshard_after_forward=reshard_after_forward)
+    def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
+        """Whether the unsharded parameters are freed after forward; replaces what wrapping said. None: that again."""
+        asked = "set_reshard_after_forward cannot use its flags"
+        check(asked, "bool | None", "", ValueError, reshard_after_forward=reshard_after_forward)
         for unit in reached_units(self, "set_reshard_after_forward", recurse):
-            unit.options.reshard_after_forward = reshard_after_forward
-            unit.use_post_forward_mesh(None)
+            wrapping, as_wrapped = unit.wrapping, reshard_after_forward is None
+            unit.options.reshard_after_forward = (
+                wrapping.options.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+            )
+            unit.use_post_forward_mesh(wrapping.post_forward_mesh if as_wrapped else None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Whether unsharded parameters are freed after backward; False keeps them until an optimizer has stepped."""
@@ -668,13 +686,13 @@ class ManagedModule(FSDPModule):
         for unit in reached_units(self, name, recurse):
             unit.options.zeros = reduce_scatter_unused_params
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Gather these units' parameters while this unit's forward computes (default: the unit that came next)."""
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any] | None) -> None:
+        """Gather these units' parameters while this unit's forward computes (None: the unit that came next)."""
         units = prefetched_units("set_modules_to_forward_prefetch", ManagedModule, "fully_shard", modules=modules)
         needed_unit(self).forward_prefetch = units
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Gather these units' parameters while this unit's backward computes (default: the one that came before)."""
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any] | None) -> None:
+        """Gather these units' parameters while this unit's backward computes (None: the one that came before)."""
         units = prefetched_units("set_modules_to_backward_prefetch", ManagedModule, "fully_shard", modules=modules)
         needed_unit(self).backward_prefetch = units
 

@@ -109,6 +109,8 @@ class _Wrapping:
 
     Attributes:
         original_classes: Of its modules, by identity.
+        options: As they were before any method changed them.
+        post_forward_mesh: As it was.
         storage: As the unit's buckets were given it.
         grouping: Which parameters communicate together.
         ignored: Parameters that the call ignored.
@@ -117,6 +119,8 @@ class _Wrapping:
     """
 
     original_classes: dict[int, type]
+    options: UnitOptions
+    post_forward_mesh: tuple[dist.ProcessGroup, int] | None = None
     storage: Any = None
     grouping: Any = None
     ignored: list[nn.Parameter] = field(default_factory=list)
@@ -140,7 +144,7 @@ class Unit:
         self.reducers = reducers
         self.platform = platform
         self.options = options
-        self.wrapping = _Wrapping({id(module): type(module) for module in self.modules})
+        self.wrapping = _Wrapping({id(module): type(module) for module in self.modules}, replace(options))
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.wait_for: Any = None  # an event, before the next forward gathers
@@ -881,7 +885,8 @@ def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
     Raises:
         ValueError: No factor of the loss is right for both.
     """
-    silent = [unit for unit in units if not unit.options.chose_reduction and unit.adds_over_ranks]
+    chosen = [unit for unit in units if unit.options.chose_reduction or unit.options.divide_by is not None]
+    silent = [unit for unit in units if unit not in chosen and unit.adds_over_ranks]
     average, add = ([unit for unit in silent if unit.options.average is way] for way in (True, False))
     if average and add:
         names = {module: name for name, module in root.named_modules()}

@@ -145,7 +145,7 @@ class UnitOptions:
         reshard_after_backward: Free the unsharded parameters after backward.
         requires_gradient_sync: Reduce gradients; False: keep them.
         requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.
-        chose_reduction: Whether the user has said `average`, or `divide_by`.
+        chose_reduction: Whether the user has said `average`.
         divide_by: Divide the sum over the ranks by it, whatever `average` says.
         unshard_in_backward: Gather the unsharded parameters for backward.
         reduced_hook: Called with reduced gradients before they are applied.

@@ -79,20 +79,20 @@ class HSDPCell(ManagedModule):
         needed_units(self)
         self.zero_grad()
 
-    def set_forward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell]) -> None:
+    def set_forward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell] | None) -> None:
         """Gather these cells' parameters while this one's forward computes (default: the cell that came next).
 
-        An empty list: none.
+        An empty list: none; None: the default.
         """
         needed_units(self)
         chosen = prefetched_units("set_forward_prefetch_cells", HSDPCell, "hsdp", hsdp_cell_list=hsdp_cell_list)
         if (unit := unit_of(self)) is not None:  # type: ignore[arg-type] # a traced cell gathers where the graph says
             unit.forward_prefetch = chosen
 
-    def set_backward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell]) -> None:
+    def set_backward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell] | None) -> None:
         """Gather these cells' parameters while this one's backward computes (default: the one that came before).
 
-        An empty list: none.
+        An empty list: none; None: the default.
         """
         needed_units(self)
         chosen = prefetched_units("set_backward_prefetch_cells", HSDPCell, "hsdp", hsdp_cell_list=hsdp_cell_list)
