@@ -39,8 +39,9 @@ class ReportRow:
         bound: what rounding can make of it.
         ratio: error / bound at the worst element; rounding explains the difference up to 1.
         verdict: "exact", "rounding", "pending" (parts of a sum that was taken later), "private" (no layout explains
-            it, and what was computed from it is right; or a parameter in an order of its own), "skipped" (some ranks
-            did not compute it), "not proved" (within a bound so wide that a fault could hide below it) or "bug".
+            it, and what was computed from it is right; a parameter in an order of its own; a buffer that is a rank's
+            own), "skipped" (some ranks did not compute it), "not proved" (within a bound so wide that a fault could
+            hide below it, or there was nothing to compare) or "bug".
         sentence: what is the matter, in words.
         suggestion: what would be true or right.
     """

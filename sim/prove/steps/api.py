@@ -83,8 +83,9 @@ def verify_step(
     The step does what it does in training: micro-batches, collectives of its own, a pipeline's sends and receives. It
     has to leave gradients in the parameters; if it has not called backward, its loss is differentiated here. Then the
     optimizer steps, unless the step has done so itself. Compared are the parameters, what goes into and comes out of
-    modules, the loss, the gradients that the optimizer takes, each parameter after it, and the buffers. Where losses,
-    gradients and updates are right, tensors between modules may be what they like.
+    modules, the loss, the gradients that the optimizer takes, and each parameter and buffer after the step, whoever has
+    changed it. Where gradients and updates are right, tensors between modules may be what they like. A step of which
+    neither a gradient nor an update can be compared is not proved.
 
     Random numbers of the step and its modules are at their mean; then, if all is right, those of one device on both
     sides, as in `verify_plan`.
