@@ -59,6 +59,7 @@ class Scheduler:
         self._enter = enter
         self._stuck = stuck
         self.runs = 0
+        self._launcher = 0  # the thread that waits for the ranks
         self.pid = os.getpid()  # in a process that a rank has forked off, nobody takes turns
         self.clocks = clocks if clocks is not None else []
         self.rescue: Callable[[float | None, bool], bool] | None = None  # lets time pass where faults hold ranks up
@@ -88,6 +89,7 @@ class Scheduler:
     def run(self, workers: list[Worker], contexts: list[Any], body: Callable[[RankThread], Any]) -> None:
         """Run `body` once for each context, each on the thread of the same number, until all have ended."""
         ranks = [RankThread(rank, context) for rank, context in enumerate(contexts)]
+        self._launcher = threading.get_ident()
         self.clocks.extend([0.0] * (len(ranks) - len(self.clocks)))
         self._all_done.acquire()
         try:
@@ -214,6 +216,13 @@ class Scheduler:
         """Return True if the thread that has the turn would wait for a thread of the world."""
         me = self.running
         return me is not None and not self.unscheduled.are_waited_for_by(me)
+
+    def is_stranger(self) -> bool:
+        """Return True while ranks run, on a thread that is neither one of theirs nor the one that waits for them."""
+        me = threading.get_ident()
+        if self.running is None or self.pid != os.getpid() or me == self._launcher:
+            return False
+        return all(thread.ident != me for thread in (*self.ranks, *self.helpers))
 
     def adopt(self, helper: RankThread) -> None:
         """Let a thread take part that a thread of a rank has just started, and that waits for its baton."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,22 +99,32 @@ def _replaced(name: str) -> Callable[..., Any]:
 
 
 def _c10d_state(host: Host) -> Undo:
-    """`torch.distributed`'s state: the calling rank's, not the process's."""
+    """`torch.distributed`'s state: the calling rank's; the process's where no rank can be meant."""
     real = c10d._world
+
+    def of_process() -> Any:
+        if host.network.scheduler.is_stranger():
+            raise SimError(
+                "torch.distributed was asked on a thread of which it is not known whose it is\n"
+                f"  seen: thread {threading.current_thread().name!r}, which no simulated rank has started, while "
+                f"{host.network.world_size} ranks run\n"
+                "  try: start the thread, or make its pool or event loop, in the function that the ranks run"
+            )
+        return real
 
     class PerRank:
         @property
         def default_pg(self) -> Any:  # asked at every operation, hence not left to __getattr__
             context = this_thread.context
-            return (real if context is None else context.c10d).default_pg
+            return (of_process() if context is None else context.c10d).default_pg
 
         def __getattr__(self, name: str) -> Any:
             context = current_context()
-            return getattr(real if context is None else context.c10d, name)
+            return getattr(of_process() if context is None else context.c10d, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
             context = current_context()
-            setattr(real if context is None else context.c10d, name, value)
+            setattr(of_process() if context is None else context.c10d, name, value)
 
     return exchange([(c10d, "_world", PerRank())])
 

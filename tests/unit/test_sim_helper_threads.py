@@ -755,6 +755,32 @@ def test_a_worker_sleeps_and_its_threads_are_its_ranks():
     assert sim.run(body, 2) == [["0"] * 6, ["1"] * 6]
 
 
+def test_a_thread_that_no_rank_has_started_is_refused():
+    """Whether it works for a rank, and for which, cannot be known."""
+
+    def give(work) -> object:
+        tasks.put(work)
+        return answers.get()
+
+    def serve() -> None:
+        while (work := tasks.get()) is not None:
+            try:
+                answers.put(work())
+            except sim.SimError as error:
+                answers.put(str(error))
+
+    tasks, answers = queue.Queue(), queue.Queue()
+    thread = threading.Thread(target=serve, name="outside")
+    thread.start()
+    asked = [dist.is_initialized, dist.get_rank, dist.barrier]
+    found = sim.run(lambda: [give(work) for work in asked], 2)
+    refused = "torch.distributed was asked on a thread of which it is not known whose it is\n  seen: thread 'outside', "
+    assert all(answer.startswith(refused) for answers in found for answer in answers)
+    assert give(dist.is_initialized) is False, "no ranks run"
+    tasks.put(None)
+    thread.join()
+
+
 def test_an_event_that_a_thread_from_outside_sets():
     """Nobody else can run, and what comes from outside has come."""
 
