@@ -230,10 +230,17 @@ def _timeouts(host: object) -> Callable[[], None]:
 
 
 def exchange(replacements: list[tuple[Any, str, Any]]) -> Callable[[], None]:
-    """Set attributes of modules and classes; returns how to undo that."""
+    """Set attributes of modules and classes; returns how to undo that.
+
+    A function of ours takes the name of what it replaces, so that it is pickled by that, as by a process pool.
+    """
     missing = object()  # or inherited; and not getattr, which would bind class methods and unwrap static ones
     originals = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in replacements]
     for owner, name, value in replacements:
+        if _is_ours(value):
+            is_module = isinstance(owner, types.ModuleType)
+            value.__module__ = owner.__name__ if is_module else owner.__module__
+            value.__qualname__ = name if is_module else f"{owner.__qualname__}.{name}"
         setattr(owner, name, value)
 
     def undo() -> None:
@@ -244,6 +251,12 @@ def exchange(replacements: list[tuple[Any, str, Any]]) -> Callable[[], None]:
                 delattr(owner, name)
 
     return undo
+
+
+def _is_ours(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return value.__code__.co_filename.startswith(OURS)
+    return isinstance(value, type) and value.__module__.startswith("sim.")
 
 
 def _compile_lock(host: object) -> Callable[[], None]:

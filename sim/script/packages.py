@@ -64,6 +64,11 @@ class Forwarder:
         """Call what it stands for."""
         return _target(self)(*args, **options)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle, and copy, what it stands for: by its name in the package, like the original."""
+        module, name, _ = object.__getattribute__(self, "_forwarded")
+        return (operator.getitem, ((_target(self),), 0)) if name else (importlib.import_module, (module,))
+
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, _target(self))
 

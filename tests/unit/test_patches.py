@@ -16,6 +16,8 @@ import logging
 import multiprocessing
 import multiprocessing.pool
 import os
+import pickle
+import pkgutil
 import random
 import signal
 import subprocess
@@ -1483,6 +1485,24 @@ def test_seam_threads():
         assert not any(now is then for now, then in zip(places(), before, strict=True))
         assert world.run(body) == [([rank], False, False, False) for rank in range(2)]
     assert places() == before
+
+
+def test_what_is_replaced_is_pickled_by_the_name_of_the_original():
+    """A process pool gets it so, and datasets names by it what a function computes."""
+    names = ["time.sleep", "os.kill", "random.random", "numpy.random.rand", "torch.load", "queue.SimpleQueue"]
+    names += ["threading.RLock", "threading.Lock", "threading.main_thread", "torch.manual_seed"]
+
+    def body() -> list[bytes]:
+        found = [pkgutil.resolve_name(name) for name in names]
+        texts = [pickle.dumps(each) for each in found]
+        assert [pickle.loads(text) for text in texts] == found
+        return texts
+
+    for options in ({}, {"map_device": "cuda"}):
+        found = sim.run(body, 2, **options)
+        assert found[0] == found[1]
+        assert [name for name, text in zip(names, found[0], strict=True) if b"sim." in text] == []
+        assert pickle.loads(found[0][0]) is time.sleep
 
 
 def test_seam_pools():

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import io
+import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -240,6 +245,48 @@ def test_a_function_that_was_defined_outside_of_the_ranks(installed: Path) -> No
         assert sim.run(body, world_size=3, own=["stateful"]) == [(r, r, True) for r in range(3)]
     assert (State().rank, stateful.step, user_of_it.State, sys.modules["stateful"]) == ("outside", 0, State, stateful)
     assert {each[:2] for each in sim.run(body, world_size=1)} == {("outside", 0)}
+
+
+class _ByPython(pickle._Pickler):
+    """In Python, as those are that find more to pickle: dill's, by which datasets names what it has computed."""
+
+
+def _pickled(kind: type, value: object) -> bytes:
+    file = io.BytesIO()
+    kind(file).dump(value)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("pickler", [pickle.Pickler, _ByPython])
+@pytest.mark.parametrize("first", [True, False], ids=["seen before", "new"])
+def test_what_is_of_a_package_is_pickled_by_its_name(installed: Path, pickler: type, first: bool) -> None:
+    """Also what stands for it in modules that ranks share; each finds its own by that name."""
+    if first:
+        importlib.import_module("user_of_it")
+
+    def body() -> list[bytes]:
+        import stateful
+        import user_of_it
+
+        texts = [_pickled(pickler, each) for each in (stateful.State, user_of_it.State, user_of_it.State(3))]
+        every: list[list[bytes]] = [[]] * 2
+        dist.all_gather_object(every, texts)
+        for text in every[1 - dist.get_rank()]:
+            loaded = pickle.loads(text)
+            assert stateful.State in (loaded, type(loaded))
+            assert b"stateful.state" in text
+            assert b"sim." not in text
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.apply(stateful.name_of, (stateful.State(),)) is True
+        assert copy.deepcopy(user_of_it.State) is stateful.State
+        if first:
+            assert pickle.loads(_pickled(pickler, user_of_it.stateful)) is stateful
+        return texts
+
+    found = sim.run(body, 2, own=["stateful"])
+    import stateful
+
+    assert [stateful.State in (each, type(each)) for each in map(pickle.loads, found[0])] == [True] * 3
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "sys", "a-b", ""])
