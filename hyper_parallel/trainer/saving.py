@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata
-from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved
+from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved, warn_of_damage
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
 from hyper_parallel.core.checkpoint.folders import is_complete
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
@@ -111,11 +111,11 @@ class Saver:
             self._files = Checkpointer(keep.folder, keep_last=keep.keep, async_save=keep.background)
 
     def resume(self) -> Progress | None:
-        """Take the folder, and load the newest complete checkpoint, if there is one; return how far it had come.
+        """Take the folder, and load the newest checkpoint that is sound, if there is one; return how far it had come.
 
         Raises:
             ValueError: it is of another model; or the run is to start anew in a folder that holds another one's.
-            CheckpointError: it is damaged, or another run is using the folder.
+            CheckpointError: all are damaged, or the one that is asked for; or another run is using the folder.
         """
         if self._files is None:
             return None
@@ -128,17 +128,31 @@ class Saver:
 
     def _load(self, files: Checkpointer) -> Progress | None:
         failure: Exception | None = None
-        found: tuple[Path | None, bool] = (None, False)
+        found = (list[Path](), False)
         if self.rank == 0:
             try:
                 found = _to_go_on_from(self.config, files)
             except (CheckpointError, ValueError) as error:
                 failure = error
-        path, goes_back = Peers.of(None).agree(failure, found)[0]
-        if path is None:
-            return None
-        which = {"step": self.config.checkpoint.resume_step} if goes_back else {"path": path}
-        metadata = _checked(self.config, path, self.shape)
+        paths, goes_back = Peers.of(None).agree(failure, found)[0]
+        for path in paths:
+            try:
+                return self._load_from(files, path, goes_back or path != paths[0])
+            except CheckpointError as error:
+                if path == paths[-1]:
+                    raise
+                warn_of_damage(path, error, self.rank)
+        return None
+
+    def _load_from(self, files: Checkpointer, path: Path, goes_back: bool) -> Progress:
+        """Load a checkpoint; if it goes back, newer ones are set aside later. Raise the same on all ranks."""
+        failure: Exception | None = None
+        try:
+            metadata = _checked(self.config, path, self.shape)
+        except (CheckpointError, ValueError) as error:
+            failure = error
+        Peers.of(None).agree(failure)
+        which: dict[str, Any] = {"step": metadata.step} if goes_back else {"path": path}
         state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
         tensors, twins = self._by_one_name({**self._trained(), **state})
         generators = self._generators() if metadata.world_size == self.world_size else {}
@@ -259,10 +273,16 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
     if config.checkpoint.folder is None:
         return None
     with Checkpointer(config.checkpoint.folder) as files:
-        path, _ = _to_go_on_from(config, files)
-    if path is None:
+        paths, _ = _to_go_on_from(config, files)
+    if not paths:
         return None
-    extra = _checked(config, path, {} if config.train.model == OTHER else _shape(config)).extra
+    for path in paths:
+        try:
+            extra = _checked(config, path, {} if config.train.model == OTHER else _shape(config)).extra
+            break
+        except CheckpointError:  # the ranks will say so
+            if path == paths[-1]:
+                raise
     then, now = extra.get("text"), {**_text(config), **load_corpus(config.data).content()}
     then = {"order": "drawn", **(then if isinstance(then, dict) else {})}  # once samples were drawn independently
     if config.lora.rank:  # what is not in the checkpoint
@@ -271,21 +291,21 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
     return extra["progress"]["steps"], changes
 
 
-def _to_go_on_from(config: Config, files: Checkpointer) -> tuple[Path | None, bool]:
-    """Return the checkpoint to go on from, None if there is nothing yet, and whether that is to go back.
+def _to_go_on_from(config: Config, files: Checkpointer) -> tuple[list[Path], bool]:
+    """Return the checkpoint to go on from, then those to try if it is damaged, and whether that is to go back.
 
     torchrun starts a run anew with the same arguments: one that has gone back goes on from what it has saved since.
     """
-    newest, step = files.latest(), config.checkpoint.resume_step
-    if newest is None and is_complete(files.root):
+    paths, step = files.complete(), config.checkpoint.resume_step
+    if not paths and is_complete(files.root):
         blame, seen = "it is a checkpoint, and not the folder of a run's", f"folder: {files.root}"
         place = files.root.absolute()
         number = place.name.removeprefix("step-").lstrip("0")
         hint = f"--checkpoint-dir {shlex.quote(str(place.parent))}" + f" --resume-step {number}" * number.isdecimal()
         raise ValueError(explain("cannot go on from this folder", blame, seen, hint))
-    if step is None or (newest is not None and _has_gone_back(newest, step)):
-        return newest, False
-    return files.at(step), True
+    if step is None or (paths and _has_gone_back(paths[0], step)):
+        return paths, False
+    return [files.at(step)], True
 
 
 def _has_gone_back(newest: Path, step: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import re
 import resource
@@ -755,6 +756,29 @@ def test_a_run_that_goes_back_sets_the_newer_ones_aside_when_the_next_is_there(t
         assert checkpoints.latest() == tmp_path / "step-00000004"
 
 
+def test_a_damaged_newest_is_told_and_set_aside_for_the_one_before(tmp_path):
+    with Checkpointer(tmp_path, keep_last=None, on_error="raise") as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, {"w": W * step})
+        (data,) = (tmp_path / "step-00000004").glob("*.safetensors")
+        os.truncate(data, data.stat().st_size - 1)
+        (tmp_path / "step-00000003" / "checkpoint.json").write_text("{}")
+        with pytest.warns(UserWarning, match="cannot be loaded, and the one before is tried") as told:
+            checkpoints.load({"w": (w := torch.zeros(2, 3))})
+        assert [str(one.message).partition(" cannot")[0] for one in told] == ["step-00000004", "step-00000003"]
+        assert torch.equal(w, W * 2)
+        for chosen in ({"step": 4}, {"path": tmp_path / "step-00000004"}):  # what is asked for by name is not replaced
+            with pytest.raises(CheckpointError, match="is not as long as when it was written"):
+                checkpoints.load({"w": w.clone()}, **chosen)
+        with pytest.warns(UserWarning, match="the one before is tried"):
+            checkpoints.load({"w": w})
+        checkpoints.save(3, {"w": W * 7})
+        kept = [f"step-0000000{step}" for step in (1, 2, 3)]
+        assert names(tmp_path) == [*kept, "undone-step-00000003", "undone-step-00000004"]
+        checkpoints.load({"w": w})
+        assert torch.equal(w, W * 7)
+
+
 def test_a_forked_process_does_not_release_the_lease(tmp_path):
     lease = folders.Lease(tmp_path)
     child = os.fork()
@@ -787,6 +811,26 @@ def test_training_goes_on_while_the_copies_are_written(tmp_path):
     assert {name: copy.data_ptr() for name, copy in checkpoints._staging._memory.items()} == memory
     assert checkpoints.save(3, {"w": w}).step == 2
     assert checkpoints.close().step == 3
+
+
+def test_a_long_wait_for_the_background_is_told(tmp_path, monkeypatch, caplog):
+    go = threading.Event()
+
+    class Answer(logging.Handler):
+        def emit(self, record):
+            go.set()
+
+    monkeypatch.setattr(checkpointer_module, "_SAY_S", 0.0)
+    checkpoints = Checkpointer(tmp_path, async_save=True, on_stage=lambda stage: stage != "data" or go.wait(60))
+    logger = logging.getLogger(checkpointer_module.__name__)
+    logger.addHandler(answer := Answer())
+    try:
+        checkpoints.save(1, {"w": W})
+        assert checkpoints.wait().error is None
+    finally:
+        logger.removeHandler(answer)
+    assert caplog.messages == [f"waiting for the checkpoint of step 1 in {tmp_path}"]
+    checkpoints.close()
 
 
 def test_what_went_wrong_in_the_background_is_told_by_the_next_call(tmp_path):

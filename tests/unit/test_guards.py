@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore
 
 import sim
 from hyper_parallel import fully_shard, init_device_mesh
+from hyper_parallel.core.common import groups
 from hyper_parallel.core.common.groups import attempt_store, init_process_group
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer import watchdog
@@ -66,7 +67,8 @@ def test_attempts_have_nothing_in_common_though_their_store_goes_on() -> None:
     attempt(store, 4)
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(groups, "_SAY_S", 0.0)
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=30))
     store.set("hello/2", "of an attempt before")
@@ -74,6 +76,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
         RuntimeError, match=r"cannot start 4 ranks: not all have come in 0 s\n  missing: 1, 2, 3\n  try: "
     ):
         attempt_store(store, 0, 4)
+    assert caplog.messages == ["waiting for ranks [1, 2, 3] of 4"], "before it gives up, and once"
 
 
 @pytest.mark.parametrize(

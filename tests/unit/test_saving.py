@@ -439,15 +439,33 @@ def test_a_run_whose_last_save_failed_says_which_step_is_safe(
     assert (nothing_to_do.safe_step, nothing_to_do.last_save_failed) == (4, False)
 
 
-def test_a_damaged_checkpoint_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_refused_if_there_is_no_other(tmp_path: Path) -> None:
     config = saving(tmp_path).with_changes("train", {"steps": 1})
     train(config)
-    (data, *_) = sorted((tmp_path / "step-00000001").glob("*.safetensors"))
-    content = bytearray(data.read_bytes())
-    content[-3] ^= 1
-    data.write_bytes(content)
+    damage(min((tmp_path / "step-00000001").glob("*.safetensors")))
     with pytest.raises(RuntimeError, match="step-00000001"):
         train(config.with_changes("train", {"steps": 2}))
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("file", ["data-00001.safetensors", "checkpoint.json"])
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_sound_and_says_so(tmp_path: Path, file: str) -> None:
+    config = saving(tmp_path / "run", every=1).with_changes("train", {"steps": 3})
+    whole = sim.run(train, 2, args=(config,))[0]
+    damage(tmp_path / "run" / "step-00000003" / file)
+    with pytest.warns(UserWarning, match="step-00000003 cannot be loaded, and the one before is tried: ") as told:
+        again = sim.run(train, 2, args=(config,))[0]
+    assert len(told) == 1, "on rank 0 alone"
+    assert again.first_step == 3
+    assert numbers(again) == numbers(whole)[2:]
+    there = sorted(path.name for path in (tmp_path / "run").glob("*step-*"))
+    assert there == [f"step-0000000{step}" for step in (1, 2, 3)] + ["undone-step-00000003"]
 
 
 @pytest.mark.sim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import threading
@@ -28,6 +29,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import token_of_torchrun
 
 _NAME = re.compile(r"step-(\d{8,})")
+_SAY_S = 5.0  # longer waits are told
 
 
 @dataclass(frozen=True)
@@ -321,6 +323,9 @@ class Checkpointer:
 
     def _join(self) -> Saved | Exception | None:
         if self._thread is not None:
+            self._thread.join(_SAY_S)
+            if self._thread.is_alive() and self._lease is not None:  # which rank 0 has
+                logging.getLogger(__name__).warning("waiting for the %s in %s", self._thread.name, self.root)
             self._thread.join()
             self._thread = None
         ended, self._ended = self._ended, None
@@ -367,9 +372,12 @@ class Checkpointer:
 
         Waits until nothing is being saved.
         """
-        ended = self._join()
-        self._ended = ended  # still to be returned
-        return next((path for _, path in self._complete()), None)
+        return next(iter(self.complete()), None)
+
+    def complete(self) -> list[Path]:
+        """Return the folders of all complete checkpoints, that of the highest step first; waits as `latest` does."""
+        self._ended = self._join()  # still to be returned
+        return [path for _, path in self._complete()]
 
     def at(self, step: int) -> Path:
         """Return the folder of the complete checkpoint of a step.
@@ -398,6 +406,8 @@ class Checkpointer:
     ) -> Any:
         """Load what `load_checkpoint` loads, from the latest checkpoint that rank 0 sees, or from another.
 
+        If the latest one is damaged, this warns and goes back to the newest that is not, as with its `step`.
+
         Args:
             tensors: as for `load_checkpoint`.
             per_rank: likewise.
@@ -407,7 +417,7 @@ class Checkpointer:
             path: of a checkpoint, to load it and leave the others alone.
 
         Raises:
-            CheckpointError: there is none; else as `load_checkpoint`.
+            CheckpointError: there is none, or all are damaged; else as `load_checkpoint`.
             TypeError: a `step` that is no int; else as `load_checkpoint`.
             ValueError: both `step` and `path`; else as `load_checkpoint`.
         """
@@ -417,28 +427,37 @@ class Checkpointer:
             raise ValueError(explain("cannot load two checkpoints", "both are given", f"{step=}, {path=}", hint))
         self._ended = self._join()
         peers = self._peers()
-        if path is None:
-            path = self._agreed_path(peers, step)
-        if path is None:
+        paths = self._agreed_paths(peers, step) if path is None else [Path(path)]
+        if not paths:
             blame, hint = "there is no complete checkpoint", "latest() is not None first"
             raise CheckpointError(explain("cannot load the latest checkpoint", blame, f"root: {self.root}", hint))
-        record = load(path, tensors, per_rank=per_rank, strict=strict, process_group=self._group)
-        if Path(path).absolute().parent == self.root.absolute() and record.run is not None:
+        for chosen in paths:
+            try:
+                record = load(chosen, tensors, per_rank=per_rank, strict=strict, process_group=self._group)
+            except CheckpointError as error:
+                if chosen == paths[-1]:
+                    raise
+                warn_of_damage(chosen, error, peers.rank)
+            else:
+                break
+        if chosen != paths[0]:
+            step = record.step
+        if chosen.absolute().parent == self.root.absolute() and record.run is not None:
             self._run = record.run
             if self._lease is not None:
                 self._lease.go_on_with(record.run)
         self._back_to = step
         return record.extra
 
-    def _agreed_path(self, peers: Peers, step: int | None) -> Path | None:
-        """Return what rank 0 finds."""
-        failure, path = None, None
+    def _agreed_paths(self, peers: Peers, step: int | None) -> list[Path]:
+        """Return what rank 0 finds, the newest first."""
+        failure, paths = None, list[Path]()
         if peers.rank == 0:
             try:
-                path = self.latest() if step is None else self.at(step)
+                paths = self.complete() if step is None else [self.at(step)]
             except CheckpointError as error:
                 failure = error
-        return peers.agree(failure, path)[0]
+        return peers.agree(failure, paths)[0]
 
     def _peers(self) -> Peers:
         if self._closed and dist.is_initialized():
@@ -458,6 +477,12 @@ class Checkpointer:
             if match and path is not None:
                 found.append((int(match[1]), path))
         return sorted(found, reverse=True)
+
+
+def warn_of_damage(path: Path, error: CheckpointError, rank: int) -> None:
+    """Say, on rank 0, that a checkpoint cannot be loaded and an older one is tried."""
+    if rank == 0:
+        warnings.warn(f"{path.name} cannot be loaded, and the one before is tried: {error}", stacklevel=3)
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ from hyper_parallel.core.common.torch_compat import clear_sharding_caches
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_SAY_S = 5.0  # longer waits are told
 
 # Guards the table below, and is held for no longer than a look into it; it is no state of a rank, but a lock.
 _LOCK = threading.Lock()
@@ -202,12 +205,16 @@ def attempt_store(store: Any, rank: int, world_size: int) -> dist.Store:
         store.set(f"{name}/here/{rank}", "")
         return dist.PrefixStore(name, store)
     name, missing = uuid.uuid4().hex, list(range(1, world_size))
-    end = time.monotonic() + store.timeout.total_seconds()
+    begin, told = time.monotonic(), False
+    end = begin + store.timeout.total_seconds()
     while missing:
         for other in missing:
             if store.check([f"hello/{other}"]):
                 store.set(f"welcome/{store.get(f'hello/{other}').decode()}", name)
         missing = [other for other in missing if not store.check([f"{name}/here/{other}"])]
+        if missing and not told and time.monotonic() > begin + _SAY_S:
+            told = True
+            logging.getLogger(__name__).warning("waiting for ranks %s of %d", missing[:16], world_size)
         if missing and time.monotonic() > end:
             raise RuntimeError(
                 f"cannot start {world_size} ranks: not all have come in {store.timeout.total_seconds():.0f} s\n"
