@@ -12,11 +12,14 @@ import heapq
 import math
 import os
 import random
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from sim.explain.errors import RankLost, RankStopped, SimError, ranks_phrase, said
 from sim.explain.lines import raised_at
@@ -377,11 +380,13 @@ class Scheduler:
         try:
             if self.fatal is None:
                 rank.result = body(rank)
-        except RankStopped:
-            pass
         except BaseException as error:
-            if self.fatal is None and rank.rank not in self.gone:
+            if os.getpid() != self.pid:
+                _end_process(error)
+            if not isinstance(error, RankStopped) and self.fatal is None and rank.rank not in self.gone:
                 self.fatal, self.failed_rank = error, rank.rank
+        if os.getpid() != self.pid:
+            _end_process(None)
         if rank.rank in self.gone:
             rank.result = None
         self._unfinished -= 1
@@ -472,3 +477,13 @@ class Scheduler:
             self.fatal = self._stuck()
         except Exception as error:  # in describing it; without any fatal error the ranks would sleep for ever
             self.fatal = error
+
+
+def _end_process(error: BaseException | None) -> NoReturn:
+    """End a process that a rank has forked off, as Python does where a program ends: no thread takes its baton."""
+    code: object = error.code if isinstance(error, SystemExit) else int(error is not None)
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import _bootstrap
 from importlib.machinery import PathFinder
@@ -111,6 +112,33 @@ def _process_exit(host: Host) -> Undo:
         )
 
     return exchange([(os, "_exit", refuse_on_ranks)])
+
+
+def _fork(host: Host) -> Undo:
+    """A process that a rank has forked off by itself ends with the world; multiprocessing's end with this process."""
+    original, forked = os.fork, list[int]()
+
+    def fork() -> int:
+        pid = original()
+        if (
+            pid
+            and _context() is not None
+            and sys._getframe(1).f_globals.get("__name__") != "multiprocessing.popen_fork"
+        ):
+            forked.append(pid)
+        return pid
+
+    restore = exchange([(os, "fork", fork)])
+
+    def undo() -> None:
+        restore()
+        for pid in forked:
+            with suppress(ChildProcessError):  # somebody has waited for it, and its number may be another's
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+    return undo
 
 
 def _spawn(host: Host) -> Undo:
@@ -430,6 +458,7 @@ PROCESS_PATCHES: tuple[Callable[[Host], Undo], ...] = (
     _python_random,
     _numpy_random,
     _process_exit,
+    *([_fork] if hasattr(os, "fork") else []),
     _spawn,
     _start_method,
     _child_environment,

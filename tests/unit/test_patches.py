@@ -833,6 +833,37 @@ def test_seam_process_exit():
     assert os._exit is before
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (lambda: None, 0),
+        (lambda: sys.exit(3), 3),
+        (lambda: 1 / 0, 1),
+        (dist.barrier, 1),  # it is no rank
+        (lambda: time.sleep(0), 0),
+        (lambda: threading.Event().wait(), None),  # ended with its world
+    ],
+)
+def test_seam_fork(ends, code):
+    before = os.fork
+
+    def body():
+        child = os.fork()
+        if child == 0:
+            return ends()
+        return child if code is None else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    found = sim.run(body, 2)
+    if code is None:
+        for pid in found:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+    else:
+        assert found == [code, code]
+    assert os.fork is before
+
+
 def test_seam_spawn():
     import torch.multiprocessing as mp
 
