@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
-
-from torch.utils.weak import WeakIdKeyDictionary
+from weakref import ReferenceType, ref
 
 
 class Identity:
@@ -44,27 +43,23 @@ class Identities:
     """The identities of the collectives in one group."""
 
     def __init__(self) -> None:
-        self._of_owners: dict[int, WeakIdKeyDictionary] = {}  # by member
-        self._of_none: dict[tuple[int, str], Identity] = {}
+        # By member, purpose and the owner's id; with the owner, since an id is used again. A dictionary of weak keys
+        # does the same in several times the time, which each collective would pay.
+        self._known: dict[tuple[int, str, int], tuple[ReferenceType[Any] | None, Identity]] = {}
         self._met: dict[str, list[tuple[Identity, ...]]] = {}
 
     def of(self, member: int, ask: Callable[[FrameType], Any], frame: FrameType) -> Identity:
         """Return that of a collective that `frame` issues, of whose function `ask` knows what for (an `Issuer`)."""
-        issuer = ask(frame)
-        if issuer.owner is None:
-            key = member, issuer.purpose
-            return self._of_none.get(key) or self._of_none.setdefault(key, Identity(issuer.purpose))
-        owners = self._of_owners.get(member)
-        if owners is None:
-            owners = self._of_owners[member] = WeakIdKeyDictionary()
-        purposes: dict[str, Identity] | None = owners.get(issuer.owner)
-        if purposes is None:
-            purposes = owners[issuer.owner] = {}
-        identity = purposes.get(issuer.purpose)
-        if identity is None:
-            text = f"{issuer.purpose} {issuer.what(issuer.owner)}"
-            identity = purposes[issuer.purpose] = Identity(text, issuer.made(issuer.owner))
-        return identity
+        purpose, owner, what, made = ask(frame)
+        key = member, purpose, id(owner)
+        found = self._known.get(key)
+        if found is not None and (found[0] is None or found[0]() is owner):
+            return found[1]
+        if owner is None:
+            self._known[key] = None, Identity(purpose)
+        else:
+            self._known[key] = ref(owner), Identity(f"{purpose} {what(owner)}", made(owner))
+        return self._known[key][1]
 
     def introduce(self, identities: Sequence[Any]) -> bool:
         """Let identities that agree belong together; False if the members have made their objects in another order."""
