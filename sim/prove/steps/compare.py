@@ -107,6 +107,7 @@ class LoopComparison:
         self._own: dict[str, None] = {}  # statistics of each rank's own rows that differ
         self._made: dict[str, None] = {}  # buffers that ranks make for themselves, and nobody changes
         self._gradients: dict[str, Finding] = {}  # of the parameters, in the step that is judged
+        self._moves: dict[int, dict[str, float]] = {}
         self._replays = {rank: UpdateReplay() for rank in range(len(ranks))}
         self._inputs: dict[str, Layout | None] = {}  # how ranks hold what went into modules first
 
@@ -260,7 +261,7 @@ class LoopComparison:
         wanted = {
             name
             for name in self.expected.initial
-            if self._change(number, name) > 0 or ((grad := gradients.get(name)) is not None and bool(grad.any()))
+            if self._changes(number).get(name) or ((grad := gradients.get(name)) is not None and bool(grad.any()))
         }
         self._proved |= wanted & right
         unseen = [name for name in self.expected.initial if name in wanted & right and name not in self._gradients]
@@ -268,11 +269,15 @@ class LoopComparison:
             self._note(f"the weights after the step are compared, and not the gradients, of {self._some(unseen)}")
         return bool(wanted) and wanted <= right and first_bug(judged) is None
 
-    def _change(self, number: int, name: str) -> float:
-        """Return how far one device moves a parameter in a step at most."""
-        before = self.expected.steps[number - 1].updates if number else self.expected.initial
-        one, other = before.get(name), self.expected.steps[number].updates.get(name)
-        return largest(other - one) if one is not None and other is not None else 0.0
+    def _changes(self, number: int) -> dict[str, float]:
+        """Return how far one device moves each parameter in a step at most."""
+        if number not in self._moves:
+            before = self.expected.steps[number - 1].updates if number else self.expected.initial
+            after = self.expected.steps[number].updates
+            self._moves[number] = {
+                name: largest(after[name].double() - value.double()) for name, value in before.items() if name in after
+            }
+        return self._moves[number]
 
     def _drop_gradients(self, number: int, theirs: Mapping[int, RecordedStep]) -> bool:
         """Return True if a rank has changed a weight in a step, and dropped its gradient."""
@@ -527,8 +532,9 @@ class LoopComparison:
 
         Adam moves a weight by the sign of its gradient, also of one that is zero but for rounding: that is no evidence.
         """
-        grad, change = mine.gradients.get(name), self._change(number, name)
-        if name in self._gradients or not change or bound <= _COARSE * change:
+        grad, changes = mine.gradients.get(name), self._changes(number)
+        change = changes.get(name, 0.0)
+        if name in self._gradients or bound <= _COARSE * change or change <= _TINY * max(changes.values()):
             return False
         noise = None if grad is None else bound_of(grad, [other.gradients.get(name) for other in others])
         return grad is None or noise is None or largest(grad) > noise
