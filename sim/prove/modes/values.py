@@ -359,8 +359,9 @@ def proved_twice(
     rows = [replace(row, tensor=row.tensor.removesuffix(" of step 1")) for row in report.rows]
     if report.bug is not None and not _is_second(report.bug):
         return replace(report, rows=tuple(row for row in rows if not _is_second(row)))
-    wide = [row.place for row in rows if row.verdict == "not proved" and _is_second(row)]
-    kept = tuple(row for row in rows if not (row.verdict == "not proved" and _is_second(row)))
+    # What was not compared at all has no bound, and stays.
+    wide = [row.place for row in rows if row.verdict == "not proved" and _is_second(row) and row.bound]
+    kept = tuple(row for row in rows if row.place not in wide or row.verdict != "not proved")
     note = f"{what} is compared" + (f", but for {listed(wide)}, whose bounds are wide" if wide else "")
     return replace(report, rows=kept, notes=(note, *report.notes))
 
