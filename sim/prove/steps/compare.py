@@ -534,7 +534,7 @@ class LoopComparison:
         """
         grad, changes = mine.gradients.get(name), self._changes(number)
         change = changes.get(name, 0.0)
-        if name in self._gradients or bound <= _COARSE * change or change <= _TINY * max(changes.values()):
+        if name in self._gradients or bound <= _COARSE * change or change <= _TINY * max(changes.values(), default=0.0):
             return False
         noise = None if grad is None else bound_of(grad, [other.gradients.get(name) for other in others])
         return grad is None or noise is None or largest(grad) > noise
