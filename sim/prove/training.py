@@ -372,12 +372,19 @@ def _coarse(rows: Sequence[ReportRow], expected: _Steps) -> list[str]:
     """Name the tensors whose bounds are wide beside their values: smaller faults would hide below them."""
     sizes = {key: float(value.abs().max()) for key, value in expected.tensors.items() if value.numel()}
     by_row = {(step, kind, name): f"{name} in step {step}" for step, kind, name in sizes}
+    for (step, name), number in expected.numbers.items():
+        kind, said = _kind_of(name), f"{_SAID[name]} of step {step}"
+        sizes[step, kind, said], by_row[step, kind, said] = abs(number), said
     bounds = {(row.kind, f"{row.module}.{row.tensor}".lstrip(".")): row.bound for row in rows}
     wide = [said for key, said in by_row.items() if bounds.get((key[1], said), 0.0) > _COARSE * sizes[key] > 0]
     return [f"bounds are coarse, and smaller faults hide below them: {', '.join(wide)}"] if wide else []
 
 
 _SAID = {"tokens": "count of tokens", "loss": "loss", "norm": "norm of the gradients"}
+
+
+def _kind_of(number: str) -> str:
+    return "gradient" if number == "norm" else "forward"
 
 
 @dataclass(frozen=True)
@@ -425,7 +432,7 @@ class _Comparison:
             [torch.tensor(each.numbers[step, name], dtype=torch.float64) for each in those]
             for those in ((self.expected, *self.moved), self.ranks)
         )
-        row = ReportRow("", f"{_SAID[name]} of step {step}", "gradient" if name == "norm" else "forward")
+        row = ReportRow("", f"{_SAID[name]} of step {step}", _kind_of(name))
         return self._judged(row, wanted, moved, dict(enumerate(found)))
 
     def _tensor(self, key: tuple[int, str, str]) -> ReportRow:

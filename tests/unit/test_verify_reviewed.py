@@ -414,6 +414,70 @@ def test_a_bound_that_is_as_large_as_the_values_proves_nothing():
         report.raise_if_bug()
 
 
+class Flipped(Tied):
+    """The scores themselves, with gradients whose signs rounding decides."""
+
+    def forward(self, x):
+        scores = self.up(x)
+        return scores.detach() + torch.where(scores * 3 / 3 > scores, 1.0, -1.0) * (scores - scores.detach())
+
+
+def by_ddp(model, mesh):
+    return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def test_a_gradient_of_a_mean_over_ranks_has_a_bound_that_is_told():
+    """Gradients of activations are twice those of one device here, and so are their bounds."""
+    options = {"loss_fn": lambda output, x: output.mean(), **ROWS}
+    report = verify(Flipped, by_ddp, "dp=2", (draw(64, 8),), **options)
+    assert any(note.startswith("gradients of activations are 2 times") for note in report.notes)
+    assert "the gradient of up.output" in {row.place for row in report.not_proved}, str(report)
+
+
+class Rescaled(nn.Module):
+    """A bias whose gradient is zero but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.out(self.norm(self.inp(x)))
+
+
+def test_what_a_second_step_leaves_open_is_told():
+    def signed(parameters):
+        return torch.optim.AdamW(parameters, lr=0.1, eps=1e-30)
+
+    report = verify(Rescaled, nothing, inputs=(draw(12, 8),), optimizer_fn=signed)
+    assert report.ok, str(report)
+    assert any("is compared, but for inp.output in step 2" in note for note in report.notes), report.notes
+
+
+class Heads(nn.Module):
+    """Two heads that are made alike, so that their outputs have the same values."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(16, 4), nn.Linear(16, 4)])
+        self.heads[1].load_state_dict(self.heads[0].state_dict())
+        self.order = [0, 1]
+
+    def forward(self, x):
+        return tuple(self.heads[at](x) for at in self.order)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_swapped_outputs_of_the_same_values_are_found_by_their_gradients(swaps):
+    def parallel(model, mesh):
+        model.order = [1, 0] if swaps else [0, 1]
+
+    report = verify(Heads, parallel)
+    assert report.ok is not swaps, str(report)
+    if swaps:
+        assert report.first.place.startswith("the gradient of heads."), report.first
+
+
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "forward", "random", "gradient", "update"])
 def test_a_report_that_is_not_ok_has_a_first_row(kind):
     fine = [ReportRow("", "x", kind, verdict=verdict) for verdict in ("exact", "rounding", "pending", "private")]

@@ -87,7 +87,19 @@ def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
     with mock.patch.object(training, "_COARSE", 1e-18):
         report = verify_run(of(DENSE, tp=2), 2)
     assert report.ok
-    assert any(note.startswith("bounds are coarse") and "embed.weight in step 1" in note for note in report.notes)
+    (note,) = (note for note in report.notes if note.startswith("bounds are coarse"))
+    for name in ("embed.weight in step 1", "loss of step 2", "norm of the gradients of step 1"):
+        assert name in note
+
+
+def test_a_bound_that_is_as_wide_as_its_tensor_proves_nothing() -> None:
+    with mock.patch.object(training, "SAFETY", 1e16):
+        report = verify_run(of(DENSE, tp=2), 2)
+    assert report.bug is None
+    assert not report.ok
+    assert {row.kind for row in report.not_proved} == {"forward", "gradient"}
+    assert report.first.place == "the model's loss of step 1"
+    assert "so wide beside its values" in report.first.sentence
 
 
 def test_a_gradient_whose_bound_is_as_wide_as_it_is_not_proved() -> None:
