@@ -186,6 +186,20 @@ def test_a_script_that_takes_no_step(verify: Verify) -> None:
     assert "no rank has made a step in script.py when it ended" in err
 
 
+def test_an_optimizer_that_calls_the_model_takes_one_step(verify: Verify) -> None:
+    closure = """
+def closure():
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+optimizer.step(closure)
+"""
+    lbfgs = MODEL.replace("AdamW", "LBFGS").replace("1e-2", "0.1, max_iter=3")
+    code, out, _ = verify(lbfgs + 'dist.init_process_group("gloo")' + closure, lbfgs + closure, "--all")
+    assert (code, "0.weight update" in out, "of step 2" in out) == (0, True, False), out
+
+
 FLAT = """
 dist.init_process_group("gloo")
 rank, held = dist.get_rank(), list(model.parameters())

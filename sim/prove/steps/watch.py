@@ -443,13 +443,13 @@ class LoopWatch:
         self.note_gradients(_params_of(optimizer))
         if step is not None:
             step.starts = step.starts.joined(UpdateStarts.of(optimizer, self.parameters()))
-        self.is_updating = True
+        self.is_updating = self._has_optimizer = True
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
         if current_rank() != self._rank:
             return
-        self.is_updating, self._has_optimizer = False, True
+        self.is_updating = False
         step, own = self._step(), _params_of(optimizer)
         if step is not None:
             step.stepped.update({name: copy_of(each) for name, each in self.parameters().items() if id(each) in own})
