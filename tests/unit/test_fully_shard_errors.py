@@ -1,8 +1,12 @@
 """Mistakes in calling fully_shard: the text names the blame and a way out, on every rank, before any byte."""
 
+import inspect
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -803,6 +807,154 @@ def test_offloaded_parameters_that_are_not_on_the_host():
         model(torch.ones(1, 4))
 
     fails_on_every_rank(call, RuntimeError, r"still on the meta device .*: 0.weight, 0.bias, 1.weight, 1.bias\n")
+
+
+class Using(nn.Module):
+    """Uses the weight of a unit in it as `use` says."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)])
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.use = use
+
+    def forward(self, x):
+        return self.use(self, self.layers[0](x * self.scale))
+
+
+def by_function(self, h):
+    return F.linear(h, self.layers[1].weight) + self.scale
+
+
+def by_variable(self, h):
+    weight = self.layers[1].weight
+    return h @ weight.t()
+
+
+def over_lines(self, h):
+    return torch.addmm(
+        self.scale,
+        h,
+        self.layers[1].weight,
+    )
+
+
+def by_attention(self, h):
+    return self.attention(h[None], h[None], h[None])[0]
+
+
+def by_its_module(self, h):
+    return self.layers[1](h)
+
+
+def with_another(self, h):
+    return h + distribute_tensor(torch.ones(4), mesh(), [Replicate()])
+
+
+@pytest.mark.parametrize("use", [by_function, by_variable, over_lines, by_attention])
+def test_parameters_that_are_used_outside_of_their_unit(use):
+    def call():
+        model = Using(use)
+        for module in (*model.layers, model.attention.out_proj, model):
+            fully_shard(module, mesh=mesh())
+        nn.Sequential(model)(torch.ones(2, 4))
+
+    owner = "attention.out_proj" if use is by_attention else "layers.1"
+    where = "multi_head_attention_forward" if use is by_attention else use.__name__
+    match = (
+        rf"parameter '{owner}.weight' is used outside of .*\n  unit: HSDP.*Linear; seen: .*py:\d+, in {where}\n  try: "
+    )
+    fails_on_every_rank(call, RuntimeError, match, communicates=True)
+
+
+def test_parameters_that_are_used_by_their_unit():
+    def rank(use):
+        model = Using(use)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh())
+        model(torch.ones(2, 4)).sum().backward()
+
+    sim.run(rank, 2, args=(by_its_module,))
+    sim.run(rank, 2, args=(by_attention,))
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):  # of something else: torch's words
+        sim.run(rank, 2, args=(with_another,))
+
+
+LACKING = {
+    "SGD(fused=True)": "fused=False",
+    "Adagrad(fused=True)": "fused=False",
+    "Adafactor": "torch.optim.AdamW",
+    "Rprop": "torch.optim.RMSprop",
+    "LBFGS, uneven": "sizes of dim 0",
+}
+OPTIMIZERS = [
+    pytest.param(kind, options, even, id=f"{kind.__name__}-{'-'.join(options)}-{'even' if even else 'uneven'}")
+    for kind in vars(torch.optim).values()
+    if inspect.isclass(kind) and kind not in (torch.optim.Optimizer, torch.optim.SparseAdam)
+    for options in ({}, {"foreach": True}, {"fused": True})
+    if options.keys() <= inspect.signature(kind).parameters.keys()
+    for even in (True, False)
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "even"), OPTIMIZERS)
+def test_optimizers_of_torch(kind, options, even):
+    """They do what they do on one device, or torch cannot: then the error is ours. docs/fully_shard.md has the list."""
+    size = 4 if even else 5
+    name = kind.__name__ + ("(fused=True)" if "fused" in options else "")
+    hint = LACKING.get(name) or LACKING.get(name + ("" if even else ", uneven"))
+
+    def steps(model, parameters):
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2 or kind is not torch.optim.Muon]
+        optimizer = kind(matrices, lr=0.01, **options)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, size, generator=torch.Generator().manual_seed(0))).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 2 * size))
+
+    def rank():
+        model = net()
+        for part in (model[2], model):
+            fully_shard(part, mesh=mesh())
+        if hint:
+            with pytest.raises(ValueError, match=rf"^cannot step with {re.escape(name)}: .* '0.weight'") as caught:
+                steps(model, list(model.parameters()))
+            check_parts(str(caught.value))
+            assert f"  try: {hint}" in str(caught.value)
+            return []
+        steps(model, list(model.parameters()))
+        return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+    def bare():
+        """A model that torch alone has split."""
+        model = nn.Linear(size, size)
+        for key, value in list(model.named_parameters()):
+            model._parameters[key] = nn.Parameter(distribute_tensor(value.detach(), mesh(), [Shard(0)]))
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach().clone()
+            kind(list(model.parameters()), **options).step(lambda: 1.0)
+
+    if hint:
+        sim.run(rank, 2)
+        with pytest.raises((RuntimeError, NotImplementedError)):  # else it can do without our error, by now
+            sim.run(bare, 2)
+        return
+    whole = net()
+    steps(whole, list(whole.parameters()))
+    bounds = {"rtol": 0, "atol": 1e-3} if kind is torch.optim.Muon else {}  # it computes in bf16
+    for found in sim.run(rank, 2):
+        torch.testing.assert_close(found, [parameter.detach() for parameter in whole.parameters()], **bounds)
 
 
 def test_buffers_that_are_still_on_meta():

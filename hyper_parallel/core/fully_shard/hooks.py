@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import linecache
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, ValuesView
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, Protocol
 
 import torch
@@ -236,6 +239,50 @@ def refuse_lazy(module: nn.Module, output: Any) -> None:
         asked, blame = "cannot run forward", "it returns code that runs later, when its parameters are shards again"
         seen = f"unit: {type(module).__name__}; seen: a {type(output).__name__}"
         raise TypeError(explain(asked, blame, seen, "return list(...) of what it yields"))
+
+
+def explain_mixed(module: nn.Module, error: Exception, below: set[int]) -> None:
+    """Explain torch's error about plain tensors beside DTensors, if code has used a parameter outside of its unit.
+
+    Torch names an operator only. The parameter is a variable of the code that failed, or its line says `.head.weight`.
+
+    Args:
+        module: whose forward has failed.
+        error: with which.
+        below: the identities of the sharded parameters of units inside of it.
+
+    Raises:
+        RuntimeError: such a parameter was found.
+    """
+    if "got mixed torch.Tensor and DTensor" not in str(error):
+        return
+    names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in below}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame, line in reversed(list(zip(frames, traceback.extract_tb(error.__traceback__), strict=True))):
+        name = _name_used(frame, line, names)
+        if name is None:
+            continue
+        asked, owner = "cannot run forward", name.rpartition(".")[0]
+        blame = f"parameter {name!r} is used outside of the forward of its unit, where it is a shard"
+        seen = (
+            f"unit: {type(module.get_submodule(owner)).__name__}; seen: {line.filename}:{line.lineno}, in {line.name}"
+        )
+        hint = f"call the module {owner!r}; or do not wrap it on its own, so that the unit that uses it gathers it"
+        raise RuntimeError(explain(asked, blame, seen, hint)) from error
+
+
+def _name_used(frame: FrameType, line: traceback.FrameSummary, names: Mapping[int, str]) -> str | None:
+    """Return the name of a parameter that the code of a frame uses, or None; `names` are by identity."""
+    values = list(frame.f_locals.values())
+    found = next((names[id(value)] for value in values if id(value) in names), None)
+    first = line.lineno or 0
+    last = getattr(line, "end_lineno", None) or first  # from Python 3.11 on
+    code = "".join(linecache.getline(line.filename, number) for number in range(first, last + 1))
+    code = re.sub(r"\[(\w+)\]", r".\1", code)  # self.layers[0].weight
+    for module in (value for value in values if found is None and isinstance(value, nn.Module)):
+        own = ((name, names[id(p)]) for name, p in module.named_parameters() if id(p) in names)
+        found = next((full for name, full in own if re.search(rf"\.{re.escape(name)}\b", code)), None)
+    return found
 
 
 def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from hyper_parallel.core.common.checks import check, check_above, check_choice, check_modules
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import note_empty, runs_eagerly
+from hyper_parallel.core.fully_shard.hooks import explain_mixed
 from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
 from hyper_parallel.core.fully_shard.state_dict import load_into
 from hyper_parallel.core.fully_shard.unit import (
@@ -471,7 +472,10 @@ class ManagedModule(FSDPModule):
         """Call the module; if it is interrupted, let its unit know."""
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except Exception:
+        except Exception as error:
+            units = nested_units(self)  # type: ignore[arg-type]
+            below = (unit for unit in units if unit is not unit_of(self))  # type: ignore[arg-type]
+            explain_mixed(self, error, {id(p.sharded) for unit in below for p in unit.params})  # type: ignore[arg-type]
             raise
         except BaseException:  # Ctrl-C, for one; for exceptions torch calls the hooks
             unit = unit_of(self)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -498,6 +499,41 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         increment_version(changed)
 
 
+_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
+_INSTEAD = MappingProxyType({torch.optim.Adafactor: "torch.optim.AdamW", torch.optim.Rprop: "torch.optim.RMSprop"})
+
+
+def _refuse_lacking(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse optimizers of torch that cannot step over shards, in our words: torch names an operator of its own.
+
+    Raises:
+        ValueError: Adafactor, Rprop, fused SGD or Adagrad; LBFGS over shards of several sizes.
+    """
+    kind = type(optimizer)
+    if kind not in (*_FUSED, *_INSTEAD, torch.optim.LBFGS):
+        return
+    for group in optimizer.param_groups:
+        fused = kind in _FUSED
+        if fused and not group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            name = getattr(parameter, "_hyper_parallel_unit_name", None)
+            if name is None or not isinstance(parameter, DTensor) or not parameter.requires_grad:
+                continue
+            shards = prod(parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_shard())
+            is_even = parameter._local_tensor.numel() * shards == parameter.numel()
+            if not fused and (
+                not any(p.is_shard() for p in parameter.placements) or (is_even and kind not in _INSTEAD)
+            ):
+                continue
+            title = f"{kind.__name__}{'(fused=True)' if fused else ''}"
+            uneven = "uneven " if kind is torch.optim.LBFGS else ""
+            blame = f"torch cannot step over the {uneven}shards of parameter {name!r} with it"
+            seen = f"shape: {tuple(parameter.shape)}   placements: {parameter.placements} over {shards} ranks"
+            hint = _INSTEAD.get(kind, "fused=False" if fused else f"sizes of dim 0 that {shards} divides, or AdamW")
+            raise ValueError(explain(f"cannot step with {title}", blame, seen, hint))
+
+
 def _drop_old_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Drop the state of parameters that other ranks own.
 
@@ -511,6 +547,7 @@ def _drop_old_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
                 optimizer.state.pop(parameter, None)
 
 
+register_optimizer_step_pre_hook(_refuse_lacking)
 register_optimizer_step_pre_hook(_count_step)
 register_optimizer_step_post_hook(_count_step)
 register_optimizer_step_post_hook(_drop_old_state)
