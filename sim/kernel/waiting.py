@@ -136,13 +136,13 @@ class UnscheduledThreads:
 
     def __init__(self, scheduler: _Turns) -> None:
         self._scheduler = scheduler
-        self._threads: list[tuple[int, threading.Thread]] = []
+        self._threads: list[tuple[int, threading.Thread, bool]] = []
         self.arrived: deque[Waitable] = deque()
 
-    def add(self, rank: int, thread: threading.Thread) -> None:
-        """Note a thread that `rank` has started."""
-        self._threads = [(r, t) for r, t in self._threads if _is_alive(t)]
-        self._threads.append((rank, thread))
+    def add(self, rank: int, thread: threading.Thread, *, answers: bool) -> None:
+        """Note a thread that `rank` has started; who waits for one that only sends waits for a lock, if at all."""
+        self._threads = [each for each in self._threads if _is_alive(each[1])]
+        self._threads.append((rank, thread, answers))
 
     def __bool__(self) -> bool:
         return bool(self._threads or self.arrived)
@@ -151,7 +151,7 @@ class UnscheduledThreads:
         """Whether what `thread` waits for can only come from one of them."""
         return (
             bool(self._threads)
-            and any(rank == thread.rank and _is_alive(each) for rank, each in self._threads)
+            and any(rank == thread.rank and _is_alive(each) for rank, each, _ in self._threads)
             and not any(helper.rank == thread.rank for helper in self._scheduler.helpers)
         )
 
@@ -168,7 +168,7 @@ class UnscheduledThreads:
 
     def _patience(self) -> float:
         """For so many seconds an unscheduled thread may take to wake somebody."""
-        alive = {rank for rank, thread in self._threads if _is_alive(thread)}
+        alive = {rank for rank, thread, _ in self._threads if _is_alive(thread)}
         waiting = [
             thread
             for thread in (*self._scheduler.ranks, *self._scheduler.helpers)
@@ -178,4 +178,6 @@ class UnscheduledThreads:
             return 0.0
         if self._scheduler.somebody_sleeps():
             return 0.05
-        return math.inf if any(not thread.name for thread in waiting) else _IDLE_S  # a helper may just have no work
+        answered = {rank for rank, thread, answers in self._threads if answers and _is_alive(thread)}
+        is_long = any(not thread.name and thread.rank in answered for thread in waiting)
+        return math.inf if is_long else _IDLE_S  # a helper may just have no work

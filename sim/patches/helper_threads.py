@@ -34,8 +34,12 @@ from sim.patches.rank_thread import catch_up, on_helper_thread
 # What they start talks to other processes, by ways that the scheduler does not see.
 _RUN_BY_THEMSELVES = (
     *("multiprocessing.", "concurrent.futures.process", "torch.utils.data.", "torch.multiprocessing."),
+    "torchdata.stateful_dataloader.",
     *("multiprocess.", "billiard.", "loky.", "joblib.externals.loky."),  # others' versions of it
 )
+
+# The functions of those by which nobody learns what a process has done, or whose queue is asked with a timeout.
+_ONLY_SEND = ("_feed", "_handle_workers", "_pin_memory_loop")
 
 
 def _threads(host: object) -> Callable[[], None]:
@@ -62,6 +66,7 @@ def _threads(host: object) -> Callable[[], None]:
         helper = RankThread(context.rank if me is None else me.rank, context)
         helper.name, helper.daemon, helper.ended = thread.name, thread.daemon, Local()
         helper.by_itself = not is_here or _talks_to_processes(thread, sys._getframe(1))
+        answers = getattr(getattr(thread, "_target", None), "__name__", "") not in _ONLY_SEND
         vars(thread)[_OF_RANK] = helper.rank
         run = _run_by_itself if helper.by_itself else _run
         vars(thread)["run"] = partial(run, scheduler, helper, thread, thread.run)
@@ -75,7 +80,7 @@ def _threads(host: object) -> Callable[[], None]:
             del helpers[ended]
         helpers[thread] = helper
         if helper.by_itself:
-            scheduler.unscheduled.add(helper.rank, thread)
+            scheduler.unscheduled.add(helper.rank, thread, answers=answers)
         else:
             assert me is not None
             me.resumed = catch_up

@@ -30,7 +30,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import sim
-from sim.kernel import threads
+from sim.kernel import threads, waiting
 from sim.patches import locks
 
 pytestmark = pytest.mark.sim
@@ -736,6 +736,47 @@ def test_a_pool_of_threads_that_another_has_made():
         with pytest.raises(sim.SimError, match=r"rank . cannot .*\n  seen: .* made by the process, not by a rank\n"):
             sim.run(lambda: outside.map(abs, [-1]), 2)
         assert outside.map(abs, [-1]) == [1]
+
+
+@pytest.mark.parametrize("pool", [ThreadPoolExecutor, ThreadPool])
+def test_a_deadlock_of_threads_while_a_worker_lives(pool, monkeypatch):
+    monkeypatch.setattr(waiting, "_IDLE_S", 0.3)  # s, for what another process may yet do
+
+    def body() -> None:
+        for _ in DataLoader(Squares(), batch_size=3, num_workers=1):
+            with pool(1) as threads:
+                list(threads.map(lambda _: dist.barrier() if dist.get_rank() == 0 else None, [1]))
+
+    with pytest.raises(sim.Deadlock, match=r"rank 0, thread '.*' +waits in barrier #0 of group 'world'"):
+        sim.run(body, 2)
+
+
+class Pinned:
+    """A batch with a method of its own, which the loader's pinning thread calls."""
+
+    def __init__(self, items: list[int]) -> None:
+        self.items, self.by = items, ""
+
+    def pin_memory(self) -> Pinned:
+        self.by = f"{dist.get_rank()} {os.environ['RANK']} {threading.current_thread() is threading.main_thread()}"
+        return self
+
+
+def test_a_pinning_thread_is_its_ranks(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+
+    def body() -> list[str]:
+        loader = DataLoader(Squares(), batch_size=3, num_workers=1, pin_memory=True, collate_fn=Pinned)
+        seen = []
+        for batch in loader:
+            dist.barrier()
+            seen += [batch.by, *ask_in_threads(dist.get_rank)]
+        return seen
+
+    assert sim.run(body, 2) == [[f"{rank} {rank} False", *[rank] * 9] * 2 for rank in range(2)]
 
 
 class Asleep(Squares):
