@@ -20,7 +20,7 @@ from hyper_parallel.core.common.errors import explain
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """The files of a folder: which file has which tensor; or the only one."""
 
-MOST_LAYERS, MOST_BLOCKS, MOST_GROWTH = 4096, 2**16, 64
+MOST_LAYERS, MOST_BLOCKS, MOST_GROWTH = 1024, 2**16, 64
 """Most layers of a model, most layers times experts, and most characters that normalizers make of one."""
 
 _MOST_JSON = 2**28  # bytes; the index of a million tensors has less
