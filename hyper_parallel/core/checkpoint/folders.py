@@ -7,7 +7,6 @@ complete checkpoint that another one is about to replace; `.name.deleted-...`, o
 
 from __future__ import annotations
 
-import _thread
 import errno
 import gc
 import json
@@ -17,6 +16,7 @@ import shutil
 import socket
 import time
 import weakref
+from _thread import allocate_lock, start_new_thread
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -250,11 +250,11 @@ class Lease:
         self._take()
         opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._folder = _identity(os.fstat(opened))
-        running = _thread.allocate_lock()
+        running = allocate_lock()
         running.acquire()
         self._finalizer = weakref.finalize(self, _release, self._path, self._me, running, opened)
-        # A plain thread: of threading's, a simulated rank would wait for it, in virtual time.
-        _thread.start_new_thread(_renew, (self._path, self._me.attempt, running))
+        # Imported by name, because a simulated world replaces the one in `_thread`: leases are renewed in real time.
+        start_new_thread(_renew, (self._path, self._me.attempt, running))
 
     @property
     def run(self) -> str:
@@ -452,7 +452,7 @@ def _release(path: Path, me: Holder, running: Any, opened: int) -> None:
 
 
 def _pause(seconds: float) -> None:
-    lock = _thread.allocate_lock()  # in real time, also on simulated ranks
+    lock = allocate_lock()  # in real time, also on simulated ranks
     lock.acquire()
     lock.acquire(True, seconds)
 
