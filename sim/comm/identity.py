@@ -8,7 +8,6 @@ then on. Of objects of one name those that a rank has made earlier belong to tho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -48,9 +47,9 @@ class Identities:
         self._known: dict[tuple[int, str, int], tuple[ReferenceType[Any] | None, Identity]] = {}
         self._met: dict[str, list[tuple[Identity, ...]]] = {}
 
-    def of(self, member: int, ask: Callable[[FrameType], Any], frame: FrameType) -> Identity:
-        """Return that of a collective that `frame` issues, of whose function `ask` knows what for (an `Issuer`)."""
-        purpose, owner, what, made = ask(frame)
+    def of(self, member: int, issuer: tuple[str, Any, Callable[[Any], str], Callable[[Any], int]]) -> Identity:
+        """Return that of a member's collective, given who issues it (an `Issuer`)."""
+        purpose, owner, what, made = issuer
         key = member, purpose, id(owner)
         found = self._known.get(key)
         if found is not None and (found[0] is None or found[0]() is owner):

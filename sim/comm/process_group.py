@@ -204,6 +204,8 @@ class SimProcessGroup(Dispatched):
         self._coalescing: list[Waitable] | None = None
         self._label: str | None = None
         self._backend = endpoint.network.backend
+        self._known_as: SimProcessGroup = self  # to torch
+        self._issuer: Any = None  # of all that is called through this object
         self.line = ""  # the user's line that has made it
 
     # -- plumbing ----------------------------------------------------------------------------------------------
@@ -218,6 +220,17 @@ class SimProcessGroup(Dispatched):
         """Release the world: torch's caches may hold this group longer than the world lives."""
         self._alive = None
         self._group = Group(None, self._group.name, self._group.ranks)
+
+    def for_issuer(self, issuer: Any) -> SimProcessGroup:
+        """Return another object for this end of the group, through which one object alone calls, from C++ say.
+
+        Args:
+            issuer: What its calls on floating-point tensors are for: an `Issuer`, given that object as its owner.
+        """
+        made = SimProcessGroup(self._endpoint, self._group, self._member)
+        made._known_as, made._label, made._issuer = self, self._axis(), issuer._replace(owner=made)
+        self._endpoint.network.join(self._group, self._member, made)
+        return made
 
     def size(self) -> int:
         return self._size
@@ -235,7 +248,7 @@ class SimProcessGroup(Dispatched):
         endpoint = self._alive
         if endpoint is None or endpoint.network.devices is None:
             return [torch.device("cpu")]
-        name = str(endpoint.c10d.pg_map.get(self, ("sim",))[0])
+        name = str(endpoint.c10d.pg_map.get(self._known_as, ("sim",))[0])
         if ":" in name:
             kinds = [part.partition(":")[0] for part in name.split(",")]
         else:  # torch makes a backend for each device, if none is named
@@ -316,7 +329,7 @@ class SimProcessGroup(Dispatched):
         """Whether the group has the name of the backend that the world stands for, and so its rules."""
         endpoint = self._endpoint
         backend = endpoint.network.backend
-        return backend != "sim" and backend in str(endpoint.c10d.pg_map[self][0])
+        return backend != "sim" and backend in str(endpoint.c10d.pg_map[self._known_as][0])
 
     def _check_moves(self, op: str, tensors: Tensors) -> None:
         """Refuse what the backend that the world stands for does not move, each rank by itself."""
@@ -399,10 +412,15 @@ class SimProcessGroup(Dispatched):
             self._check_device(call.contract.op, (*call.inputs, *call.outputs))
         if call.contract.reduce_op == "-" and self._stands_in():
             self._check_moves(call.contract.op, (*call.inputs, *call.outputs))
-        call.line, issuer = user_line_and_issuer()
-        if issuer is not None and self._size > 1 and network.check_identity:
-            call.identity = self._group.identities.of(self._member, *issuer)
-        del issuer  # a frame, and what its function has
+        call.line, asked = user_line_and_issuer()
+        if self._size > 1 and network.check_identity:
+            if asked is not None:
+                ask, frame = asked
+                call.identity = self._group.identities.of(self._member, ask(frame))
+                del frame  # which has what its function has
+            elif self._issuer is not None and outputs and outputs[0].is_floating_point():
+                call.identity = self._group.identities.of(self._member, self._issuer)
+        del asked
         call.axis = self._axis()
         for issuing in network.issuing:
             issuing(endpoint, self._group, call)

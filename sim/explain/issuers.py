@@ -8,7 +8,7 @@ for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -101,6 +101,24 @@ def _fsdp2_reduce(frame: FrameType) -> Issuer:
         return Issuer("reduction of", group, _fsdp2_text, _fsdp2_made)
     places = [place for place, param in enumerate(group.fsdp_params) if any(param is each for each in used)]
     return Issuer(f"reduction of {places}", group, lambda owner: _params_text(owner, list(used)), _fsdp2_made)
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------------------------------
+
+
+def of_reducer(params: Sequence[Any], names: Mapping[int, str], made: int) -> Issuer:
+    """Return the issuer of the reductions of a model's buckets, which C++ code issues; its owner is still to be set.
+
+    Args:
+        params: Its parameters.
+        names: Of them, by number.
+        made: Numbers the models of a process.
+    """
+    texts = [
+        f"{plain_name(names.get(number, str(number)).removeprefix('.'))} {str(param.dtype).removeprefix('torch.')} {list(param.shape)}"
+        for number, param in enumerate(params)
+    ]
+    return Issuer("reduction of", None, lambda owner: ", ".join(texts), lambda owner: made)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

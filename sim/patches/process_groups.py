@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from sim.comm.group import Endpoint
 from sim.comm.process_group import SimProcessGroup
 from sim.comm.store import MAKERS
 from sim.explain.errors import SimError
+from sim.explain.issuers import of_reducer
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context, this_thread
 from sim.patches.devices import mapped
@@ -168,13 +170,17 @@ def _create_group(options: Any, backend_options: Any) -> dist.ProcessGroup:
     group = SimProcessGroup(context, shared, member)
     group.line = user_line()
     network.join(shared, member, group)
+    _add_placeholder(group)
+    return group
+
+
+def _add_placeholder(group: SimProcessGroup) -> None:
+    """Some of torch's code asks a group for its backend and devices; this one has answers and moves nothing."""
     custom = dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(custom)
-    # Some of torch's code asks a group for its backend and devices; this one has answers and moves nothing. (On
-    # torch 2.15 the group's own rank is the one it says.)
-    placeholder = torch._C._distributed_c10d.FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+    # On torch 2.15 the group's own rank is the one that this says.
+    placeholder = torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
     group._register_backend(torch.device("cpu"), custom, placeholder)
-    return group
 
 
 def _group_creation(host: Host) -> Undo:
@@ -481,6 +487,20 @@ def _operators(host: Host) -> Undo:
     return replace_kernels()
 
 
+def _reducer(host: Host) -> Undo:
+    """The reducer of `DistributedDataParallel` calls an object of its own, as no frame tells whose C++ code does."""
+    original, numbers = dist.Reducer, itertools.count(1)
+
+    def reducer(params: Any, indices: Any, limits: Any, group: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(group, SimProcessGroup) and host.network.check_identity:
+            names = options.get("param_to_name_mapping") or next((each for each in rest if isinstance(each, dict)), {})
+            group = group.for_issuer(of_reducer(params, names, next(numbers)))
+            _add_placeholder(group)
+        return original(params, indices, limits, group, *rest, **options)
+
+    return exchange([(dist, "Reducer", reducer)])
+
+
 PROCESS_GROUP_PATCHES = (
     _c10d_state,
     _group_names,
@@ -495,5 +515,6 @@ PROCESS_GROUP_PATCHES = (
     _new_group,
     _device_mesh,
     _operators,
+    _reducer,
 )
 """What of torch.distributed is changed."""

@@ -585,6 +585,23 @@ def test_seam_operators():
     assert kernels() == before
 
 
+def test_seam_reducer():
+    called_through = []
+
+    def body() -> list[float]:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        return model.module.weight.grad.flatten().tolist()
+
+    before = dist.Reducer
+    with sim.world(2) as world:
+        assert dist.Reducer is not before
+        world.network.issuing = (lambda endpoint, group, call: called_through.append(call.identity),)
+        assert world.run(body) == [[1.5, 1.5]] * 2
+    assert dist.Reducer is before
+    assert {each.text for each in called_through if each} == {"reduction of weight float32 [1, 2]"}
+
+
 def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
     from sim.comm import dispatcher
 

@@ -227,6 +227,41 @@ def test_what_a_collective_is_for_is_compared(case: str) -> None:
     assert f"  rank 1  {said_by_other}" in str(caught.value)
 
 
+# -- DistributedDataParallel -------------------------------------------------------------------------------------------
+
+
+def _steps_of_two(orders: tuple[tuple[int, ...], ...], *, wrapped: bool = False) -> None:
+    models: list[Any] = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if wrapped and dist.get_rank():
+            model[0] = checkpoint_wrapper(model[0])
+        models.append(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True))
+    for place in orders[dist.get_rank()]:
+        models[place](X).sum().backward()
+
+
+def test_gradients_of_other_models_are_told_in_ddp() -> None:
+    with pytest.raises(sim.CollectiveMismatch, match="do not mean the same by all_reduce") as caught:
+        sim.run(lambda: _steps_of_two(((0, 1), (1, 0))), 2)
+    assert re.search(r"rank 0  reduction of 0\.weight float32 .* \(number 2 of this name\)", str(caught.value))
+    assert re.search(r"rank 1  reduction of 0\.weight float32 .* \(number 1 of this name\)", str(caught.value))
+
+
+def test_models_of_ddp_that_ranks_use_alike_are_left_alone() -> None:
+    sim.run(lambda: _steps_of_two(((1, 0, 0, 1), (1, 0, 0, 1)), wrapped=True), 2)
+
+
+def test_ranks_of_ddp_that_have_no_batches_left_join_the_others() -> None:
+    def body() -> None:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        with model.join():
+            for _ in range(1 + dist.get_rank()):
+                model(X).sum().backward()
+
+    sim.run(body, 2)
+
+
 # -- proofs ------------------------------------------------------------------------------------------------------------
 
 
