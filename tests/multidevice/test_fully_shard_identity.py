@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sim
 from hyper_parallel import clip_grad_norm_, fully_shard, hsdp
 from hyper_parallel.core.fully_shard import comm
+from hyper_parallel.platform.cpu import CpuPlatform
 
 PROCESSES = ("gloo", "gpu", "npu")
 
@@ -214,6 +215,18 @@ def test_a_forward_that_raises_on_one_rank_does_not_wait_for_the_others(ctx):
     else:  # gathers with it, and has nothing to compare
         model.unshard()
     dist.barrier()
+
+
+@sim.ranks(2, backends=("gloo",))
+def test_the_host_of_a_device_reads_the_result_where_clipping_ends(ctx):
+    with mock.patch.object(CpuPlatform, "has_streams", True):
+        models = [experts(ctx.device), experts(ctx.device)]
+        for model in models:
+            model(rows(ctx.device), (0,)).sum().backward()
+        with torch.no_grad():
+            models[ctx.rank](rows(ctx.device), (0,))
+        with pytest.raises(RuntimeError, match=r"a mixture of their values\n  rank 0: gather of head"):
+            clip_grad_norm_(models[0], 1.0)
 
 
 @sim.ranks(2, backends=PROCESSES)

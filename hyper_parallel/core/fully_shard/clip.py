@@ -90,7 +90,8 @@ def clip_grad_norm_(
     Raises:
         TypeError, ValueError: as `get_total_norm`; also for a `max_norm` that is no number, NaN or negative. All of
             them are raised before any communication of its own.
-        RuntimeError: the norm is not finite, with `error_if_nonfinite`; no gradient has been changed.
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`; no gradient has been changed. Or ranks have
+            gathered or reduced different units together.
     """
     asked = "cannot clip gradients"
     limit = _limit(asked, max_norm)
@@ -131,7 +132,8 @@ def get_total_norm(
 
     Communication: one all_reduce for each process group along which any parameter is split, of a number per distinct
     set of such groups. Which they are depends on the parameters alone, so that no rank waits for one without gradients.
-    Before that, `hsdp_sync_stream()` waits for gradients that are still being reduced.
+    Before that, `hsdp_sync_stream()` waits for gradients that are still being reduced. If units of `fully_shard` or
+    `hsdp` have reduced any since ranks last compared, 64 numbers more say what each rank has gathered and reduced.
 
     Args:
         parameters: as for `clip_grad_norm_`.
@@ -151,7 +153,8 @@ def get_total_norm(
         TypeError: an argument of another type than above.
         ValueError: a `norm_type` of 0 or less, or NaN; a gradient that is sparse, or on another mesh than its
             parameter; parameters some of which are on meta.
-        RuntimeError: the norm is not finite, with `error_if_nonfinite`.
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`; or ranks have gathered or reduced different
+            units together.
     """
     asked = "cannot take the norm of gradients"
     p = _options(asked, norm_type, error_if_nonfinite, foreach, stage_group)
