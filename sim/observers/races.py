@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
 from sim.comm.collectives import Call
@@ -196,13 +196,13 @@ class _Accesses(TorchDispatchMode):
 
     def __init__(self, flights: Flights) -> None:
         super().__init__()
-        self._flights = flights
+        self.flights = flights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
-        flights = self._flights
+        flights = self.flights
         if flights and not is_harmless(func) and not _is_copy_of_device(func, args, flights.apart):
             reads, writes = accesses(func, args, kwargs)
             flights.check(f"{func.namespace}.{func._opname}", flights.parts(reads), flights.parts(writes))
@@ -299,3 +299,18 @@ class Races(Observer):
         flights = self.of_rank(endpoint.rank)
         with _Accesses(flights), _Looks(flights):
             yield
+
+
+def look(name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+    """Raise `InFlightBufferRace` if an operation that runs past the modes of the calling rank must not touch tensors.
+
+    Nothing is looked for where the rank's operations are not watched.
+
+    Args:
+        name: what touches them, for the message.
+        reads, writes: tensors; of DTensors the rank's parts.
+    """
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _Accesses) and mode.flights:
+            own = ([getattr(each, "_local_tensor", each) for each in tensors] for tensors in (reads, writes))
+            mode.flights.look(name, *own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +23,7 @@ from hyper_parallel.core.shard.spelling import LayoutTree, leaves
 from hyper_parallel.platform import get_platform
 from sim.explain.errors import RankFailed, SimError
 from sim.late.switch import why_not
+from sim.observers.races import look
 from sim.patches.devices import has_named
 from sim.prove.bound import FEW, SAFETY, DoubleGroupedProducts, largest_move
 from sim.prove.evidence import largest, unit_roundoff
@@ -245,6 +246,8 @@ class _Session:
                 output = self._output()
             self.run.changed_buffers = self._buffers()
             self.run.outputs, self.run.loss = self._finish(output)
+            loss = [] if self.run.loss is None else [self.run.loss]
+            look("the end of forward", [*loss, *(tensor for _, tensor in self.run.outputs)], ())
         step = self.run.step
         self.run.uses = {place: use for place, use in self.quiet.uses.items() if place[3] == step}
         self.run.is_misfit = self.quiet.is_misfit
@@ -309,6 +312,7 @@ class _Session:
                     self._forward()
                 with _entered(self.run.recorder.modules, self.run.recorder.inside):
                     self._differentiate(self.run.outputs, self.run.loss, grads)
+                look_at_gradients(self._leaves().values())
                 self._keep_gradients()
                 self.run.redraw = redrawn(self.quiet.draws, self.quiet.again)
                 self.run.repeats = self.quiet.repeats
@@ -771,6 +775,15 @@ def proved_on_device(report: Report, prove: Callable[[str], Report], why: str = 
     first, *rows = [row for row in again.rows if row.verdict == "bug"]
     first = replace(first, sentence=sentence, suggestion="")
     return replace(report, rows=(*report.rows, first, *rows), mutants=None)
+
+
+def look_at_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise `InFlightBufferRace` if an operation is in flight on a gradient or its parameter when backward is over.
+
+    The proof and the optimizer use them past the modes that watch the rank.
+    """
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    look("the update", [each.grad for each in trained if each.grad is not None], trained)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

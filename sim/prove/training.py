@@ -288,8 +288,8 @@ def _unsharded(tensor: torch.Tensor) -> torch.Tensor:
 
 def _steps_of(run: Config, world_size: int, perturbed: int | None = None) -> list[_Steps]:
     kind = run.train.device
-    options: dict[str, Any] = {} if kind == "cpu" else {"device": kind, "check_races": True}
-    with World(world_size, WorldOptions(seed=run.train.seed, **options)) as world:
+    options = WorldOptions(seed=run.train.seed, device=None if kind == "cpu" else kind, check_races=world_size > 1)
+    with World(world_size, options) as world:
         return world.run(_take_steps, args=(run, world_size, perturbed))
 
 

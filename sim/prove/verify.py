@@ -124,6 +124,7 @@ def verify_plan(
             a model_fn that does not make the same model twice; a model that computes nan.
         RankFailed: a rank raised; the message ends with the module that it was in. So do those of deadlocks and
             collectives that do not match.
+        InFlightBufferRace: a rank touches a buffer of an operation that it has not waited for.
     """
     mesh = _read_mesh(mesh_shape)
     _check_callables(model_fn, plan, parallelize, loss_fn, optimizer_fn, dtype, seed, steps)
@@ -177,7 +178,8 @@ def _compared(
     """Compute on the ranks, with a fault put in or without, and compare."""
     mesh = task.mesh
     judge = Judge(mesh)
-    with world(math.prod(mesh.mesh_shape), seed=task.seed) as w, put_in(w, mutant):
+    watched = mutant is None and task.shared is None  # once for each proof
+    with world(math.prod(mesh.mesh_shape), seed=task.seed, check_races=watched) as w, put_in(w, mutant):
         ranks = Ranks(task, w, mutant)
         try:
             ranks.forward()

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
-from sim.explain.errors import RankFailed, SimError
+from sim.explain.errors import InFlightBufferRace, RankFailed, SimError
 from sim.kernel.context import current_rank
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
@@ -272,7 +272,9 @@ class _ScriptTask:
             with suppress(_EnoughSteps), perturbed, watch, wide if is_wide else nullcontext(), choices:
                 execute_script(source.code, source.package)
 
-        ranks = world(launch.nproc, seed=launch.seed, init=False, map_device=launch.map_device, own=launch.own)
+        watched = launch is self.launch and seed is None and mutant is None and not numbers
+        options: dict[str, Any] = {"map_device": launch.map_device, "own": launch.own, "check_races": watched}
+        ranks = world(launch.nproc, seed=launch.seed, init=False, **options)
         ranks.replay = launch.replay()
         with (
             warnings.catch_warnings(),
@@ -401,7 +403,8 @@ def verify_script(
         try:
             return _prove(task)
         except (SimError, KeyboardInterrupt) as error:
-            if isinstance(error, KeyboardInterrupt) or not _OF_DTYPES.search(str(error)):
+            final = isinstance(error, (KeyboardInterrupt, InFlightBufferRace))
+            if final or not _OF_DTYPES.search(str(error)):
                 return _failed(task, error)
             said = str(error.__cause__ or error).splitlines()[0]
         except ValueError as error:

@@ -365,3 +365,16 @@ def test_faults_put_into_a_script_are_found(verify: Verify) -> None:
     assert code == 0
     assert "4 of 4 faults were put in" in out
     assert "missing reduction 1 0 0" in out
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_gradient_whose_reduction_is_never_waited_for(verify: Verify, waits: bool) -> None:
+    issued = f"dist.all_reduce(parameter.grad, async_op=True){'.wait()' if waits else ''}"
+    code, out, err = verify(example("moe", "dist.all_reduce(parameter.grad)", issued), ALONE)
+    assert code == (0 if waits else 1)
+    if waits:
+        assert "computes what it computes on one device" in out
+    else:
+        assert "reads a buffer that all_reduce #" in err
+        assert "writes and that it has not waited for" in err
+        assert "touched: script.py:76" in err

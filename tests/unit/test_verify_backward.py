@@ -267,3 +267,114 @@ def test_a_watch_leaves_no_graph_behind():
     before = count()
     watched()
     assert count() <= before
+
+
+# -- what is issued and never waited for -------------------------------------------------------------------------------
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def mean_square(output, x):
+    return output.square().mean()
+
+
+def bucketed(model, forgotten, *, is_flat):
+    """Average gradients, two in a bucket, while backward goes on; wait for all but one, and copy them back.
+
+    Args:
+        model: changed in place.
+        forgotten: the bucket that is not waited for; None: all are.
+        is_flat: a bucket is a buffer of its own; else the gradients are reduced in place.
+    """
+    ready, issued = [], []
+
+    def reduce(parameter):
+        ready.append(parameter)
+        if len(ready) % 2 == 0:
+            grads = [each.grad for each in ready[-2:]]
+            buffers = [torch.cat([grad.flatten() for grad in grads])] if is_flat else grads
+            works = [dist.all_reduce(buffer, op=dist.ReduceOp.AVG, async_op=True) for buffer in buffers]
+            issued.append((works, grads, buffers[0]))
+        if len(ready) == 4:
+            for number, (works, grads, buffer) in enumerate(issued):
+                for work in works if number != forgotten else ():
+                    work.wait()
+                for grad, part in zip(
+                    grads, buffer.split([grad.numel() for grad in grads]) if is_flat else (), strict=False
+                ):
+                    grad.copy_(part.view_as(grad))
+            ready.clear()
+            issued.clear()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(reduce)
+
+
+def plan_of_buckets(parallelize, **options):
+    x = draw(4, 6)
+    return sim.verify_plan(
+        two_layers, (x,), "dp=2", parallelize=parallelize, loss_fn=mean_square, input_layouts=[("dp",)], **options
+    )
+
+
+def step_of_buckets(parallelize, **options):
+    return sim.verify_step(
+        squared, two_layers, draw(4, 6), "dp=2", parallelize=parallelize, shard_batch=rows, **options
+    )
+
+
+@pytest.mark.parametrize("optimizer_fn", [None, True])
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("proof", [plan_of_buckets, step_of_buckets])
+def test_a_bucket_that_is_never_waited_for_is_found(proof, is_flat, optimizer_fn):
+    def parallel(model, mesh, forgotten=None):
+        bucketed(model, forgotten, is_flat=is_flat)
+
+    assert proof(parallel, optimizer_fn=optimizer_fn).ok
+    for number in (0, 1):
+        with pytest.raises(
+            sim.InFlightBufferRace, match=r"reads a buffer that all_reduce #\d of .* it has not waited for"
+        ):
+            proof(lambda model, mesh, at=number: bucketed(model, at, is_flat=is_flat), optimizer_fn=optimizer_fn)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("proof", [plan_of_buckets, step_of_buckets])
+def test_a_hook_of_ddp_that_does_not_wait_for_its_bucket(proof, waits):
+    def reduce(state, bucket):
+        buffer = bucket.buffer().div_(2)
+        work, done = dist.all_reduce(buffer, async_op=True), torch.futures.Future()
+        done.set_result(buffer)
+        return work.get_future().then(lambda future: future.value()[0]) if waits else done
+
+    def parallel(model, mesh):
+        model = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+        model.register_comm_hook(None, reduce)
+        return model
+
+    if waits:
+        assert proof(parallel).ok
+        return
+    with pytest.raises(sim.InFlightBufferRace, match="writes and that it has not waited for"):
+        proof(parallel)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_loss_that_is_never_waited_for(waits):
+    def step(model, batch):
+        loss = averaged(model, batch).detach()
+        work = dist.all_reduce(loss, op=dist.ReduceOp.AVG, async_op=True)
+        if waits:
+            work.wait()
+        return loss
+
+    def prove():
+        return sim.verify_step(squared, two_layers, draw(4, 6), "dp=2", rank_step=step, shard_batch=rows)
+
+    if waits:
+        assert prove().ok
+        return
+    with pytest.raises(sim.InFlightBufferRace, match="by the end of the step"):
+        prove()

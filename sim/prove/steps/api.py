@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
+from sim.observers.races import look
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh, unit_roundoff
 from sim.prove.modes.choices import ChoiceKey, Choices
@@ -27,7 +28,7 @@ from sim.prove.modes.values import check_varied, proved_once, proved_twice, prov
 from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.record import mapped, settle, tensors_in
 from sim.prove.report import Report, Sensitivity
-from sim.prove.runs import adamw, converted, offloaded_of, proved_on_device
+from sim.prove.runs import adamw, converted, look_at_gradients, offloaded_of, proved_on_device
 from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
 from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
@@ -124,6 +125,7 @@ def verify_step(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or names that there are not.
         RankFailed: a rank raised, or ranks did not come together.
+        InFlightBufferRace: a rank touches a buffer of an operation that it has not waited for.
     """
     mesh = read_mesh(_ASKED, mesh_shape)
     mesh = Layout(mesh.mesh_shape, mesh.alias_name)
@@ -256,7 +258,10 @@ class _StepTask:
                 is_called = any(there) or watch.has_differentiated or watch.has_updated
                 if isinstance(loss, torch.Tensor) and loss.requires_grad and not is_called:
                     loss.backward()
+                look("the end of the step", [loss] if isinstance(loss, torch.Tensor) else [], ())
                 watch.note_result(loss)
+                if not watch.has_updated:
+                    look_at_gradients(watch.parameters().values())
                 if not watch.has_updated and optimizer is not None:
                     # Imported here: whoever imports `sim` needs no trainer.
                     from hyper_parallel.trainer.optimizer import update
@@ -312,7 +317,8 @@ class _StepTask:
                 record.uses, record.choices = {}, {}
 
         moves = self.device != "cpu"
-        options: dict[str, Any] = {"device": self.device, "check_races": True} if moves else {}
+        watched = mutant is None and self.shared is None
+        options: dict[str, Any] = {"device": self.device if moves else None, "check_races": watched}
         with world(math.prod(self.mesh.mesh_shape), seed=self.seed, **options) as ranks:
             with put_in(ranks, mutant):
                 ranks.run(make)
