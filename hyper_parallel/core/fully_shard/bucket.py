@@ -355,11 +355,12 @@ class Bucket:
         Torch then exchanges what a DTensor has below Python, its storage without memory. The shard stays what it was.
         """
         for param in self.params:
-            slot = param.slots[0]
-            registered: Any = slot.module._parameters.get(slot.name)
-            if self.gathered and registered is not param.sharded and registered is not param.unsharded:
-                raise _replaced_error(param.name, registered)
-            if not param.was_assigned():
+            if self.gathered:
+                slot = param.slots[0]
+                registered: Any = slot.module._parameters.get(slot.name)
+                if registered is not param.sharded and registered is not param.unsharded:
+                    raise _replaced_error(param.name, registered)
+            if not param.was_assigned(gathered=self.gathered):
                 continue
             param.note_storages()
             blame = f"the data of {param.name!r} was assigned, and a managed parameter keeps its own"

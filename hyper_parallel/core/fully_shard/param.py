@@ -272,15 +272,15 @@ class ManagedParam:
         """Note which storages the two parameters have, which `parameter.data = value` exchanges."""
         self._storages = (self.local, _storage_of(self.sharded), self.unsharded, _storage_of(self.unsharded))
 
-    def was_assigned(self) -> bool:
-        """Whether somebody has assigned `.data` of the sharded or of the unsharded parameter since these were made.
+    def was_assigned(self, *, gathered: bool) -> bool:
+        """Return True if somebody has assigned `.data` of the sharded parameter, or of the unsharded one if `gathered`.
 
         `module.to` and `swap_tensors` exchange the shard itself, which is no mistake.
         """
         local, sharded, unsharded, storage = self._storages
         if local is self.local and sharded._cdata != _storage_of(self.sharded)._cdata:
             return True
-        return unsharded is self.unsharded and storage._cdata != _storage_of(unsharded)._cdata
+        return gathered and unsharded is self.unsharded and storage._cdata != _storage_of(unsharded)._cdata
 
     def show(self, parameter: nn.Parameter) -> None:
         """Register `parameter` on the modules."""
