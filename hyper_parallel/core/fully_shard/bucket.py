@@ -333,7 +333,8 @@ class Bucket:
     def _check_place(self) -> None:
         on_host = self.storage.on_host
         kind = "cpu" if on_host else self.storage.compute.type
-        elsewhere = [f"{p.name} ({p.local.device})" for p in self.params if p.local.device.type != kind]
+        held = (param for param in self.params if on_host or param.placement.is_held)  # others' have no elements here
+        elsewhere = [f"{param.name} ({param.local.device})" for param in held if param.local.device.type != kind]
         if elsewhere and on_host:
             asked, seen = "cannot gather parameters", "seen: offload_policy=CPUOffloadPolicy()"
             blame = f"those that were wrapped for CPU offload are not on the host: {', '.join(elsewhere)}"
