@@ -459,7 +459,7 @@ def _reduce(
         joined, op = torch.cat([joined.masked_fill(unknown, 0.0), unknown.to(joined.dtype)]), dist.ReduceOp.MAX
     sent = joined if log is None else log.carried(joined)
     dist.all_reduce(sent, op=op, group=group)
-    if log is not None:
+    if log is not None and sent is not joined:
         sent = log.read_carried(get_platform(sent.device.type), joined.numel(), sent)
     if p < math.inf:
         return list(sent.unbind())

@@ -284,12 +284,11 @@ class GroupLog:
 
     def read_carried(self, platform: Platform, numbers: int, reduced: torch.Tensor) -> torch.Tensor:
         """Take what `carried` has put behind so many numbers off again, for `check`."""
-        if reduced.numel() > numbers:
-            self.due = False
-            self._take_recent()
-            # Either of the two is 0 if the bit is the same on all ranks, whatever the dtype has rounded.
-            ones, zeros = reduced[numbers:].view(2, BITS).unbind()
-            self._read_later(platform, ones * zeros, lambda values: not any(values))
+        self.due = False
+        self._take_recent()
+        # Either of the two is 0 if the bit is the same on all ranks, whatever the dtype has rounded.
+        ones, zeros = reduced[numbers:].view(2, BITS).unbind()
+        self._read_later(platform, ones * zeros, lambda values: not any(values))
         return reduced[:numbers]
 
     def _take_recent(self) -> None:
