@@ -239,6 +239,22 @@ def test_from_local_of_copies_of_which_one_counts(ctx):
         assert torch.equal(copy.grad, weight)
 
 
+@sim.ranks(4, backends=NO_GLOO)
+def test_a_pending_gradient_of_copies_of_which_one_counts(ctx):
+    """A sum stays pending over an axis where the copies do; others are taken, as no order of the two is known."""
+    own = Layout.from_device_mesh(mesh_of(ctx))
+    weight = numbers(ctx, 4, 4)
+    for kind, pending, axes in itertools.product(("max", "min"), ("sum", "avg", "max"), (("dp", "tp"), ("tp",))):
+        x = leaf(numbers(ctx, 4, 4), own(partial=dict.fromkeys(axes, kind)))
+        given = own(partial={"dp": pending})
+        grad = weight + ctx.rank // 2 * (1 if pending == "max" else 2)
+        redistribute(x, ()).backward(from_local(grad, given))
+        wanted = {"sum": 2 * weight + 2, "avg": weight + 1, "max": weight + 1}[pending]
+        assert torch.equal(full_tensor(x.grad), wanted), (kind, pending)
+        stays = pending != "max" and "dp" in axes
+        assert Layout.of(x.grad).partial == ({"dp": pending} if stays else {}), (kind, pending, axes)
+
+
 # -- to_local and full_tensor ------------------------------------------------------------------------------------------
 
 
