@@ -71,7 +71,7 @@ class Case:
 @st.composite
 def cases(draw: Any) -> Case:
     dp, tp = draw(st.sampled_from([(1, 2), (2, 2), (1, 3)]))
-    sizes = [draw(st.integers(1, 5)) for _ in range(4)]
+    sizes = [draw(st.integers(0, 5)), draw(st.integers(0, 5)), *(draw(st.integers(1, 5)) for _ in range(2))]
     return Case(dp, tp, *sizes, *(draw(st.booleans()) for _ in range(3)))
 
 

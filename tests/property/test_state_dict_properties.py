@@ -58,7 +58,7 @@ def cases(draw):
     first, second = draw(st.sampled_from(grids)), draw(st.sampled_from(grids))
     values = []
     for _ in range(draw(st.integers(1, 3), label="parameters")):
-        shape = draw(st.lists(st.sampled_from((1, 2, 3, 5, 7, 4, 8)), min_size=1, max_size=3).map(tuple))
+        shape = draw(st.lists(st.sampled_from((1, 0, 2, 3, 5, 7, 4, 8)), min_size=1, max_size=3).map(tuple))
         sizes = draw(st.sampled_from(grids))
         mesh = Layout(sizes, AXIS_NAMES[: len(sizes)])
         values.append(

@@ -1247,6 +1247,19 @@ def test_what_rounding_decides_is_not_proved(step):
     assert {row.kind for row in report.not_proved} == (set() if report.ok else {"gradient"})
 
 
+def test_a_loss_that_rounding_decides_is_not_proved():
+    def step(model, batch):
+        total = sum(each.square().sum() for each in model.parameters())
+        total.backward()
+        sums = [each.detach().sum() for each in model.parameters()]
+        return total.detach() * torch.sign(sum(sums) - sum(reversed(sums)))
+
+    report = sim.verify_step(step, lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), torch.zeros(2), "dp=2")
+    assert [row.tensor for row in report.not_proved] == ["loss"], str(report)
+    assert report.first.place == "the model's loss"
+    assert not report.ok
+
+
 def test_faults_that_are_put_in_are_found():
     found = verify("tp=2", parallelize=fused).sensitivity(most=12)
     assert len(found.rows) == 12 < found.possible
