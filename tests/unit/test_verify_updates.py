@@ -145,7 +145,7 @@ def test_a_fault_of_the_optimizer_alone_is_found(proved, fault, words, number):
 @pytest.mark.parametrize("right", [grouped, fused, one_by_one])
 def test_right_optimizers_are_right(proved, right):
     report = proved(right, steps=3)
-    assert report.first is None, report
+    assert report.bug is None, report
     assert {row.verdict for row in report.rows if row.kind == "update"} <= {"exact", "rounding"}
 
 
