@@ -114,9 +114,10 @@ def of_reducer(params: Sequence[Any], names: Mapping[int, str], made: int) -> Is
         names: Of them, by number.
         made: Numbers the models of a process.
     """
+    paths = [plain_name(names.get(number, str(number)).removeprefix(".")) for number in range(len(params))]
     texts = [
-        f"{plain_name(names.get(number, str(number)).removeprefix('.'))} {str(param.dtype).removeprefix('torch.')} {list(param.shape)}"
-        for number, param in enumerate(params)
+        f"{path} {str(param.dtype).removeprefix('torch.')} {list(param.shape)}"
+        for path, param in zip(paths, params, strict=True)
     ]
     return Issuer("reduction of", None, lambda owner: ", ".join(texts), lambda owner: made)
 
