@@ -72,6 +72,7 @@ class Checks(TypedDict, total=False):
 
     check_races: bool
     check_replicas: bool
+    check_identity: bool
 
 
 class Options(Checks, total=False):

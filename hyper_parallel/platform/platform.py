@@ -202,11 +202,13 @@ class Platform(ABC):
 
     A platform holds no state of its own: two calls of `get_platform` may return two objects, and many ranks may share
     one. `device_type` is torch's name for the device ("cpu", "cuda", "npu"); `backend` is the name of the
-    `torch.distributed` backend that moves its tensors ("gloo", "nccl", "hccl").
+    `torch.distributed` backend that moves its tensors ("gloo", "nccl", "hccl"). `compares_collectives` says that ranks
+    compare what each collective is for as they issue it, as simulated ones do, so that the engine need not afterwards.
     """
 
     device_type: str
     backend: str
+    compares_collectives = False
 
     @abstractmethod
     def name(self) -> str:
@@ -254,11 +256,6 @@ class Platform(ABC):
         nccl's are. gloo refuses them, and torch_npu makes one operation of each tensor, for each of which it waits.
         """
         return self.backend == "nccl"
-
-    @property
-    def compares_collectives(self) -> bool:
-        """Whether ranks compare what each collective is for as they issue it, so that nobody has to afterwards."""
-        return False
 
     @abstractmethod
     def new_stream(self, priority: int = 0) -> Stream:

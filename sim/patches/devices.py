@@ -384,8 +384,11 @@ def _provide(device_type: str | None) -> Platform | None:
     """The simulated device for a rank that asks for the default, `cpu`, or what is mapped to it; else None."""
     context = current_context()
     if context is not None and (context.late is not None or context.shared is not None):
-        kind = CudaPlatform if context.host.device == "cuda" else NpuPlatform
-        return kind() if device_type is None else None  # the others are what they are on a machine
+        if device_type not in (None, context.host.device):
+            return None  # the others are what they are on a machine
+        device: Platform = CudaPlatform() if context.host.device == "cuda" else NpuPlatform()
+        device.compares_collectives = True
+        return device
     if context is None or device_type not in (None, "cpu", context.host.map_device):
         return None
     found: Platform = context.host.platform()

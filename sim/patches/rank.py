@@ -34,6 +34,8 @@ Undo = Callable[[], None]
 class SimPlatform(CpuPlatform):
     """What `hyper_parallel.get_platform()` answers on a simulated rank."""
 
+    compares_collectives = True
+
     def __init__(self, where: str | None = None, stands_for: str | None = None, backend: str = "sim") -> None:
         self.backend = backend
         self._where = where
@@ -52,11 +54,6 @@ class SimPlatform(CpuPlatform):
     def gathers_uneven(self) -> bool:
         """Whether this stands for a device that does, likewise."""
         return self._stands_for == "cuda"
-
-    @property
-    def compares_collectives(self) -> bool:
-        """True: simulated groups do."""
-        return True
 
     def name(self) -> str:
         """Return "simulated rank"."""
