@@ -40,7 +40,7 @@ from hyper_parallel.core.common.checks import (
     check_paths,
 )
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.pipeline.schedules import SCHEDULES
+from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
@@ -269,7 +269,7 @@ class ParallelConfig:
         check_choice(asked, "param_dtype", self.param_dtype, ("fp32", "bf16", "fp64"))
         ActivationPolicy.of(self.checkpointing, asked=asked)
         check_choice(asked, "engine", self.engine, ("fully_shard", "hsdp"))
-        check_choice(asked, "schedule", self.schedule, SCHEDULES)
+        find_schedule(self.schedule)
         degrees = ("dp_replicate", "cp", "ulysses_degree", "tp", "pp", "ep", "etp")
         check_least(asked, 1, **_some(self, *degrees, "ranks_per_node", "stages_per_rank", "tp_chunks"))
         if self.dp_shard != -1:  # which is inferred

@@ -128,12 +128,6 @@ REFUSED = [
         id="blocks that go backward once",
     ),
     pytest.param(
-        run(train=ACCUMULATE, pp=2, schedule="1f2b"),
-        2,
-        ["there is no schedule '1f2b'", "gpipe, 1f1b, interleaved, looped-bfs, zero-bubble, zbv", "try: '1f1b'"],
-        id="unknown schedule",
-    ),
-    pytest.param(
         run(train=ACCUMULATE, pp=2, schedule="1f1b", stages_per_rank=3),
         2,
         ["'1f1b' has exactly 1 per rank", "stages_per_rank: 3"],
