@@ -542,8 +542,11 @@ class Comparison:
     def _buffer_row(self, name: str, found: Finding, when: str) -> ReportRow:
         """Return the row of a buffer; nothing adds up parts of it later, and each rank has statistics of its own."""
         module, tensor = split_name(name)
-        row = row_of(Judged(module, f"{tensor}{when}", "buffer", found, final=True))
         holders = [run for run in self.runs if name in run.buffers]
+        owners = [run.recorder.modules.get(module) for run in holders]
+        # A count that is not saved, such as a router's of its tokens, may be added up where it is used.
+        is_kept = any(owner is None or tensor not in owner._non_persistent_buffers_set for owner in owners)
+        row = row_of(Judged(module, f"{tensor}{when}", "buffer", found, final=is_kept))
         if not when or row.verdict != "bug" or not all(name in self._statistics(run) for run in holders):
             return row
         note = f"of each rank's own rows, as nothing synchronises them: the buffers of {module or 'the model'}"
