@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils, _redistribute, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
 from hyper_parallel.core.dtensor.spelling import STRIDED
+from hyper_parallel.core.fully_shard.param import ManagedParam
 from sim.kernel.context import current_context
 from sim.observers import replicas
 from sim.patches.locks import exchange
@@ -44,13 +46,32 @@ def _caches(host: Host) -> Undo:
 
 
 def _dtensor_boundary(host: Host) -> Undo:
-    """With `check_replicas`, what enters and leaves DTensors is compared and followed."""
+    """With `check_replicas`, what enters and leaves DTensors, or is split by an engine, is compared and followed."""
     partials = host.partials
     if partials is None:
         return lambda: None
     from_local, to_local = DTensor.from_local, DTensor.to_local
     made = staticmethod(replicas.check_when_made(from_local))
-    return exchange([(DTensor, "from_local", made), (DTensor, "to_local", partials.follow_when_taken(to_local))])
+    split_by_torch, split = FSDPParam._init_sharded_param, ManagedParam.__init__
+
+    def compare_and_split(param: Any, weight: Any, *args: Any, **options: Any) -> Any:
+        mesh_info = args[-1] if hasattr(args[-1], "mesh") else param.mesh_info  # an attribute before torch 2.12
+        replicas.check_when_split(param._module_info.param_name, weight, mesh_info.mesh)
+        return split_by_torch(param, weight, *args, **options)
+
+    def compare_and_manage(param: Any, name: str, slots: Any, weight: Any, placement: Any) -> None:
+        if placement.data is not None:
+            replicas.check_when_split(name, weight, placement.data.mesh)
+        split(param, name, slots, weight, placement)
+
+    return exchange(
+        [
+            (DTensor, "from_local", made),
+            (DTensor, "to_local", partials.follow_when_taken(to_local)),
+            (FSDPParam, "_init_sharded_param", compare_and_split),
+            (ManagedParam, "__init__", compare_and_manage),
+        ]
+    )
 
 
 def _loss_parallel(host: Host) -> Undo:

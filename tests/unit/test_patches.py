@@ -37,6 +37,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed import c10d_logger, device_mesh, split_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _utils as tensor_utils
 from torch.distributed.tensor._random import OffsetBasedRNGTracker
@@ -46,6 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel import fully_shard, platform
+from hyper_parallel.core.fully_shard.param import ManagedParam
 from sim.comm.process_group import SimProcessGroup
 from sim.comm.store import RankStore
 from sim.kernel.context import this_thread
@@ -390,21 +393,27 @@ def test_seam_environment():
 
 
 def test_seam_dtensor_boundary():
-    """With `check_replicas` only, and torch still has both methods where users call them."""
-    before = DTensor.from_local, DTensor.to_local
+    """With `check_replicas` only, and torch still has the methods where users, and its engine, call them."""
+
+    def methods():
+        return DTensor.from_local, DTensor.to_local, FSDPParam._init_sharded_param, ManagedParam.__init__
+
+    before = methods()
     with sim.world(2):
-        assert (DTensor.from_local, DTensor.to_local) == before
+        assert methods() == before
     with sim.world(2, check_replicas=True) as world:
         assert DTensor.from_local is not before[0]
         assert DTensor.to_local is not before[1]
 
         def body() -> list[float]:
             mesh = init_device_mesh("cpu", (2,))
+            torch.manual_seed(0)
+            torch_fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
             made = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
             return made.to_local(grad_placements=[Partial()]).tolist()
 
         assert world.run(body) == [[1.0, 1.0]] * 2
-    assert (DTensor.from_local, DTensor.to_local) == before
+    assert methods() == before
 
 
 def test_seam_loss_parallel():

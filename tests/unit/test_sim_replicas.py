@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -816,3 +817,34 @@ def test_steps_that_ranks_may_leave_out():
     sim.run(of_each_parameter, 2)
     sim.run(lambda: trained_where(lambda param: False), 2)
     sim.run(lambda: trained_where(lambda param: True), 2)
+
+
+# -- weights that are split ------------------------------------------------------------------------------------------
+
+
+def split_by(kind: str, model: torch.nn.Module, sizes: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    (fsdp2 if kind == "fsdp2" else fully_shard)(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+@pytest.mark.parametrize("kind", ["fully_shard", "fsdp2"])
+def test_weights_that_ranks_have_drawn_by_other_seeds_are_found_when_split(kind: str, sizes: tuple[int, ...]):
+    def body(seed: int) -> None:
+        torch.manual_seed(seed if dist.get_rank() == 3 else 0)
+        split_by(kind, torch.nn.Linear(4, 3), sizes)
+
+    sim.run(lambda: body(0), 4, check_replicas=True)
+    text = text_of(lambda: body(1), check_replicas=True)
+    assert text.startswith("the copies of 'weight' along ax")
+    assert "12 of 12 elements differ" in text
+    assert "one seed, or a broadcast" in text
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "fsdp2"])
+def test_weights_without_values_may_be_split(kind: str):
+    def body() -> None:
+        with torch.device("meta"):
+            split_by(kind, torch.nn.Linear(4, 3), (2,))
+
+    sim.run(body, 2, check_replicas=True)
