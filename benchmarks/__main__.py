@@ -62,11 +62,13 @@ def _engine() -> dict[str, str]:
         print(engine.table(results[-1:]), flush=True)
     units.append(engine.on_sim(8, 1, 32, engine.contest_of_units))
     units.append(engine.on_gloo(2, 2, 64, engine.contest_of_units))
+    checks = [engine.on_gloo(2, 2, length, engine.contest_of_checks) for length in (64, 128)]
     conditions = f"{_conditions()}, fp32, fused AdamW"
     return {
         "engine": f"{conditions}.\n\n{engine.table(results)}",
         "overhead": f"{conditions}.\n\n{engine.overhead_table(results)}",
         "units": f"{conditions}.\n\n{engine.units_table(units)}",
+        "checks": f"{conditions}.\n\n{engine.checks_table(checks)}",
     }
 
 

@@ -122,6 +122,15 @@ def contest_of_units(sequences: int, length: int, protocol: Protocol) -> dict[st
     return _in_turns(built, sequences, length, protocol)
 
 
+def contest_of_checks(sequences: int, length: int, protocol: Protocol) -> dict[str, list[float]]:
+    """The protocol between our engine comparing what ranks gather and reduce, and not doing so."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    built = {"compared": build("ours", mesh), "not compared": build("ours", mesh)}
+    model: Any = built["not compared"][0]
+    model.set_check_identity(False)
+    return _in_turns(built, sequences, length, protocol)
+
+
 def _leaves(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if list(module.parameters(recurse=False))]
 
@@ -238,6 +247,18 @@ def units_table(results: Sequence[Result]) -> str:
         times = [_time(r, name) for name in ("plain", "layers", "modules")]
         figures = [r.ratio("modules", "layers"), r.overhead("modules", "layers")]
         lines.append(f"| {r.where} | {' | '.join(times + [_with_interval(*figure) for figure in figures])} |")
+    return "\n".join(lines)
+
+
+def checks_table(results: Sequence[Result]) -> str:
+    """Steps whose units are compared over ranks, beside steps without."""
+    lines = [
+        "| ranks | batch per rank | not compared, ms | compared, ms | compared / not compared |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for r in results:
+        times = [_time(r, name) for name in ("not compared", "compared")]
+        lines.append(f"| {r.where} | {' | '.join([*times, _with_interval(*r.ratio('compared', 'not compared'))])} |")
     return "\n".join(lines)
 
 

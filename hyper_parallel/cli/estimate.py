@@ -28,7 +28,6 @@ from hyper_parallel.cli.kit import (
 )
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
-from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.errors import explain, nearest
 
 if TYPE_CHECKING:
@@ -277,6 +276,8 @@ def search(
 
 def arranged_run(run: Config, candidate: Any) -> Config:
     """Return `run` with the parallel keys of a candidate of its search."""
+    from hyper_parallel.core.activations import ActivationPolicy
+
     dims, recipe, sizes = candidate.dims, candidate.recipe, candidate.layers_per_stage
     policy = ActivationPolicy.of(recipe.checkpointing)
     piped = dims.pp > 1

@@ -1,6 +1,7 @@
 """Groups: how they are made, split, named and taken down, and what they answer about themselves."""
 
 import datetime
+import tempfile
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_the_default_group_again_after_its_end(ctx):
 
 
 @sim.ranks(4, backends=("sim", "gloo"))
-def test_a_second_default_group_meets_no_group_of_the_first(ctx, tmp_path):
+def test_a_second_default_group_meets_no_group_of_the_first(ctx):
     """torch keeps how results are sharded by meshes that are equal, those of a past default group among them."""
 
     def gradients(others: int) -> list[float]:
@@ -199,8 +200,10 @@ def test_a_second_default_group_meets_no_group_of_the_first(ctx, tmp_path):
         return [hp.full_tensor(parameter.grad).sum().item() for parameter in model.parameters()]
 
     first = gradients(0)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/second", rank=ctx.rank, world_size=4)
+    dist.init_process_group("gloo", init_method=f"file://{folder[0]}/second", rank=ctx.rank, world_size=4)
     assert gradients(1) == first
 
 

@@ -37,6 +37,8 @@ FORWARD = "models call it in every step, and torch says what it cannot compute w
 NO_EFFECT = "without effect"
 LEFT_OUT = {
     "CheckpointError": EXCEPTION,
+    "LeaseLostError": EXCEPTION,
+    "device_types": "takes no arguments",
     "PlatformUnavailableError": EXCEPTION,
     "SkipDTensorDispatch": "without effect, and its argument is what `with ... as` returns",
     **dict.fromkeys(

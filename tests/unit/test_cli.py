@@ -107,7 +107,9 @@ def invoke(*arguments: str) -> tuple[int, str]:
             id="simulated on cuda",
         ),
         pytest.param(
-            ("--device", "tpu"), ["error: cannot get a platform for 'tpu'", "'cpu', 'cuda', 'npu'"], id="unknown device"
+            ("--device", "tpu"),
+            ["error: cannot use [train]: there is no kind of device 'tpu'", "'cpu', 'cuda', 'npu'"],
+            id="unknown device",
         ),
         pytest.param(
             ("--steps", "0"), ["error: cannot use [train]: steps must be a finite number of at least 1"], id="no steps"

@@ -258,8 +258,10 @@ METHODS = {
     "sync int": (lambda m: m.set_requires_grad_sync(1), r"requires_grad_sync is an int, not a bool\n  requires_grad_s"),
     "sync None": (lambda m: m.set_requires_grad_sync(None), r"requires_grad_sync is None, not a bool"),
     "sync text": (lambda m: m.set_requires_grad_sync("no"), r"requires_grad_sync is a str, not a bool"),
-    "forward cell": (lambda m: m.set_forward_prefetch_cells(m), r"hsdp_cell_list is a HSDPLinear, not a list\n  hsdp_"),
-    "forward None": (lambda m: m.set_forward_prefetch_cells(None), r"hsdp_cell_list is None, not a list"),
+    "forward cell": (
+        lambda m: m.set_forward_prefetch_cells(m),
+        r"hsdp_cell_list is a HSDPLinear, not a list or None\n  hsdp_",
+    ),
     "backward set": (lambda m: m.set_backward_prefetch_cells({m}), r"hsdp_cell_list is a set, not a list"),
     "backward range": (lambda m: m.set_backward_prefetch_cells(range(1)), r"hsdp_cell_list is a range, not a list"),
     "forward item": (

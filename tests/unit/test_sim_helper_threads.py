@@ -810,8 +810,8 @@ def test_a_thread_that_no_rank_has_started_is_refused():
             except sim.SimError as error:
                 answers.put(str(error))
 
-    tasks, answers = queue.Queue(), queue.Queue()
-    thread = threading.Thread(target=serve, name="outside")
+    tasks, answers = queue.SimpleQueue(), queue.SimpleQueue()  # of C: ranks wait for them in real time
+    thread = threading.Thread(target=serve, name="outside", daemon=True)
     thread.start()
     asked = [dist.is_initialized, dist.get_rank, dist.barrier]
     found = sim.run(lambda: [give(work) for work in asked], 2)

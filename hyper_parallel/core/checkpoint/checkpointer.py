@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -427,7 +427,7 @@ class Checkpointer:
             raise ValueError(explain("cannot load two checkpoints", "both are given", f"{step=}, {path=}", hint))
         self._ended = self._join()
         peers = self._peers()
-        paths = self._agreed_paths(peers, step) if path is None else [Path(path)]
+        paths: Sequence[Folder] = self._agreed_paths(peers, step) if path is None else [path]
         if not paths:
             blame, hint = "there is no complete checkpoint", "latest() is not None first"
             raise CheckpointError(explain("cannot load the latest checkpoint", blame, f"root: {self.root}", hint))
@@ -437,12 +437,12 @@ class Checkpointer:
             except CheckpointError as error:
                 if chosen == paths[-1]:
                     raise
-                warn_of_damage(chosen, error, peers.rank)
+                warn_of_damage(Path(chosen), error, peers.rank)
             else:
                 break
         if chosen != paths[0]:
             step = record.step
-        if chosen.absolute().parent == self.root.absolute() and record.run is not None:
+        if Path(chosen).absolute().parent == self.root.absolute() and record.run is not None:
             self._run = record.run
             if self._lease is not None:
                 self._lease.go_on_with(record.run)
