@@ -7,9 +7,10 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_OPTIONS)
 PYTEST_OPTIONS ?=
 
 # Bodies that say most of a device for their time; `make deep` runs all.
-ON_LATE_DEVICES := $(patsubst %,tests/multidevice/test_%.py,redistribute clip_norm activations \
+ON_LATE_DEVICES := $(foreach name,redistribute clip_norm activations \
 	checkpoint_ranks layout_dtensor torch_libraries_on_sim value_and_grad \
-	$(patsubst %,conformance_%,async functional groups movement objects point_to_point reductions))
+	$(patsubst %,conformance_%,async functional groups movement objects point_to_point reductions),\
+	$(shell find tests/multidevice -name test_$(name).py))
 
 # Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.
 unexport PYTHONDONTWRITEBYTECODE

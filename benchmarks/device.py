@@ -192,8 +192,9 @@ def bodies(place: Place) -> Iterator[Found]:
 def files_of(part: str, place: Place) -> list[str]:
     """The files of tests that a part runs: no test is of two parts."""
     if place.small:
-        return [f"tests/multidevice/test_{'conformance_reductions' if part == 'conformance' else 'fsdp2_errors'}.py"]
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/multidevice").glob("test_*.py"))
+        room, name = ("conformance", "reductions") if part == "conformance" else ("fsdp2", "errors")
+        return [f"tests/multidevice/{room}/test_{room}_{name}.py"]
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/multidevice").rglob("test_*.py"))
     return [file for file in files if ("test_conformance_" in file) == (part == "conformance")]
 
 

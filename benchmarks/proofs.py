@@ -1,6 +1,6 @@
 """How sure proofs are: faults put into right programs, false alarms, and CPU time, over the zoo of tests and models.
 
-The zoo, and the hand-written GPT, are those of `tests/unit`.
+The zoo, and the hand-written GPT, are those of `tests/unit/sim/prove`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sim.prove.report import Report
 from sim.prove.verify import verify_plan
 
 MOST_OF_A_CASE, MOST_OF_A_MODEL = 6, 24
-_TESTS = Path(__file__).resolve().parent.parent / "tests" / "unit"
+_TESTS = Path(__file__).resolve().parent.parent / "tests/unit/sim/prove"
 _SIZES: dict[str, Any] = {
     "vocab_size": 20,
     "hidden_size": 16,

@@ -39,7 +39,7 @@ from sim.script.options import Launch
 from sim.world import world
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES, NANO_GPT = ROOT / "examples" / "torch_scripts", ROOT / "tests" / "unit" / "scripts_nano_gpt.py"
+EXAMPLES, NANO_GPT = ROOT / "examples" / "torch_scripts", ROOT / "tests/unit/sim/script/scripts_nano_gpt.py"
 HARDWARE, WARMUP, STEPS = "laptop-cpu", 1, 2
 RUNS = 3
 

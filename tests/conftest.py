@@ -23,6 +23,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# A file may import a kit of another room.
+sys.path[:0] = sorted({str(path.parent) for path in Path(__file__).parent.glob("*/**/*.py")} - set(sys.path))
+
 TIERS = ("check", "test", "full", "deep")
 # CPU seconds up to which an item is placed in a tier, and above which one that is there is too slow. The second is far
 # larger: an import, the first call of an operator in a process, or a shared reference falls on whoever comes first.
@@ -98,7 +101,7 @@ def tier_of(item: pytest.Item, places: dict[str, str]) -> str:
     if item.get_closest_marker("gpu") or item.get_closest_marker("npu"):
         return "full"  # also on simulated ranks, with --sim-backend
     # What processes are forked from takes seconds, and so do the references that properties share.
-    shares = item.get_closest_marker("gloo") or item.path.parent.name == "property"
+    shares = item.get_closest_marker("gloo") or "property" in item.path.parts
     quickest = "test" if shares else "check"
     return places.get(item.nodeid) or places.get(function_of(item.nodeid)) or quickest
 

@@ -1,7 +1,7 @@
 """All patches of torch and Python while a world is alive, and the world for which they are in place.
 
-Each patch is a small function that makes one change and returns how to undo it; `tests/unit/test_patches.py` has a
-test per patch that fails when torch moves it. Outside of a rank's thread every patch answers what torch itself would
+Each patch is a small function that makes one change and returns how to undo it; `tests/unit/sim/patches` has a test per
+patch that fails when torch moves it. Outside of a rank's thread every patch answers what torch itself would
 have answered.
 """
 
