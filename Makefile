@@ -5,12 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_OPTIONS)
 PYTEST_OPTIONS ?=
-
-# Bodies that say most of a device for their time; `make deep` runs all.
-ON_LATE_DEVICES := $(foreach name,redistribute clip_norm activations \
-	checkpoint_ranks layout_dtensor torch_libraries_on_sim value_and_grad \
-	$(patsubst %,conformance_%,async functional groups movement objects point_to_point reductions),\
-	$(shell find tests/multidevice -name test_$(name).py))
+AS_ON_NPUS := --sim-backend hccl --sim-device npu # also the tests for NPUs: on late devices, with what hccl reduces
 
 # Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,13 +35,10 @@ test: venv lint ## minutes: also the simulated ranks, processes, and drawn input
 
 full: venv lint ## everything that needs no accelerator, with all examples: what CI runs
 	$(MAKE) --no-print-directory --jobs 2 types docs
-	$(PYTEST) --tier full
-	$(PYTEST) --tier full -m npu --sim-backend hccl tests/multidevice $(patsubst %,--ignore=%,$(ON_LATE_DEVICES))  # what hccl does not reduce is refused
-	$(PYTEST) --tier full -m npu --sim-backend hccl --sim-device npu $(ON_LATE_DEVICES)
+	$(PYTEST) --tier full $(AS_ON_NPUS)
 
 deep: venv lint types ## nightly: thousands of drawn inputs for each property, what takes minutes, all on late devices
-	$(PYTEST) --tier deep -o faulthandler_timeout=0
-	$(PYTEST) --tier deep -o faulthandler_timeout=0 -m npu --sim-backend hccl --sim-device npu tests/multidevice
+	$(PYTEST) --tier deep -o faulthandler_timeout=0 $(AS_ON_NPUS)
 	$(MAKE) --no-print-directory clients
 
 clients: venv $(CLIENTS)/.installed ## other projects' programs on simulated ranks, against torchrun; writes docs/clients.md

@@ -46,18 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sim-device",
         choices=tuple(_DEVICES.values()),
         help="the device that the simulated ranks share, in bodies that also are for ranks with such a device each "
-        "(npu without torch_npu: each has a late one of its own)",
+        "(npu without torch_npu: each has a late one of its own); with --sim-backend, in the tests of that backend",
     )
     group.addoption(
         "--require-devices",
         action="store_true",
         help="fail, instead of skip, a test that finds too few devices or ranks",
-    )
-    group.addoption(
-        "--rerun-crashed",
-        metavar="DIR",
-        help="gloo: run a body once more, with a warning, after one of its processes has crashed (SIGABRT, SIGSEGV, "
-        "SIGBUS); DIR keeps the core, what the process printed, and gdb's stacks of all threads",
     )
 
 

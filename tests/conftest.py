@@ -33,6 +33,12 @@ LIMITS = {"check": 0.1, "test": 1.0, "full": 30.0}
 TOO_SLOW = {"check": 4.0, "test": 15.0, "full": 200.0}
 EXAMPLES = {"check": 10, "test": 10, "full": 40, "deep": 5_000}
 FILE = Path(__file__).with_name("tiers.json")
+# The files whose tests for NPUs stand for all others in the tier `full`: they say most of a device for their time.
+LATE = {
+    *("redistribute", "clip_norm", "activations", "checkpoint_ranks", "layout_dtensor", "torch_libraries_on_sim"),
+    *("value_and_grad", "conformance_async", "conformance_functional", "conformance_groups", "conformance_movement"),
+    *("conformance_objects", "conformance_point_to_point", "conformance_reductions"),
+}
 COST = "cpu_s"
 RANKS_COST = "ranks_cpu_s"  # of the processes that ran a body, see sim/testing/processes.py
 TIER = pytest.StashKey[str]()
@@ -98,8 +104,8 @@ def function_of(name: str) -> str:
 def tier_of(item: pytest.Item, places: dict[str, str]) -> str:
     if item.get_closest_marker("slow"):
         return "deep"
-    if item.get_closest_marker("gpu") or item.get_closest_marker("npu"):
-        return "full"  # also on simulated ranks, with --sim-backend
+    if item.get_closest_marker("gpu") or item.get_closest_marker("npu"):  # on simulated ranks, with --sim-backend
+        return "full" if item.path.stem.removeprefix("test_") in LATE else "deep"
     # What processes are forked from takes seconds, and so do the references that properties share.
     shares = item.get_closest_marker("gloo") or "property" in item.path.parts
     quickest = "test" if shares else "check"

@@ -53,7 +53,7 @@ def run_body(
     like = like if backend == SIMULATED_BACKENDS.get(like) else None
     if backend == "sim" or like is not None:
         checks: Checks = test.checks if backend == "sim" else {}  # type: ignore[attr-defined]
-        kind = _device_of(test, request)
+        kind = _device_of(test, request) if request.config.getoption("--sim-backend") in (None, like) else None
         if kind == "npu" and not torch_npu_is_installed():  # late devices: for any seed, not for some
             checks = {**checks, "check_races": True}
         with world(world_size, seed=seed, backend=like, device=kind, **checks) as simulated:

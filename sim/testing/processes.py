@@ -21,13 +21,11 @@ import pickle
 import re
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -78,7 +76,6 @@ class _Job:
     seed: int
     folder: str
     fixtures: dict[str, Any]
-    keeps_core: bool
     path: list[str] = field(default_factory=lambda: list(sys.path))
     working_directory: str = field(default_factory=os.getcwd)
 
@@ -130,18 +127,9 @@ def run_processes(
     fixtures: dict[str, Any],
     request: pytest.FixtureRequest,
 ) -> None:
-    """Run the body of `test` on `world_size` fresh processes, and raise what went wrong on any rank.
-
-    Where a process of gloo has crashed and pytest was given `--rerun-crashed DIR`, all run once more, with a warning.
-    """
+    """Run the body of `test` on `world_size` fresh processes, and raise what went wrong on any rank."""
     __tracebackhide__ = True
-    keep = request.config.getoption("--rerun-crashed")
-    ranks = _run(backend, test, world_size, seed, fixtures, keeps_core=bool(keep))
-    crashed = [rank for rank in ranks if rank.outcome and any(f"({name})" in rank.outcome for name in _CRASHES)]
-    if crashed and backend == "gloo" and keep:
-        kept = _keep_crash(crashed, Path(keep), request.node.nodeid)
-        warnings.warn(f"{request.node.nodeid} runs once more: {kept}", RuntimeWarning, stacklevel=2)
-        ranks = _run(backend, test, world_size, seed, fixtures, keeps_core=bool(keep))
+    ranks = _run(backend, test, world_size, seed, fixtures)
     request.node.user_properties.append(("ranks_cpu_s", sum(rank.cpu_s for rank in ranks)))
     for rank in ranks:
         if rank.printed:
@@ -149,9 +137,7 @@ def run_processes(
     _raise_outcomes(ranks, world_size, request.node.nodeid, simulated="sim" in getattr(test, "rank_backends", ()))
 
 
-def _run(
-    backend: str, test: Callable[..., Any], world_size: int, seed: int, fixtures: dict[str, Any], *, keeps_core: bool
-) -> list[_Rank]:
+def _run(backend: str, test: Callable[..., Any], world_size: int, seed: int, fixtures: dict[str, Any]) -> list[_Rank]:
     """Run the body once; return its ranks, all of which have ended."""
     __tracebackhide__ = True
     start = multiprocessing.get_context("forkserver")
@@ -160,9 +146,7 @@ def _run(
         ranks: list[_Rank] = []
         for rank in range(world_size):
             ours, theirs = start.Pipe(duplex=False)
-            job = _Job(
-                backend, test.__module__, test.__qualname__, rank, world_size, seed, folder, fixtures, keeps_core
-            )
+            job = _Job(backend, test.__module__, test.__qualname__, rank, world_size, seed, folder, fixtures)
             process = start.Process(target=_process_main, args=(job, theirs), daemon=True)
             try:
                 process.start()
@@ -251,7 +235,6 @@ _SKIPPED = "skipped: "
 _XFAILED = "xfailed: "
 _MISSED = "passed, but could not leave together with the others:\n"
 _NO_ANSWER = "the process ended without an answer"
-_CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS")
 _GONE = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
 
 
@@ -291,33 +274,6 @@ def _how_it_ended(code: int | None) -> str:
     except ValueError:
         name = f"signal {-code}"
     return name + (": perhaps out of memory" if name == "SIGKILL" else "")
-
-
-def _keep_crash(crashed: list[_Rank], folder: Path, test: str) -> str:
-    """Put into `folder` what is known of processes that have crashed; return one line for each of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for rank in crashed:
-        stem = re.sub(r"\W+", "-", f"{Path(test).name}-rank{rank.job.rank}-{rank.process.pid}")
-        core = next(
-            (
-                path
-                for name in (f"core.{rank.process.pid}", "core")
-                if (path := Path(rank.job.working_directory, name)).is_file()
-            ),
-            None,
-        )
-        stacks = "no core file: see /proc/sys/kernel/core_pattern and the hard limit of `ulimit -c`\n"
-        if core is not None:
-            core = core.rename(folder / f"{stem}.core")
-            command = ["gdb", "-batch", "-ex", "thread apply all bt", sys.executable, str(core)]
-            try:
-                stacks = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False).stdout
-            except (OSError, subprocess.TimeoutExpired) as error:
-                stacks = f"no stacks: {error}\n"
-        (folder / f"{stem}.txt").write_text(f"{test}\n{rank.outcome}\n{rank.printed}\n{stacks}")
-        rows.append(f"rank {rank.job.rank}: {str(rank.outcome).strip()}, {folder / stem}.txt")
-    return "; ".join(rows)
 
 
 # -- in the process of a rank ----------------------------------------------------------------------------------------
@@ -416,8 +372,7 @@ def _process_main(job: _Job, answer: Connection) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ["LIBC_FATAL_STDERR_"] = "1"  # glibc says to stderr, not to a terminal, why it aborts
-    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    resource.setrlimit(resource.RLIMIT_CORE, (hard if job.keeps_core else 0, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable()  # where each thread was, should the process crash
     sending = threading.Lock()
 
@@ -435,6 +390,7 @@ def _process_main(job: _Job, answer: Connection) -> None:
         os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
         device, library = take_device(job.backend, job.rank)
         watch.start()
+        _give_gloo_one_worker()
         store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)
         dist.init_process_group(library, store=store, rank=job.rank, world_size=job.world_size, timeout=_TIMEOUT)
         # A rank that skips at once must not be gone while another one still connects to it.
@@ -456,6 +412,24 @@ def _process_main(job: _Job, answer: Connection) -> None:
     except (OSError, pickle.PicklingError):
         traceback.print_exc()
     os._exit(1 if outcome else 0)  # a rank whose peers are gone could hang in the backend's own clean-up
+
+
+def _give_gloo_one_worker() -> None:
+    """Let each group of gloo have one worker thread: torch's two race, and crash one process of some thousand.
+
+    Both write the name of the work that they have done, a `std::string`, without a lock (`ProcessGroupGloo::runLoop` of
+    torch 2.13, `pgStatus_->lastCompletedWorkName`). Names of more than 15 characters lie on the heap: if two works end
+    at once, one thread frees what the other has freed.
+    """
+    group = dist.ProcessGroupGloo
+    made = group.__init__
+
+    def init(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = group._Options()  # type: ignore[attr-defined]
+        options._threads, options._timeout, options._devices = 1, timeout, [group.create_default_device()]
+        made(self, store, rank, size, options)
+
+    group.__init__ = init  # type: ignore[method-assign]
 
 
 def take_device(backend: str, local_rank: int) -> tuple[torch.device, str]:

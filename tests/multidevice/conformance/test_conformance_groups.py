@@ -248,3 +248,11 @@ def test_what_simulated_groups_do_not_have(ctx):
     with pytest.raises(TypeError, match="shrink"):
         dist.shrink_group([1])
     adds_up(ctx, None, [0, 1])
+
+
+@sim.ranks(2, backends=("gloo",))
+def test_groups_of_processes_have_one_worker_thread(ctx):
+    for group in (dist.group.WORLD, dist.new_group([0, 1])):
+        backend = group._get_backend(ctx.device)
+        assert isinstance(backend, dist.ProcessGroupGloo)
+        assert backend.options._threads == 1
