@@ -115,8 +115,8 @@ class WorldOptions:
             `DTensor.from_local`, and raise `sim.ReplicaMismatch` where they differ, or where a part of a sum
             is used as if it were the sum. Takes two to three times the time.
         check_identity: Raise `sim.CollectiveMismatch` where ranks agree on a collective and not on what it is for: an
-            engine for sharded parameters gathers another unit on each, say. False where ranks mean the same by other
-            names.
+            engine for sharded parameters gathers another unit on each, say; or on a message, and not on which turn of
+            a pipeline it is. False where ranks mean the same by other names.
         schedule: The interleaving itself, in place of the seed's: each time that several ranks can run, which of them
             does, counted from 0 in the order in which they became able to (and over again from 0 past the last). Where
             it ends, ranks take turns. `sim.strategies.interleavings()` draws these, and shrinks them.

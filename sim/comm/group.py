@@ -73,6 +73,7 @@ class Message(Waitable):
         axis: The name under which the rank knows the group.
         digest: The fingerprint of what is sent, where an observer makes one.
         met: The other side has come.
+        purpose: Says what it is for, e.g. which turn of a pipeline; "": nobody knows.
         span: When the transfer runs; one for both sides once they have met.
         dropped: A fault loses it, or what it should have received.
     """
@@ -86,6 +87,7 @@ class Message(Waitable):
         "line",
         "met",
         "number",
+        "purpose",
         "receiver",
         "sender",
         "seq",
@@ -105,7 +107,7 @@ class Message(Waitable):
         self.tag = tag
         self.tensor = tensor
         self.who_waits = "send" if sending else "recv"
-        self.line = self.axis = self.digest = ""
+        self.line = self.axis = self.digest = self.purpose = ""
         self.dropped = self.met = False
         self.issued = group.network.scheduler.now
         self.span = Span()
@@ -444,10 +446,16 @@ def without_modes(run: Callable[[], Done]) -> Done:
     return run()
 
 
+def strangers(source: Message, target: Message) -> bool:
+    """Return True if a send and a receive are known to be for different things."""
+    return source.purpose != target.purpose and "" not in (source.purpose, target.purpose)
+
+
 def deliver(network: Network, source: Message, target: Message) -> float:
     """Move the data; returns the virtual time at which that is over."""
     give, take = source.tensor, target.tensor
-    if give.dtype != take.dtype or give.numel() != take.numel() or give.is_meta != take.is_meta:
+    differs = give.dtype != take.dtype or give.numel() != take.numel() or give.is_meta != take.is_meta
+    if differs or strangers(source, target):
         error = network.explain.message_mismatch(network, source, target)
         network.scheduler.fail(error)
         raise error

@@ -22,7 +22,7 @@ from sim.comm.collectives import Call, Contract, computes, reduce_op_name
 from sim.comm.dispatcher import Dispatched, seen_by_modes, uncompiled
 from sim.comm.group import Endpoint, Group, Message, deliver, without_modes
 from sim.explain.errors import SimError
-from sim.explain.lines import user_line, user_line_and_issuer
+from sim.explain.lines import user_line_and_issuer
 from sim.kernel.waiting import Waitable
 
 __all__ = ["SimProcessGroup", "SimWork", "moved_by_all_reduce"]
@@ -786,7 +786,12 @@ class SimProcessGroup(Dispatched):
         if network.devices is not None:
             self._check_device("send" if sending else "recv", [tensor])
         message = Message(group, sender, receiver, tag, tensor, sending)
-        message.line = user_line()
+        message.line, asked = user_line_and_issuer()
+        if asked is not None and network.check_identity:
+            ask, frame = asked
+            message.purpose = ask(frame).purpose
+            del frame  # which has what its function has
+        del asked
         message.axis = self._axis()
         for issuing in network.issuing:
             issuing(endpoint, group, message)

@@ -1,4 +1,5 @@
-"""Issuers of collectives: engines for sharded parameters, norms of gradients, checkpoints; found in the caller's stack.
+"""Issuers of collectives and messages: engines for sharded parameters, stages of pipelines, norms of gradients,
+checkpoints; found in the caller's stack.
 
 A collective says how many numbers travel, not whose they are: units of equal size that ranks gather in another order
 get each other's values. The methods listed here issue collectives of torch or of this library. Their `self` says what
@@ -122,6 +123,36 @@ def of_reducer(params: Sequence[Any], names: Mapping[int, str], made: int) -> Is
     return Issuer("reduction of", None, lambda owner: ", ".join(texts), lambda owner: made)
 
 
+# -- stages of a pipeline ----------------------------------------------------------------------------------------------
+
+
+def _turn(way: str, micro_batch: int, source: int, target: int) -> Issuer:
+    return Issuer(f"micro-batch {micro_batch} {way}, stage {source} -> {target}")
+
+
+def _received(frame: FrameType) -> Issuer:
+    outer, stage, source = frame.f_back, frame.f_locals["self"].stage_index, frame.f_locals["info"].source
+    assert outer is not None, "a stage calls its method"
+    if outer.f_code.co_name == "get_fwd_recv_ops":
+        return _turn("forward", outer.f_locals["fwd_chunk_id"], source, stage)
+    return _turn("backward", outer.f_locals["bwd_chunk_id"], source, stage)
+
+
+def _sent_forward(frame: FrameType) -> Issuer:
+    found = frame.f_locals
+    return _turn("forward", found["fwd_chunk_id"], found["self"].stage_index, found["dst"])
+
+
+def _sent_backward(frame: FrameType) -> Issuer:
+    found = frame.f_locals
+    return _turn("backward", found["bwd_chunk_id"], found["self"].stage_index, found["grad_recv_stage"])
+
+
+def _of_batch(name: str) -> Ask:
+    """A batch of messages is issued after they were made, which is where `sim.patches` asks what each is for."""
+    return lambda frame: Issuer(getattr(frame.f_locals.get(name), "purpose", ""))
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +189,17 @@ _FILES: Mapping[str, Methods] = MappingProxyType(
             "_update": _always("balance of experts"),
             "_balanced": _always("balance of experts over a sequence"),
         },
+        "hyper_parallel/core/pipeline/tied.py": {
+            "copy_values": _always("values of tied weights"),
+            "add_gradients": _always("gradients of tied weights"),
+        },
+        "torch/distributed/pipelining/stage.py": {
+            "_get_recv_ops": _received,
+            "get_fwd_send_ops": _sent_forward,
+            "get_bwd_send_ops": _sent_backward,
+        },
+        "torch/distributed/pipelining/schedules.py": dict.fromkeys(("_batch_p2p", "<listcomp>"), _of_batch("p")),
+        "torch/distributed/distributed_c10d.py": {"batch_isend_irecv": _of_batch("p2p_op")},
         "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": {
             "unshard": lambda frame: Issuer("gather of", frame.f_locals["self"], _fsdp2_text, _fsdp2_made),
             "post_backward": _fsdp2_reduce,

@@ -89,6 +89,12 @@ def user_line_and_issuer(frame: FrameType | None = None) -> tuple[str, tuple[Ask
     return "(no line of user code)", issuer
 
 
+def purpose_of_caller() -> str:
+    """Say what the innermost issuer of the caller's stack is at, e.g. which turn of a pipeline; "": there is none."""
+    asked = user_line_and_issuer(sys._getframe(1))[1]
+    return "" if asked is None else asked[0](asked[1]).purpose
+
+
 def raised_at(error: BaseException) -> str:
     """The innermost line of user code that an exception has come through; empty where it has come through none."""
     line, part = "", error.__traceback__

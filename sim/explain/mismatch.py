@@ -11,7 +11,7 @@ import torch
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, MemoryGone, Problem, sizes_of
-from sim.comm.group import Key, Message, Network, Slot
+from sim.comm.group import Key, Message, Network, Slot, strangers
 from sim.explain.errors import (
     CollectiveMismatch,
     RankStopped,
@@ -233,12 +233,17 @@ def _differences(present: list[tuple[int, Call]]) -> list[str]:
 
 
 def message_mismatch(network: Network, source: Message, target: Message) -> CollectiveMismatch:
-    """Describe a send and a receive of different dtype or size."""
+    """Describe a send and a receive of different dtype or size, or which are not for the same thing."""
     ranks = source.group.ranks
     assert source.sender is not None
     sender, receiver = ranks[source.sender], ranks[target.receiver]
     what = "device" if source.tensor.is_meta != target.tensor.is_meta else "dtype and size"
     rows = _message_rows(source, target)
+    told = f"  try: receive into a tensor of the {what} that is sent"
+    if strangers(source, target):
+        differs = "what it is for; the receiver would take one for the other"
+        hint = "one schedule, of as many micro-batches, on all ranks; check_identity=False if they mean the same"
+        told = f"  differs: {differs}\n  try: {hint}"
     handled = being_handled(network)
     return handled.chained(
         CollectiveMismatch(
@@ -246,7 +251,7 @@ def message_mismatch(network: Network, source: Message, target: Message) -> Coll
             f"(group {source.group.title!r})\n"
             f"{table(rows)}\n"
             f"{handled.lines}"
-            f"  try: receive into a tensor of the {what} that is sent\n"
+            f"{told}\n"
             f"  replay: {network.replay}"
         )
     )
@@ -261,9 +266,10 @@ def _message_rows(source: Message, target: Message) -> list[tuple[str, ...]]:
 
 
 def tensor_text(message: Message) -> str:
-    """Dtype and shape of what a message carries."""
+    """Dtype and shape of what a message carries, and what it is for."""
     device = " on meta" if message.tensor.is_meta else ""
-    return f"{str(message.tensor.dtype).removeprefix('torch.')} {list(message.tensor.shape)}{device}"
+    purpose = f" for {message.purpose}" if message.purpose else ""
+    return f"{str(message.tensor.dtype).removeprefix('torch.')} {list(message.tensor.shape)}{device}{purpose}"
 
 
 # -- groups of one number that are not of the same ranks everywhere ------------------------------------------------

@@ -26,7 +26,7 @@ from sim.comm.process_group import SimProcessGroup
 from sim.comm.store import MAKERS
 from sim.explain.errors import SimError
 from sim.explain.issuers import of_reducer
-from sim.explain.lines import user_line
+from sim.explain.lines import purpose_of_caller, user_line
 from sim.kernel.context import current_context, this_thread
 from sim.patches.devices import mapped
 from sim.patches.locks import exchange
@@ -501,6 +501,20 @@ def _reducer(host: Host) -> Undo:
     return exchange([(dist, "Reducer", reducer)])
 
 
+def _messages(host: Host) -> Undo:
+    """A message of a batch notes what it is for where it is made, as in the stage of a pipeline: its sender is not."""
+    if not host.network.check_identity:
+        return exchange([])
+    original = dist.P2POp.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        if current_context() is not None:
+            self.purpose = purpose_of_caller()
+
+    return exchange([(dist.P2POp, "__init__", init)])
+
+
 PROCESS_GROUP_PATCHES = (
     _c10d_state,
     _group_names,
@@ -516,5 +530,6 @@ PROCESS_GROUP_PATCHES = (
     _device_mesh,
     _operators,
     _reducer,
+    _messages,
 )
 """What of torch.distributed is changed."""

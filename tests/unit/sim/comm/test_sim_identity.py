@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp
+from torch.distributed import fsdp, pipelining
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
 from hyper_parallel import clip_grad_norm_, fully_shard, hsdp
+from hyper_parallel.core.pipeline import Pipeline, TiedWeights
 
 pytestmark = pytest.mark.sim
 
@@ -258,6 +259,80 @@ def test_ranks_of_ddp_that_have_no_batches_left_join_the_others() -> None:
         with model.join():
             for _ in range(1 + dist.get_rank()):
                 model(X).sum().backward()
+
+    sim.run(body, 2)
+
+
+# -- stages of a pipeline ----------------------------------------------------------------------------------------------
+
+
+def _torch_schedule(names: Sequence[str], each: int) -> None:
+    """A step of four micro-batches over stages of equal width, in a schedule of each rank's own."""
+    rank = dist.get_rank()
+    held = [rank + 2 * place for place in range(each)]
+    stages = [pipelining.PipelineStage(nn.Linear(4, 4), stage, 2 * each, torch.device("cpu")) for stage in held]
+    make = pipelining.schedules.get_schedule_class(names[rank])
+    schedule = make(stages[0] if names[rank] == "GPipe" else stages, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    schedule.step(*([torch.ones(8, 4)] if rank == 0 else []), **({"target": torch.ones(8, 4)} if rank else {}))
+
+
+def _our_schedule(names: Sequence[str], each: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    stages = [nn.Linear(4, 4) for _ in range(each)]
+    pipeline = Pipeline(stages, mesh, names[dist.get_rank()], 4, lambda output, target: output.sum())
+    pipeline.step(torch.ones(8, 4), torch.ones(8, 4))
+
+
+# By name: the body, the schedule of each rank, how many stages it has, and the turn that each is at.
+TURNS = {
+    "micro-batch": (
+        *(_torch_schedule, ("GPipe", "LoopedBFS"), 1),
+        ("micro-batch 0 backward, stage 1 -> 0", "micro-batch 3 backward, stage 1 -> 0"),
+    ),
+    "stage": (
+        *(_torch_schedule, ("LoopedBFS", "Interleaved1F1B"), 2),
+        ("micro-batch 2 forward, stage 0 -> 1", "micro-batch 0 forward, stage 2 -> 3"),
+    ),
+    "direction": (
+        *(_torch_schedule, ("Interleaved1F1B", "InterleavedZeroBubble"), 2),
+        ("micro-batch 2 forward, stage 0 -> 1", "micro-batch 0 backward, stage 2 -> 1"),
+    ),
+    "a pipeline of ours": (
+        *(_our_schedule, ("looped-bfs", "interleaved"), 2),
+        ("micro-batch 2 forward, stage 0 -> 1", "micro-batch 0 forward, stage 2 -> 3"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_stages_that_are_at_other_turns_are_told(case: str) -> None:
+    body, names, each, turns = TURNS[case]
+    with pytest.raises(sim.CollectiveMismatch, match="what it is for; the receiver would take one for") as caught:
+        sim.run(body, 2, (names, each))
+    rows = [line for line in str(caught.value).splitlines() if re.match(r"  rank \d", line)]
+    assert [f" for {turn}  " in row for turn, row in zip(turns, rows, strict=True)] == [True, True]
+    sim.run(body, 2, (names, each), check_identity=False)  # the numbers are wrong, and nobody is told
+
+
+def _tied() -> TiedWeights:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pipeline = Pipeline([nn.Linear(4, 4)], mesh, "gpipe", 1, lambda output, target: output.sum())
+    return TiedWeights(pipeline, "weight", "weight")
+
+
+def test_values_of_tied_weights_are_not_taken_for_gradients() -> None:
+    def body() -> None:
+        tied = _tied()
+        tied.copy_values() if dist.get_rank() == 0 else tied.add_gradients()
+
+    with pytest.raises(sim.CollectiveMismatch, match=r"for values of tied weights  .*\n.* for gradients of tied"):
+        sim.run(body, 2)
+
+
+def test_messages_of_a_script_are_not_compared() -> None:
+    def body() -> None:
+        tied = _tied()
+        tied.copy_values() if dist.get_rank() == 0 else dist.recv(torch.empty(4, 4), 0)
 
     sim.run(body, 2)
 
