@@ -35,6 +35,11 @@ class Issuer(NamedTuple):
 Ask = Callable[[FrameType], Issuer]  # of a frame of the function that issues
 
 
+def _outer(frame: FrameType) -> FrameType:
+    assert frame.f_back is not None, "a function of a library was called"
+    return frame.f_back
+
+
 # -- fully_shard and hsdp ----------------------------------------------------------------------------------------------
 
 
@@ -123,6 +128,18 @@ def of_reducer(params: Sequence[Any], names: Mapping[int, str], made: int) -> Is
     return Issuer("reduction of", None, lambda owner: ", ".join(texts), lambda owner: made)
 
 
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def _of_experts(what: str, experts: Any) -> Issuer:
+    return Issuer(f"exchange of experts: {what}", experts, lambda owner: f"of {plain_name(owner.fqn) or 'the model'}")
+
+
+def _rows(frame: FrameType) -> Issuer:
+    what = "gradients of rows" if _outer(frame).f_code.co_name == "backward" else "rows"
+    return _of_experts(what, frame.f_locals["self"].experts)
+
+
 # -- stages of a pipeline ----------------------------------------------------------------------------------------------
 
 
@@ -131,8 +148,7 @@ def _turn(way: str, micro_batch: int, source: int, target: int) -> Issuer:
 
 
 def _received(frame: FrameType) -> Issuer:
-    outer, stage, source = frame.f_back, frame.f_locals["self"].stage_index, frame.f_locals["info"].source
-    assert outer is not None, "a stage calls its method"
+    outer, stage, source = _outer(frame), frame.f_locals["self"].stage_index, frame.f_locals["info"].source
     if outer.f_code.co_name == "get_fwd_recv_ops":
         return _turn("forward", outer.f_locals["fwd_chunk_id"], source, stage)
     return _turn("backward", outer.f_locals["bwd_chunk_id"], source, stage)
@@ -181,9 +197,8 @@ _FILES: Mapping[str, Methods] = MappingProxyType(
         "hyper_parallel/core/fully_shard/clip.py": {"_reduce": _norm},
         "hyper_parallel/core/checkpoint/errors.py": {"gather": _always("checkpoint: agreement")},
         "hyper_parallel/core/expert_parallel/experts.py": {
-            "exchange_counts": _always("exchange of experts: numbers of rows"),
-            "forward": _always("exchange of experts: rows"),
-            "backward": _always("exchange of experts: gradients of rows"),
+            "exchange_counts": lambda frame: _of_experts("numbers of rows", _outer(frame).f_locals.get("self")),
+            "start": _rows,
         },
         "hyper_parallel/core/expert_parallel/router.py": {
             "_update": _always("balance of experts"),

@@ -99,9 +99,9 @@ def expert_parallel(
             owner, name = holders[0]
             if isinstance(owner, GroupedExperts) and name in layouts:
                 _split(holders, layouts[name])
-        for _, experts in found:
+        for fqn, experts in found:
             experts.__dict__[OWN_PARTS] = True
-            experts.exchange, experts.nodes = exchange, nodes
+            experts.exchange, experts.nodes, experts.fqn = exchange, nodes, fqn
     between = (SharedGroup(mesh.get_group(tp)),) if sizes["tp"] > degree else ()
     along = (SharedGroup(mesh.get_group(cp)),) if sizes["cp"] > 1 else ()
     for _, router in routers_of(model):

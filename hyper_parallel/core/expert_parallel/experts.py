@@ -60,7 +60,11 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 
 def exchange_rows(
-    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+    rows: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+    experts: GroupedExperts | None = None,
 ) -> torch.Tensor:
     """Send each rank of a group its rows, and return what they send here, in the order of ranks.
 
@@ -69,10 +73,11 @@ def exchange_rows(
         sent: how many rows are for each rank; any may be 0.
         received: how many come from each.
         group: the ranks.
+        experts: the layer, which simulated ranks compare.
 
     Communication: forward one all_to_all, backward one the other way, of gradients.
     """
-    flight = RowFlight(sent, received, group)
+    flight = RowFlight(sent, received, group, experts)
     return flight.arrived(flight.start(rows))
 
 
@@ -83,10 +88,17 @@ class RowFlight:
         sent: how many rows are for each rank.
         received: how many come from each.
         group: the ranks.
+        experts: the layer that they go to; None: unknown.
     """
 
-    def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> None:
-        self.sent, self.received, self.group = tuple(sent), tuple(received), group
+    def __init__(
+        self,
+        sent: Sequence[int],
+        received: Sequence[int],
+        group: dist.ProcessGroup,
+        experts: GroupedExperts | None = None,
+    ) -> None:
+        self.sent, self.received, self.group, self.experts = tuple(sent), tuple(received), group, experts
         self.work: dist.Work | None = None
         self.grad: tuple[Tensor, RowFlight] | None = None  # on its way back
 
@@ -138,7 +150,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flight: RowFlight = ctx.flight
-        back = RowFlight(flight.received, flight.sent, flight.group)
+        back = RowFlight(flight.received, flight.sent, flight.group, flight.experts)
         flight.grad = back.start(grad), back
         return grad, None, *[None] * ctx.after
 
@@ -416,6 +428,7 @@ class GroupedExperts(nn.Module):
         w2: (num_experts, hidden_size, inner_size).
         w3: as `w1`.
         exchange: the ranks that the experts are split over; None: all are here.
+        fqn: its name in the model that `expert_parallel` was given.
         nodes: how these lie on nodes, each of which gets a token once; None: each expert gets it from its rank.
         count_rows: says how many rows go where; it reads that from the device unless it is replaced, as a simulation
             does whose tensors have no values.
@@ -433,6 +446,7 @@ class GroupedExperts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.exchange: SharedGroup | None = None
         self.nodes: NodeGroups | None = None
+        self.fqn = ""
         self.count_rows: CountRows = count_rows
         self.reset_parameters()
 
@@ -496,7 +510,7 @@ class GroupedExperts(nn.Module):
         to = order.counts.view(group.size(), -1)
         come = exchange_counts(to, group)
         loads = self.count_rows(self, chosen, to, come)
-        flight = RowFlight(loads.sent, loads.received, group)
+        flight = RowFlight(loads.sent, loads.received, group, self)
         rows = sorted_copies(x.flatten(0, -2), order, chosen.shape[-1])
         return Sent(order, come, loads, flight, flight.start(rows))
 
@@ -517,7 +531,7 @@ class GroupedExperts(nn.Module):
         first = node.flatten().index_select(0, copies.slots).unsqueeze(1) * per_node
         experts = chosen.index_select(0, copies.rows) - first
         experts = experts.masked_fill((experts < 0) | (experts > per_node), per_node).to(torch.int32)
-        marks, flight = (RowFlight(loads.sent, loads.received, between) for _ in range(2))
+        marks, flight = (RowFlight(loads.sent, loads.received, between, self) for _ in range(2))
         experts = marks.start(experts)
         return SentToNodes(copies, taken, loads, marks, experts, flight, flight.start(copied(x.flatten(0, -2), copies)))
 
@@ -545,7 +559,7 @@ class GroupedExperts(nn.Module):
         """
         sent, received, each = tokens.loads[:3]
         arrived = tokens.flight.arrived(tokens.rows, x).to(x.dtype)
-        return exchange_rows(self._for_ranks(arrived, tokens.come, each), received, sent, tokens.flight.group)
+        return exchange_rows(self._for_ranks(arrived, tokens.come, each), received, sent, tokens.flight.group, self)
 
     def _on_nodes(self, tokens: SentToNodes, x: Tensor, weights: Tensor) -> Tensor:
         """Let the nodes that have the experts compute, and return for each token the sum of what they make of it.
@@ -558,7 +572,7 @@ class GroupedExperts(nn.Module):
         assert self.nodes is not None, "they were sent to nodes"
         flight, loads = tokens.flight, tokens.loads
         sent, received = loads.sent, loads.received
-        weights = exchange_rows(copied(weights.flatten(0, -2), tokens.copies), sent, received, flight.group)
+        weights = exchange_rows(copied(weights.flatten(0, -2), tokens.copies), sent, received, flight.group, self)
         experts = tokens.marks.arrived(tokens.experts).long()
         arrived = flight.arrived(tokens.rows, x).to(x.dtype)
         copies = Copies.by(experts, tokens.come.numel(), sum(loads.passed))
@@ -566,11 +580,11 @@ class GroupedExperts(nn.Module):
         if within is None:
             out = self._here(rows, tokens.come[0], lambda: loads.each)
         else:
-            rows = exchange_rows(rows, loads.passed, loads.taken, within.group)
+            rows = exchange_rows(rows, loads.passed, loads.taken, within.group, self)
             out = self._for_ranks(rows, tokens.come, loads.each)
-            out = exchange_rows(out, loads.taken, loads.passed, within.group)
+            out = exchange_rows(out, loads.taken, loads.passed, within.group, self)
         out = summed(out * weights.flatten().index_select(0, copies.slots).unsqueeze(-1), copies)
-        out = exchange_rows(out.to(x.dtype), received, sent, flight.group)
+        out = exchange_rows(out.to(x.dtype), received, sent, flight.group, self)
         return summed(out, tokens.copies).view(x.shape)
 
     def _for_ranks(self, rows: Tensor, come: Tensor, each: list[int]) -> Tensor:

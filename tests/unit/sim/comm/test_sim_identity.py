@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sim
 from hyper_parallel import clip_grad_norm_, fully_shard, hsdp
+from hyper_parallel.core.expert_parallel import GroupedExperts, expert_parallel
+from hyper_parallel.core.expert_parallel.experts import exchange_rows
 from hyper_parallel.core.pipeline import Pipeline, TiedWeights
 
 pytestmark = pytest.mark.sim
@@ -261,6 +263,58 @@ def test_ranks_of_ddp_that_have_no_batches_left_join_the_others() -> None:
                 model(X).sum().backward()
 
     sim.run(body, 2)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def _layers_of_experts(ranks_per_node: int | None = None) -> nn.ModuleList:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    layers = nn.ModuleList(GroupedExperts(4, 8, 8) for _ in range(2))
+    expert_parallel(layers, mesh, ranks_per_node=ranks_per_node)
+    return layers
+
+
+def _use(experts: nn.Module) -> torch.Tensor:
+    chosen = torch.arange(4).view(4, 1)
+    return experts(torch.ones(4, 8, requires_grad=True), chosen, torch.ones(4, 1)).sum()
+
+
+def _other_layer(odd: int) -> None:
+    _use(_layers_of_experts()[odd])
+
+
+def _other_layer_on_nodes(odd: int) -> None:
+    _use(_layers_of_experts(ranks_per_node=1)[odd])
+
+
+def _other_layer_backward(odd: int) -> None:
+    losses = [_use(layer) for layer in _layers_of_experts()]
+    losses[odd].backward()
+
+
+def _gradients_for_rows(odd: int) -> None:
+    layer = _layers_of_experts()[0]
+    loss = _use(layer)
+    group = layer.exchange.group
+    loss.backward() if odd else exchange_rows(torch.ones(4, 8), (2, 2), (2, 2), group, layer)
+
+
+EXPERTS = {
+    "numbers": (_other_layer, "exchange of experts: numbers of rows of 0", "exchange of experts: numbers of rows of 1"),
+    "nodes": (_other_layer_on_nodes, "numbers of rows of 0", "numbers of rows of 1"),
+    "backward": (_other_layer_backward, "gradients of rows of 0", "gradients of rows of 1"),
+    "directions": (_gradients_for_rows, "exchange of experts: rows of 0", "gradients of rows of 0"),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_ranks_that_are_in_other_layers_of_experts_are_told(case: str) -> None:
+    body, one, other = EXPERTS[case]
+    with pytest.raises(sim.CollectiveMismatch, match="do not mean the same by all_to_all") as caught:
+        sim.run(lambda: body(dist.get_rank()), 2)
+    rows = [line for line in str(caught.value).splitlines() if re.match(r"  rank \d", line)]
+    assert [f"{text}  " in row for text, row in zip((one, other), rows, strict=True)] == [True, True]
 
 
 # -- stages of a pipeline ----------------------------------------------------------------------------------------------
