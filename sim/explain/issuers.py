@@ -177,8 +177,18 @@ def _always(purpose: str) -> Ask:
     return lambda frame: issuer
 
 
+def _agreement(frame: FrameType) -> Issuer:
+    outer = _outer(frame)
+    name = (_outer(outer) if outer.f_code.co_name == "agree" else outer).f_code.co_name
+    return Issuer(f"checkpoint: agreement in {name}()")
+
+
 def _step_of_checkpoint(frame: FrameType) -> Issuer:
-    return Issuer(f"checkpoint: {frame.f_locals.get('step', 'agreement')}")
+    found, step = _outer(frame).f_locals, frame.f_locals["step"]
+    for name, what in (("storage_writer", "save to"), ("storage_reader", "load from")):
+        if name in found:
+            return Issuer(f"checkpoint: {step} of a {what} {getattr(found[name], 'checkpoint_id', 'its folder')}")
+    return Issuer(f"checkpoint: {step}")
 
 
 Methods = Mapping[str, Ask]
@@ -195,7 +205,7 @@ _FILES: Mapping[str, Methods] = MappingProxyType(
             "add_up": lambda frame: _of_bucket("reduction of", frame.f_locals["self"].bucket),
         },
         "hyper_parallel/core/fully_shard/clip.py": {"_reduce": _norm},
-        "hyper_parallel/core/checkpoint/errors.py": {"gather": _always("checkpoint: agreement")},
+        "hyper_parallel/core/checkpoint/errors.py": {"gather": _agreement},
         "hyper_parallel/core/expert_parallel/experts.py": {
             "exchange_counts": lambda frame: _of_experts("numbers of rows", _outer(frame).f_locals.get("self")),
             "start": _rows,
@@ -219,9 +229,10 @@ _FILES: Mapping[str, Methods] = MappingProxyType(
             "unshard": lambda frame: Issuer("gather of", frame.f_locals["self"], _fsdp2_text, _fsdp2_made),
             "post_backward": _fsdp2_reduce,
         },
-        "torch/distributed/checkpoint/utils.py": dict.fromkeys(
-            ("reduce_scatter", "all_reduce", "all_gather", "broadcast", "barrier"), _step_of_checkpoint
-        ),
+        "torch/distributed/checkpoint/utils.py": {
+            **dict.fromkeys(("reduce_scatter", "all_reduce", "all_gather", "broadcast"), _step_of_checkpoint),
+            "barrier": _always("checkpoint: agreement"),  # of ranks that may each have a folder of their own
+        },
         "torch/nn/utils/clip_grad.py": dict.fromkeys(
             ("_get_total_norm", "_clip_grads_with_norm_"), _always("gradient norm")
         ),

@@ -75,9 +75,9 @@ def _identity_texts(slot: Slot) -> list[str]:
         known = slot.group.identities
         numbers = [known.number(each, member) for member, each in enumerate(identities) if each is not None]
         return [f"{text} (number {number} of this name)" for text, number in zip(whole, numbers, strict=True)]
-    if max(map(len, whole)) <= _TEXT:
-        return whole
     parts = [text.split(", ") for text in whole]
+    if max(map(len, whole)) <= _TEXT or max(map(len, parts)) == 1:  # no list: a folder, say, may differ at its end
+        return whole
     same = next(
         (place for place, row in enumerate(zip(*parts, strict=False)) if len(set(row)) > 1), min(map(len, parts))
     )

@@ -6,18 +6,21 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp, pipelining
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
 from hyper_parallel import clip_grad_norm_, fully_shard, hsdp
+from hyper_parallel.core.checkpoint import load_checkpoint, save_checkpoint
 from hyper_parallel.core.expert_parallel import GroupedExperts, expert_parallel
 from hyper_parallel.core.expert_parallel.experts import exchange_rows
 from hyper_parallel.core.pipeline import Pipeline, TiedWeights
@@ -315,6 +318,49 @@ def test_ranks_that_are_in_other_layers_of_experts_are_told(case: str) -> None:
         sim.run(lambda: body(dist.get_rank()), 2)
     rows = [line for line in str(caught.value).splitlines() if re.match(r"  rank \d", line)]
     assert [f"{text}  " in row for text, row in zip((one, other), rows, strict=True)] == [True, True]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _save_and_load(folder: Path, odd: int) -> None:
+    save_checkpoint(folder / "there", {"w": torch.ones(2)})
+    if odd:
+        load_checkpoint(folder / "there", {"w": torch.zeros(2)})
+    else:
+        save_checkpoint(folder / "new", {"w": torch.ones(2)})
+
+
+def _save_and_load_by_torch(folder: Path, odd: int) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder / "there")
+    if odd:
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=folder / "there")
+    else:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=folder / "new")
+
+
+def _save_elsewhere(folder: Path, odd: int) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder / str(odd))
+
+
+CHECKPOINTS = {
+    "ours": (_save_and_load, "checkpoint: agreement in write()", "checkpoint: agreement in load()"),
+    "torch's": (
+        *(_save_and_load_by_torch, "checkpoint: plan of a save to {}/new"),
+        "checkpoint: plan of a load from {}/there",
+    ),
+    "folders": (_save_elsewhere, "checkpoint: plan of a save to {}/0", "checkpoint: plan of a save to {}/1"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_ranks_that_save_and_load_other_checkpoints_are_told(case: str, tmp_path: Path) -> None:
+    body, *meant = CHECKPOINTS[case]
+    folder = tmp_path / ("a folder of a long name " * 4)
+    with pytest.raises(sim.CollectiveMismatch, match="do not mean the same by") as caught:
+        sim.run(lambda: body(folder, dist.get_rank()), 2)
+    one, other = (text.format(folder) for text in meant)
+    assert str(caught.value.meant).endswith(f": {one} on rank 0; {other} on rank 1")
 
 
 # -- stages of a pipeline ----------------------------------------------------------------------------------------------
