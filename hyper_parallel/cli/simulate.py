@@ -15,6 +15,11 @@ class _MappedDevice(str, Enum):
     npu = "npu"
 
 
+class _Switch(str, Enum):
+    on = "on"
+    off = "off"
+
+
 _TORCHRUNS = (  # options that mean nothing in one process: accepted, and their values are not looked at
     *("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--node-rank"),
     *("--max-restarts", "--monitor-interval", "--start-method", "--role", "--local-addr"),
@@ -44,6 +49,7 @@ def simulate(
     check_replicas: Annotated[
         bool, typer.Option("--check-replicas", help="Compare copies before steps of optimizers.")
     ] = False,
+    check_identity: Annotated[_Switch, typer.Option(help="Compare what collectives are for.")] = _Switch.on,
     nnodes: Annotated[str, typer.Option(help="1: there is one machine.", hidden=True)] = "1",
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     ignored: Annotated[list[str] | None, typer.Option(*_TORCHRUNS, hidden=True)] = None,
@@ -73,6 +79,7 @@ def simulate(
             module=module,
             check_races=check_races,
             check_replicas=check_replicas,
+            check_identity=check_identity.value,
             nnodes=nnodes,
         )
     raise typer.Exit(run_script(launch))

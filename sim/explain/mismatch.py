@@ -60,9 +60,10 @@ def _identity_mismatch(network: Network, slot: Slot) -> CollectiveMismatch:
     return handled.chained(error)
 
 
+_NOT_COMPARED = "check_identity=False (--check-identity off) if they mean the same by other names"
 _SAME_UNITS = (
     "let every rank run the same units and models in the same order, also where it has nothing for them to do; "
-    "check_identity=False if they mean the same by other names"
+    f"{_NOT_COMPARED}"
 )
 _TEXT = 100  # characters of an identity that a table shows
 
@@ -241,9 +242,10 @@ def message_mismatch(network: Network, source: Message, target: Message) -> Coll
     rows = _message_rows(source, target)
     told = f"  try: receive into a tensor of the {what} that is sent"
     if strangers(source, target):
-        differs = "what it is for; the receiver would take one for the other"
-        hint = "one schedule, of as many micro-batches, on all ranks; check_identity=False if they mean the same"
-        told = f"  differs: {differs}\n  try: {hint}"
+        told = (
+            "  differs: what it is for; the receiver would take one for the other\n"
+            f"  try: one schedule, of as many micro-batches, on all ranks; {_NOT_COMPARED}"
+        )
     handled = being_handled(network)
     return handled.chained(
         CollectiveMismatch(

@@ -56,6 +56,7 @@ def run_script(launch: Launch) -> int:
             init=False,
             check_races=launch.check_races,
             check_replicas=launch.check_replicas,
+            check_identity=launch.check_identity,
             device=launch.device,
             map_device=launch.map_device,
             own=launch.own,

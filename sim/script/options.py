@@ -43,6 +43,7 @@ class Launch:
         environment: Variables that each rank gets on top of torchrun's.
         check_races: As in `sim.world`.
         check_replicas: As in `sim.world`.
+        check_identity: As in `sim.world`.
         own: Packages of which each rank gets a copy, besides the built-in ones.
         show: The ranks whose standard output is shown; None: all.
         command: What a person types to start this, up to the options.
@@ -58,6 +59,7 @@ class Launch:
     environment: dict[str, str] = field(default_factory=dict)
     check_races: bool = False
     check_replicas: bool = False
+    check_identity: bool = True
     own: tuple[str, ...] = ()
     show: tuple[int, ...] | None = (0,)
     command: str = "python -m sim run"
@@ -76,6 +78,7 @@ class Launch:
         for name, value in self.environment.items():
             options += ["--env", f"{name}={value}"]
         options += ["--check-races"] * self.check_races + ["--check-replicas"] * self.check_replicas
+        options += [] if self.check_identity else ["--check-identity", "off"]
         options += ["--own", ",".join(self.own)] if self.own else []
         if self.is_module:
             options.append("-m")
@@ -109,6 +112,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=KINDS, help="the device that all ranks share; npu may be a simulated one")
     parser.add_argument("--check-races", action="store_true", help="look for buffers touched before the wait")
     parser.add_argument("--check-replicas", action="store_true", help="compare copies before steps of optimizers")
+    parser.add_argument(
+        "--check-identity", choices=("on", "off"), default="on", help="compare what collectives are for (on)"
+    )
     torchrun = parser.add_argument_group("torchrun's options that mean nothing here")
     torchrun.add_argument("--standalone", action="store_true")
     torchrun.add_argument("--nnodes", default="1", help="1: there is one machine")
@@ -146,6 +152,7 @@ def launch_of(
     device: str | None = None,
     check_races: bool = False,
     check_replicas: bool = False,
+    check_identity: str = "on",
     nnodes: str = "1",
     most: int = MAX_RANKS,
 ) -> Launch:
@@ -178,6 +185,7 @@ def launch_of(
         environment=_variables(env),
         check_races=check_races,
         check_replicas=check_replicas,
+        check_identity=check_identity == "on",
         own=packages,
         show=_shown(show, nproc),
         command=command,

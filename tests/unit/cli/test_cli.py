@@ -910,10 +910,12 @@ def test_a_script_is_started_with_the_options_of_the_simulators_own_command(monk
     monkeypatch.setattr(launch, "run_script", lambda asked: found.append(asked) or 7)
     Path("x.py").touch()
     given = "--nproc-per-node 2 --standalone --rdzv_backend c10d --nnodes 1 --seed 3 --map-device npu --env A=1"
-    given += " --env B=2 --show all --own rich --check-races --check-replicas x.py --help -m -- --nproc 5"
+    given += " --env B=2 --show all --own rich --check-races --check-replicas --check-identity off x.py"
+    given += " --help -m -- --nproc 5"
     result = CliRunner().invoke(cli.app, ["simulate", *given.split()])
     assert result.exit_code == 7, result.output
     assert found == [options.parse(given.split(), "hyper-parallel simulate")]
+    assert not found[0].check_identity
     assert found[0].arguments == ("--help", "-m", "--", "--nproc", "5")
 
 

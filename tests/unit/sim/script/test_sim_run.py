@@ -798,3 +798,17 @@ def test_checks_of_a_script(run: Run) -> None:
     code, _, err = run(copies, "--check-replicas")
     assert code == 1
     assert "ReplicaMismatch: the copies of 'the tensor given to from_local'" in err
+    names = """
+        from torch.distributed.fsdp import fully_shard
+        dist.init_process_group()
+        model = torch.nn.Sequential()
+        model.add_module(f"rank_{rank}", torch.nn.Linear(2, 2))
+        fully_shard(model)(torch.ones(1, 2)).sum().backward()
+        assert "--fail" not in sys.argv
+    """
+    code, _, err = run(names)
+    assert code == 1
+    assert "check_identity=False (--check-identity off) if they mean the same by other names" in err
+    assert run(names, "--check-identity", "off")[0] == 0
+    _, _, err = run(names, "--check-identity", "off", arguments=("--fail",))
+    assert "replay: python -m sim run --nproc 2 --seed 0 --check-identity off script.py --fail" in err
