@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import MeshLike
 
@@ -282,8 +282,8 @@ class CustomSpec(ModelSpec):
             return module
         keep = getattr(module, "keep", None)
         if not callable(keep):
-            seen = f"{type(module).__name__} with {self.num_layers} blocks, of which {len(layers)} are asked for"
-            blame = f"a pipeline cuts it into stages, and {type(module).__name__} has no method keep"
+            seen = f"{class_name(module)} with {self.num_layers} blocks, of which {len(layers)} are asked for"
+            blame = f"a pipeline cuts it into stages, and {class_name(module)} has no method keep"
             hint = "pp=1, or a method keep(layers, *, embed: bool, head: bool) that drops the others in place"
             raise ValueError(explain(_ASKED, blame, seen, hint))
         kept: nn.Module = keep(layers, embed=embed, head=head)
@@ -526,8 +526,7 @@ def naming_modules() -> Iterator[None]:
 def module_title(module: nn.Module, root: nn.Module) -> str:
     """Return what a module is called in a message."""
     path = next((name for name, one in root.named_modules() if one is module), "")
-    kind = type(module).__name__.removeprefix("HSDP")  # the engine's subclass of it
-    return f"module {path!r} ({kind})" if path else kind
+    return f"module {path!r} ({class_name(module)})" if path else class_name(module)
 
 
 _NONE = "none of torch's"

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hyper_parallel.core.activations.offload import ActivationOffload, OffloadedBlock
 from hyper_parallel.core.common.checks import check, check_fields, check_least
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import class_name, explain, nearest
 from hyper_parallel.platform import attention_operators
 
 __all__ = ["KINDS", "ActivationPolicy", "blocks_of", "checkpoint_blocks", "checkpointed"]
@@ -254,7 +254,7 @@ def checkpoint_blocks(
     if policy.is_none:
         return model
     if blocks is None and not (blocks := list(blocks_of(model))):
-        seen, hint = f"model: {type(model).__name__}", "blocks=list(model.children())"
+        seen, hint = f"model: {class_name(model)}", "blocks=list(model.children())"
         raise ValueError(explain(_ASKED, "there are none: the model has no nn.ModuleList with modules", seen, hint))
     places = _places(model, blocks)
     offload = ActivationOffload() if policy.offload else None
@@ -315,12 +315,12 @@ def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, li
         for name, child in parent._modules.items():  # `named_children()` has a child under its first name only
             if child is not None:
                 found.setdefault(id(child), []).append((parent, name))
-    wrapped = [type(block).__name__ for block in blocks if isinstance(block, ActivationWrapper)]
-    missing = [type(block).__name__ for block in blocks if id(block) not in found]
+    wrapped = [class_name(block) for block in blocks if isinstance(block, ActivationWrapper)]
+    missing = [class_name(block) for block in blocks if id(block) not in found]
     if missing or wrapped:
         blame = "these are no modules in the model"
         if wrapped:
             blame = "they are checkpointed already"
-        seen = f"model: {type(model).__name__}   blocks: {', '.join(missing or wrapped)}"
+        seen = f"model: {class_name(model)}   blocks: {', '.join(missing or wrapped)}"
         raise ValueError(explain(_ASKED, blame, seen, "blocks=list(model.layers), once"))
     return {block: found[id(block)] for block in blocks}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import class_name, explain, nearest
 
 _LONGEST_NAME = 255
 MOST_COUNTED = 2**63 - 1
@@ -443,11 +443,11 @@ def check_rank(rank: object, first: int, seen: str) -> int:
 def _a(value: object) -> str:
     if value is None:
         return "None"
-    return _article(type(value))
+    return _article(type(value), class_name(value))
 
 
-def _article(kind: type) -> str:
-    name = kind.__name__
+def _article(kind: type, name: str = "") -> str:
+    name = name or kind.__name__
     if kind.__module__ != "builtins" and hasattr(builtins, name):  # numpy's bool is none
         name = f"{kind.__module__}.{name}"
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""Texts of messages: the four parts of an error, spellings that are close, numbers of bytes.
+"""Texts of messages: the four parts of an error, spellings that are close, names of classes, numbers of bytes.
 
 An error says what was asked, what is to blame, what was seen, and what to try.
 """
@@ -48,6 +48,15 @@ def nearest(wrong: object, right: Iterable[str]) -> str:
     if likeness(best) >= 0.5:
         return repr(best)
     return "one of " + ", ".join(map(repr, names))
+
+
+def class_name(value: object) -> str:
+    """Return the name of a value's class; of a module in a sharding engine, the class that its user wrote.
+
+    E.g. `fully_shard(nn.Linear(2, 2))` has the class `HSDPLinear`, which is in none of the user's files.
+    """
+    kind = type(value)
+    return str(getattr(kind, "_hyper_parallel_original", kind).__name__)
 
 
 def readable_bytes(count: float) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.checks import check, check_least
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import class_name, explain, nearest
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.common.torch_compat import note_replaced, refuse_lost
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -246,7 +246,7 @@ def _checked(
         raise ValueError(explain(_ASKED, blame, seen, f"etp={sizes['tp']}, or etp=1"))
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
     if not found:
-        blame = f"there are none in this {type(model).__name__}"
+        blame = f"there are none in this {class_name(model)}"
         raise ValueError(
             explain(_ASKED, blame, seen, "a model with GroupedExperts, such as hyper_parallel.models.MoELlama")
         )
@@ -278,7 +278,7 @@ def _check_replaceable(model: nn.Module, found: list[tuple[str, GroupedExperts]]
             for module, other in holders[id(weight)]:
                 if not isinstance(module, GroupedExperts) or (other == "w2") != (last == "w2"):
                     blame = f"{name!r} is also {other!r} of {names[module] or 'the model'!r}, which needs it otherwise"
-                    seen = f"shape: {tuple(weight.shape)}   the other module: {type(module).__name__}"
+                    seen = f"shape: {tuple(weight.shape)}   the other module: {class_name(module)}"
                     raise ValueError(explain(_ASKED, blame, seen, "a parameter of its own for each"))
 
 

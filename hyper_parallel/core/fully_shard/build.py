@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.common.torch_compat import refuse_lost
 from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, OwnedBucket, Storage, computed_in
 from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
@@ -55,7 +55,7 @@ def root_modules(module: Any, api: str) -> list[nn.Module]:
     inside = {id(child) for item in given for child in item.modules() if child is not item}
     roots = [item for item in dict.fromkeys(given) if id(item) not in inside]
     for root in roots:
-        asked = f"{api} cannot wrap a {type(root).__name__}"
+        asked = f"{api} cannot wrap a {class_name(root)}"
         if is_wrapped(root):
             seen = f"seen: a second {api} of the same module"
             hint = "wrap each module once, by one of fully_shard and hsdp, inner modules first"
@@ -462,12 +462,12 @@ def _check(module: nn.Module, units: list[Unit]) -> None:
     if nested_traced_units(module):
         blame, seen = "a cell in it was wrapped for torch.compile to trace", "seen: hsdp(..., use_eager_hook=False)"
         hint = "its state_dict(), or copy the module before it is wrapped"
-        raise TypeError(explain(f"cannot copy a {type(module).__name__}", blame, seen, hint))
+        raise TypeError(explain(f"cannot copy a {class_name(module)}", blame, seen, hint))
     inside = set(module.modules())
     for unit in units:
-        outside = [type(m).__name__ for m in (*unit.modules, *(s.module for s in _slots(unit))) if m not in inside]
+        outside = [class_name(m) for m in (*unit.modules, *(s.module for s in _slots(unit))) if m not in inside]
         if outside:
-            asked, blame = f"cannot copy a {type(module).__name__} alone", "its unit has modules outside of it"
+            asked, blame = f"cannot copy a {class_name(module)} alone", "its unit has modules outside of it"
             seen = f"seen: {', '.join(dict.fromkeys(outside))}"
             raise ValueError(explain(asked, blame, seen, "copy the module that contains them"))
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hyper_parallel.core.common.checks import check, check_above, check_choice, check_modules
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.common.torch_compat import note_empty, runs_eagerly
 from hyper_parallel.core.fully_shard.hooks import explain_mixed
 from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
@@ -49,7 +49,7 @@ def needed_unit(module: Any) -> Unit:
         ValueError: It was never wrapped, or for `torch.compile` to trace.
     """
     unit = unit_of(module) if isinstance(module, nn.Module) else None
-    asked = f"cannot change how a {type(module).__name__} communicates"
+    asked = f"cannot change how a {class_name(module)} communicates"
     if unit is None and _own_traced(module):
         refuse_traced(asked, module)
     if unit is None:
@@ -129,7 +129,7 @@ def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument
         return None
     for index, module in enumerate(modules):
         if not isinstance(module, kind) or not is_wrapped(module):  # type: ignore[arg-type]
-            blame = f"item {index}, a {type(module).__name__}, was not wrapped by {by}"
+            blame = f"item {index}, a {class_name(module)}, was not wrapped by {by}"
             raise ValueError(explain(asked, blame, f"seen: {len(modules)} items", f"{by}(that_module) first"))
     return [unit for module in modules if (unit := unit_of(module)) is not None]
 
@@ -170,7 +170,7 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
     units = [unit for root in _roots(module) for unit in root.prepared_units()]
     busy = next((unit for unit in units if unit.control is not StepControl.HOOKS), None)
     if busy is not None:
-        name = type(busy.modules[0]).__name__
+        name = class_name(busy.modules[0])
         hint = "reduce_gradients(module), or release_parameters(module), once per hold_parameters(module)"
         raise RuntimeError(
             explain("cannot hold parameters", "they are unsharded for a step already", f"seen: unit {name}", hint)
@@ -382,7 +382,7 @@ def refuse_traced(asked: str, module: nn.Module, hint: str = "hsdp(cell, ..., us
     """
     for name, child in module.named_modules():
         if traced_unit_of(child) is not None:
-            blame = f"{name or type(child).__name__!r} was wrapped for torch.compile to trace"
+            blame = f"{name or class_name(child)!r} was wrapped for torch.compile to trace"
             seen = "seen: hsdp(..., use_eager_hook=False), whose communication is part of its graph"
             raise ValueError(explain(asked, blame, seen, hint))
 
@@ -509,7 +509,7 @@ class ManagedModule(FSDPModule):
         blame = "its parameters are shards that belong to running groups"
         seen = "seen: copy.copy, pickle or torch.save of the module itself, or copy.deepcopy of a traced one"
         hint = "its state_dict(), copy.deepcopy, or copy the module before it is wrapped"
-        raise TypeError(explain(f"cannot copy or pickle a {type(self).__name__}", blame, seen, hint))
+        raise TypeError(explain(f"cannot copy or pickle a {class_name(self)}", blame, seen, hint))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -736,8 +736,8 @@ class ManagedModule(FSDPModule):
         """
         unit = needed_unit(self)
         if unit.schedule is not None and not unit.is_root:
-            asked, blame = f"reset_iter_state cannot start at a {type(self).__name__}", "it is a unit inside of another"
-            seen = f"seen: the root is a {type(unit.schedule.units[0].modules[0]).__name__}"
+            asked, blame = f"reset_iter_state cannot start at a {class_name(self)}", "it is a unit inside of another"
+            seen = f"seen: the root is a {class_name(unit.schedule.units[0].modules[0])}"
             raise RuntimeError(explain(asked, blame, seen, "call it on the root"))
         if unit.schedule is not None:
             unit.schedule.forget_failed_backward()
@@ -823,7 +823,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     unit = needed_unit(module)
     method = getattr(module, name, None) if isinstance(name, str) else None
     if not callable(method) or inspect.isgeneratorfunction(method):
-        asked = f"cannot let {name!r} of a {type(module).__name__} run as forward does"
+        asked = f"cannot let {name!r} of a {class_name(module)} run as forward does"
         seen = "nothing of that name" if method is None else "a generator" if callable(method) else repr(method)
         hint = "the name of a method, such as 'encode'"
         raise ValueError(explain(asked, "it is no method that returns a result", f"seen: {seen}", hint))
@@ -848,7 +848,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 @functools.cache
 def wrapped_class(original: Any, mixin: Any = HSDPModule) -> Any:
     """The class `HSDP<Original>` that a wrapped module gets; one per original class and API."""
-    return type(f"HSDP{original.__name__}", (mixin, original), {"__module__": original.__module__})
+    members = {"__module__": original.__module__, "_hyper_parallel_original": original}  # see `class_name`
+    return type(f"HSDP{original.__name__}", (mixin, original), members)
 
 
 def show_shards_in_state_dicts(unit: Unit, owner: nn.Module) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.fully_shard.bucket import Bucket, CopyStreams
 from hyper_parallel.core.fully_shard.comm import GroupLog
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
@@ -131,7 +131,7 @@ class Schedule(Generic[U]):
         for unit in self.units:
             for log, number in unit.number.items():
                 numbers[log] = max(number, numbers.get(log, 0))
-        model = type(root.modules[0]).__name__.removeprefix("HSDP")
+        model = class_name(root.modules[0])
         for place, unit in enumerate(self.units):
             names = [paths[module] for module in unit.modules if module in paths]
             for bucket in unit.buckets:
@@ -161,7 +161,7 @@ class Schedule(Generic[U]):
         # In one order on all ranks, also where their units are not.
         logs = sorted(keys, key=lambda log: log.ranks)
         for log in logs if root.identity[0] else ():
-            log.compare_units(f"cannot run {type(root.modules[0]).__name__}", keys[log], root.platform)
+            log.compare_units(f"cannot run {class_name(root.modules[0])}", keys[log], root.platform)
         self._logs = logs
 
     def _compare_after_forward(self) -> None:
@@ -317,7 +317,7 @@ class Schedule(Generic[U]):
             else:
                 self.finish_reductions()
         for unit in self.units:
-            assert unit.is_resharded(), f"unsharded parameters outlive backward: {type(unit.modules[0]).__name__}"
+            assert unit.is_resharded(), f"unsharded parameters outlive backward: {class_name(unit.modules[0])}"
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
@@ -394,7 +394,7 @@ class Structure:
                 if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in identities
             ]
             if unmanaged:
-                blame = f"parameters came into {type(root).__name__} after it was wrapped: {', '.join(unmanaged)}"
+                blame = f"parameters came into {class_name(root)} after it was wrapped: {', '.join(unmanaged)}"
                 seen = "seen: no unit reduces their gradients, so every rank would train its own copy"
                 hint = "add them before wrapping, wrap the module that brings them, or pass them in ignored_params"
                 raise RuntimeError(explain("cannot run forward", blame, seen, hint))
@@ -408,7 +408,7 @@ class Structure:
     def _check_buffers(self, root: nn.Module) -> None:
         on_meta = [name for name, buffer in root.named_buffers() if buffer.is_meta]
         if on_meta and not all(parameter.is_meta for parameter in root.parameters()):
-            blame = f"buffers of {type(root).__name__} are still on the meta device: {', '.join(on_meta)}"
+            blame = f"buffers of {class_name(root)} are still on the meta device: {', '.join(on_meta)}"
             seen = "seen: parameters with values, beside buffers without"
             hint = "init_parameters(model, seed), or module.buffer = values; buffers outside of state_dict too"
             raise RuntimeError(explain("cannot run forward", blame, seen, hint))

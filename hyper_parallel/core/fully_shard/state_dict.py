@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import class_name, explain
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -194,7 +194,7 @@ def load_into(module: nn.Module, state_dict: Any, load: Callable[[Any], Any], *,
     if strict and (missing or unexpected):
         kinds = (("Missing", missing), ("Unexpected", unexpected))  # in torch's words, which callers look for
         seen = [f"{kind} key(s) in state_dict: {_quoted(keys)}. " for kind, keys in kinds if keys]
-        asked, blame = f"cannot load all of {type(module).__name__}", "the keys are not those of the module"
+        asked, blame = f"cannot load all of {class_name(module)}", "the keys are not those of the module"
         raise RuntimeError(explain(asked, blame, "\n  ".join(seen), "strict=False to load the keys that fit"))
     return outcome
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.common.checks import check, check_least
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.common.torch_compat import forget_empty, is_empty, plain_name
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.init.filling import DefaultsToCpu, Filling
@@ -102,7 +102,7 @@ def _fill(model: nn.Module, mode: Filling, targets: Sequence[FillTarget], init_f
             continue
         for target in shared:
             target.locked = _is_elsewhere(owners[id(target.tensor)], path)
-        mode.fill(fill, plain_name(path), type(module).__name__)
+        mode.fill(fill, plain_name(path), class_name(module))
 
 
 def _filler(module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> Callable[[], Any] | None:
@@ -155,7 +155,7 @@ def _targets(model: nn.Module, seed: int) -> list[FillTarget]:
         unit = module.__dict__.get("_hyper_parallel_unit")
         if unit is not None and not unit.is_resharded():
             blame = f"{path or 'the model'} shows unsharded parameters, which are freed or gathered again later"
-            raise ValueError(explain(_ASKED, blame, f"seen: {type(module).__name__}, unsharded", "reshard() first"))
+            raise ValueError(explain(_ASKED, blame, f"seen: {class_name(module)}, unsharded", "reshard() first"))
     targets, outside = [], _outside_of_state_dicts(model)
     for name, tensor in _tensors(model):
         if is_lazy(tensor):
@@ -265,7 +265,7 @@ def _check_filled(model: nn.Module, targets: list[FillTarget], init_fn: Any) -> 
     for target in bare:
         owner = target.name.rpartition(".")[0]
         kind = "parameter" if isinstance(target.tensor, nn.Parameter) else "buffer"
-        rows.append(f"{kind} {target.name!r} of {type(modules[owner]).__name__}" if owner in modules else target.name)
+        rows.append(f"{kind} {target.name!r} of {class_name(modules[owner])}" if owner in modules else target.name)
     shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     blame = "nothing fills what was on meta" if init_fn is None else "init_fn leaves out what was on meta"
     hint = "a reset_parameters() there that fills all of it" + (", or init_fn=..." if init_fn is None else "")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.core.common.checks import check, check_modules
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.fully_shard.unit import nested_units
 from hyper_parallel.core.mesh.device_mesh import check_ascending
 
@@ -80,7 +80,7 @@ def check_units(stages: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
             over = {rank for reach in unit.groups() for rank in dist.get_process_group_ranks(reach)}
             wrong = [rank for rank in others if rank in over]
             if wrong:
-                kind = type(unit.modules[0]).__name__
+                kind = class_name(unit.modules[0])
                 blame = f"parameters of {kind} are shared with rank {wrong[0]}, which has other stages"
                 hint = 'fully_shard(module, mesh=mesh["dp"]), a mesh without the pipeline axis; hsdp takes all ranks'
                 raise ValueError(explain(_ASKED, blame, f"pipeline ranks: {peers}   shared: {sorted(over)}", hint))
@@ -99,4 +99,4 @@ def check_split_backward(name: str, stages: Sequence[nn.Module], *, keep_gathere
             by_hand = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
             if by_hand or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
                 blame = f"{name!r} computes gradients of inputs and weights apart, and {path!r} is compiled as one"
-                raise ValueError(explain(_ASKED, blame, f"seen: {type(module).__name__}", "schedule='interleaved'"))
+                raise ValueError(explain(_ASKED, blame, f"seen: {class_name(module)}", "schedule='interleaved'"))

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.common.torch_compat import ADDS_UP, runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -62,7 +62,7 @@ class Region:
                 continue
             if is_unit(child):
                 blame = f"fully_shard has {name!r} in it, whose parameters are gathered only when that is called"
-                seen = f"modules: {type(module).__name__} holds {name!r}, a {type(child).__name__}"
+                seen = f"modules: {class_name(module)} holds {name!r}, a {class_name(child)}"
                 hint = "fully_shard on the module that has the local_plan, or on one that holds it"
                 raise ValueError(explain("cannot run a module on local tensors", blame, seen, hint))
             yield from self.owners(child)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_shape
-from hyper_parallel.core.common.errors import explain, readable_bytes
+from hyper_parallel.core.common.errors import class_name, explain, readable_bytes
 from hyper_parallel.core.common.tables import View, display, fold, plain_table
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -295,7 +295,7 @@ def _model_view(model: nn.Module) -> View:
     table.add_row("in all", f"{len(tensors):,}", "", "", "", "", readable_bytes(full), "", style="bold")
     numel = sum(tensor.numel() for _, tensor in tensors)
     on = "; ".join(f"{axes} ({len(axes.ranks):,} ranks)" for axes in meshes) or "no mesh: no parameter is a DTensor"
-    title = f"{type(model).__name__}: {numel:,} numbers in {len(tensors):,} tensors on {on}"
+    title = f"{class_name(model)}: {numel:,} numbers in {len(tensors):,} tensors on {on}"
     return View(
         Text(title, style="bold"), table, Text(f"this process holds {readable_bytes(mine)} of {readable_bytes(full)}")
     )

@@ -330,7 +330,7 @@ def test_slots_own_setattr_and_attributes_of_parameters(ctx):
     assert model.weight.no_decay
     twin = copy.deepcopy(model)
     assert type(twin) is type(model)
-    with pytest.raises(TypeError, match=r"cannot copy or pickle a HSDPSlotted"):
+    with pytest.raises(TypeError, match=r"cannot copy or pickle a Slotted"):
         copy.copy(model)
 
 
@@ -1408,7 +1408,7 @@ def test_units_are_freed_and_reduced_while_backward_goes_on(ctx):
 @sim.ranks(2, backends=NO_GLOO)
 def test_second_derivatives_are_refused(ctx):
     model = wrap_nested(net(ctx), mesh=mesh_of(ctx))
-    with pytest.raises(RuntimeError, match=r"create_graph=True went through a fully_shard unit\n  unit: HSDPNet"):
+    with pytest.raises(RuntimeError, match=r"create_graph=True went through a fully_shard unit\n  unit: Net"):
         torch.autograd.grad(loss_of(model, x := data(ctx, rank=ctx.rank).requires_grad_()), [x], create_graph=True)
     model.zero_grad()
     check_one_step(ctx, model, net(ctx))
@@ -1453,9 +1453,7 @@ def test_results_that_forward_does_not_return_never_give_a_wrong_gradient(ctx, l
         for part in (*model.layers, model):
             fully_shard(part, mesh=mesh_of(ctx), **options)
         plain(data(ctx)).backward()
-        refused = (
-            r"did not return\n  unit: HSDPAside.*\n  try: return|out of bounds for storage of size 0|was given back"
-        )
+        refused = r"did not return\n  unit: Aside.*\n  try: return|out of bounds for storage of size 0|was given back"
         for _ in range(2):
             with contextlib.suppress(NoError), pytest.raises(RuntimeError, match=refused):  # noqa: PT012
                 model(data(ctx, rank=ctx.rank)).backward()
@@ -1605,7 +1603,7 @@ def test_units_that_average_beside_units_that_add_up_are_refused():
     def refused():
         model = rank()
         message = (
-            r"cannot train HSDPSequential: some of its units average .*, others add them up.*\n"
+            r"cannot train Sequential: some of its units average .*, others add them up.*\n"
             r"  seen: the root averages, .*; '0' adds up, that of DTensors\n"
             r"  try: set_reduce_op_type\('avg'\) on the root"
         )

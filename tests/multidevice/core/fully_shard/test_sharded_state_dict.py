@@ -473,7 +473,7 @@ def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
         model.load_state_dict(some)
     listed = ", ".join(f'"{name}"' for name in missing)
     assert str(raised.value) == (
-        "cannot load all of HSDPNet: the keys are not those of the module\n"
+        "cannot load all of Net: the keys are not those of the module\n"
         f"  Missing key(s) in state_dict: {listed}. \n"
         '  Unexpected key(s) in state_dict: "a.b", "blocks.0.scratch", "z". \n'
         "  try: strict=False to load the keys that fit"

@@ -336,7 +336,7 @@ METHODS = {
     "op": (lambda m: m.set_reduce_op_type("mean"), r"there is no kind of reduce_op_type 'mean'\n  reduce_op_type: 'me"),
     "op type": (lambda m: m.set_reduce_op_type(1), r"there is no kind of reduce_op_type 1"),
     "async": (lambda m: m.unshard(async_op=1), r"unshard cannot use its flags: async_op is an int, not a bool"),
-    "prefetch": (lambda m: m.set_modules_to_forward_prefetch(m), r"modules is a HSDPLinear, not a list"),
+    "prefetch": (lambda m: m.set_modules_to_forward_prefetch(m), r"modules is a Linear, not a list"),
     "prefetch item": (
         lambda m: m.set_modules_to_backward_prefetch([m, nn.Linear(1, 1)]),
         r"item 1, a Linear, was not wrapped by fully_shard",
@@ -465,7 +465,7 @@ def test_a_root_whose_first_forward_is_in_the_backward_of_a_unit_of_its_own():
     fails_on_every_rank(
         call,
         RuntimeError,
-        r"the forward of HSDPSequential ran inside of a backward of modules in it\n  seen: .*Linear\n",
+        r"the forward of Sequential ran inside of a backward of modules in it\n  seen: .*Linear\n",
     )
 
 
@@ -493,7 +493,7 @@ def test_replaced_parameters():
         module(torch.ones(1, 4))
 
     fails_on_every_rank(
-        replaced_by_a_plain_one, RuntimeError, r"parameters came into HSDPLinear after it was wrapped: weight\n"
+        replaced_by_a_plain_one, RuntimeError, r"parameters came into Linear after it was wrapped: weight\n"
     )
     fails_on_every_rank(replaced_by_none, RuntimeError, r"'weight' was removed\n")
     fails_on_every_rank(
@@ -862,9 +862,7 @@ def test_parameters_that_are_used_outside_of_their_unit(use):
 
     owner = "attention.out_proj" if use is by_attention else "layers.1"
     where = "multi_head_attention_forward" if use is by_attention else use.__name__
-    match = (
-        rf"parameter '{owner}.weight' is used outside of .*\n  unit: HSDP.*Linear; seen: .*py:\d+, in {where}\n  try: "
-    )
+    match = rf"parameter '{owner}.weight' is used outside of .*\n  unit: \w*Linear; seen: .*py:\d+, in {where}\n  try: "
     fails_on_every_rank(call, RuntimeError, match, communicates=True)
 
 
@@ -966,7 +964,7 @@ def test_buffers_that_are_still_on_meta():
         model(torch.ones(2, 4))
 
     names = "1.running_mean, 1.running_var, 1.num_batches_tracked"
-    fails_on_every_rank(lambda: call(fill=False), RuntimeError, rf"buffers of HSDPSequential .* meta device: {names}\n")
+    fails_on_every_rank(lambda: call(fill=False), RuntimeError, rf"buffers of Sequential .* meta device: {names}\n")
     sim.run(lambda: call(fill=True), 2)
 
 
@@ -988,9 +986,9 @@ def test_parameters_that_come_after_wrapping():
         model[0].lora = nn.Parameter(torch.ones(2))
         model(torch.ones(1, 2))
 
-    unmanaged = r"came into HSDPSequential after .*: 1.weight, 1.bias\n  seen: .*\n  try: "
+    unmanaged = r"came into Sequential after .*: 1.weight, 1.bias\n  seen: .*\n  try: "
     fails_on_every_rank(another_block, RuntimeError, unmanaged, communicates=True)
-    fails_on_every_rank(an_adapter, RuntimeError, r"came into HSDPSequential after .*: 0.lora\n")
+    fails_on_every_rank(an_adapter, RuntimeError, r"came into Sequential after .*: 0.lora\n")
 
     def fine():
         model = wrapped()
@@ -1015,7 +1013,7 @@ def test_a_step_between_forward_and_backward(kind):
         optimizer.step()
         loss.backward()
 
-    changed = r"changed between a forward and its backward\n  unit: HSDP.*\n  try: all"
+    changed = r"changed between a forward and its backward\n  unit: Linear.*\n  try: all"
     fails_on_every_rank(call, RuntimeError, changed, communicates=True)
 
 

@@ -260,7 +260,7 @@ METHODS = {
     "sync text": (lambda m: m.set_requires_grad_sync("no"), r"requires_grad_sync is a str, not a bool"),
     "forward cell": (
         lambda m: m.set_forward_prefetch_cells(m),
-        r"hsdp_cell_list is a HSDPLinear, not a list or None\n  hsdp_",
+        r"hsdp_cell_list is a Linear, not a list or None\n  hsdp_",
     ),
     "backward set": (lambda m: m.set_backward_prefetch_cells({m}), r"hsdp_cell_list is a set, not a list"),
     "backward range": (lambda m: m.set_backward_prefetch_cells(range(1)), r"hsdp_cell_list is a range, not a list"),
@@ -271,7 +271,7 @@ METHODS = {
     "backward item": (lambda m: m.set_backward_prefetch_cells((3,)), r"item 0, a int, was not wrapped by hsdp"),
     "other face": (
         lambda m: m.set_backward_prefetch_cells([m, m, fully_shard(nn.Linear(1, 1))]),
-        r"item 2, a HSDPLinear, was not wrapped by hsdp\n  seen: 3 items",
+        r"item 2, a Linear, was not wrapped by hsdp\n  seen: 3 items",
     ),
     "item without a unit": (
         lambda m: m.set_forward_prefetch_cells([unwrapped()]),

@@ -741,12 +741,12 @@ def wrapped_rotary(*, empty: bool) -> nn.Module:
 def test_what_nothing_fills_is_named_also_after_to_empty(empty):
     def rank():
         text = refused(lambda: init_parameters(wrapped_rotary(empty=empty)))
-        names = "parameter 'scale' of HSDPRotary, buffer 'table' of HSDPRotary, buffer 'frequencies' of HSDPRotary"
+        names = "parameter 'scale' of Rotary, buffer 'table' of Rotary, buffer 'frequencies' of Rotary"
         assert f"not filled: {names}\n" in text
         model = wrapped_rotary(empty=empty)
         model.table = torch.ones(3)  # who assigns has filled
         model.frequencies = torch.ones(2)
-        assert "not filled: parameter 'scale' of HSDPRotary\n" in refused(lambda: init_parameters(model))
+        assert "not filled: parameter 'scale' of Rotary\n" in refused(lambda: init_parameters(model))
 
     sim.run(rank, 2)
 
@@ -757,7 +757,7 @@ def test_what_was_filled_after_to_empty_stays():
         model = wrapped_rotary(empty=True)
         model.load_state_dict({"scale": torch.ones(4), "table": torch.ones(3)}, strict=False)
         model.frequencies.fill_(1e30)  # no checkpoint can have done it
-        assert "not filled: buffer 'frequencies' of HSDPRotary\n" in refused(lambda: init_parameters(model))
+        assert "not filled: buffer 'frequencies' of Rotary\n" in refused(lambda: init_parameters(model))
         model.frequencies = torch.ones(2)
         init_parameters(model)
         assert model.scale.full_tensor().tolist() == [1.0] * 4

@@ -89,7 +89,7 @@ def test_stages_mesh_and_loss_of_another_kind():
 @pytest.mark.parametrize("wrap", [fully_shard, hsdp])
 def test_parameters_that_are_split_over_other_stages(wrap):
     """Without a mesh both wrap over all ranks, of which some have other layers."""
-    raises(ValueError, "parameters of HSDPLinear are shared with rank [01]", lambda: pipeline(wrap(linear())))
+    raises(ValueError, "parameters of Linear are shared with rank [01]", lambda: pipeline(wrap(linear())))
 
 
 splits = pytest.mark.skipif(not SCHEDULES["zbv"].is_available, reason="this torch has no right one")
@@ -292,7 +292,7 @@ def test_parameters_are_held_once():
     def body():
         model = fully_shard(linear(), mesh=mesh_of())
         hold_parameters(model)
-        with pytest.raises(RuntimeError, match="they are unsharded for a step already\n  seen: unit HSDPLinear"):
+        with pytest.raises(RuntimeError, match="they are unsharded for a step already\n  seen: unit Linear"):
             hold_parameters(model)
         release_parameters(model)
         hold_parameters(model)
