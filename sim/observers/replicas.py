@@ -251,10 +251,11 @@ def check_when_made(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
     return from_local
 
 
-def check_when_split(name: str, weight: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Compare a weight that is about to be split over a mesh, e.g. one that each rank has drawn from a seed of its own.
+def check_when_split(name: str, weight: torch.Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> None:
+    """Compare a weight that is about to be split over a mesh or a group.
 
-    Once it is split nobody can tell: each rank has another part, of another weight.
+    E.g. each rank has drawn it from a seed of its own. Once it is split nobody can tell: each rank has another part, of
+    another weight.
     """
     context = _own_thread()
     if context is not None:

@@ -52,7 +52,7 @@ def _dtensor_boundary(host: Host) -> Undo:
         return lambda: None
     from_local, to_local = DTensor.from_local, DTensor.to_local
     made = staticmethod(replicas.check_when_made(from_local))
-    split_by_torch, split = FSDPParam._init_sharded_param, ManagedParam.__init__
+    split_by_torch, split, shard = FSDPParam._init_sharded_param, ManagedParam.__init__, Shard._shard_tensor
 
     def compare_and_split(param: Any, weight: Any, *args: Any, **options: Any) -> Any:
         mesh_info = args[-1] if hasattr(args[-1], "mesh") else param.mesh_info  # an attribute before torch 2.12
@@ -64,9 +64,17 @@ def _dtensor_boundary(host: Host) -> Undo:
             replicas.check_when_split(name, weight, placement.data.mesh)
         split(param, name, slots, weight, placement)
 
+    def compare_and_shard(
+        placement: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0, *args: Any
+    ) -> Any:
+        if src_data_rank is None:
+            replicas.check_when_split("the tensor given to distribute_tensor", tensor, mesh.get_group(mesh_dim))
+        return shard(placement, tensor, mesh, mesh_dim, src_data_rank, *args)
+
     return exchange(
         [
             (DTensor, "from_local", made),
+            (Shard, "_shard_tensor", compare_and_shard),
             (DTensor, "to_local", partials.follow_when_taken(to_local)),
             (FSDPParam, "_init_sharded_param", compare_and_split),
             (ManagedParam, "__init__", compare_and_manage),

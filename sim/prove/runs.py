@@ -465,9 +465,13 @@ class Ranks:
     def forward(self) -> list[Run]:
         """Make the model parallel and compute forward on every rank."""
         with self._located("forward"):
-            self.world.run(self._make)  # on all ranks before the first one computes: that may stop all
+            self.make()  # on all ranks before the first one computes: that may stop all
             self.world.run(self._forward)
         return self.runs
+
+    def make(self) -> None:
+        """Make the model parallel on every rank."""
+        self.world.run(self._make)
 
     @property
     def runs(self) -> list[Run]:

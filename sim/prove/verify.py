@@ -31,6 +31,7 @@ from sim.prove.randomness import DrawPlace, DrawUse
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, ReportRow, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, proved_on_device, run_reference
+from sim.prove.steps.drawn import with_cause
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
 
@@ -151,8 +152,13 @@ def verify_plan(
 
 def _proved(task: Task, said: Declarations, is_varied: bool) -> Report:
     steps = _references(task, _make(task.model_fn, task.seed))
+
+    def make() -> None:
+        with world(math.prod(task.mesh.mesh_shape), seed=task.seed, check_replicas=True) as w:
+            Ranks(task, w).make()
+
     try:
-        return _compared(task, steps, said, is_varied=is_varied)
+        return with_cause(_compared(task, steps, said, is_varied=is_varied), make)
     except CollectiveMismatch as error:
         if not error.meant:
             raise

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
-from sim.explain.errors import InFlightBufferRace, RankFailed, SimError
+from sim.explain.errors import InFlightBufferRace, RankFailed, ReplicaMismatch, SimError
 from sim.kernel.context import current_rank
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
@@ -38,6 +38,7 @@ from sim.prove.modes.values import is_constant, listed, unreached
 from sim.prove.randomness import DrawPlace, bare_words
 from sim.prove.report import Report, Sensitivity
 from sim.prove.steps.compare import LoopComparison, agreed_choices
+from sim.prove.steps.drawn import with_cause
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.prove.steps.names import read_names, roots_by_value
 from sim.prove.steps.watch import LoopRecord, LoopWatch
@@ -242,6 +243,12 @@ class _ScriptTask:
         numbers = self.shared.ranks if self.shared is not None else ()
         return self._execute(launch, self.source, None, mutant, numbers=numbers)
 
+    def make(self) -> None:
+        """Execute the script on its ranks until the first forward, and compare what engines split."""
+        first = replace(self, steps=0, launch=replace(self.launch, show=()))
+        with redirect_stderr(io.StringIO()):
+            first._execute(first.launch, self.source, None, compares=True)
+
     def _execute(
         self,
         launch: Launch,
@@ -250,6 +257,8 @@ class _ScriptTask:
         mutant: Mutant | None = None,
         taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
         numbers: Sequence[Mapping[DrawPlace, torch.Tensor]] = (),
+        *,
+        compares: bool = False,
     ) -> _Recorded:
         found = _Recorded()
         dtype = torch.get_default_dtype()
@@ -273,7 +282,8 @@ class _ScriptTask:
                 execute_script(source.code, source.package)
 
         watched = launch is self.launch and seed is None and mutant is None and not numbers
-        options: dict[str, Any] = {"map_device": launch.map_device, "own": launch.own, "check_races": watched}
+        options: dict[str, Any] = {"map_device": launch.map_device, "own": launch.own}
+        options |= {"check_races": watched, "check_replicas": compares}
         ranks = world(launch.nproc, seed=launch.seed, init=False, **options)
         ranks.replay = launch.replay()
         with (
@@ -288,7 +298,8 @@ class _ScriptTask:
                     try:
                         ranks.run(body)
                     except SimError as error:  # who has ended may be waited for, by ranks that have done their steps
-                        if isinstance(error, RankFailed) or not self._are_complete(loops, launch.nproc):
+                        is_final = isinstance(error, (RankFailed, ReplicaMismatch))
+                        if is_final or not self._are_complete(loops, launch.nproc):
                             raise
                     found.groups, found.events = list(_groups_of(ranks)), list(ranks.trace.kept())
             finally:
@@ -443,7 +454,7 @@ def _prove(task: _ScriptTask) -> Report:
                 possible, lambda mutant: task.compared(expected, others, task.on_ranks(mutant), is_mutant=True), most
             )
 
-    report = task.compared(expected, others, found)
+    report = with_cause(task.compared(expected, others, found), task.make)
     return replace(report, notes=(*report.notes, *said), mutants=mutated)
 
 

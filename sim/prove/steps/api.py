@@ -30,7 +30,7 @@ from sim.prove.record import mapped, settle, tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import adamw, converted, look_at_gradients, offloaded_of, proved_on_device
 from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
-from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
+from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards, with_cause
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
 from sim.prove.steps.names import read_names
 from sim.prove.steps.watch import LoopRecord, LoopWatch
@@ -316,6 +316,10 @@ class _StepTask:
             if moves:
                 record.uses, record.choices = {}, {}
 
+        def make_again() -> None:
+            with world(math.prod(self.mesh.mesh_shape), seed=self.seed, check_replicas=True) as ranks:
+                ranks.run(make)
+
         moves = self.device != "cpu"
         watched = mutant is None and self.shared is None
         options: dict[str, Any] = {"device": self.device if moves else None, "check_races": watched}
@@ -346,6 +350,7 @@ class _StepTask:
             return replace(report, rows=())
         if mutant is not None or moves:
             return report
+        report = with_cause(report, make_again)
         report = replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
         if self.shared is not None or report.bug is not None:
             return report

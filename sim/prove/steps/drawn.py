@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices, mesh_lines
+from sim.explain.errors import ReplicaMismatch, SimError
 from sim.prove.evidence import Evidence
 from sim.prove.infer import splits_by_shape, submesh, to_layout
 from sim.prove.judge import short
@@ -27,6 +28,8 @@ _PARALLEL = 0.99  # the cosine of an angle: beyond, values are those of the refe
 _FEW = 8  # elements that tell nothing by their angle
 _MOST_FUSED = 4
 _MOST_WAYS = 12  # that are tried
+_UNLIKE = re.compile("should hold the same and do not|hold what they should|holds what it should")
+_ONE_SEED = "one seed for what they hold alike, or a broadcast"
 
 
 @dataclass
@@ -111,8 +114,7 @@ def give_shards(
         if odd:
             module, _, leaf = weight.source.names[0].rpartition(".")
             sentence = f"ranks along {' and '.join(odd)} draw it differently, and should hold the same"
-            hint = "one seed for what they hold alike, or a broadcast"
-            row = ReportRow(module, leaf, "parameter", verdict="bug", sentence=sentence, suggestion=hint)
+            row = ReportRow(module, leaf, "parameter", verdict="bug", sentence=sentence, suggestion=_ONE_SEED)
             result.rows.append(row)
         for rank, shard in weight.shards(way).items():
             plain[rank][name].data = shard
@@ -208,6 +210,30 @@ class _Weight:
         """Say how it is split."""
         what = f"{self.name} {short(to_layout(self.mesh, way.splits, ()))}"
         return f"{what}, each of {way.fused} fused ones" if way.fused > 1 else what
+
+
+def with_cause(report: Report, make: Callable[[], object]) -> Report:
+    """Name the cause of a wrong parameter if ranks have drawn different weights before an engine split them.
+
+    E.g. after `torch.manual_seed(rank)` and `fully_shard` each rank holds a part of other weights: the shards do not
+    show that, so the models are made once more, and what is split is compared before.
+
+    Args:
+        report: of a proof.
+        make: makes the ranks' models in a world that compares copies.
+    """
+    bug = report.bug
+    if bug is None or bug.kind != "parameter":
+        return report
+    sentence, suggestion = bug.sentence, _ONE_SEED if _UNLIKE.search(bug.sentence) else bug.suggestion
+    try:
+        make()
+    except ReplicaMismatch as error:
+        sentence, suggestion = f"weights differ by rank before they are split: {str(error).splitlines()[0]}", _ONE_SEED
+    except SimError:
+        pass  # of that the report itself says more
+    row = replace(bug, sentence=sentence, suggestion=suggestion)
+    return replace(report, rows=tuple(row if each is bug else each for each in report.rows))
 
 
 def _drawn(one: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, torch.Tensor]]) -> set[str]:

@@ -841,6 +841,17 @@ def test_weights_that_ranks_have_drawn_by_other_seeds_are_found_when_split(kind:
     assert "one seed, or a broadcast" in text
 
 
+def test_tensors_that_ranks_distribute_by_themselves_are_compared():
+    def body(other: float) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mine = torch.full((4,), other if dist.get_rank() == 3 else 1.0)
+        distribute_tensor(mine, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+
+    sim.run(lambda: body(1.0), 4, check_replicas=True)
+    text = text_of(lambda: body(2.0), check_replicas=True)
+    assert text.startswith("the copies of 'the tensor given to distribute_tensor' along axis 'tp' differ")
+
+
 @pytest.mark.parametrize("kind", ["fully_shard", "fsdp2"])
 def test_weights_without_values_may_be_split(kind: str):
     def body() -> None:

@@ -396,7 +396,8 @@ def test_seam_dtensor_boundary():
     """With `check_replicas` only, and torch still has the methods where users, and its engine, call them."""
 
     def methods():
-        return DTensor.from_local, DTensor.to_local, FSDPParam._init_sharded_param, ManagedParam.__init__
+        engines = FSDPParam._init_sharded_param, ManagedParam.__init__, Shard._shard_tensor
+        return DTensor.from_local, DTensor.to_local, *engines
 
     before = methods()
     with sim.world(2):
@@ -409,6 +410,7 @@ def test_seam_dtensor_boundary():
             mesh = init_device_mesh("cpu", (2,))
             torch.manual_seed(0)
             torch_fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+            distribute_tensor(torch.ones(2), mesh, [Shard(0)], src_data_rank=None)
             made = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
             return made.to_local(grad_placements=[Partial()]).tolist()
 

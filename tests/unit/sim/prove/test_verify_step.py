@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from zoo_kit import Tied, draw, rounding
 
 import sim
+from hyper_parallel import fully_shard, hsdp
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 4, 8, 4
 
@@ -567,6 +571,67 @@ def test_what_ranks_should_draw_alike():
     first = verify_gated(parallelize=partial(own_gated, unequal=True)).first
     assert (first.kind, first.place) == ("parameter", "1.norm.weight")
     assert first.sentence == "ranks along tp draw it differently, and should hold the same"
+
+
+def drawn_by_rank(wrap, seed, rank_step=None, **options):
+    def drawn(model, seed):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape))  # the same in any dtype
+        return model
+
+    def model():
+        return drawn(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 0)
+
+    def parallelize(model, mesh):
+        return wrap(drawn(model, seed(mesh.get_rank())), mesh)
+
+    options |= {"parallelize": parallelize, "rank_step": rank_step}
+    return sim.verify_step(squared, model, draw(4, 4), "dp=2", **options)
+
+
+def rows_of_rank(batch, mesh):
+    return batch.chunk(2)[mesh.get_rank()]
+
+
+def split_by_torch(model, mesh):
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan, src_data_rank=None)
+
+
+SPLITTING = {
+    "fully_shard": (lambda model, mesh: fully_shard(model, mesh=mesh), rows_of_rank, "'0.weight' along axis 'dp'"),
+    "fsdp2": (lambda model, mesh: fsdp2(model, mesh=mesh), rows_of_rank, "'weight' along axis 'dp'"),
+    "hsdp": (lambda model, mesh: hsdp(model), rows_of_rank, "'0.weight' along axis 'shard'"),
+    "tensor parallel": (split_by_torch, None, "'the tensor given to distribute_tensor' along axis 'dp'"),
+}
+
+
+@pytest.mark.parametrize("kind", SPLITTING)
+def test_weights_drawn_by_each_ranks_own_seed_are_named(kind):
+    wrap, rows, copies = SPLITTING[kind]
+    assert drawn_by_rank(wrap, lambda rank: 0, shard_batch=rows).ok
+    first = drawn_by_rank(wrap, lambda rank: rank, shard_batch=rows).first
+    assert (first.kind, first.place) == ("parameter", "0.weight")
+    assert first.sentence == f"weights differ by rank before they are split: the copies of {copies} differ"
+    assert first.suggestion == "one seed for what they hold alike, or a broadcast"
+
+
+def test_copies_of_weights_drawn_by_each_ranks_own_seed_are_named():
+    def averaged(model, batch):
+        loss = squared(model, batch)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return loss
+
+    options = {"shard_batch": rows_of_rank, "rank_step": averaged}
+    assert drawn_by_rank(lambda model, mesh: model, lambda rank: 0, **options).ok
+    first = drawn_by_rank(lambda model, mesh: model, lambda rank: rank, **options).first
+    assert (first.kind, first.place) == ("parameter", "0.weight")
+    assert first.sentence == "rank 1 (dp=1) is wrong, and the other one holds what it should"
+    assert first.suggestion == "one seed for what they hold alike, or a broadcast"
+    ddp = drawn_by_rank(lambda model, mesh: DistributedDataParallel(model), lambda rank: rank, shard_batch=rows_of_rank)
+    assert ddp.ok  # it broadcasts rank 0's
 
 
 @pytest.mark.parametrize("wrong", [lambda weight: weight * 1.5, lambda weight: weight.flip(0)])
