@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.fully_shard.schedule import last_operations
 from hyper_parallel.trainer.guards import StopRequest
 
 T = TypeVar("T")
@@ -383,7 +384,7 @@ def _is_of_a_connection(error: BaseException) -> bool:
 
 def _read(text: bytes) -> RankReport:
     fields = json.loads(text)
-    return RankReport(**{**fields, "lines": tuple(fields["lines"])})
+    return RankReport(**{**fields, **{name: tuple(fields[name]) for name in ("lines", "units")}})
 
 
 def _say(text: str) -> None:
@@ -419,6 +420,7 @@ class RankReport:
         waits_in: the call in which it waits for other ranks, "" where it does not.
         lines: the innermost calls of its main thread, the last one last.
         failed: the error with which it ends, "" where there is none.
+        units: what it has last gathered or reduced of `fully_shard`'s units, over each group.
     """
 
     rank: int
@@ -429,6 +431,7 @@ class RankReport:
     waits_in: str
     lines: tuple[str, ...]
     failed: str = ""
+    units: tuple[str, ...] = ()
 
 
 def all_stacks() -> str:
@@ -459,7 +462,8 @@ def report_of(rank: int, step: int, beats: int, seconds: float, doing: str, fail
     if not waits_in and main and main[-1].name == "_engine_run_backward":
         # Backward of an accelerator runs on threads of its own, and their hooks communicate.
         waits_in = next(filter(None, map(_waiting, stacks.values())), "")
-    return RankReport(rank, step, beats, seconds, doing, waits_in, tuple(map(_line, main[-_LINES:])), failed)
+    lines, units = tuple(map(_line, main[-_LINES:])), tuple(last_operations())
+    return RankReport(rank, step, beats, seconds, doing, waits_in, lines, failed, units)
 
 
 def _waiting(calls: Sequence[FrameSummary]) -> str:
@@ -593,4 +597,6 @@ def line_of(report: RankReport) -> str:
     head = f"rank {report.rank}, step {report.step}{about}, {report.seconds:.0f} s"
     if report.failed:
         return f"{head}, failed: {report.failed}"
-    return f"{head}, waits in {report.waits_in}" if report.waits_in else f"{head}, in no communication"
+    if not report.waits_in:
+        return f"{head}, in no communication"
+    return ", last ".join((f"{head}, waits in {report.waits_in}", *report.units))

@@ -229,12 +229,14 @@ class GroupLog:
         gathered: Whether anything was since the root's forward began.
         step_ended: Whether gradients were reduced since a forward has compared.
         due: Whether they were since the ranks last compared, there or elsewhere.
+        last: The last gather or reduction, e.g. `gather of layers.0: weight float32 [6, 6]`; "": none yet.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # a table beside the default group has this log, and must not keep that alive
         self.gathers = self.gathered = self.step_ended = self.due = False
         self.units = self._hash = self._comparisons = 0
+        self.last = ""
         # The hash after each operation since the last comparison, and which; of very many, the last ones.
         self._recent = deque[tuple[int, str]](maxlen=RECENT)
         self._found: Callable[[], bool] | None = None  # waits for the last comparison, and says whether all is equal
@@ -248,7 +250,8 @@ class GroupLog:
     def note(self, operation: str, key: bytes, label: str) -> None:
         """Note a "gather" or a "reduction" of a bucket, which has a key and a label for people."""
         self._hash = crc32(key + operation.encode(), self._hash)
-        self._recent.append((self._hash, f"{operation} of {label}"))
+        self.last = f"{operation} of {label}"
+        self._recent.append((self._hash, self.last))
         if operation == "gather":
             self.gathers = self.gathered = True
         else:

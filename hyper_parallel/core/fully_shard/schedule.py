@@ -11,6 +11,7 @@ A unit's life in one training step::
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -456,6 +457,14 @@ def check_logs() -> None:
             logs = list(_LOGS.get(world, {}).values())
         for log in logs:
             log.check()
+
+
+def last_operations() -> list[str]:
+    """Return the last gather or reduction over each group, e.g. `gather of layers.0`, for who looks at a stuck rank."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    with _LOCK:
+        logs = [] if world is None else list(_LOGS.get(world, {}).values())
+    return [re.split(r": | \w+ \[", log.last)[0] for log in logs if log.last]
 
 
 def note_pending_reductions(schedule: Schedule[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,19 +21,32 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from hyper_parallel import fully_shard
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.watchdog import RunWatchdog, default_store
 
 port, rank, world_size, stuck = map(int, sys.argv[1:5])
 mode, folder = sys.argv[5:]
-GRACE = {"loop": 60.0, "lock": 1.0, "gone": 1.0}[mode]
+GRACE = {"loop": 60.0, "lock": 1.0, "gone": 1.0, "skips": 60.0}[mode]
+
+
+class Units(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(fully_shard(nn.Linear(6, 6)) for _ in range(4))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x, count):
+        return self.head(sum(layer(x) for layer in self.layers[:count]))
 
 
 class Model(nn.Module):
     step = 0
 
     def forward(self, x):
-        if self.step == 2 and rank == stuck:
+        if mode == "skips":
+            units(torch.ones(2, 6), 3 if self.step == 2 and rank == stuck else 4).sum().backward()
+        elif self.step == 2 and rank == stuck:
             if mode == "gone":
                 os.kill(os.getpid(), 19)  # SIGSTOP
             if mode == "lock":
@@ -47,6 +61,7 @@ store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(second
 print(store.port, flush=True)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 model = Model()
+units = fully_shard(Units()) if mode == "skips" else None
 kept = dict(rank=rank, world_size=world_size, store=default_store(), grace_s=GRACE)
 kept["recording"] = get_platform("cpu").flight_recording
 with RunWatchdog(1.0, folder, **kept) as watchdog:
@@ -120,6 +135,15 @@ def test_an_endless_loop_is_found_and_all_processes_end(tmp_path: Path) -> None:
     assert [found.count("gloo:all_reduce") for found in names] == [2, 3, 3], "the others wait in step 2"
     groups = [record["pg_config"][record["entries"][-1]["process_group"][0]]["ranks"] for record in records]
     assert groups == ["[0, 1, 2]"] * 3, "which torchfrtrace looks up, and gloo leaves out"
+
+
+def test_ranks_that_have_not_as_many_units_name_those_in_which_they_wait(tmp_path: Path) -> None:
+    ranks = run_stuck(tmp_path, "skips", 2, stuck=1)
+    said = "".join(rank.said for rank in ranks)
+    assert [rank.code for rank in ranks] == [STUCK_EXIT] * 2, said
+    verdict = (tmp_path / "stuck" / "verdict.txt").read_text()
+    rows = re.findall(r"  rank (\d), step 2 .* in wait, last (?:gather|reduction) of layers\.\d\n", verdict)
+    assert rows == ["0", "1"], verdict
 
 
 @pytest.mark.parametrize("mode", ["lock", "gone"])
