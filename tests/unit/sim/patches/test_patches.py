@@ -34,7 +34,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
-from torch.distributed import c10d_logger, device_mesh, split_group
+from torch.distributed import c10d_logger, device_mesh, pipelining, split_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -611,6 +611,21 @@ def test_seam_reducer():
         assert world.run(body) == [[1.5, 1.5]] * 2
     assert dist.Reducer is before
     assert {each.text for each in called_through if each} == {"reduction of weight float32 [1, 2]"}
+
+
+def test_seam_messages():
+    def body() -> tuple[list[str], str]:
+        stage = pipelining.PipelineStage(torch.nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu"))
+        stage.args_recv_info[5] = (types.SimpleNamespace(is_root_arg=False, source=0, buffer=torch.empty(2)),)
+        made = stage.get_fwd_recv_ops(5) if dist.get_rank() else []
+        return [op.purpose for op in made], dist.P2POp(dist.isend, torch.ones(2), 1 - dist.get_rank()).purpose
+
+    before = dist.P2POp.__init__
+    with sim.world(2) as world:
+        assert world.run(body) == [([], ""), (["micro-batch 5 forward, stage 0 -> 1"], "")]
+    assert dist.P2POp.__init__ is before
+    with sim.world(2, check_identity=False):
+        assert dist.P2POp.__init__ is before
 
 
 def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
