@@ -563,6 +563,36 @@ def test_the_data_of_an_unsharded_parameter_is_assigned(assign, notices):
     fails_on_every_rank(call, RuntimeError, match, communicates=True)
 
 
+class PacksWeight(nn.Linear):
+    """Replaces the data of its weight in its first forward of an evaluation."""
+
+    packed = False
+
+    def forward(self, x):
+        if not self.training and not self.packed:
+            self.packed = True
+            self.weight.data = self.weight.data + 1
+        return super().forward(x)
+
+
+def test_forward_assigns_the_data_of_a_parameter():
+    """Once it is resharded, the shards would not have the new data, and the next forward would take no new shards."""
+
+    x = torch.ones(1, 4)
+
+    def call(*, ignored):
+        model = nn.Sequential(PacksWeight(4, 4, bias=False), nn.Linear(4, 4))
+        before = model[0].weight.detach().clone()
+        fully_shard(model, mesh=mesh(), ignored_params={model[0].weight} if ignored else None)
+        model.train()(x).sum().backward()
+        model.eval()(x)
+        return torch.equal(model[0].weight, before + 1)
+
+    match = r"the data of '0\.weight' was assigned.*\n  seen: .*\n  try: .*ignored_params if forward assigns it"
+    fails_on_every_rank(lambda: call(ignored=False), RuntimeError, match, communicates=True)
+    assert sim.run(lambda: call(ignored=True), 2) == [True, True]
+
+
 @pytest.mark.parametrize(
     "change",
     [
