@@ -245,12 +245,7 @@ CLIENTS = (
     Client("trainer-fsdp2", "transformers", ((2, script("trainer.py fsdp")),), saved=("saved/*",)),
     Client("lightning-2d", "lightning", ((4, script("lightning_2d.py")),)),
     *fsdp2("lora", "peft", saved=("saved/*",)),
-    *fsdp2(
-        "qlora",
-        "bitsandbytes",
-        alone=("hyper_parallel",),
-        notes=("from the second step on, its losses are not those of one process", ""),
-    ),
+    *fsdp2("qlora", "bitsandbytes"),
     *fsdp2("float8", "torchao", alone=()),  # each rank scales by the largest of its own activations
     *fsdp2("float8-compile", "torchao", alone=()),
     *fsdp2(

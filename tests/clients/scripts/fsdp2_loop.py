@@ -74,6 +74,7 @@ fully_shard(model, mesh=mesh)
 if library == "float8-tp" and engine == "hyper_parallel":
     model.set_reduce_op_type("avg")  # as FSDP2 does; units with DTensors add up if nothing is said
 
+model.train()  # from_pretrained calls eval(), in which bitsandbytes assigns weight.data in forward, on CPUs with bf16
 trained = [each for each in model.parameters() if each.requires_grad]
 if library == "int8":
     from torchao.optim import AdamW8bit
