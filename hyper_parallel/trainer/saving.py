@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_ta
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.common.checks import check, check_paths
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.core.common.torch_compat import own_statistics, plain_name
 from hyper_parallel.models.hf_folder import load_by_transformers
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
 from hyper_parallel.models.llama import Llama, LlamaConfig
@@ -154,9 +154,10 @@ class Saver:
         Peers.of(None).agree(failure)
         which: dict[str, Any] = {"step": metadata.step} if goes_back else {"path": path}
         state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
-        tensors, twins = self._by_one_name({**self._trained(), **state})
+        own = _statistics(self.model.parts, metadata.tensors)
+        tensors, twins = self._by_one_name(_without(own, {**self._trained(), **state}))
         generators = self._generators() if metadata.world_size == self.world_size else {}
-        extra = files.load(tensors, **which, per_rank=generators)
+        extra = files.load(tensors, **which, per_rank={**own, **generators})
         with torch.no_grad():
             for table, head in twins:
                 head.copy_(table)
@@ -174,7 +175,8 @@ class Saver:
         """
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
-        tensors, _ = self._by_one_name({**self._trained(), **state})
+        own = _statistics(self.model.parts) if self.world_size > 1 else {}
+        tensors, _ = self._by_one_name(_without(own, {**self._trained(), **state}))
         extra: dict[str, Any] = {
             "progress": dataclasses.asdict(progress),
             "model": self.shape,
@@ -184,7 +186,7 @@ class Saver:
         }
         if self.config.checkpoint.resume_step is not None:
             extra["went_back_to"] = self.config.checkpoint.resume_step
-        self._note(self._files.save(progress.steps, tensors, extra, per_rank=self._generators()))
+        self._note(self._files.save(progress.steps, tensors, extra, per_rank={**own, **self._generators()}))
 
     def __enter__(self) -> Saver:
         return self
@@ -250,6 +252,26 @@ class Saver:
             torch.set_rng_state(states["generator.cpu"])
         if "generator.device" in states:
             torch.get_device_module(self.device.type).set_rng_state(states["generator.device"])
+
+
+def _statistics(parts: Sequence[nn.Module], shared: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Return the running statistics that each rank has of its own rows, e.g. of a batch norm, as `model_tensors` names.
+
+    Args:
+        parts: of the model.
+        shared: names of those that are left out, because a checkpoint has one for all ranks.
+    """
+    named = (
+        (f"model.{plain_name(f'{path}.{name}'.removeprefix('.'))}", getattr(module, name))
+        for part in parts
+        for path, module in part.named_modules()
+        for name in own_statistics(module)
+    )
+    return {name: value for name, value in named if type(value) is torch.Tensor and name not in shared}
+
+
+def _without(own: Collection[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in own}
 
 
 # -- what a checkpoint is of -----------------------------------------------------------------------------------------
@@ -606,7 +628,8 @@ def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     model.to(torch.float64 if here["precision"] == "fp64" else torch.float32)
     tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
-    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
+    own = _statistics([model], metadata.tensors)  # those of rank 0
+    load_checkpoint(path, tensors, per_rank=own, strict=False)  # the optimizer's state stays there
     for name, param in model.named_parameters():
         param.data = param.data.to(dtypes[name])
     save: Any = model

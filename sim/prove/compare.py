@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.common.torch_compat import own_statistics
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.evidence import largest
@@ -42,7 +43,7 @@ from sim.prove.judge import (
 from sim.prove.modes.draws import ModuleTensor
 from sim.prove.modes.values import listed
 from sim.prove.randomness import masks_problem, redrawn_row
-from sim.prove.record import Declarations, Entry, Key, own_statistics, spread_layout
+from sim.prove.record import Declarations, Entry, Key, spread_layout
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import Bounds, Run, Task
 from sim.prove.steps.updates import UpdateReplay, UpdatesOfStep, UpdateStarts

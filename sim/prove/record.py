@@ -306,18 +306,6 @@ def named_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def own_statistics(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of buffers that torch computes from the rows of each rank alone, such as a batch norm's means.
-
-    >>> own_statistics(nn.BatchNorm1d(4)), own_statistics(nn.SyncBatchNorm(4)), own_statistics(nn.Linear(4, 4))
-    (('running_mean', 'running_var', 'num_batches_tracked'), (), ())
-    """
-    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-    is_own = isinstance(module, kinds) and not isinstance(module, nn.SyncBatchNorm)
-    is_torchs = is_own and type(module).forward.__module__.startswith("torch.nn.modules.")  # others may synchronise
-    return ("running_mean", "running_var", "num_batches_tracked") if is_torchs else ()
-
-
 def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     inner = next((_INNER[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _INNER), None)
     if inner is not None:

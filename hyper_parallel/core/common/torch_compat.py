@@ -1,4 +1,4 @@
-"""Compatibility with torch's wrappers and optimizers: eager code, plain names, and marks on parameters."""
+"""Compatibility with torch's wrappers, norms and optimizers: eager code, plain names, marks on parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -102,6 +103,18 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
         tensor: contiguous, and no conjugated or negated view.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def own_statistics(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of buffers that torch computes from the rows of each rank alone, such as a batch norm's means.
+
+    >>> own_statistics(nn.BatchNorm1d(4)), own_statistics(nn.SyncBatchNorm(4)), own_statistics(nn.Linear(4, 4))
+    (('running_mean', 'running_var', 'num_batches_tracked'), (), ())
+    """
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    is_own = isinstance(module, kinds) and not isinstance(module, nn.SyncBatchNorm)
+    is_torchs = is_own and type(module).forward.__module__.startswith("torch.nn.modules.")  # others may synchronise
+    return ("running_mean", "running_var", "num_batches_tracked") if is_torchs else ()
 
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")

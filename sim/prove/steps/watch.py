@@ -16,6 +16,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.overrides import TorchFunctionMode
 
+from hyper_parallel.core.common.torch_compat import own_statistics
 from sim.kernel.context import current_rank
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
@@ -26,7 +27,6 @@ from sim.prove.record import (
     named_buffers,
     named_modules,
     named_parameters,
-    own_statistics,
     own_views,
     settle,
     tensors_in,

@@ -155,6 +155,50 @@ def test_a_parameter_without_a_dim_is_trained(tmp_path: Path) -> None:
     assert again.losses == pytest.approx(alone.losses[2:], rel=1e-12)
 
 
+class Normed(Small):
+    """A batch norm without synchronisation: each rank's running statistics are those of its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(self.table(ids).transpose(1, 2)).transpose(1, 2))
+        return found
+
+    def save_pretrained(self, folder: Path) -> None:
+        torch.save(self.state_dict(), folder)
+
+
+@pytest.mark.sim
+def test_each_ranks_statistics_of_a_batch_norm_are_saved(tmp_path: Path) -> None:
+    models: dict[int, nn.Module] = {}
+
+    def body(config: Config) -> list[float]:
+        def make() -> nn.Module:
+            return models.setdefault(torch.distributed.get_rank(), Normed())
+
+        models.pop(torch.distributed.get_rank(), None)
+        return list(train(config, model=make).losses)
+
+    def statistics() -> list[list[float]]:
+        return [models[rank].get_buffer("norm.running_mean").tolist() for rank in range(2)]
+
+    whole = RUN.with_changes("checkpoint", {"folder": str(tmp_path / "whole")})
+    losses, expected = sim.run(body, world_size=2, args=(whole,))[0], statistics()
+    assert expected[0] != expected[1]
+    export_given(tmp_path / "whole", Normed(), tmp_path / "exported")
+    assert torch.load(tmp_path / "exported")["norm.running_mean"].tolist() == pytest.approx(expected[0], rel=1e-6)
+
+    parts = RUN.with_changes("checkpoint", {"folder": str(tmp_path / "parts"), "every": 2})
+    sim.run(body, world_size=2, args=(parts,))
+    shutil.rmtree(tmp_path / "parts" / "step-00000004")
+    assert sim.run(body, world_size=2, args=(parts,))[0] == losses[2:]
+    assert statistics() == expected
+    with pytest.raises(ValueError, match=r"each of 2 ranks has saved its own 'model.norm.running_mean', and 4 load it"):
+        sim.run(body, world_size=4, args=(parts,))
+
+
 @pytest.mark.parametrize(
     ("section", "changes", "message"),
     [
