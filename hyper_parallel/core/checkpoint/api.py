@@ -108,7 +108,10 @@ def write(
     try:
         everyone = peers.agree(failure, (attempt, step))
         attempt = everyone[0][0]
-        _check_same_step(_cannot_save(folder), [of_rank for _, of_rank in everyone])
+        steps = [f"step {of_rank}" for _, of_rank in everyone]
+        if unlike := _unlike(steps):
+            blame, hint = "the ranks are at different steps", "the same step on every rank"
+            raise ValueError(explain(_cannot_save(folder), blame, unlike, hint))
         place = folders.place(folder, attempt)
         on_stage("begin")
         planner = SavePlanner(_cannot_save(folder))
@@ -118,12 +121,6 @@ def write(
         if peers.rank == 0 and attempt:
             shutil.rmtree(folders.place(folder, attempt), ignore_errors=True)
         raise
-
-
-def _check_same_step(asked: str, steps: list[int | None]) -> None:
-    if len(dict.fromkeys(steps)) > 1:
-        ranks = "\n  ".join(f"rank {rank}: step {step}" for rank, step in enumerate(steps))
-        raise ValueError(explain(asked, "the ranks are at different steps", ranks, "the same step on every rank"))
 
 
 def run_of(folder: Path) -> str | None:
@@ -241,7 +238,9 @@ def load(
         failure = error
     everyone = peers.agree(failure, mine)
     assert record is not None, "or this rank had failed"
-    _check_same(asked, [attempt for attempt, _ in everyone])
+    if unlike := _unlike([attempt for attempt, _ in everyone]):
+        blame, hint = "not all ranks see the same one there", "a folder on a file system that all ranks share"
+        raise CheckpointError(explain(asked, blame, unlike, hint))
     wanted = list(dict.fromkeys(key for _, keys in everyone for key in keys))
     if strict:
         _check_all_wanted(asked, wanted, record)
@@ -280,11 +279,10 @@ def _that_fit(
     return {key: shard for key, shard in shards.items() if key in record.by_key}
 
 
-def _check_same(asked: str, attempts: list[str]) -> None:
-    if len(dict.fromkeys(attempts)) > 1:
-        ranks = "\n  ".join(f"rank {rank}: {attempt}" for rank, attempt in enumerate(attempts))
-        blame, hint = "not all ranks see the same one there", "a folder on a file system that all ranks share"
-        raise CheckpointError(explain(asked, blame, ranks, hint))
+def _unlike(values: list[str]) -> str:
+    """Return a line for each rank if ranks have different values, else nothing."""
+    lines = [f"rank {rank}: {value}" for rank, value in enumerate(values)]
+    return "\n  ".join(lines) if len(set(values)) > 1 else ""
 
 
 def _check_all_wanted(asked: str, wanted: list[str], record: CheckpointMetadata) -> None:

@@ -23,7 +23,7 @@ from hyper_parallel.core.checkpoint.api import Folder, Tensors, load, run_of, wr
 from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError, Peers
 from hyper_parallel.core.checkpoint.files import to_json
 from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
-from hyper_parallel.core.checkpoint.writer import Staging
+from hyper_parallel.core.checkpoint.writer import Staging, cannot_write
 from hyper_parallel.core.common.checks import check, check_choice, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import token_of_torchrun
@@ -158,8 +158,6 @@ class Checkpointer:
 
     def _acquire(self) -> CheckpointError | None:
         """Take the lease; return why it cannot be written, and raise if another run has it."""
-        from hyper_parallel.core.checkpoint.writer import cannot_write  # torch's checkpoints take time to import
-
         if self._acquired:
             return None
         peers = self._peers()
@@ -308,8 +306,6 @@ class Checkpointer:
         self, folder: Path, lease: folders.Lease | None, ready: Callable[[], None], failure: Exception | None
     ) -> Exception | None:
         """Get ready to write; return what has gone wrong: the others hear of it where they wait for this rank."""
-        from hyper_parallel.core.checkpoint.writer import cannot_write  # torch's checkpoints take time to import
-
         try:
             ready()
             if lease is not None:

@@ -123,7 +123,6 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
 )
 """What safetensors calls the dtypes that it has."""
 
-
 HEADER = "__metadata__"
 """The name in a file's header under which it tells of itself."""
 

@@ -305,9 +305,8 @@ class Lease:
 
     def _take(self) -> None:
         first: tuple[Holder | None, float] | None = None
-        watched = guarded = (
-            0.0  # seconds; a file that the system's clock puts into the future is no reason to wait more
-        )
+        # In seconds; a file that the system's clock puts into the future is no reason to wait more.
+        watched = guarded = 0.0
         while not _create(self._path, self._me):
             found = _read(self._path)
             if found is None:
@@ -321,10 +320,9 @@ class Lease:
                 guarded = self._take_away(found, guarded)
             elif ended is None and found == first:
                 if not watched and left > _SAY_S:
-                    told = (
-                        f"up to {min(left, _STALE_S):.0f} s to save to {self._path.parent}, which another run may use"
-                    )
-                    logging.getLogger(__name__).warning("waiting %s: %s", told, self._described(*found))
+                    told = "waiting up to %.0f s to save to %s, which another run may use: %s"
+                    who = self._described(*found)
+                    logging.getLogger(__name__).warning(told, min(left, _STALE_S), self._path.parent, who)
                 pause = min(1.0, left)
                 _pause(pause)
                 watched += pause

@@ -260,14 +260,17 @@ def _size_error(asked: str, folder: Path, entry: FileEntry) -> CheckpointError |
         with open(open_plain(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        blame = f"{entry.name!r} is missing or cannot be read"
-        seen = f"{error.strerror}: {path}"
-        return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
+        return _unreadable(asked, "is missing or cannot be read", path, error)
     if size != entry.size:
         blame = f"{entry.name!r} is not as long as when it was written"
         seen = f"{size:,} bytes instead of {entry.size:,}: {path}"
         return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
     return None
+
+
+def _unreadable(asked: str, why: str, path: Path, error: OSError) -> CheckpointError:
+    seen = f"{error.strerror or error}: {path}"
+    return CheckpointError(explain(asked, f"{path.name!r} {why}", seen, "an older checkpoint"))
 
 
 def _boxes(record: CheckpointMetadata) -> Iterator[tuple[str, TensorEntry, Box]]:
@@ -289,8 +292,7 @@ def _header_error(
             return None
         blame = f"{path.name!r} does not have {wrong[0]!r} where {NAME} says" if wrong else ""
     except OSError as error:
-        seen = f"{error.strerror or error}: {path}"
-        return CheckpointError(explain(asked, f"{path.name!r} cannot be read", seen, "an older checkpoint"))
+        return _unreadable(asked, "cannot be read", path, error)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         blame = ""
     blame = blame or f"{path.name!r} {_what_is_wrong(path, attempt)}"
@@ -310,29 +312,21 @@ def _block_error(
 ) -> CheckpointError | None:
     if first == last:
         return None
-    path = folder / entry.name
+    path, length = folder / entry.name, (last - first) * record.block
     try:
-        file = open_plain(path)
+        with open(open_plain(path), "rb") as opened:
+            file = opened.fileno()
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, first * record.block, length, os.POSIX_FADV_SEQUENTIAL)
+            for number, have, crc in checksums(file, first, last, record.block):
+                if crc != entry.crcs[number]:
+                    begin, should = number * record.block, entry.crcs[number]
+                    blame = f"{entry.name!r} {_what_is_wrong(path, record.attempt)}"
+                    where = f"bytes {begin:,} to {begin + have:,}"
+                    seen = f"{where} have the checksum {crc:08x} instead of {should:08x}: {path}"
+                    return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
     except OSError as error:
-        seen = f"{error.strerror}: {path}"
-        return CheckpointError(explain(asked, f"{entry.name!r} cannot be read", seen, "an older checkpoint"))
-    try:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, first * record.block, (last - first) * record.block, os.POSIX_FADV_SEQUENTIAL)
-        for number, have, crc in checksums(file, first, last, record.block):
-            if crc != entry.crcs[number]:
-                begin = number * record.block
-                blame = f"{entry.name!r} {_what_is_wrong(path, record.attempt)}"
-                seen = (
-                    f"bytes {begin:,} to {begin + have:,} have the checksum {crc:08x} instead of "
-                    f"{entry.crcs[number]:08x}: {path}"
-                )
-                return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
-    except OSError as error:
-        seen = f"{error.strerror}: {path}"
-        return CheckpointError(explain(asked, f"{entry.name!r} cannot be read", seen, "an older checkpoint"))
-    finally:
-        os.close(file)
+        return _unreadable(asked, "cannot be read", path, error)
     return None
 
 

@@ -154,9 +154,10 @@ def read_record(folder: Path) -> CheckpointMetadata:
 
 
 def _parsed(content: dict[str, Any]) -> CheckpointMetadata:
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     entries = {
         key: TensorEntry(
-            _dtype(entry["dtype"]),
+            dtypes[entry["dtype"]],
             tuple(entry["shape"]),
             tuple(Box(file, at, tuple(offsets), tuple(sizes)) for file, at, offsets, sizes in entry["boxes"]),
         )
@@ -255,11 +256,6 @@ def _check_bytes(entries: Mapping[str, TensorEntry]) -> None:
 
 def _are_counts(values: tuple[Any, ...]) -> bool:
     return all(type(value) is int and 0 <= value < 2**63 for value in values)
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = {str(dtype): dtype for dtype in DTYPES}
-    return known[f"torch.{name}"]
 
 
 def _name(name: str) -> str:

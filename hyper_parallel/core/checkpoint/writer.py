@@ -213,7 +213,7 @@ class Writer(StorageWriter):
         header = header_of(entries, {"format": "pt", "attempt": self._attempt, "rank": str(self._rank)})
         path = self._place / f"data-{self._rank:05d}.safetensors"
         total = len(header) + sum(sizes)
-        results: list[tuple[MetadataIndex, int, int, int]] = []  # what, how long, where it begins, its checksum
+        results: list[WriteResult] = []
         with _explained(self._folder, path, total) as opened:
             file = opened[0] = BlockWriter(path, self._block)
             file.write(memoryview(header))
@@ -221,16 +221,13 @@ class Writer(StorageWriter):
                 self._on_stage("data")
                 tensor, at = planner.resolve_data(item), file.size
                 crc = file.write(bytes_of(tensor))  # type: ignore[arg-type] # all items are tensors
-                results.append((item.index, size, at, crc))
+                results.append(WriteResult(item.index, size, (self._rank, at, None, crc)))
             assert file.size == total, "the header says how long the file is"
             self._on_stage("sync")
             file.finish()
+        rank, at, _, crc = results[0].storage_data
         entry = FileEntry(path.name, total, tuple(file.crcs))
-        of_each = [entry, *[None] * (len(results) - 1)]  # once is enough
-        return [
-            WriteResult(index, size, (self._rank, at, file, crc))
-            for (index, size, at, crc), file in zip(results, of_each, strict=True)
-        ]
+        return [replace(results[0], storage_data=(rank, at, entry, crc)), *results[1:]]  # the file's entry once
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the record, then let the folder be the checkpoint; the coordinator does this when all is written."""
