@@ -658,6 +658,7 @@ BEHAVIOURS = {
     "an_empty_list": "nothing to wrap",
     "a_container_without_a_forward": "a ModuleList",
     "the_same_module_twice": "wrapped already",
+    "the_data_of_a_parameter_is_assigned": "FSDP2 goes on with the old values, ours refuses the next forward",
     "a_parameter_in_two_units": "tied across units",
     "a_mesh_of_three_axes": "one or two are taken",
     "no_mesh": "the mesh is a number",

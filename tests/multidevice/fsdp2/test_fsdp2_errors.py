@@ -177,6 +177,23 @@ def a_forward_that_fails(run):
     run.train(model)
 
 
+@THEME.behaviour(one=False)
+def the_data_of_a_parameter_is_assigned(run):
+    """FSDP2 goes on with the old values and says nothing; ours refuses the next forward, and names the parameter."""
+    model = run.net()
+    run.wrap_blocks(model)
+    before = model(run.batch()).detach()
+    model.reshard()
+    with torch.no_grad():
+        model.head.weight.data = model.head.weight.detach() * 2
+    if run.engine is OURS:
+        with pytest.raises(RuntimeError, match=r"the data of 'head.weight' was assigned"):
+            model(run.batch())
+    else:
+        assert torch.equal(model(run.batch()), before)
+    run.facts["no other values were used"] = True
+
+
 @pytest.mark.sim
 def test_a_face_that_does_not_refuse_is_found():
     """The check itself fails where nothing is raised, and where ours raises another kind."""
