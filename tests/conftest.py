@@ -1,8 +1,9 @@
 """Tiers of the suite: which items each runs, how much hypothesis tries there, and what items cost.
 
 `pytest --tier check` (or `test`, `full`, `deep`) runs the items of that tier and of those before it; without the option
-all items run. `tiers.json` lists what is too slow for `check` and for `test`, by measured CPU time; `pytest --tier full
---write-tiers` measures it anew. CPU time, because wall time also says what else the machine was doing.
+all items run. A test is in `check` unless it is marked: `@pytest.mark.tier("full", each=3)` puts every third of its
+items into `full`, and the others into `deep`. A run measures the CPU time of each item and names those that cost too
+much for their tier; CPU time, because wall time depends on the load of the machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ TIERS = ("check", "test", "full", "deep")
 # larger: an import, the first call of an operator in a process, or a shared reference falls on whoever comes first.
 LIMITS = {"check": 0.1, "test": 1.0, "full": 30.0}
 TOO_SLOW = {"check": 4.0, "test": 15.0, "full": 200.0}
-EXAMPLES = {"check": 10, "test": 10, "full": 40, "deep": 5_000}
-FILE = Path(__file__).with_name("tiers.json")
+EXAMPLES = {"check": 10, "test": 10, "full": 16, "deep": 5_000}
+FOLDER = Path(__file__).parent
 # The files whose tests for NPUs stand for all others in the tier `full`: they say most of a device for their time.
 LATE = {
     *("redistribute", "clip_norm", "activations", "checkpoint_ranks", "layout_dtensor", "torch_libraries_on_sim"),
@@ -57,9 +58,6 @@ settings.register_profile("deep", deadline=None, print_blob=True, max_examples=E
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers", "tiers of this suite")
     group.addoption("--tier", choices=TIERS, help="run the items of this tier and of those before it")
-    group.addoption(
-        "--write-tiers", action="store_true", help=f"place items anew in {FILE.name}, by what they cost now"
-    )
     group.addoption("--costs", metavar="FILE", help="write what each item costs to FILE, and judge none")
 
 
@@ -82,41 +80,29 @@ def interruptible() -> Generator[None, None, None]:
 # -- which items a tier runs -----------------------------------------------------------------------------------------
 
 
-def read_tiers() -> dict[str, dict[str, list[str]]]:
-    """Return {tier: {file: names}}; a name is a function, or one item of it in brackets."""
-    return json.loads(FILE.read_text())
-
-
-def listed(tiers: dict[str, dict[str, list[str]]]) -> dict[str, str]:
-    """Return the tier of each listed function or item, by its pytest id."""
-    return {f"{file}::{name}": tier for tier, files in tiers.items() for file, names in files.items() for name in names}
-
-
-def function_of(name: str) -> str:
-    """Return a pytest id without parameters.
-
-    >>> function_of("tests/unit/test_x.py::test_a[sim-1]")
-    'tests/unit/test_x.py::test_a'
-    """
-    return name.partition("[")[0]
-
-
-def tier_of(item: pytest.Item, places: dict[str, str]) -> str:
-    if item.get_closest_marker("slow"):
-        return "deep"
-    if item.get_closest_marker("gpu") or item.get_closest_marker("npu"):  # on simulated ranks, with --sim-backend
-        return "full" if item.path.stem.removeprefix("test_") in LATE else "deep"
-    # What processes are forked from takes seconds, and so do the references that properties share.
-    shares = item.get_closest_marker("gloo") or "property" in item.path.parts
-    quickest = "test" if shares else "check"
-    return places.get(item.nodeid) or places.get(function_of(item.nodeid)) or quickest
+def tiers_of(items: Sequence[pytest.Item]) -> list[str]:
+    """Return the tier of each item."""
+    seen: Counter[str] = Counter()
+    found = []
+    for item in items:
+        if item.get_closest_marker("slow"):
+            found.append("deep")
+        elif item.get_closest_marker("gpu") or item.get_closest_marker("npu"):  # on simulated ranks: --sim-backend
+            found.append("full" if item.path.stem.removeprefix("test_") in LATE else "deep")
+        elif mark := item.get_closest_marker("tier"):
+            function = item.nodeid.partition("[")[0]
+            found.append("deep" if seen[function] % mark.kwargs.get("each", 1) else mark.args[0])
+            seen[function] += 1
+        else:
+            # What processes are forked from takes seconds, and so do the references that properties share.
+            found.append("test" if item.get_closest_marker("gloo") or "property" in item.path.parts else "check")
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = config.getoption("--tier")
-    places = listed(read_tiers())
-    for item in items:
-        item.stash[TIER] = tier_of(item, places)
+    for item, found in zip(items, tiers_of(items), strict=True):
+        item.stash[TIER] = found
     if tier is None:
         return
     last = TIERS.index(tier)
@@ -159,7 +145,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def forget_caches() -> None:
     """Clear every `functools.cache` of a function of this folder."""
-    folder = str(FILE.parent)
+    folder = str(FOLDER)
     for module in list(sys.modules.values()):
         if not (getattr(module, "__file__", None) or "").startswith(folder):
             continue
@@ -195,26 +181,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-def place(costs: dict[str, float], known: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return what `tiers.json` says once `costs` are known; what has not run stays where it is.
-
-    A function is listed by its name where all of its items belong to one tier, and by its items otherwise.
-    """
-    ran: dict[str, dict[str, str]] = defaultdict(dict)
-    for name, cost in costs.items():
-        ran[function_of(name)][name] = next((tier for tier, limit in LIMITS.items() if cost <= limit), "full")
-    found = {name: tier for name, tier in listed(known).items() if function_of(name) not in ran}
-    for function, items in ran.items():
-        tiers = set(items.values())
-        found |= {function: tiers.pop()} if len(tiers) == 1 else items
-    placed: dict[str, dict[str, list[str]]] = {tier: {} for tier in ("test", "full")}
-    for name, tier in sorted(found.items()):
-        if tier != "check":
-            file, _, short = name.partition("::")
-            placed[tier].setdefault(file, []).append(short)
-    return placed
-
-
 def written(cost: Sequence[float]) -> str:
     """Return the CPU time of an item as it is reported.
 
@@ -243,17 +209,14 @@ def cost_alone(name: str, config: pytest.Config) -> list[float]:
 class Costs:
     """What the items of a run have cost, and which of them cost more than their tier allows.
 
-    A test with drawn inputs is placed by what it costs at the number of examples of the tier `test`. The run fails by
-    what is too slow for its tier when it runs alone, too.
+    The run fails by what is too slow for its tier when it runs alone, too.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.tier: str | None = config.getoption("--tier")
-        self.writes: bool = config.getoption("--write-tiers")
         self.file: str | None = config.getoption("--costs")
         self.costs: dict[str, Sequence[float]] = {}
-        self.scaled: dict[str, float] = {}  # to the examples of the tier `test`
         self.limits: dict[str, tuple[str, float]] = {}  # tier and limit of what costs more
         self.alone: dict[str, Sequence[float]] = {}
 
@@ -266,15 +229,11 @@ class Costs:
         limit = TOO_SLOW.get("full" if at_full_examples and tier != "deep" else tier, float("inf"))
         if sum(cost) > limit and not self.file:
             self.limits[report.nodeid] = tier, limit
-        share = EXAMPLES["test"] / EXAMPLES["full"] if at_full_examples else 1.0
         self.costs[report.nodeid] = cost
-        self.scaled[report.nodeid] = sum(cost) * share
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.file:
             Path(self.file).write_text(json.dumps(self.costs))
-        elif self.writes:
-            FILE.write_text(json.dumps(place(self.scaled, read_tiers()), indent=1) + "\n")
         elif self.tier == "full" and session.exitstatus == pytest.ExitCode.OK:
             self.alone = {name: cost_alone(name, self.config) for name in self.limits}
             if any(sum(cost) > self.limits[name][1] for name, cost in self.alone.items()):
@@ -297,7 +256,7 @@ class Costs:
 
     def verdict(self, name: str) -> str:
         tier, limit = self.limits[name]
-        row = f"(tests/{FILE.name}): {name}: {written(self.costs[name])}, in {tier!r}: {LIMITS.get(tier)}"
+        row = f"(pytest.mark.tier): {name}: {written(self.costs[name])}, in {tier!r}: {LIMITS.get(tier)}"
         if name not in self.alone:
             return f"too slow for its tier {row}"
         kind = "too slow for its tier" if sum(self.alone[name]) > limit else "slow among others, not alone"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 import signal
 import subprocess
@@ -11,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FILE, TIERS, place, read_tiers
+from conftest import FOLDER, TIERS
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,40 +55,12 @@ def test_charged():
 """
 
 
-def functions(file: str) -> set[str]:
-    """Return the tests of a file, as pytest writes them behind the file's name."""
-    found = set()
-    for node in ast.parse((ROOT / file).read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}::{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
-    return found
-
-
-def test_what_is_listed_exists():
-    for files in read_tiers().values():
-        for file, names in files.items():
-            assert {name.partition("[")[0] for name in names} <= functions(file), file
-
-
-def test_a_function_is_listed_by_its_name_where_its_items_agree():
-    costs = {"tests/a.py::test_x[1]": 0.1, "tests/a.py::test_x[2]": 0.3, "tests/a.py::test_y[1]": 3.0}
-    costs |= {"tests/a.py::test_y[2]": 40.0, "tests/a.py::test_z": 0.1}
-    known = {"test": {"tests/a.py": ["test_z"], "tests/b.py": ["test_w"]}, "full": {"tests/b.py": ["test_v[1]"]}}
-    assert place(costs, known) == {
-        "test": {"tests/a.py": ["test_x[2]"], "tests/b.py": ["test_w"]},
-        "full": {"tests/a.py": ["test_y"], "tests/b.py": ["test_v[1]"]},
-    }
-
-
 @pytest.fixture
 def suite(tmp_path):
     """A suite of its own with this one's conftest, in which less is slow."""
-    (tmp_path / "conftest.py").write_text(FILE.with_name("conftest.py").read_text() + LOWER_LIMITS)
+    (tmp_path / "conftest.py").write_text((FOLDER / "conftest.py").read_text() + LOWER_LIMITS)
     (tmp_path / "test_slow.py").write_text(SLOW)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: x\n")
-    (tmp_path / FILE.name).write_text('{"test": {}, "full": {}}')
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: x\n    tier: x\n")
 
     def run(*options: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
@@ -109,14 +79,12 @@ def test_what_is_too_slow_is_named_and_fails_the_full_tier(suite, tmp_path):
         own = r"test_slow.py::test_slow: [1-9]\.\d CPU-s \([1-9]\.\d its own, 0\.0 of processes\)"
         other = r"test_slow.py::test_slow_in_another_process: [1-9]\.\d CPU-s \(0\.\d its own, [1-9]\.\d of processes\)"
         for row in (own, other):
-            assert re.search(rf"too slow for its tier \(tests/tiers.json\): {row}, in 'check': 0\.1", said), said
+            assert re.search(rf"too slow for its tier \(pytest.mark.tier\): {row}, in 'check': 0\.1", said), said
         assert "test_quick:" not in said
     assert "; alone" not in checked.stdout, "only the full tier fails by it"
     assert len(re.findall(r"; alone [1-9]\.\d CPU-s \(", full.stdout)) == 2
-    assert suite("--tier", "full", "--write-tiers").returncode == 0
-    assert json.loads((tmp_path / FILE.name).read_text())["full"] == {
-        "test_slow.py": ["test_slow", "test_slow_in_another_process"]
-    }
+    marked = SLOW.replace("def test_slow", '@pytest.mark.tier("full")\ndef test_slow')
+    (tmp_path / "test_slow.py").write_text(f"import pytest\n{marked}")
     assert suite("--tier", "full").returncode == 0
     assert "1 passed, 2 deselected" in suite("--tier", "test").stdout
 
@@ -131,17 +99,25 @@ def test_what_is_slow_only_among_others_is_named_and_passes(suite, tmp_path):
 
 
 def test_each_tier_runs_what_the_one_before_runs(suite, tmp_path):
-    (tmp_path / "test_slow.py").write_text(
-        "import pytest\n"
-        + "".join(f"def test_{tier}(): ...\n" for tier in TIERS[:3])
-        + "@pytest.mark.slow\ndef test_deep(): ...\n"
-    )
-    (tmp_path / FILE.name).write_text(
-        '{"test": {"test_slow.py": ["test_test"]}, "full": {"test_slow.py": ["test_full"]}}'
-    )
+    marks = {"check": "", "test": '@pytest.mark.tier("test")', "full": '@pytest.mark.tier("full")'}
+    marks["deep"] = "@pytest.mark.slow"
+    tests = "".join(f"{mark}\ndef test_{tier}(): ...\n" for tier, mark in marks.items())
+    (tmp_path / "test_slow.py").write_text(f"import pytest\n{tests}")
     for number, tier in enumerate(TIERS, start=1):
         assert f"{number} passed" in suite("--tier", tier).stdout, tier
     assert "4 passed" in suite().stdout, "without a tier all run"
+
+
+def test_of_a_long_list_of_items_some_run_in_their_tier_and_the_others_in_deep(suite, tmp_path):
+    (tmp_path / "test_slow.py").write_text(
+        'import pytest\n\n@pytest.mark.tier("test", each=3)\n@pytest.mark.parametrize("n", range(7))\n'
+        "def test_some(n):\n    print(f'item {n}')\n"
+    )
+    shown = suite("--tier", "test", "-s", "-v").stdout
+    assert re.findall(r"item (\d)", shown) == ["0", "3", "6"], shown
+    assert "3 passed" in suite("--tier", "full").stdout
+    assert "7 passed" in suite("--tier", "deep").stdout
+    assert "no tests ran" in suite("--tier", "check").stdout or "7 deselected" in suite("--tier", "check").stdout
 
 
 CACHES = """
