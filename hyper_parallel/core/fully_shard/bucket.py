@@ -366,10 +366,7 @@ class Bucket:
             param.note_storages()
             blame = f"the data of {param.name!r} was assigned, and a managed parameter keeps its own"
             seen = "seen: parameter.data = value, as vector_to_parameters does, or swap_tensors while unsharded"
-            hint = (
-                "parameter.data.copy_(value) while it is sharded, or load_state_dict; pass it in ignored_params if "
-                "forward assigns it, as layers of bitsandbytes do in eval() on CPUs with bf16"
-            )
+            hint = "parameter.data.copy_(value) while sharded, load_state_dict, or ignored_params if forward assigns it"
             raise RuntimeError(explain("cannot go on with parameters", blame, seen, hint))
 
     def take_over(self) -> None:
