@@ -12,7 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CLIENTS := out/clients-venv
 
-.PHONY: help venv demo check test full deep clients lint types docs bench gpu npu compat clean
+FOLDER ?=
+
+.PHONY: help venv demo check test full deep mutants clients lint types docs bench gpu npu compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -39,7 +41,11 @@ full: venv lint ## everything that needs no accelerator, with all examples: what
 
 deep: venv lint types ## nightly: thousands of drawn inputs for each property, what takes minutes, all on late devices
 	$(PYTEST) --tier deep -o faulthandler_timeout=0 $(AS_ON_NPUS)
+	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory clients
+
+mutants: venv ## hours, or one FOLDER=sim/comm: put known bugs in, one at a time; the share that the suite finds
+	$(BIN)/python tests/mutants/run.py --folder "$(FOLDER)"
 
 clients: venv $(CLIENTS)/.installed ## other projects' programs on simulated ranks, against torchrun; writes docs/clients.md
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/clients $(PYTEST_OPTIONS)

@@ -25,7 +25,10 @@ import pytest
 from hypothesis import settings
 
 # A file may import a kit of another room.
-sys.path[:0] = sorted({str(path.parent) for path in Path(__file__).parent.glob("*/**/*.py")} - set(sys.path))
+_ROOMS = (
+    path.parent for top in ("unit", "multidevice", "property") for path in Path(__file__).parent.glob(f"{top}/**/*.py")
+)
+sys.path[:0] = sorted({str(room) for room in _ROOMS} - set(sys.path))
 
 TIERS = ("check", "test", "full", "deep")
 # CPU seconds up to which an item is placed in a tier, and above which one that is there is too slow. The second is far

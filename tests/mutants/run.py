@@ -1,0 +1,372 @@
+"""The mutation score: put bugs into the library one at a time, and see which of them the suite finds.
+
+    python tests/mutants/run.py [--folder hyper_parallel/core/checkpoint] [--mutant NAME] [--lives] [--tier check]
+
+One process collects the suite, and forks. First, items run unmutated with a mark at the start of every function of the
+library. Which of them pass, what they cost and which functions they call is kept in `out/mutants/` until the library or
+their file changes. Then each mutant is put into a fork by exchanging code (`exchange.py`). The items that call the
+changed function run there until one fails. Processes that they start import the mutated file (`hook/`), as does a new
+process for a mutant that cannot be exchanged. An item kills a mutant if it also fails alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exchange import CannotBeExchanged, Changes, Mutant, exchange, functions, live_functions, mark, new_code, read_list
+from hypothesis import Phase, settings
+
+TIERS = ("check", "test", "full")
+ROOT = Path.cwd()
+OUT = ROOT / "out" / "mutants"
+RECORD, OUTCOMES = OUT / "record.jsonl", OUT / "outcomes.jsonl"
+LONGEST_S = 600.0  # of wall time, of an unmutated item
+
+# As the tier `test`, but what fails is not made smaller: that would take most of the time.
+settings.register_profile(
+    "mutants", deadline=None, derandomize=True, max_examples=10, database=None, phases=[Phase.explicit, Phase.generate]
+)
+
+
+def tier_of(item: pytest.Item) -> str:
+    """Return the tier of an item, from the suite's conftest; "check" in a suite without."""
+    conftest: Any = sys.modules.get("conftest")
+    return item.stash[conftest.TIER] if hasattr(conftest, "TIER") else "check"
+
+
+@cache
+def mutants() -> list[Mutant]:
+    return read_list(ROOT / "tests" / "mutants" / "list.toml")
+
+
+@cache
+def digest(files: Sequence[Path]) -> str:
+    return hashlib.sha1(b"".join(each.read_bytes() for each in files)).hexdigest()[:12]
+
+
+@cache
+def distance(test: Path, mutant: Mutant) -> int:
+    """Return 0 where a test file names the mutated module, 1 where it names its folder, else 2."""
+    text, (*_, folder, module) = test.read_text(), mutant.module.split(".")
+    near = mutant.module.rpartition(".")[0] in text or folder in test.stem
+    return 0 if mutant.module in text or module in test.stem else 1 if near else 2
+
+
+# -- items in a fork -------------------------------------------------------------------------------------------------
+
+
+def run(items: Sequence[pytest.Item], changes: Changes, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Make the changes in a fork and run items there; yield a row for each.
+
+    Where the process dies or hangs, the row says so, and that is the last one.
+
+    Args:
+        limits: Seconds of wall time by item, after which it hangs.
+    """
+    read, write = os.pipe()
+    temporary = tempfile.mkdtemp()
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.environ |= {"PYTEST_DEBUG_TEMPROOT": temporary, "TMPDIR": temporary}
+        with contextlib.suppress(BaseException), os.fdopen(write, "w", buffering=1) as rows:
+            for change, arguments in changes:
+                change(*arguments)
+            _run_all(items, rows)
+        os._exit(0)
+    os.close(write)
+    told = b""
+    try:
+        for item in items:
+            until, failed = time.monotonic() + limits.get(item.nodeid, LONGEST_S), ""
+            while b"\n" not in told and not failed:
+                is_told = select.select([read], [], [], max(until - time.monotonic(), 0.0))[0]
+                more = os.read(read, 1 << 16) if is_told else b""
+                failed = "" if more else "died" if is_told else "hangs"
+                told += more
+            line, _, told = told.partition(b"\n")
+            yield {"item": item.nodeid, "failed": failed} if failed else json.loads(line)
+            if failed:
+                return
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.close(read)
+        os.waitpid(pid, 0)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class Reports:
+    """Whether the item that runs has failed."""
+
+    failed = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed = self.failed or "failed" * report.failed
+
+
+def _run_all(items: Sequence[pytest.Item], rows: Any) -> None:
+    reports, hits = Reports(), set[int]()
+    builtins.__hit__ = hits.add  # type: ignore[attr-defined]
+    items[0].config.pluginmanager.register(reports)
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        reports.failed = ""
+        hits.clear()
+        before = _cpu_s()
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        own, others = (round(now - then, 3) for now, then in zip(_cpu_s(), before, strict=True))
+        row = {"item": item.nodeid, "failed": reports.failed, "own": own, "others": others, "hits": sorted(hits)}
+        print(json.dumps(row), file=rows, flush=True)
+
+
+def _cpu_s() -> list[float]:
+    """Return the CPU time of this process, and that of the processes that it has waited for."""
+    times = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return [each.ru_utime + each.ru_stime for each in times]
+
+
+# -- which items call a function -------------------------------------------------------------------------------------
+
+
+class Record:
+    """What items did unmutated, by item: whether they passed, their CPU time, the functions that they called."""
+
+    def __init__(self, items: Sequence[pytest.Item]) -> None:
+        self.items = {each.nodeid: each for each in items}
+        packages = sorted({each.file.partition("/")[0] for each in mutants()})
+        files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
+        self.texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
+        self.keys = [f"{file}:{name}" for file, text in self.texts.items() for name, _ in functions(ast.parse(text))]
+        self.live = live_functions(set(map(str, files)))
+        helpers = (each for each in sorted((ROOT / "tests").rglob("*.py")) if "mutants" not in each.parts)
+        self.library = digest((*files, *(each for each in helpers if not each.name.startswith("test_"))))
+        self.rows: dict[str, dict[str, Any]] = {}
+        for line in RECORD.read_text().splitlines() if RECORD.exists() else ():
+            row = json.loads(line)
+            if row["item"] in self.items and row["digest"] == self._digest_of(row["item"]):
+                self.rows[row["item"]] = row | {"hits": frozenset(row["hits"])}
+
+    def _digest_of(self, name: str) -> str:
+        return self.library + digest((self.items[name].path,))
+
+    @cached_property
+    def _marks(self) -> Changes:
+        found: Changes = []
+        for file, text in self.texts.items():
+            first = next((at for at, key in enumerate(self.keys) if key.startswith(f"{file}:")), 0)
+            found += new_code(text, mark(text, first), self.live.get(str(ROOT / file), ()))
+        return found
+
+    def complete(self, items: Sequence[pytest.Item]) -> None:
+        """Run the items of which nothing is known; those that fail with marks, again without."""
+        unknown = [each for each in items if each.nodeid not in self.rows]
+        self._run(unknown, self._marks if unknown else [])
+        self._run([each for each in unknown if self.rows[each.nodeid]["failed"]], [])
+
+    def _run(self, items: Sequence[pytest.Item], changes: Changes) -> None:
+        with RECORD.open("a") as file:
+            while items:
+                for row in run(items, changes, {}):
+                    items = items[1:]
+                    row = {"own": 0.0, "others": 0.0, "hits": []} | row | {"digest": self._digest_of(row["item"])}
+                    print(json.dumps(row), file=file, flush=True)
+                    self.rows[row["item"]] = row | {"hits": frozenset(row["hits"])}
+
+    def chosen(self, mutant: Mutant, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+        """Return the items that pass unmutated and call the function, those of the nearest files first.
+
+        Of items that start processes, or fail with marks, it is not known what they call: those of near files are
+        chosen. Items that start processes come last.
+        """
+        place = mutant.place(self.texts[mutant.file])
+        numbers = {number for number, key in enumerate(self.keys) if f"{key}:".startswith(f"{place}:")}
+        found = []
+        for item in items:
+            row, apart = self.rows[item.nodeid], distance(item.path, mutant)
+            unknown = row["others"] > 0.1 or not row["hits"]
+            if not row["failed"] and (row["hits"] & numbers or (unknown and apart < 2)):
+                found.append((row["others"] > 0.1, apart, row["own"] + row["others"], item.nodeid))
+        return [self.items[name] for *_, name in sorted(found)]
+
+
+# -- mutants ---------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The run of a list of mutants, a plugin of pytest that takes the place of its own loop over the items."""
+
+    def __init__(self, chosen: list[Mutant], options: argparse.Namespace) -> None:
+        self.mutants, self.options = chosen, options
+        self.terminal = os.fdopen(os.dup(1), "w", buffering=1)  # pytest's own output is kept in a file
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        assert not session.testsfailed, "there are files that cannot be collected"
+        tiers = TIERS[: TIERS.index(self.options.tier) + 1]
+        self.tiers = {tier: [each for each in session.items if tier_of(each) == tier] for tier in tiers}
+        for file in {each.file for each in mutants()}:
+            importlib.import_module(Mutant("", file, "", "", "").module)
+        with contextlib.suppress(ImportError):  # what the first item would import, in each fork anew
+            for name in importlib.import_module("warm").PRELOAD:
+                importlib.import_module(name)
+        self.record = Record([each for items in self.tiers.values() for each in items])
+        if self.options.fresh:
+            Path(self.options.fresh).write_text(json.dumps(self.outcome(self.mutants[0], [])))
+            return True
+        jobs = self.options.jobs
+        share = next((number for number in range(1, jobs) if not os.fork()), 0)
+        for mutant in self.mutants[share::jobs]:
+            self.judge(mutant)
+        if share:
+            os._exit(0)
+        for _ in range(1, jobs):
+            os.wait()
+        return True
+
+    def judge(self, mutant: Mutant) -> None:
+        """Find out whether the suite kills a mutant, and keep it in `OUTCOMES`."""
+        source = self.record.texts[mutant.file]
+        with tempfile.TemporaryDirectory() as folder:
+            text = Path(folder, "mutated.py")
+            text.write_text(mutant.text(source))
+            hook = str(Path(__file__).with_name("hook"))
+            environment = {
+                "MUTANT_FILE": str(ROOT / mutant.file),
+                "MUTANT_TEXT": str(text),
+                "PYTHONPATH": os.pathsep.join(filter(None, (hook, os.environ.get("PYTHONPATH")))),
+            }
+            try:
+                changes = exchange(mutant, source, self.record.live.get(str(ROOT / mutant.file), ()))
+                outcome = self.outcome(mutant, [(os.environ.update, (environment,)), *changes])
+            except CannotBeExchanged as reason:
+                outcome = self.outcome_of_fresh_process(mutant, environment, Path(folder, "outcome.json"))
+                outcome["fresh"] = str(reason)
+        row = {"mutant": mutant.name, "change": [mutant.old, mutant.new], "tier": self.options.tier} | outcome
+        with OUTCOMES.open("a") as file:
+            print(json.dumps(row), file=file)
+        told = " ".join(f"{value}" for value in outcome.values())
+        print(time.strftime("%H:%M:%S"), f"{mutant.name}: {told}", file=self.terminal)
+
+    def outcome_of_fresh_process(self, mutant: Mutant, environment: dict[str, str], answer: Path) -> dict[str, Any]:
+        """Have another process collect the chosen items, with the mutated file."""
+        items = [item for tier in self.tiers for item in self.items(mutant, tier)]
+        costs = accumulate(self.record.rows[item.nodeid]["own"] for item in items)
+        files = {str(item.path) for item, before in zip(items, costs, strict=True) if before < self.options.budget}
+        command = [sys.executable, __file__, "--fresh", str(answer), "--mutant", mutant.name, "--tests", *files]
+        for option in ("tier", "budget", "hangs"):
+            command += [f"--{option}", str(getattr(self.options, option))]
+        if files:
+            subprocess.run(command, env=os.environ | environment, stdout=subprocess.DEVNULL, check=False)
+        killed = {"verdict": "killed", "by": "the collection"} if files else {"verdict": "lives", "ran": 0}
+        return json.loads(answer.read_text()) if answer.exists() else killed
+
+    def items(self, mutant: Mutant, tier: str) -> list[pytest.Item]:
+        """Return the items of a tier that run with a mutant; the dearer ones only of files near it."""
+        items = [each for each in self.tiers[tier] if tier == TIERS[0] or distance(each.path, mutant) < 2]
+        if not self.options.fresh:
+            self.record.complete(items)
+        return self.record.chosen(mutant, items)
+
+    def outcome(self, mutant: Mutant, changes: Changes) -> dict[str, Any]:
+        """Run items in forks until one kills the mutant; one that fails only after others does not."""
+        spent, ran = 0.0, 0
+        for tier in self.tiers:
+            items = self.items(mutant, tier)
+            limits = {each.nodeid: self.options.hangs + 20 * self.record.rows[each.nodeid]["own"] for each in items}
+            while items and spent < self.options.budget:
+                failed, first = "", True
+                for row in run(items, changes, limits):
+                    last, items, ran, failed = items[0], items[1:], ran + 1, row["failed"]
+                    spent += row.get("own", 0.0) + row.get("others", 0.0)
+                    if failed or spent > self.options.budget:
+                        break
+                    first = False
+                if failed and (first or next(run([last], changes, limits))["failed"]):
+                    found = {"verdict": "killed", "by": last.nodeid, "how": failed}
+                    return found | {"cpu_s": round(spent, 1), "ran": ran}
+        return {"verdict": "lives", "cpu_s": round(spent, 1), "ran": ran}
+
+
+def outcomes() -> dict[str, dict[str, Any]]:
+    """Return the last outcome of each mutant that is still in the list as it was."""
+    rows = [json.loads(line) for line in OUTCOMES.read_text().splitlines()] if OUTCOMES.exists() else []
+    last = {(row["mutant"], *row["change"]): row for row in rows}
+    found = {each.name: last.get((each.name, each.old, each.new)) for each in mutants()}
+    found |= {each.name: {"verdict": "equivalent"} for each in mutants() if each.equivalent}
+    return {name: row for name, row in found.items() if row is not None}
+
+
+def table(chosen: Sequence[Mutant]) -> str:
+    """Return the score of each folder as a table of Markdown, and a line for each mutant that lives."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    known, lives = outcomes(), []
+    for mutant in chosen:
+        verdict = known.get(mutant.name, {}).get("verdict", "not run")
+        counts[mutant.folder][verdict] += 1
+        counts["all"][verdict] += 1
+        line = f"- {mutant.file}:{mutant.line((ROOT / mutant.file).read_text())}: {mutant.name}"
+        lives += [line] if verdict == "lives" else []
+    rows = ["| folder | killed | lives | equivalent | score |", "|---|--:|--:|--:|--:|"]
+    for folder, found in sorted(counts.items(), key=lambda each: (each[0] == "all", each[0])):
+        score = f"{found['killed'] / max(found['killed'] + found['lives'], 1):.0%}"
+        rows.append(f"| {folder} | {found['killed']} | {found['lives']} | {found['equivalent']} | {score} |")
+    return "\n".join([*rows, "", *lives])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", default="", help="mutants of this folder only")
+    parser.add_argument("--mutant", action="append", metavar="NAME", help="this one only; repeatable")
+    parser.add_argument("--lives", action="store_true", help="only those that lived the last time")
+    parser.add_argument("--tier", choices=TIERS, default="test", help="the dearest items that are run")
+    parser.add_argument("--tests", nargs="*", default=[], metavar="FILE", help="items of these files only")
+    parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="CPU time for each mutant")
+    parser.add_argument("--hangs", type=float, default=60.0, metavar="SECONDS", help="wall time of an item that hangs")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--table", action="store_true", help="only print the score of earlier runs")
+    parser.add_argument("--fresh", help=argparse.SUPPRESS)  # where the outcome goes; the file is mutated, see hook/
+    options = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    chosen = [
+        each
+        for each in mutants()
+        if each.folder.startswith(options.folder.rstrip("/"))
+        and each.name in (options.mutant or [each.name])
+        and (not options.lives or outcomes().get(each.name, {}).get("verdict") == "lives")
+    ]
+    if not options.table:
+        loop = Run([each for each in chosen if not each.equivalent], options)
+        with (OUT / "pytest.log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+        arguments = ["-q", "--tb=native", "-p", "no:cacheprovider", "--hypothesis-profile=mutants", *options.tests]
+        status = pytest.main(arguments, plugins=[loop])
+        os.dup2(loop.terminal.fileno(), 1)
+        if status != pytest.ExitCode.OK:
+            sys.exit(f"pytest has failed, see {OUT / 'pytest.log'}")
+    if not options.fresh:
+        print(table(chosen))
+
+
+if __name__ == "__main__":
+    main()
