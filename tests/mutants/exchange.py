@@ -7,8 +7,7 @@ import copy
 import gc
 import importlib
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -54,10 +53,10 @@ class Mutant:
         return next(number for number, (old, new) in enumerate(pairs, start=1) if old != new)
 
     def place(self, source: str) -> str:
-        """Return the file and the innermost function that is changed, as "file:function"; the file if none is."""
+        """Return the name of the innermost function that is changed; "" if none is."""
         line, nodes = self.line(source), functions(ast.parse(source))
         found = [name for name, node in nodes if node.body[0].lineno <= line <= node.end_lineno]
-        return f"{self.file}:{found[-1]}" if found else self.file
+        return found[-1] if found else ""
 
 
 def read_list(file: Path) -> list[Mutant]:
@@ -86,29 +85,32 @@ def mark(source: str, first: int) -> ast.Module:
     return tree
 
 
-def live_functions(files: set[str]) -> dict[str, list[FunctionType]]:
+def live_functions(root: Path, files: Iterable[str]) -> dict[str, list[FunctionType]]:
     """Return all functions of this process by the file that they are written in."""
     gc.unfreeze()  # the collector lists nothing that is frozen
-    found = defaultdict(list)
+    found: dict[str, list[FunctionType]] = {str(root / file): [] for file in files}
     for each in gc.get_objects():
-        if type(each) is FunctionType and each.__code__.co_filename in files:
+        if type(each) is FunctionType and each.__code__.co_filename in found:
             found[each.__code__.co_filename].append(each)
     gc.freeze()
-    return found
+    return {file: found[str(root / file)] for file in files}
 
 
-def new_code(source: str, new: str | ast.Module, live: Sequence[FunctionType]) -> Changes:
-    """Return the changes that give live functions of a file the code of its new text."""
-    texts = source, new
-    pairs: list[Any] = [tuple(compile(each, "the file", "exec", dont_inherit=True) for each in texts)]
+def new_code(path: Path, source: str, new: str | ast.Module) -> dict[Any, CodeType]:
+    """Return the new code of the functions of a file whose code changes, by `_identity` of the old."""
+    pairs: list[Any] = [tuple(compile(each, str(path), "exec", dont_inherit=True) for each in (source, new))]
     for codes in pairs:  # grows meanwhile
         inner = [[each for each in code.co_consts if isinstance(each, CodeType)] for code in codes]
         names = [[each.co_name for each in found] for found in inner]
         if names[0] != names[1] or codes[0].co_freevars != codes[1].co_freevars:
             raise CannotBeExchanged("other functions or closures than before")
         pairs += zip(*inner, strict=True)
-    changed = {_identity(old): other for old, other in pairs if old != other}
-    found = [(each, changed.get(_identity(each.__code__))) for each in live]
+    return {_identity(old): other for old, other in pairs if old != other}
+
+
+def changes_of(codes: dict[str, dict[Any, CodeType]], live: dict[str, list[FunctionType]]) -> Changes:
+    """Return the changes that give live functions their new code."""
+    found = [(each, of.get(_identity(each.__code__))) for file, of in codes.items() for each in live.get(file, ())]
     return [(setattr, (each, "__code__", code)) for each, code in found if code is not None]
 
 
@@ -117,14 +119,14 @@ def _identity(code: CodeType) -> Any:
     return code.co_name, code.co_firstlineno, getattr(code, "co_linetable", code.co_code)
 
 
-def exchange(mutant: Mutant, source: str, live: Sequence[FunctionType]) -> Changes:
+def exchange(mutant: Mutant, root: Path, source: str, live: dict[str, list[FunctionType]]) -> Changes:
     """Return the changes that put a mutant into this process.
 
     Raises:
         CannotBeExchanged: It changes a signature, a decorator, a decorated class, or a statement that does more than
             to assign to one name.
     """
-    changes = new_code(source, mutant.text(source), live)
+    changes = changes_of({mutant.file: new_code(root / mutant.file, source, mutant.text(source))}, live)
     for owner, node in assignments(ast.parse(source).body, ast.parse(mutant.text(source)).body):
         changes.append((_assign, (sys.modules[mutant.module], owner, node)))
     if not changes:

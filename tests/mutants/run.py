@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import marshal
 import os
 import resource
 import select
@@ -30,12 +31,23 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from exchange import CannotBeExchanged, Changes, Mutant, exchange, functions, live_functions, mark, new_code, read_list
+from exchange import (
+    CannotBeExchanged,
+    Changes,
+    Mutant,
+    changes_of,
+    exchange,
+    functions,
+    live_functions,
+    mark,
+    new_code,
+    read_list,
+)
 from hypothesis import Phase, settings
 
 TIERS = ("check", "test", "full")
@@ -158,8 +170,8 @@ class Record:
         packages = sorted({each.file.partition("/")[0] for each in mutants()})
         files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
         self.texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
-        self.keys = [f"{file}:{name}" for file, text in self.texts.items() for name, _ in functions(ast.parse(text))]
-        self.live = live_functions(set(map(str, files)))
+        self.keys = [(file, name) for file, text in self.texts.items() for name, _ in functions(ast.parse(text))]
+        self.live = live_functions(ROOT, self.texts.keys())
         helpers = (each for each in sorted((ROOT / "tests").rglob("*.py")) if "mutants" not in each.parts)
         self.library = digest((*files, *(each for each in helpers if not each.name.startswith("test_"))))
         self.rows: dict[str, dict[str, Any]] = {}
@@ -173,11 +185,15 @@ class Record:
 
     @cached_property
     def _marks(self) -> Changes:
-        found: Changes = []
-        for file, text in self.texts.items():
-            first = next((at for at, key in enumerate(self.keys) if key.startswith(f"{file}:")), 0)
-            found += new_code(text, mark(text, first), self.live.get(str(ROOT / file), ()))
-        return found
+        """The changes that have every function of the library tell when it is called."""
+        cache = OUT / f"marked-{self.library}"
+        if not cache.exists():
+            first = {file: number for number, (file, _) in reversed([*enumerate(self.keys)])}
+            codes = {
+                file: new_code(ROOT / file, text, mark(text, first.get(file, 0))) for file, text in self.texts.items()
+            }
+            cache.write_bytes(marshal.dumps(codes))
+        return changes_of(marshal.loads(cache.read_bytes()), self.live)
 
     def complete(self, items: Sequence[pytest.Item]) -> None:
         """Run the items of which nothing is known; those that fail with marks, again without."""
@@ -201,13 +217,14 @@ class Record:
         chosen. Items that start processes come last.
         """
         place = mutant.place(self.texts[mutant.file])
-        numbers = {number for number, key in enumerate(self.keys) if f"{key}:".startswith(f"{place}:")}
+        keys = ((file, name if place else "") for file, name in self.keys)
+        numbers = {number for number, key in enumerate(keys) if key == (mutant.file, place)}
         found = []
         for item in items:
             row, apart = self.rows[item.nodeid], distance(item.path, mutant)
             unknown = row["others"] > 0.1 or not row["hits"]
             if not row["failed"] and (row["hits"] & numbers or (unknown and apart < 2)):
-                found.append((row["others"] > 0.1, apart, row["own"] + row["others"], item.nodeid))
+                found.append((row["others"] > 0.1, apart, str(item.path), row["own"] + row["others"], item.nodeid))
         return [self.items[name] for *_, name in sorted(found)]
 
 
@@ -257,7 +274,7 @@ class Run:
                 "PYTHONPATH": os.pathsep.join(filter(None, (hook, os.environ.get("PYTHONPATH")))),
             }
             try:
-                changes = exchange(mutant, source, self.record.live.get(str(ROOT / mutant.file), ()))
+                changes = exchange(mutant, ROOT, source, self.record.live)
                 outcome = self.outcome(mutant, [(os.environ.update, (environment,)), *changes])
             except CannotBeExchanged as reason:
                 outcome = self.outcome_of_fresh_process(mutant, environment, Path(folder, "outcome.json"))
@@ -270,29 +287,29 @@ class Run:
 
     def outcome_of_fresh_process(self, mutant: Mutant, environment: dict[str, str], answer: Path) -> dict[str, Any]:
         """Have another process collect the chosen items, with the mutated file."""
-        items = [item for tier in self.tiers for item in self.items(mutant, tier)]
+        items = [item for found in self.items(mutant) for item in found]
         costs = accumulate(self.record.rows[item.nodeid]["own"] for item in items)
         files = {str(item.path) for item, before in zip(items, costs, strict=True) if before < self.options.budget}
         command = [sys.executable, __file__, "--fresh", str(answer), "--mutant", mutant.name, "--tests", *files]
-        for option in ("tier", "budget", "hangs"):
+        for option in ("tier", "apart", "budget", "hangs"):
             command += [f"--{option}", str(getattr(self.options, option))]
         if files:
             subprocess.run(command, env=os.environ | environment, stdout=subprocess.DEVNULL, check=False)
         killed = {"verdict": "killed", "by": "the collection"} if files else {"verdict": "lives", "ran": 0}
         return json.loads(answer.read_text()) if answer.exists() else killed
 
-    def items(self, mutant: Mutant, tier: str) -> list[pytest.Item]:
-        """Return the items of a tier that run with a mutant; the dearer ones only of files near it."""
-        items = [each for each in self.tiers[tier] if tier == TIERS[0] or distance(each.path, mutant) < 2]
-        if not self.options.fresh:
-            self.record.complete(items)
-        return self.record.chosen(mutant, items)
+    def items(self, mutant: Mutant) -> Iterator[list[pytest.Item]]:
+        """Yield the items that run with a mutant: of each tier those of near test files, then of the cheapest all."""
+        for tier, apart in [*product(self.tiers, range(min(self.options.apart, 1) + 1)), (TIERS[0], 2)]:
+            items = [each for each in self.tiers[tier] if distance(each.path, mutant) == apart <= self.options.apart]
+            if not self.options.fresh:
+                self.record.complete(items)
+            yield self.record.chosen(mutant, items)
 
     def outcome(self, mutant: Mutant, changes: Changes) -> dict[str, Any]:
         """Run items in forks until one kills the mutant; one that fails only after others does not."""
         spent, ran = 0.0, 0
-        for tier in self.tiers:
-            items = self.items(mutant, tier)
+        for items in self.items(mutant):
             limits = {each.nodeid: self.options.hangs + 20 * self.record.rows[each.nodeid]["own"] for each in items}
             while items and spent < self.options.budget:
                 failed, first = "", True
@@ -305,6 +322,8 @@ class Run:
                 if failed and (first or next(run([last], changes, limits))["failed"]):
                     found = {"verdict": "killed", "by": last.nodeid, "how": failed}
                     return found | {"cpu_s": round(spent, 1), "ran": ran}
+            if spent >= self.options.budget:
+                break
         return {"verdict": "lives", "cpu_s": round(spent, 1), "ran": ran}
 
 
@@ -340,6 +359,9 @@ def main() -> None:
     parser.add_argument("--mutant", action="append", metavar="NAME", help="this one only; repeatable")
     parser.add_argument("--lives", action="store_true", help="only those that lived the last time")
     parser.add_argument("--tier", choices=TIERS, default="test", help="the dearest items that are run")
+    parser.add_argument(
+        "--apart", type=int, choices=(0, 1, 2), default=2, help="0: only test files that name the module"
+    )
     parser.add_argument("--tests", nargs="*", default=[], metavar="FILE", help="items of these files only")
     parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="CPU time for each mutant")
     parser.add_argument("--hangs", type=float, default=60.0, metavar="SECONDS", help="wall time of an item that hangs")
@@ -359,7 +381,13 @@ def main() -> None:
         loop = Run([each for each in chosen if not each.equivalent], options)
         with (OUT / "pytest.log").open("w") as log:
             os.dup2(log.fileno(), 1)
-        arguments = ["-q", "--tb=native", "-p", "no:cacheprovider", "--hypothesis-profile=mutants", *options.tests]
+        near = [
+            str(file)
+            for file in sorted((ROOT / "tests").rglob("test_*.py"))
+            if any(distance(file, each) <= options.apart for each in chosen)
+        ]
+        arguments = ["-q", "--tb=native", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+        arguments += options.tests or (near if options.apart < 2 else [])
         status = pytest.main(arguments, plugins=[loop])
         os.dup2(loop.terminal.fileno(), 1)
         if status != pytest.ExitCode.OK:
