@@ -30,9 +30,10 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache
 from itertools import accumulate, product
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -80,10 +81,12 @@ def digest(files: Sequence[Path]) -> str:
 
 @cache
 def distance(test: Path, mutant: Mutant) -> int:
-    """Return 0 where a test file names the mutated module, 1 where it names its folder, else 2."""
+    """Return 0 where a test file is of the mutated module, 1 where it names its folder, else 2."""
     text, (*_, folder, module) = test.read_text(), mutant.module.split(".")
-    near = mutant.module.rpartition(".")[0] in text or folder in test.stem
-    return 0 if mutant.module in text or module in test.stem else 1 if near else 2
+    names, is_called = mutant.module.rpartition(".")[0] in text, folder in test.stem
+    return (
+        0 if mutant.module in text or module in test.stem or (names and is_called) else 1 if names or is_called else 2
+    )
 
 
 # -- items in a fork -------------------------------------------------------------------------------------------------
@@ -170,10 +173,14 @@ class Record:
         packages = sorted({each.file.partition("/")[0] for each in mutants()})
         files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
         self.texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
-        self.keys = [(file, name) for file, text in self.texts.items() for name, _ in functions(ast.parse(text))]
         self.live = live_functions(ROOT, self.texts.keys())
         helpers = (each for each in sorted((ROOT / "tests").rglob("*.py")) if "mutants" not in each.parts)
         self.library = digest((*files, *(each for each in helpers if not each.name.startswith("test_"))))
+        marked = OUT / f"marked-{self.library}"
+        if not marked.exists():
+            marked.write_bytes(marshal.dumps(self._marked()))
+        self.keys, codes = marshal.loads(marked.read_bytes())
+        self.marks = changes_of(codes, self.live)
         self.rows: dict[str, dict[str, Any]] = {}
         for line in RECORD.read_text().splitlines() if RECORD.exists() else ():
             row = json.loads(line)
@@ -183,22 +190,18 @@ class Record:
     def _digest_of(self, name: str) -> str:
         return self.library + digest((self.items[name].path,))
 
-    @cached_property
-    def _marks(self) -> Changes:
-        """The changes that have every function of the library tell when it is called."""
-        cache = OUT / f"marked-{self.library}"
-        if not cache.exists():
-            first = {file: number for number, (file, _) in reversed([*enumerate(self.keys)])}
-            codes = {
-                file: new_code(ROOT / file, text, mark(text, first.get(file, 0))) for file, text in self.texts.items()
-            }
-            cache.write_bytes(marshal.dumps(codes))
-        return changes_of(marshal.loads(cache.read_bytes()), self.live)
+    def _marked(self) -> tuple[list[tuple[str, str]], dict[str, dict[Any, CodeType]]]:
+        """Return file and name of each function, by number, and by file the code that tells when it is called."""
+        keys, codes = [], {}
+        for file, text in self.texts.items():
+            codes[file] = new_code(ROOT / file, text, mark(text, len(keys)))
+            keys += [(file, name) for name, _ in functions(ast.parse(text))]
+        return keys, codes
 
     def complete(self, items: Sequence[pytest.Item]) -> None:
         """Run the items of which nothing is known; those that fail with marks, again without."""
         unknown = [each for each in items if each.nodeid not in self.rows]
-        self._run(unknown, self._marks if unknown else [])
+        self._run(unknown, self.marks)
         self._run([each for each in unknown if self.rows[each.nodeid]["failed"]], [])
 
     def _run(self, items: Sequence[pytest.Item], changes: Changes) -> None:
