@@ -123,8 +123,8 @@ def exchange(mutant: Mutant, root: Path, source: str, live: dict[str, list[Funct
     """Return the changes that put a mutant into this process.
 
     Raises:
-        CannotBeExchanged: It changes a signature, a decorator, a decorated class, or a statement that does more than
-            to assign to one name.
+        CannotBeExchanged: It changes a signature, a decorator, an attribute of a decorated class, or a statement that
+            does more than to assign to one name.
     """
     changes = changes_of({mutant.file: new_code(root / mutant.file, source, mutant.text(source))}, live)
     for owner, node in assignments(ast.parse(source).body, ast.parse(mutant.text(source)).body):
@@ -134,21 +134,23 @@ def exchange(mutant: Mutant, root: Path, source: str, live: dict[str, list[Funct
     return changes
 
 
-def assignments(old: list[ast.stmt], new: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, ast.stmt]]:
-    """Yield the new assignments outside of functions, each with the name of its class ("" for the module)."""
+def assignments(old: list[ast.stmt], new: list[ast.stmt], owner: str | None = "") -> Iterator[tuple[str, ast.stmt]]:
+    """Yield the new assignments outside of functions, each with the name of its class.
+
+    Args:
+        owner: The class; "" for the module, None for one whose attributes are not all that an assignment makes.
+    """
     if len(old) != len(new):
-        raise CannotBeExchanged(f"another number of statements in {owner or 'the module'}")
+        raise CannotBeExchanged("another number of statements outside of functions")
     for before, after in zip(old, new, strict=True):
         if isinstance(before, DEFINITIONS) and _head(before) == _head(after):
-            if isinstance(before, ast.ClassDef) and ast.dump(before) != ast.dump(after):
-                if owner or before.decorator_list:
-                    raise CannotBeExchanged(f"the class {before.name} is decorated, or in another one")
-                yield from assignments(before.body, after.body, before.name)
-        elif isinstance(after, ast.Assign) and isinstance(after.targets[0], ast.Name):
-            if ast.dump(before) != ast.dump(after):
-                yield owner, after
+            if isinstance(before, ast.ClassDef):
+                is_plain = owner == "" and not before.decorator_list
+                yield from assignments(before.body, after.body, before.name if is_plain else None)
         elif ast.dump(before) != ast.dump(after):
-            raise CannotBeExchanged(f"line {after.lineno}")
+            if owner is None or not isinstance(after, ast.Assign) or not isinstance(after.targets[0], ast.Name):
+                raise CannotBeExchanged(f"line {after.lineno}")
+            yield owner, after
 
 
 def _head(node: ast.AST) -> str:

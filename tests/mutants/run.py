@@ -198,6 +198,10 @@ class Record:
             keys += [(file, name) for name, _ in functions(ast.parse(text))]
         return keys, codes
 
+    def cost(self, item: pytest.Item) -> float:
+        """Return the CPU time of an item and its processes."""
+        return self.rows[item.nodeid]["own"] + self.rows[item.nodeid]["others"]
+
     def complete(self, items: Sequence[pytest.Item]) -> None:
         """Run the items of which nothing is known; those that fail with marks, again without."""
         unknown = [each for each in items if each.nodeid not in self.rows]
@@ -223,11 +227,11 @@ class Record:
         keys = ((file, name if place else "") for file, name in self.keys)
         numbers = {number for number, key in enumerate(keys) if key == (mutant.file, place)}
         found = []
-        for item in items:
+        for item in (each for each in items if each.nodeid in self.rows):
             row, apart = self.rows[item.nodeid], distance(item.path, mutant)
             unknown = row["others"] > 0.1 or not row["hits"]
             if not row["failed"] and (row["hits"] & numbers or (unknown and apart < 2)):
-                found.append((row["others"] > 0.1, apart, str(item.path), row["own"] + row["others"], item.nodeid))
+                found.append((row["others"] > 0.1, apart, str(item.path), self.cost(item), item.nodeid))
         return [self.items[name] for *_, name in sorted(found)]
 
 
@@ -242,7 +246,8 @@ class Run:
         self.terminal = os.fdopen(os.dup(1), "w", buffering=1)  # pytest's own output is kept in a file
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        assert not session.testsfailed, "there are files that cannot be collected"
+        if session.testsfailed:
+            raise session.Interrupted("there are files that cannot be collected")
         tiers = TIERS[: TIERS.index(self.options.tier) + 1]
         self.tiers = {tier: [each for each in session.items if tier_of(each) == tier] for tier in tiers}
         for file in {each.file for each in mutants()}:
@@ -291,15 +296,16 @@ class Run:
     def outcome_of_fresh_process(self, mutant: Mutant, environment: dict[str, str], answer: Path) -> dict[str, Any]:
         """Have another process collect the chosen items, with the mutated file."""
         items = [item for found in self.items(mutant) for item in found]
-        costs = accumulate(self.record.rows[item.nodeid]["own"] for item in items)
+        costs = accumulate(map(self.record.cost, items))
         files = {str(item.path) for item, before in zip(items, costs, strict=True) if before < self.options.budget}
         command = [sys.executable, __file__, "--fresh", str(answer), "--mutant", mutant.name, "--tests", *files]
         for option in ("tier", "apart", "budget", "hangs"):
             command += [f"--{option}", str(getattr(self.options, option))]
-        if files:
-            subprocess.run(command, env=os.environ | environment, stdout=subprocess.DEVNULL, check=False)
-        killed = {"verdict": "killed", "by": "the collection"} if files else {"verdict": "lives", "ran": 0}
-        return json.loads(answer.read_text()) if answer.exists() else killed
+        if not files:
+            return {"verdict": "lives", "ran": 0}
+        done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.DEVNULL, check=False)
+        assert done.returncode != pytest.ExitCode.INTERNAL_ERROR, "see above"
+        return json.loads(answer.read_text()) if answer.exists() else {"verdict": "killed", "by": "the collection"}
 
     def items(self, mutant: Mutant) -> Iterator[list[pytest.Item]]:
         """Yield the items that run with a mutant: of each tier those of near test files, then of the cheapest all."""
@@ -313,7 +319,7 @@ class Run:
         """Run items in forks until one kills the mutant; one that fails only after others does not."""
         spent, ran = 0.0, 0
         for items in self.items(mutant):
-            limits = {each.nodeid: self.options.hangs + 20 * self.record.rows[each.nodeid]["own"] for each in items}
+            limits = {each.nodeid: self.options.hangs + 20 * self.record.cost(each) for each in items}
             while items and spent < self.options.budget:
                 failed, first = "", True
                 for row in run(items, changes, limits):
@@ -382,19 +388,22 @@ def main() -> None:
     ]
     if not options.table:
         loop = Run([each for each in chosen if not each.equivalent], options)
-        with (OUT / "pytest.log").open("w") as log:
+        log_file = OUT / ("fresh.log" if options.fresh else "pytest.log")
+        with log_file.open("w") as log:
             os.dup2(log.fileno(), 1)
         near = [
             str(file)
             for file in sorted((ROOT / "tests").rglob("test_*.py"))
             if any(distance(file, each) <= options.apart for each in chosen)
         ]
-        arguments = ["-q", "--tb=native", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+        # pytest would rewrite asserts of the library, too, from the file that is not mutated.
+        arguments = ["-q", "--tb=native", "--assert=plain", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
         arguments += options.tests or (near if options.apart < 2 else [])
         status = pytest.main(arguments, plugins=[loop])
         os.dup2(loop.terminal.fileno(), 1)
         if status != pytest.ExitCode.OK:
-            sys.exit(f"pytest has failed, see {OUT / 'pytest.log'}")
+            print(f"pytest has failed, see {log_file}", file=sys.stderr)
+            sys.exit(int(status))
     if not options.fresh:
         print(table(chosen))
 

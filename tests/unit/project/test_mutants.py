@@ -17,6 +17,8 @@ TOOL = ROOT / "tests" / "mutants" / "run.py"
 MUTANTS = read_list(TOOL.with_name("list.toml"))
 
 PACKAGE = """
+import time
+from dataclasses import dataclass
 LIMIT = 10
 class Counter:
     step = 2
@@ -37,10 +39,16 @@ def down(n):
 def default(n=3): return n
 def in_another_process(): return 21
 def called(): return 1
+@dataclass
+class Pair:
+    one: int
+    def twice(self):
+        assert self.one
+        return 2 * self.one
 """
 TESTS = """
 import subprocess, sys
-from package.module import LIMIT, Counter, called, counter, default, down
+from package.module import LIMIT, Counter, Pair, called, counter, default, down
 SEEN = []
 def test_add(): assert Counter().add(1, 2) == 3
 def test_half_is_there(): assert Counter().half
@@ -49,6 +57,7 @@ def test_step(): assert Counter.step == 2
 def test_limit(): assert LIMIT == 10
 def test_closure(): assert counter()() == 1
 def test_down(): assert down(3) == 0
+def test_twice(): assert Pair(2).twice() == 4
 def test_default(): assert default() == 3
 def test_in_another_process():
     code = "from package.module import in_another_process as f; import sys; sys.exit(f())"
@@ -65,8 +74,9 @@ KILLED = {
     "class attribute": ("step = 2", "step = 3", "test_step"),
     "constant that is imported by name": ("LIMIT = 10", "LIMIT = 11", "test_limit"),
     "closure": ("n += 1", "n += 2", "test_closure"),
-    "loop without end": ("n -= 1", "n -= 0", "test_down"),
+    "loop without end": ("n -= 1", "time.sleep(60)", "test_down"),
     "default": ("n=3", "n=4", "test_default"),
+    "method of a decorated class": ("2 * self.one", "3 * self.one", "test_twice"),
     "other process": ("return 21", "return 22", "test_in_another_process"),
 }
 LIVE = {
@@ -87,6 +97,7 @@ def test_mutants_are_killed_by_the_items_that_call_them(tmp_path):
         "tests/test_it.py": TESTS,
         "tests/mutants/list.toml": "\n".join([*tables, tables[0].replace("method", "other") + 'equivalent = "so"\n']),
         "pytest.ini": "[pytest]\n",
+        "tests/conftest.py": 'import pytest\npytest.register_assert_rewrite("package.module")\n',
     }
     for file, text in files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +106,7 @@ def test_mutants_are_killed_by_the_items_that_call_them(tmp_path):
 
     def run(option):
         environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": plugins}
-        command = [sys.executable, str(TOOL), "--hangs", "2", option]
+        command = [sys.executable, str(TOOL), "--hangs", "10", option]
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
         )
@@ -108,8 +119,8 @@ def test_mutants_are_killed_by_the_items_that_call_them(tmp_path):
     assert [row["mutant"] for row in rows if "fresh" in row] == ["default"]
     assert {row["mutant"] for row in rows if row["verdict"] == "lives"} == LIVE.keys()
     for text in (done.stdout, run("--table").stdout):
-        assert "| package | 8 | 2 | 1 | 80% |" in text
-        assert "- package/module.py:8: only called by what fails unmutated" in text
+        assert "| package | 9 | 2 | 1 | 82% |" in text
+        assert "- package/module.py:10: only called by what fails unmutated" in text
 
 
 def test_code_of_another_shape_is_not_exchanged():
