@@ -410,6 +410,23 @@ def test_messages(pricing):
     assert pricing.comm(comm("recv", 64 * MIB, 8), CommGroup("pp", ())).seconds == far
 
 
+def test_a_message_over_a_mesh_of_links_takes_one_of_them():
+    """As each rank does that gathers with one other."""
+    pricing = Pricing(find_hardware("ascend-910b"))
+    sent = pricing.comm(comm("send", 2**33, 1), CommGroup("pp", ()), rank=0).seconds
+    assert sent == pytest.approx(pricing.comm(comm("all_gather", 2**34), group(2)).seconds, rel=0.05)
+
+
+def test_few_bytes_are_bound_by_latency_and_many_by_what_they_cross(pricing):
+    def bound(op, size, ranks=8, peer=None):
+        return pricing.comm(comm(op, size, peer), group(ranks), rank=0).bound
+
+    assert [bound("all_gather", size) for size in (2**10, 2**30)] == ["latency", "link"]
+    assert [bound("all_reduce", size, ranks=64) for size in (2**10, 2**30)] == ["latency", "network"]
+    assert [bound("send", size, peer=1) for size in (2**10, 2**30)] == ["latency", "link"]
+    assert bound("send", 2**30, peer=8) == "network"
+
+
 def test_copies_between_host_and_device_take_their_link(pricing):
     def seconds(op, size, of=pricing):
         return of.comm(comm(op, size), CommGroup("host to device", ()))
