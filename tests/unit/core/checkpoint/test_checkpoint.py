@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import logging
@@ -44,6 +45,7 @@ from hyper_parallel.core.checkpoint import (
 from hyper_parallel.core.checkpoint import checkpointer as checkpointer_module
 from hyper_parallel.core.checkpoint import reader as reader_module
 from hyper_parallel.core.checkpoint import writer as writer_module
+from hyper_parallel.core.checkpoint.files import checksums, open_plain
 from hyper_parallel.core.checkpoint.reader import check_files
 
 W = torch.arange(6.0).reshape(2, 3)
@@ -239,6 +241,16 @@ def test_every_bit_of_the_data_counts_whoever_looks_at_it(tmp_path, monkeypatch)
     assert torch.equal(long, torch.arange(48.0))
     with pytest.raises(CheckpointError, match="is damaged"):
         load_checkpoint(tmp_path / "c", {"w": torch.zeros(2, 3)}, strict=False)
+
+
+def test_a_block_is_counted_in_several_reads(tmp_path):
+    data = bytes(range(256)) * 4096 + b"and the rest"
+    (tmp_path / "file").write_bytes(data)
+    size, file = 2**19 + 7, open_plain(tmp_path / "file")
+    blocks = [*checksums(file, 0, 2, size), *checksums(file, 0, 1, len(data))]
+    os.close(file)
+    parts = [data[:size], data[size : 2 * size], data]
+    assert blocks == [(number, len(part), zlib.crc32(part)) for number, part in zip((0, 1, 0), parts, strict=True)]
 
 
 def test_a_record_leads_nowhere_else(tmp_path):
@@ -449,6 +461,23 @@ def test_arguments_of_another_kind_are_named(tmp_path, call):
     with pytest.raises(TypeError, match=r"cannot .*: .* is .*, not .*\n  .*: .*\n  try: "):
         call(tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_rename_that_fails_leaves_the_one_that_was_there(tmp_path, monkeypatch):
+    save_checkpoint(folder := tmp_path / "c", {"w": W})
+    (attempt := folders.place(folder, "1f")).mkdir()
+    real = os.rename
+
+    def rename(old, new):
+        if old == attempt:
+            raise OSError(errno.EIO, "the disk has failed")
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OSError, match="the disk has failed"):
+        folders.put_in_place(attempt, folder)
+    assert folders.is_complete(folder)
+    assert folders.found(folder) == folder
 
 
 def test_the_only_one_stays_until_the_next_is_complete(tmp_path):
