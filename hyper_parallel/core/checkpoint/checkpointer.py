@@ -165,9 +165,11 @@ class Checkpointer:
         if peers.rank == 0:
             try:
                 self._lease = folders.Lease(self.root, self._run, token_of_torchrun())
-                attempt = self._lease.attempt
+                attempt, folder = self._lease.attempt, self._lease.folder
+                began = token_of_torchrun(f"{socket.gethostname()}:{self.root.absolute()}", folder)
+                self._lease.check_folder(began or folder)  # an earlier attempt has lost it
             except CheckpointError as error:
-                refusal = error
+                refusal, self._lease = error, None
             except OSError as error:
                 unwritable = str(cannot_write(self.root, self.root / folders.LEASE, error, 0, 0))
         unwritable, attempt = peers.agree(refusal, (unwritable, attempt))[0]

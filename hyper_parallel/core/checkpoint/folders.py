@@ -227,10 +227,8 @@ class Lease:
     The file is renewed by its modification time, every 10 seconds, on a thread that no simulator schedules: other hosts
     look at real time, too. A holder that has ended on this machine, or that torchrun has ended, is replaced at once,
     any other when its file has not changed for 60 seconds, by the file system's own clock or while this process
-    watched it. Whoever has been replaced finds out before the next thing that it writes.
-
-    The lease is of the folder that the path leads to when it is taken, by device and inode. The folder is kept open, so
-    that its inode is given to no other one.
+    watched it. Before each write, the holder checks that it still holds the lease, and that the path still leads to
+    `folder` (device and inode), which is kept open, so that its inode is given to no other one.
     """
 
     def __init__(self, root: Path, run: str | None = None, job: str = "") -> None:
@@ -249,7 +247,7 @@ class Lease:
         make_folder(root)
         self._take()
         opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._folder = _identity(os.fstat(opened))
+        self.folder = _identity(os.fstat(opened))
         running = allocate_lock()
         running.acquire()
         self._finalizer = weakref.finalize(self, _release, self._path, self._me, running, opened)
@@ -285,19 +283,23 @@ class Lease:
         """
         if not self._finalizer.alive:
             raise self._refusal("this run has released it", None, 0.0)
-        here = "no such folder"
-        with suppress(FileNotFoundError, NotADirectoryError):
-            here = _identity(os.stat(self._path.parent))
-        if here != self._folder:
-            asked, blame = f"cannot save to {self._path.parent}", "this path leads to another folder than at the start"
-            seen, hint = f"at the start: {self._folder}\n  now: {here}", "to put it back, and to start the run again"
-            raise LeaseLostError(explain(asked, blame, seen, hint))
+        self.check_folder(self.folder)
         found = _read(self._path)
         if found is None:
             raise self._refusal("its lease has been deleted", None, 0.0, LeaseLostError)
         if found[0] is None or found[0].attempt != self._me.attempt:
             blame = "another run has taken it over, which this one was too slow to prevent"
             raise self._refusal(blame, *found, LeaseLostError)
+
+    def check_folder(self, began: str) -> None:
+        """Raise LeaseLostError if the path leads to another folder now than `began`, a value of `folder`."""
+        now = "no such folder"
+        with suppress(FileNotFoundError, NotADirectoryError):
+            now = _identity(os.stat(self._path.parent))
+        if now != began:
+            asked, blame = f"cannot save to {self._path.parent}", "this path leads to another folder than at the start"
+            seen, hint = f"at the start: {began}\n  now: {now}", "to put it back, and to start the run again"
+            raise LeaseLostError(explain(asked, blame, seen, hint))
 
     def release(self) -> None:
         """Let others have it."""

@@ -224,11 +224,17 @@ def attempt_store(store: Any, rank: int, world_size: int) -> dist.Store:
     return dist.PrefixStore(name, store)
 
 
-def token_of_torchrun() -> str:
-    """Return a text that the store of this torchrun hands to this attempt and to later ones, and to nobody else.
+def token_of_torchrun(name: str = "token", token: str = "") -> str:
+    """Return a text that the store of this torchrun hands to this attempt and to later ones, and to no other torchrun.
 
-    "" where no store outlives the ranks. The name that `torchrun --rdzv-id` gives is no such text: other torchruns may
-    have the same.
+    The name that `torchrun --rdzv-id` gives is no such text, because other torchruns may have the same.
+
+    Args:
+        name: of the text.
+        token: the text, if no attempt has given one before; "" for a random one.
+
+    Returns:
+        The text of the first attempt, or "" where no store outlives the ranks.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not dist.is_initialized():
         return ""
@@ -237,4 +243,4 @@ def token_of_torchrun() -> str:
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return ""
-    return store.compare_set("hyper_parallel/token", "", uuid.uuid4().hex).decode()
+    return store.compare_set(f"hyper_parallel/{name}", "", token or uuid.uuid4().hex).decode()

@@ -590,6 +590,41 @@ def test_another_torchrun_of_the_same_name_never_takes_the_lease_of_a_live_one(t
     assert "" not in tokens["first"] | tokens["second"]
 
 
+LOSES = """
+import os
+import torch
+import torch.distributed as dist
+from hyper_parallel.core.checkpoint import Checkpointer
+from hyper_parallel.core.common.groups import init_process_group
+init_process_group("gloo")
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+checkpointer = Checkpointer("saved", on_error="raise")
+try:
+    checkpointer.save(1, {"w": torch.zeros(3)})
+    if dist.get_rank() == 0:
+        os.rename("saved", "elsewhere")
+    checkpointer.save(2, {"w": torch.zeros(3)})
+except RuntimeError as error:
+    open(f"{attempt}-{dist.get_rank()}", "w").write(f"{type(error).__name__}: {error}")
+    raise SystemExit(73)
+"""
+
+
+@pytest.mark.gloo
+def test_an_attempt_whose_folder_an_earlier_one_has_lost_does_not_begin_anew(tmp_path: Path) -> None:
+    (tmp_path / "loses.py").write_text(LOSES)
+    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "loses.py")
+    process = start("-m", "torch.distributed.run", *options, folder=tmp_path, env={"TORCHELASTIC_ERROR_FILE": ""})
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    said = {path.name: path.read_text() for path in tmp_path.glob("?-?")}
+    assert sorted(said) == [f"{attempt}-{rank}" for attempt in range(3) for rank in range(2)]
+    blame = "LeaseLostError: cannot save to saved: this path leads to another folder than at the start\n"
+    assert all(text.startswith(blame) for text in said.values()), said
+    assert [path.name for path in (tmp_path / "elsewhere").glob("step*")] == ["step-00000001"]
+    assert not list((tmp_path / "saved").iterdir()), "nothing is saved where no earlier checkpoint is"
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("number", range(20))

@@ -562,7 +562,7 @@ def test_who_takes_over_a_lease(tmp_path, monkeypatch, lease, mine, is_taken):
     write_lease(tmp_path, **{**lease, **pid})
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the same --rdzv-id")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(mine.get("restart", 0)))
-    monkeypatch.setattr(checkpointer_module, "token_of_torchrun", lambda: mine.get("token", ""))
+    monkeypatch.setattr(checkpointer_module, "token_of_torchrun", lambda *name: "" if name else mine.get("token", ""))
 
     def renewed(_):
         os.utime(tmp_path / folders.LEASE)
