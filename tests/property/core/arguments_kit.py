@@ -78,6 +78,8 @@ TAKEN_ANYWAY = {
         ("set_symm_mem_for_comm", "backend"),
     )},
     ("Layout", "names"): "anything that yields names",
+    ("MoEConfig.is_dense", "layer"): "any number, which is compared with a count",
+    ("export_huggingface", "max_shard_bytes"): "any number, which is compared with a count",
     **{(name, "stages"): "a module stands for a list of one" for name in ("Pipeline", "clip_grad_norm")},
     **{(f"{kind}.zero_grad", "set_to_none"): "torch's, which goes by its truth" for kind in ("HSDPCell", "HSDPModule")},
 }  # fmt: skip

@@ -1,10 +1,16 @@
-"""Wrong arguments to every public name: an error of ours, the same on all ranks, and what was called still works."""
+"""Wrong arguments to every public name: an error before any communication, the same on all ranks; a right call works.
+
+A wrong value of the right kind is refused in four parts. A wrong kind may end in an error of Python or torch that shows
+the argument, and is never taken.
+"""
 
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,8 +84,8 @@ FITS: dict[type, tuple[str, ...]] = {
     str: ("str", "Folder", "Path", "MeshLike", "Literal"),
     list: ("list", *_SEQUENCES),
     tuple: ("tuple", *_SEQUENCES),
-    dict: ("dict", "Mapping", "Tensors", "MeshLike", "Container", "Iterable"),
-    torch.Tensor: ("Tensor",),
+    dict: ("dict", "Mapping", "Tensors", "MeshLike", "list", *_SEQUENCES),  # to Python its names are a sequence
+    torch.Tensor: ("Tensor", "Container"),
     Takes: ("Module", "M", "T", *_CALLED),
     type(function): _CALLED,
 }
@@ -98,7 +104,7 @@ def may_be_right(value: Any, annotation: Any) -> bool:
 
 
 class Outcome(NamedTuple):
-    """How a call ended: "taken", "refused" by a raise of ours, or "raw"; and what was raised."""
+    """How a call ended: "taken", "refused", or what is wrong with its error; and that error."""
 
     end: str
     kind: str = ""
@@ -116,26 +122,45 @@ def ours(error: Exception) -> bool:
     return code.co_filename.startswith(OURS) and last.opname in ("RAISE_VARARGS", "RERAISE")
 
 
+def clear(error: Exception, parameter: str, value: Any) -> bool:
+    """Tell whether an error shows an argument: the text its name, value or type, or the last of our lines its name."""
+    within = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    shown = {parameter, *(type(each).__name__ for each in (value, *within)), *map(repr, (value, *within))}
+    lines = [each.line or "" for each in traceback.extract_tb(error.__traceback__) if each.filename.startswith(OURS)]
+    named = any(re.search(rf"\b{parameter}\b", line) for line in lines[-1:])
+    return named or any(word.lower() in str(error).lower() for word in shown)
+
+
 def alike(outcome: Outcome) -> Outcome:
     """Leave out of a message what may differ between ranks: their numbers, and random ones."""
     return outcome._replace(text=re.sub(r"[-\d.e\s]+", "#", outcome.text))
 
 
-def attempt(call: Callable[[], Any], right_kind: bool) -> Outcome:
+def attempt(
+    call: Callable[[], Any], right_kind: bool, parameter: str = "", value: Any = None, sent: Callable[[], int] = int
+) -> Outcome:
+    """Call, and judge the error: a wrong value must have our own, a wrong kind any that shows the argument."""
+    before, is_container = sent(), isinstance(value, (list, tuple, dict)) and len(value) > 0  # with wrong kinds in it
+    is_value = right_kind and value is not True and not is_container
     try:
         call()
     except Exception as error:
         if type(error).__module__.startswith("sim"):
             raise
-        documented = isinstance(error, (ValueError, TypeError)) or right_kind
-        return Outcome("refused" if ours(error) and documented else "raw", type(error).__name__, str(error))
+        if ours(error):  # where ranks tell each other their errors, after communication
+            end = "refused"
+        elif sent() != before:
+            end = "after communication"
+        else:
+            end = "raw" if is_value else "refused" if clear(error, parameter, value) else "unclear"
+        return Outcome(end, type(error).__name__, str(error))
     return Outcome("taken")
 
 
-def calls(name: str, folder: Path) -> dict[tuple[str, str], Outcome]:
+def calls(name: str, folder: Path, count: Callable[[int], int]) -> dict[tuple[str, str], Outcome]:
     """Call a name with each wrong value of each parameter, on a rank; a right call must work after those."""
     here, found = Here(dist.get_rank(), folder), {}
-    target = PUBLIC[name]
+    target, sent = PUBLIC[name], functools.partial(count, here.rank)
 
     def ready() -> tuple[Callable[..., Any], dict[str, Any]]:
         made = RIGHT[name](here)
@@ -152,11 +177,11 @@ def calls(name: str, folder: Path) -> dict[tuple[str, str], Outcome]:
         for label, make in GIVEN.items():
             wrong = {**keywords, parameter: make()}
             right_kind = may_be_right(wrong[parameter], at.annotation)
-            outcome = attempt(lambda use=use, wrong=wrong: call(use, wrong), right_kind)  # type: ignore[misc]
-            found[parameter, label] = outcome
+            attempted = functools.partial(call, use, wrong)
+            found[parameter, label] = outcome = attempt(attempted, right_kind, parameter, wrong[parameter], sent)
             if outcome.end == "taken" and not right_kind and (name, parameter) not in TAKEN_ANYWAY:
                 found[parameter, label] = Outcome("taken, although of another kind")
-            if outcome.end != "refused":
+            if outcome.end == "taken":
                 use, keywords = ready()  # such a call may have changed something
         call(use, keywords)
     return found
@@ -178,7 +203,8 @@ def test_what_is_wrong_is_refused_on_all_ranks_alike(
     for table in ("_providers", "_factories"):  # of the process: what is registered here is forgotten
         known = getattr(registry._REGISTRY, table)
         monkeypatch.setattr(registry._REGISTRY, table, known.copy() if isinstance(known, dict) else known)
-    one, other = sim.run(calls, world_size=2, args=(name, tmp_path))
+    with sim.world(2) as world:
+        one, other = world.run(calls, args=(name, tmp_path, world.trace.count))
     if name != "register_platform":  # what one rank has registered, no other one of the process can
         assert {key: alike(outcome) for key, outcome in one.items()} == {key: alike(other[key]) for key in other}
     assert {key: outcome for key, outcome in one.items() if outcome.end not in ("taken", "refused")} == {}
@@ -191,8 +217,20 @@ def test_what_is_raised_in_depth_is_not_taken_for_ours() -> None:
     from hyper_parallel import Layout
 
     assert attempt(lambda: Layout("x", 5), right_kind=False).end == "refused"
-    assert attempt(lambda: Layout.to_dict(5), right_kind=False).end == "raw"
-    assert attempt(lambda: int("x"), right_kind=False).end == "raw"
+    assert attempt(lambda: Layout.to_dict(5), right_kind=True, value=5).end == "raw"
+    assert attempt(lambda: int("x"), right_kind=True, value="x").end == "raw"
+
+
+def test_errors_of_wrong_kinds_show_the_argument_before_any_communication() -> None:
+    sent: list[int] = []
+
+    def after() -> None:
+        sent.append(1)
+        int([])  # type: ignore[call-overload]
+
+    assert attempt(lambda: int([]), right_kind=False, value=[]).end == "refused"  # type: ignore[call-overload]
+    assert attempt(lambda: {}["key"], right_kind=False, parameter="size", value=5).end == "unclear"
+    assert attempt(after, right_kind=False, value=[], sent=lambda: len(sent)).end == "after communication"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +246,7 @@ def test_what_is_raised_in_depth_is_not_taken_for_ours() -> None:
         (torch.ones(1), "Mapping[str, torch.Tensor]", False),
         (torch.ones(1), "nn.Module | torch.Tensor", True),
         (Odd(), "Any", True),
+        ({}, "Sequence[str]", True),
     ],
 )
 def test_annotations_are_read_by_their_outermost_words(value: Any, annotation: Any, right: bool) -> None:
