@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.core.common.checks import check, check_tensors
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -69,17 +68,12 @@ def export_huggingface(
         tokenizer: of transformers; saved there, and its tokens for beginning, end and padding become the model's.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: a tokenizer that is none.
         ValueError: names or shapes that are not those of the config, a folder with weights, a config that transformers
             has no model for, or a bias of its router, max_shard_bytes below one.
         OSError: rank 0 could not write; on every rank.
     """
     asked = "cannot export to Hugging Face"
-    check_tensors(asked, state=state)
-    check(asked, LlamaConfig, config=config)
-    check(asked, "path", folder=folder)
-    check(asked, "dtype | None", dtype=dtype)
-    check(asked, "int", max_shard_bytes=max_shard_bytes)
     if tokenizer is not None and not (hasattr(tokenizer, "save_pretrained") and hasattr(tokenizer, "eos_token_id")):
         hint = "AutoTokenizer.from_pretrained(folder)"
         raise TypeError(explain(asked, "tokenizer is none of transformers", f"tokenizer: {tokenizer!r}"[:200], hint))
@@ -263,10 +257,8 @@ def import_huggingface(folder: str | Path) -> tuple[LlamaConfig, Callable[[Mappi
         The config of a `Llama` or `MoELlama` that computes the same, and `load_huggingface` of this folder.
 
     Raises:
-        TypeError: folder is no path.
         ValueError: no such folder or model; see also `load_huggingface`.
     """
-    check("cannot import from Hugging Face", "path", folder=folder)
     asked, folder = f"cannot import {folder}", Path(folder)
     config = config_from_json(read_settings(asked, folder), asked)
     _check_count(asked, locate(asked, folder), config)
@@ -305,14 +297,11 @@ def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
         folder: see `import_huggingface`.
 
     Raises:
-        TypeError: an argument of another kind.
         ValueError: weights in no safetensors file, a damaged one, tensors that the model, or the folder, does not have
             or has in another shape, a DTensor with a reduction pending.
     """
     from safetensors import SafetensorError
 
-    check("cannot load from Hugging Face", "path", folder=folder)
-    check_tensors("cannot load from Hugging Face", state=state)
     asked, folder = f"cannot load {folder}", Path(folder)
     config = config_from_json(read_settings(asked, folder), asked)
     files = locate(asked, folder)

@@ -276,7 +276,6 @@ class Llama(nn.Module):
     residual_weights: tuple[str, ...] = ("attention.wo.weight", "mlp.w2.weight")  # they write to the residual stream
 
     def __init__(self, config: LlamaConfig) -> None:
-        check("cannot build a Llama", LlamaConfig, config=config)
         super().__init__()
         self.config = config
         self.positions: Positions | None = None
@@ -313,7 +312,6 @@ class Llama(nn.Module):
         Raises:
             TypeError: an argument of another kind.
         """
-        check("cannot keep a part of the model", "container", layers=layers)
         check("cannot keep a part of the model", "bool", embed=embed, head=head)
         for name in [name for name, _ in self.layers.named_children() if int(name) not in layers]:
             del self.layers._modules[name]  # `del self.layers[i]` would number those after it anew
@@ -337,7 +335,6 @@ class Llama(nn.Module):
         Raises:
             TypeError: an argument of another kind.
         """
-        check("cannot build a Llama", "int", seed=seed)
         check("cannot build a Llama", "device", device=device)
         with torch.device("meta"):
             model = cls(config)
@@ -353,10 +350,8 @@ class Llama(nn.Module):
             seed: of the weights; torch's default generator is neither read nor moved.
 
         Raises:
-            TypeError: seed is no int.
             ValueError: the weights are already split over ranks; call this before `fully_shard`.
         """
-        check("cannot draw the weights", "int", seed=seed)
         if any(isinstance(param, torch.distributed.tensor.DTensor) for param in self.parameters()):
             blame, hint = "these are sharded already", "model.init_weights(seed) first, fully_shard(model) after it"
             raise ValueError(explain("cannot draw the weights", blame, "parameters: DTensors", hint))

@@ -13,7 +13,6 @@ from typing import cast
 from torch import Tensor, nn
 
 from hyper_parallel.core.common.checks import (
-    check,
     check_choice,
     check_elements,
     check_fields,
@@ -78,7 +77,6 @@ class ExpertsConfig:
 
     def is_dense(self, layer: int) -> bool:
         """Tell whether the layer with this number has a dense feed-forward."""
-        check("cannot tell whether a layer is dense", "int", layer=layer)
         return layer < self.num_dense_layers
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hyper_parallel.core.common.checks import check, check_choice, check_least
+from hyper_parallel.core.common.checks import check, check_choice, read_int
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -109,8 +109,7 @@ def llama_plan(
         raise TypeError(explain(asked, blame, f"model: {type(model)!r}", hint))
     check(asked, "bool", sequence_parallel=sequence_parallel, vocab_parallel=vocab_parallel)
     check(asked, "bool", reshard_inputs=reshard_inputs)
-    check(asked, "int", chunks=chunks)
-    check_least(asked, 1, chunks=chunks)
+    read_int(asked, "chunks", chunks, 1)
     check_choice(asked, "logits", logits, LOGITS)
     check_choice(asked, "embedding", embedding, EMBEDDINGS)
     if embedding == "width" and config.tie_embeddings:
@@ -178,11 +177,8 @@ def llama_loss(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int
     Communication: see `vocab_parallel_cross_entropy`.
 
     Raises:
-        TypeError: an argument of another kind.
         ValueError: shapes that do not go together.
     """
-    check("cannot take the loss", "tensor", logits=logits, targets=targets)
-    check("cannot take the loss", "int", ignore_index=ignore_index)
     if not isinstance(logits, DTensor):
         if logits.dim() < 2 or (not isinstance(targets, DTensor) and targets.shape != logits.shape[:-1]):
             seen = f"logits: {tuple(logits.shape)}   targets: {tuple(targets.shape)}"
@@ -228,8 +224,6 @@ class Streams:
             TypeError: no mesh.
             ValueError: an axis that the mesh does not have, or that has two roles.
         """
-        check(asked, "str | None", tp=tp)
-        check(asked, "str | list | None", dp=dp)
         names, sizes = _read_mesh(asked, mesh)
         others = tuple(name for name in names if name != tp)
         chosen = others if dp is None else (dp,) if isinstance(dp, str) else tuple(dp)

@@ -27,8 +27,6 @@ class PlatformRegistry:
 
     def get(self, device_type: str | None = None) -> Platform:
         """Do what `get_platform` says."""
-        if type(device_type) not in (str, type(None)):  # in sight, as this is asked often
-            check("cannot get a platform", "str | None", device_type=device_type)
         # Providers are called without the lock: they may ask for another platform themselves.
         for provider in self._providers:
             answer = provider(device_type)

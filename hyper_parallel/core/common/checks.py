@@ -339,6 +339,11 @@ def check_modules(asked: str, name: str, given: Any) -> list[torch.nn.Module]:
     return modules
 
 
+def list_modules(given: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return a module, or several, as a list."""
+    return [given] if isinstance(given, torch.nn.Module) else list(given)
+
+
 def check_tensors(asked: str, **given: Any) -> None:
     """Refuse what is no mapping from names to tensors.
 
