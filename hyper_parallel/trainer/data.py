@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.chat_template import ChatTemplate
 from hyper_parallel.models.hf_folder import check_normalizers, load_by_transformers
@@ -677,18 +677,14 @@ class RecordLoader:
             more, shuffles it as a whole. 0: the order in which they come.
 
     Raises:
-        TypeError: arguments of another kind.
+        TypeError: records that cannot be iterated over; shuffle is no int.
         ValueError: the tokenizer cannot be loaded; when read, a record of another form.
     """
 
     def __init__(self, records: Iterable[Any], config: Config, *, shuffle: int = 0) -> None:
-        check("cannot read records", Iterable, records=records)
-        check("cannot read records", Config, config=config)
-        check("cannot read records", "int", shuffle=shuffle)
-        check_least("cannot read records", 0, shuffle=shuffle)
-        if isinstance(records, (str, bytes, Mapping, torch.Tensor)):
-            blame, hint = "what it yields are no records", "a list of them, or a dataset of one split: split='train'"
-            raise TypeError(explain("cannot read records", blame, f"records: {type(records).__name__}", hint))
+        asked, hint = "cannot read records", "a list of them, or a dataset of one split: split='train'"
+        check(asked, "iterable", hint, records=records)
+        read_int(asked, "shuffle", shuffle, 0)
         self.records: Any = records
         self.data, self.shape = config.data, (config.train.batch_size, config.train.seq_len)
         self._encode = _encode_bytes if config.data.tokenizer is None else _encoder(config.data.tokenizer)
@@ -781,11 +777,9 @@ class RecordLoader:
             state: of `state_dict`.
 
         Raises:
-            TypeError: no mapping.
             ValueError: the state of something else.
         """
         asked = "cannot go on in the records"
-        check(asked, "mapping", state=state)
         mine = self.state_dict()
         state = {"order": mine["order"], **state}  # those from before there was an order do not say
         if state.keys() != mine.keys() or not torch.is_tensor(state["tokens"]):

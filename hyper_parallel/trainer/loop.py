@@ -103,13 +103,10 @@ def train(
         NonFiniteError: the loss or the gradient is inf or NaN, and the config says to stop.
         RankLostError: other ranks have failed or do not answer.
     """
-    check("cannot train", Config, config=config)
     made: dict[str, Any] = {"data": data, "lr_scheduler": lr_scheduler, "model": model, "split": split}
     check("cannot train", "callable | None", on_step=on_step, **made)
     if stop is not None:
         check("cannot train", StopRequest, stop=stop)
-    if predicted is not None:
-        check("cannot train", Prediction, predicted=predicted)
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
     check_lora(config)
@@ -241,7 +238,6 @@ class Trainer:
         """Let the caller make the model, which must be the same on every rank."""
         self.platform.manual_seed(self.config.train.seed)
         model, asked = make(), "cannot train this model"
-        check(asked, nn.Module, **{"model()": model})
         params = list(model.parameters())
         if not any(param.requires_grad for param in params):
             blame, hint = "none of its parameters is to be trained", "requires_grad_(True) for some"

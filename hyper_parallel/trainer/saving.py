@@ -20,7 +20,7 @@ from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
 from hyper_parallel.core.checkpoint.folders import is_complete
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
-from hyper_parallel.core.common.checks import check, check_paths
+from hyper_parallel.core.common.checks import check_paths
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import own_statistics, plain_name
 from hyper_parallel.models.hf_folder import load_by_transformers
@@ -611,7 +611,6 @@ def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *
         CheckpointError: it is damaged.
     """
     path, asked = _newest(Path(checkpoint)), f"cannot export {checkpoint}"
-    check(asked, nn.Module, model=model)
     if not hasattr(model, "save_pretrained"):
         blame, hint = (
             f"a {type(model).__name__} cannot write itself",

@@ -227,8 +227,6 @@ def test_models_that_cannot_be_trained_are_refused_on_every_rank() -> None:
             train(RUN, model=lambda: Small(is_trained=False))
 
     sim.run(body, world_size=2)
-    with pytest.raises(TypeError, match=r"model\(\)"):
-        train(RUN, model=lambda: 5)  # type: ignore[arg-type, return-value]
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:

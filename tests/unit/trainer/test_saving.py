@@ -595,9 +595,7 @@ def test_records_are_read_one_after_the_other_and_over_again() -> None:
     assert 0.3 < (targets == IGNORED).float().mean() < 0.6, "prompts do not count"
     with pytest.raises(ValueError, match="cannot read record 2 of the data: it has no text in 'text'"):
         next(iter(RecordLoader([RECORDS[0], {"body": ""}], config)))
-    with pytest.raises(TypeError, match="records"):
-        RecordLoader(5, config)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"what it yields are no records\n  records: dict\n  try: .*split='train'"):
+    with pytest.raises(TypeError, match=r"records is a dict, not an iterable\n  records: {.*\n  try: .*split='train'"):
         RecordLoader({"train": RECORDS}, config)
     with pytest.raises(ValueError, match="the state is of something else"):
         RecordLoader(RECORDS, config).load_state_dict({"place": 3})
@@ -625,7 +623,7 @@ def test_shuffled_records_are_those_of_a_pass_in_an_order_of_its_own(shuffle: in
     assert found == order_of(Streamed(), shuffle) == order_of(Unnumbered(), shuffle)
     assert found != order_of(RECORDS, shuffle, seed=1)
     assert order_of(RECORDS, 0) == order_of(RECORDS, 1) == list(range(29)) * 3
-    with pytest.raises(ValueError, match="shuffle must be a finite number of at least 0"):
+    with pytest.raises(ValueError, match="shuffle must be at least 0"):
         order_of(RECORDS, -1)
 
 
