@@ -240,16 +240,11 @@ def checkpoint_blocks(
     Communication: what communicates in a block that is computed again does so again in backward.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: preserve_rng_state is no bool.
         ValueError: a policy that says nothing known; no blocks; blocks that are no
             modules of the model, or wrapped already.
     """
-    check(_ASKED, nn.Module, "checkpoint_blocks(model, 'full')", model=model)
     check(_ASKED, bool, "preserve_rng_state=True", preserve_rng_state=preserve_rng_state)
-    if blocks is not None:
-        check(_ASKED, "list", "blocks=list(model.layers)", blocks=blocks)
-        for block in blocks:
-            check(_ASKED, nn.Module, "blocks=list(model.layers)", blocks=block)
     policy = ActivationPolicy.of(policy)
     if policy.is_none:
         return model

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check, check_rank, check_shape, read_int
+from hyper_parallel.core.common.checks import check, check_shape, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor import ownership, spelling
 from hyper_parallel.core.dtensor.placement_types import Placement
@@ -320,8 +321,17 @@ class Layout:
         """
         shape = check_shape(global_shape)
         splits = self.splits(len(shape))
-        position = self._axes.position(check_rank(rank, self._axes.ranks[0], self._describe()))
+        position = self._axes.position(self._read_rank(rank))
         return ownership.one_slice(shape, self._axes.sizes, splits, self._axes.coordinates(position))
+
+    def _read_rank(self, rank: int | None) -> int:
+        asked, hint = "cannot tell which shard a rank holds", f"rank={self._axes.ranks[0]}"
+        if rank is not None:
+            return read_int(asked, "rank", rank, hint=hint)
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank()
+        blame = "no rank was given and torch.distributed is not initialized"
+        raise ValueError(explain(asked, blame, self._describe(), hint))
 
     def slices(self, global_shape: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return start and stop of every dim on every rank, as an array of ranks x dims x 2.
@@ -383,7 +393,7 @@ class Layout:
             data: "mesh_shape" and "alias_name"; "tensor_map", "rank_list" and "partial" may be left out.
 
         Raises:
-            TypeError: not a mapping, or a value of the wrong type.
+            TypeError: a value of the wrong type.
             ValueError: a key that is missing or unknown, or a value that makes no layout.
         """
         fields = spelling.read_dict(data)

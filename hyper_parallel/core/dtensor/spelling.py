@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import placement_types as torch_types
 
-from hyper_parallel.core.common.checks import check, check_int, read_int
+from hyper_parallel.core.common.checks import check_int, read_int
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.ownership import Spec, Specs, Splits, count_parts, is_even, to_splits
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
@@ -119,14 +119,12 @@ def read_reductions(axes: MeshAxes, partial: Any, specs: Specs, base: Reductions
         base: the reductions already known.
 
     Raises:
-        TypeError: partial is no mapping, or a reduction is no str.
         ValueError: an axis that does not exist, that splits a dim too, or that is given two reductions; a reduction
             that does not exist.
     """
     if partial is None:
         return base
     given = f"partial: {partial!r}"
-    check("cannot read a layout", "mapping", f'partial={{{axes.names[-1]!r}: "sum"}}', partial=partial)
     result = list(base)
     for name, word in partial.items():
         asked = f"cannot leave a reduction pending over {name!r}"
@@ -152,12 +150,10 @@ def _read_reduction(axes: MeshAxes, name: str, word: Any, given: str) -> str:
     'prod'
 
     Raises:
-        TypeError: the word is no str.
         ValueError: no reduction has that name.
     """
     asked, seen = f"cannot leave a reduction pending over {name!r}", f"{given}   mesh: {axes}"
     hint = "one of " + ", ".join(map(repr, REDUCTIONS))
-    check(asked, "str", hint, **{f"the reduction over {name!r}": word})
     if word == "product":
         return "prod"
     if word not in REDUCTIONS:
@@ -197,10 +193,9 @@ def read_tensor_map(axes: MeshAxes, tensor_map: Any) -> tuple[Any, ...]:
         tensor_map: per dim an axis from the right, -1, or a sequence of axes.
 
     Raises:
-        TypeError: not a sequence of ints and sequences of ints.
+        TypeError: an entry that is no int.
         ValueError: an axis out of range.
     """
-    check("cannot read a layout", "list", "tensor_map=(1, -1), one entry per dim", tensor_map=tensor_map)
     entries: list[Any] = []
     for dim, entry in enumerate(tensor_map):
         if _is_list(entry):
@@ -217,12 +212,11 @@ def read_specs(axes: MeshAxes, placements: Any) -> Specs:
     ((-1, 1), None)
 
     Raises:
-        TypeError: not a sequence of None and pairs of ints.
+        TypeError: an entry that is neither None nor a pair of ints.
         ValueError: a number of entries that is not the number of axes.
     """
     asked, seen = "cannot read a layout", f"placements: {placements!r}   mesh: {axes}"
     hint = "per axis None or (dim, split factor)"
-    check(asked, "list", hint, placements=placements)
     specs: list[Spec | None] = []
     for entry in placements:
         pair = tuple(check_int(item) for item in entry) if _is_list(entry) else ()
@@ -242,11 +236,9 @@ def read_dict(data: Any) -> Mapping[str, Any]:
     """Return data if it has the keys that `to_dict` writes.
 
     Raises:
-        TypeError: not a mapping.
         ValueError: a key that is missing or unknown.
     """
     asked = "cannot read a layout from a dict"
-    check(asked, "mapping", "layout.to_dict()", data=data)
     seen = f"keys: {', '.join(map(str, data))}"
     for key in REQUIRED:
         if key not in data:

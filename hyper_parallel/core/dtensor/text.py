@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import torch
 
-from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.spelling import REDUCTIONS
@@ -33,7 +32,6 @@ def parse_mesh(text: str) -> Layout:
         text: names and sizes of the axes, the last one fastest.
 
     Raises:
-        TypeError: not a str.
         ValueError: no axes, an axis without name or size, a name given twice, a size below 1.
     """
     source = _Spelling(text, "cannot read a mesh", "form: dp=2,tp=4")
@@ -59,7 +57,6 @@ def parse_shape(text: str) -> tuple[int, ...]:
         text: sizes with "," or "x" between them, also in brackets; nothing is a scalar.
 
     Raises:
-        TypeError: not a str.
         ValueError: a size that is missing, negative or no whole number.
     """
     source = _Spelling(text, "cannot read a shape", "form: 4096,1024 or 4096x1024")
@@ -83,7 +80,6 @@ def parse_dtype(text: str) -> torch.dtype:
         text: the name, with or without "torch.".
 
     Raises:
-        TypeError: not a str.
         ValueError: no dtype has that name.
     """
     source = _Spelling(text, "cannot read a dtype", "form: float32 or bf16")
@@ -114,7 +110,6 @@ def parse_layout(mesh: Layout, text: str) -> Layout:
         text: one entry per dim.
 
     Raises:
-        TypeError: not a str.
         ValueError: an axis that does not exist or is used twice, an empty entry, brackets that do not match, a
             reduction that does not exist.
     """
@@ -206,9 +201,6 @@ class _Spelling:
     text: str
     asked: str
     context: str
-
-    def __post_init__(self) -> None:
-        check(self.asked, "str", "text, such as 'dp=2,tp=4'", text=self.text)
 
     def at(self, span: Span) -> str:
         """Return a piece of the text."""

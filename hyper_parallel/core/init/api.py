@@ -11,7 +11,7 @@ from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.common.torch_compat import forget_empty, is_empty, plain_name
 from hyper_parallel.core.dtensor.layout import Layout
@@ -66,13 +66,13 @@ def init_parameters(
         The model. Parameters stay the same objects, with the same `requires_grad`.
 
     Raises:
-        TypeError: model is no module, seed no int, init_fn not callable.
+        TypeError: seed is no int.
         ValueError: a negative seed; a device that cannot be; a lazy parameter, or one with a reduction pending; a
             parameter or buffer that was on meta and that nothing fills, also where `to_empty` of a wrapped module has
             given it memory since; an operation that needs values of other ranks, of a parameter that already had values
             or was unsharded for a child, or of a DTensor that is copied.
     """
-    _check(model, seed, init_fn)
+    read_int(_ASKED, "seed", seed, 0)
     if detect_fake_mode() is not None:
         return model  # tensors have no values here
     where = _device(model, device)
@@ -220,13 +220,6 @@ def _poison(local: torch.Tensor) -> None:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def _check(model: Any, seed: Any, init_fn: Any) -> None:
-    check(_ASKED, "module", model=model)
-    check(_ASKED, "int", seed=seed)
-    check_least(_ASKED, 0, seed=seed)
-    check(_ASKED, "callable | None", init_fn=init_fn)
 
 
 def _device(model: nn.Module, device: Any) -> torch.device:

@@ -284,10 +284,8 @@ class ParallelDims:
         """Return the one-dimensional mesh called `name`, an axis or one of `flattened_axes`, of the calling rank.
 
         Raises:
-            TypeError: name is no str.
             ValueError: the mesh has no such name, and the message says why; or it is not built yet.
         """
-        check("cannot look up a mesh", "str", name=name)
         if name not in self.mesh_axes and name not in self.flattened_axes:
             axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh_axes.items())
             names = ", ".join(repr(known) for known in (*self.mesh_axes, *self.flattened_axes))

@@ -103,7 +103,6 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer` does; errors are those of the class."""
-        check(_ASKED, "mapping", '{"params": [...]}', param_group=param_group)
         super().add_param_group(_read_params([param_group])[0])
         added = self.param_groups[-1]
         _check_options(added)
@@ -126,7 +125,6 @@ class Muon(Optimizer):
         Returns:
             The closure's loss.
         """
-        check("cannot update by Muon", "callable | None", "step(), or step(closure)", closure=closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -332,30 +330,19 @@ _PARAMS = "params=model.parameters(), or a list of groups"
 
 def _read_params(params: object) -> list[Any]:
     """Return parameters, pairs of a name and a parameter, or groups of them, as a list."""
-    if isinstance(params, torch.Tensor):
-        check(_ASKED, "list", _PARAMS, params=params)
     check(_ASKED, "iterable", _PARAMS, params=params)
     found = list(params)  # type: ignore[call-overload]
     if not found:
         raise ValueError(explain(_ASKED, "there is no parameter to update", f"params: {params!r}"[:200], _PARAMS))
     for number, entry in enumerate(found):
         if not isinstance(entry, dict):
-            _check_param(f"params[{number}]", entry)
             continue
         if "params" not in entry:
             seen = f"params[{number}]: options {', '.join(map(repr, entry)) or 'none'}"
             raise ValueError(explain(_ASKED, "a group has no parameters", seen, '{"params": [...], "use_muon": False}'))
         given = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else entry["params"]
-        check(_ASKED, "iterable", _PARAMS, **{f"params[{number}]['params']": given})
         entry["params"] = list(given)
-        for place, param in enumerate(entry["params"]):
-            _check_param(f"params[{number}]['params'][{place}]", param)
     return found
-
-
-def _check_param(name: str, param: object) -> None:
-    is_named = isinstance(param, tuple) and len(param) == 2 and isinstance(param[0], str)
-    check(_ASKED, "tensor", _PARAMS, **{name: param[1] if is_named else param})  # type: ignore[index]
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -368,7 +355,6 @@ def _check_options(options: dict[str, Any]) -> None:
         check_choice(_ASKED, "adjust_lr_fn", options["adjust_lr_fn"], ("original", "match_rms_adamw"))
     for name, count, hint in (("ns_coefficients", 3, "(3.4445, -4.7750, 2.0315)"), ("betas", 2, "(0.9, 0.999)")):
         numbers = options[name]
-        check(_ASKED, "sequence", f"{name}={hint}", **{name: numbers})
         if len(numbers) != count:
             blame = f"{name} has {len(numbers)} numbers, and {count} are needed"
             raise ValueError(explain(_ASKED, blame, f"{name}: {numbers!r}", f"{name}={hint}"))

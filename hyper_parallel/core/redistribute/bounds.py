@@ -258,9 +258,7 @@ def torch_plan(
         ValueError: a layout without an assignment, or that a tensor of this shape cannot have.
     """
     asked = "cannot plan as torch does"
-    check(asked, Layout, src=src, dst=dst)
     check(asked, "dtype", dtype=dtype)
-    check(asked, (Topology, "None"), topology=topology)
     check(asked, "str", device_type=device_type)
     shape = check_shape(global_shape)
     splits = src.splits(len(shape))
@@ -275,7 +273,8 @@ def torch_plan(
     moves = _ask(src.mesh_shape, before, after, shape, dtype, device_type)
     if isinstance(moves, str):
         return TorchPlan(src.rank_list, refused=moves)
-    counter = _Counter(src, shape, dtype.itemsize, topology or BYTES_ONLY, device_type == "cpu")
+    on = BYTES_ONLY if topology is None else topology
+    counter = _Counter(src, shape, dtype.itemsize, on, device_type == "cpu")
     return TorchPlan(src.rank_list, tuple(counter.steps(splits, moves)))
 
 

@@ -42,11 +42,9 @@ def execute(plan: Plan, local: torch.Tensor | None, *, mesh: DeviceMesh | None =
         only on the source's mesh.
 
     Raises:
-        TypeError: no plan; `local` has another dtype than the plan.
+        TypeError: `local` has another dtype than the plan.
         ValueError: `local` has another shape than the plan gives this rank, or the rank is on neither mesh.
     """
-    check("cannot execute a plan", Plan, "plan(src, dst, global_shape, dtype)", plan=plan)
-    check("cannot execute a plan", "mesh | None", mesh=mesh)
     with torch.no_grad():
         return drive(start(plan, local, mesh))
 

@@ -126,7 +126,7 @@ def plan(
             exchanges are cut into rounds. None: no limit.
 
     Raises:
-        TypeError: a layout, shape, dtype, topology or limit of the wrong type.
+        TypeError: a shape, dtype, topology or limit of the wrong type.
         ValueError: a layout without an assignment, or that does not fit the shape; several kinds of reduction pending;
             a limit that no plan meets.
     """
@@ -169,7 +169,7 @@ def _cached(
 
 
 def _check(
-    src: object, dst: object, global_shape: object, dtype: object, topology: object, max_extra_bytes: object
+    src: Layout, dst: Layout, global_shape: object, dtype: object, topology: object, max_extra_bytes: object
 ) -> Transition:
     asked = "cannot plan a redistribution"
     transition = read(asked, src, dst, global_shape, dtype)

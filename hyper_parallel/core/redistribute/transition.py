@@ -204,7 +204,7 @@ class MeshTransition:
 # -- layouts, read -----------------------------------------------------------------------------------------------------
 
 
-def read(asked: str, src: Any, dst: Any, global_shape: Any, dtype: Any) -> Transition:
+def read(asked: str, src: Layout, dst: Layout, global_shape: Any, dtype: Any) -> Transition:
     """Read both layouts, and refuse what is none or what does not fit.
 
     >>> mesh = Layout((2, 4), ("dp", "tp"))
@@ -220,7 +220,7 @@ def read(asked: str, src: Any, dst: Any, global_shape: Any, dtype: Any) -> Trans
         dtype: its dtype.
 
     Raises:
-        TypeError: something else than layouts, sizes or a dtype; a dtype that torch cannot reduce as asked.
+        TypeError: a size that is no int, no dtype, or one that torch cannot reduce as asked.
         ValueError: a layout without an assignment, or that does not fit the shape, or that mixes kinds of reduction;
             more elements than can be counted.
     """
@@ -234,8 +234,7 @@ def read(asked: str, src: Any, dst: Any, global_shape: Any, dtype: Any) -> Trans
     return Transition(before, after, dtype.itemsize, exact, scalar=not shape)
 
 
-def _read_side(asked: str, name: str, layout: Any, shape: tuple[int, ...], seen: str) -> LayoutSide:
-    check(asked, Layout, 'Layout((2, 4), ("dp", "tp"))("dp", "None")', **{name: layout})
+def _read_side(asked: str, name: str, layout: Layout, shape: tuple[int, ...], seen: str) -> LayoutSide:
     splits, partial, axes = layout.splits(len(shape)), layout.partial, layout.axes
     kinds = list(dict.fromkeys(partial.values()))
     if len(kinds) > 1:

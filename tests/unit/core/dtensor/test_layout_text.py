@@ -196,16 +196,6 @@ def check(read, what, text, marks, blame, context, hint):
     assert hint in tried
 
 
-@pytest.mark.parametrize(
-    "read",
-    [parse_mesh, parse_shape, parse_dtype, lambda text: parse_layout(MESH, text)],
-    ids=["mesh", "shape", "dtype", "layout"],
-)
-def test_only_text_is_read(read):
-    with pytest.raises(TypeError, match="text is an int, not a str"):
-        read(3)
-
-
 # There and back again
 
 

@@ -39,21 +39,6 @@ MISTAKES = {
         TypeError,
         (REDISTRIBUTE, "x is a Tensor, not a DTensor", "x: Tensor of shape (6, 4)", DTENSOR_HINT),
     ),
-    "x a str": (
-        lambda g: redistribute("x", g.own("dp")),
-        TypeError,
-        (REDISTRIBUTE, "x is a str, not a DTensor", "x: 'x'", DTENSOR_HINT),
-    ),
-    "a plain tensor to to_local": (
-        lambda g: to_local(WHOLE),
-        TypeError,
-        (TO, "x is a Tensor, not a DTensor", "x: Tensor of shape (6, 4)", DTENSOR_HINT),
-    ),
-    "a str to full_tensor": (
-        lambda g: full_tensor("x"),
-        TypeError,
-        ("cannot gather the full tensor", "x is a str, not a DTensor", "x: 'x'", DTENSOR_HINT),
-    ),
     "a DTensor to distribute_tensor": (
         lambda g: distribute_tensor(g.x, g.own("dp")),
         TypeError,
@@ -61,16 +46,6 @@ MISTAKES = {
             DISTRIBUTE,
             "tensor is a DTensor, not a plain tensor",
             "tensor: DTensor of shape (6, 4)",
-            "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers",
-        ),
-    ),
-    "a list to distribute_tensor": (
-        lambda g: distribute_tensor([1.0, 2.0], g.own("dp")),
-        TypeError,
-        (
-            DISTRIBUTE,
-            "tensor is a list, not a plain tensor",
-            "tensor: [1.0, 2.0]",
             "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers",
         ),
     ),
@@ -184,16 +159,6 @@ MISTAKES = {
             "one of the two",
         ),
     ),
-    "a str for a layout": (
-        lambda g: redistribute(g.x, "dp"),
-        TypeError,
-        (
-            REDISTRIBUTE,
-            "layout is a str, not a layout or a sequence of entries",
-            f"layout: 'dp'   placements: None   {THERE}",
-            "('dp',), one entry per dim",
-        ),
-    ),
     "a str for placements": (
         lambda g: distribute_tensor(WHOLE, g.mesh, "dp"),
         TypeError,
@@ -212,16 +177,6 @@ MISTAKES = {
             "placements is a Shard, not a layout or a sequence of entries",
             f"layout: {MESH}   placements: Shard(dim=0)   {THERE}",
             "[Shard(dim=0), ...], one placement per axis",
-        ),
-    ),
-    "a number for a layout": (
-        lambda g: redistribute(g.x, 3),
-        TypeError,
-        (
-            REDISTRIBUTE,
-            "layout is a int, not a layout or a sequence of entries",
-            f"layout: 3   placements: None   {THERE}",
-            'Layout.from_device_mesh(mesh)("dp", "None")',
         ),
     ),
     "too few placements": (
@@ -289,16 +244,6 @@ MISTAKES = {
             "one kind, such as partial={'dp': 'sum', 'tp': 'sum'}, or reduce over one axis first",
         ),
     ),
-    "a shape that is a number": (
-        lambda g: from_local(WHOLE, g.own("dp"), shape=6),
-        TypeError,
-        (
-            "cannot place a tensor",
-            "global_shape is an int, not a sequence",
-            "global_shape: 6",
-            "tensor.shape, such as (8, 4)",
-        ),
-    ),
     "gradients of other parts": (
         lambda g: to_local(g.x, grad_layout=("dp",)),
         ValueError,
@@ -357,26 +302,6 @@ MISTAKES = {
             "src_data_rank 2 is an index along every axis, and axis 'dp' has 2 ranks",
             "src_data_rank: 2   layout: (dp) on dp=2, tp=2",
             "0 to 1, or None for every rank's own",
-        ),
-    ),
-    "a source that is no number": (
-        lambda g: distribute_tensor(WHOLE, g.own("dp"), src_data_rank="0"),
-        TypeError,
-        (
-            DISTRIBUTE,
-            "src_data_rank is a str, not an int",
-            "src_data_rank: '0'",
-            "0, or None for every rank's own",
-        ),
-    ),
-    "a topology's name": (
-        lambda g: redistribute(g.x, ("dp",), topology="h100"),
-        TypeError,
-        (
-            "cannot plan a redistribution",
-            "topology is a str, not a Topology or None",
-            "topology: 'h100'",
-            'topology("h100")',
         ),
     ),
 }

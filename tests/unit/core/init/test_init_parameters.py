@@ -835,13 +835,8 @@ def test_values_of_a_sharded_model_are_not_gathered():
 
 def test_wrong_arguments():
     model = nn.Linear(2, 2)
-    assert "model is a list, not a module" in refused(lambda: init_parameters([model]), error=TypeError)
     assert "seed is a float, not an int" in refused(lambda: init_parameters(model, 1.0), error=TypeError)
-    assert "seed is a bool, not an int" in refused(lambda: init_parameters(model, True), error=TypeError)
-    assert "seed must be a finite number of at least 0" in refused(lambda: init_parameters(model, -1))
-    assert "init_fn is an int, not something to call or None" in refused(
-        lambda: init_parameters(model, init_fn=3), error=TypeError
-    )
+    assert "seed must be at least 0" in refused(lambda: init_parameters(model, -1))
     assert "nothing on meta has values" in refused(lambda: init_parameters(model, device="meta"))
     assert "device: " in refused(lambda: init_parameters(model, device="nowhere"))
     assert "'weight' has no shape yet" in refused(lambda: init_parameters(nn.LazyLinear(3)))
