@@ -157,21 +157,17 @@ def fully_shard(
             `comm_fusion`. The sharded parameters are then views, which optimizers must accept (torch's do).
 
     Raises:
-        ValueError: `module` is no module, is wrapped already, or shares a parameter with another unit; an
-            argument of the wrong kind; a mesh with other than one or two axes; a parameter that cannot be split.
-        TypeError: `replicate_params` with something else than a parameter.
+        ValueError: `module` is wrapped already, or shares a parameter with another unit; a flag of the wrong kind; a
+            mesh with other than one or two axes; a parameter that cannot be split.
+        TypeError: `ignored_params` or `replicate_params` with something else than a parameter.
     """
     roots = root_modules(module, "fully_shard")
     mp_policy, offload_policy = _own_mixed_precision(mp_policy), _own_offload(offload_policy)
     reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
     asked = "fully_shard cannot split a module"
-    hint = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-    check(asked, MixedPrecisionPolicy, hint, ValueError, mp_policy=mp_policy)
     check(asked, OffloadPolicy, "offload_policy=CPUOffloadPolicy()", ValueError, offload_policy=offload_policy)
     check(asked, "bool", "", ValueError, comm_fusion=comm_fusion)
     check(asked, "bool | None", "", ValueError, comm_fusion_zero_copy=comm_fusion_zero_copy)
-    hint = "shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None"
-    check(asked, "callable | None", hint, ValueError, shard_placement_fn=shard_placement_fn)
     if not isinstance(reshard_after_forward, bool):
         hint = "reshard_after_forward=True, or the number of ranks to keep parameters split over"
         reshard_after_forward = read_int(

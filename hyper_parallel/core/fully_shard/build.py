@@ -38,20 +38,16 @@ def root_modules(module: Any, api: str) -> list[nn.Module]:
     """Check the first argument; of a list, return the modules that no other one contains.
 
     Raises:
-        ValueError: Not a module, an empty list, a module that is wrapped already or has no forward of its own.
+        ValueError: An empty list, a module that is wrapped already or has no forward of its own.
     """
     asked = f"{api} cannot wrap its argument"
     if torch.is_inference_mode_enabled():
         blame, hint = "parameters made there cannot be trained", "wrap before, and run the forward in inference mode"
         asked = f"{api} cannot wrap inside of torch.inference_mode()"
         raise ValueError(explain(asked, blame, "seen: inference mode is on", hint))
-    several = isinstance(module, (list, tuple))
-    given = list(module) if several else [module]
+    given = list(module) if isinstance(module, (list, tuple)) else [module]
     if not given:
         raise ValueError(explain(asked, "the list is empty", f"seen: {module!r}", f"{api}(model)"))
-    for index, item in enumerate(given):
-        name = f"item {index} of the list" if several else "cell" if api == "hsdp" else "module"
-        check(asked, "module", f"{api}(model)", ValueError, **{name: item})
     inside = {id(child) for item in given for child in item.modules() if child is not item}
     roots = [item for item in dict.fromkeys(given) if id(item) not in inside]
     for root in roots:
@@ -75,11 +71,11 @@ def check_parameters(
     Both may name parameters of other units, so that one set goes to all calls.
 
     Raises:
-        ValueError: An ignored one that is no parameter; one to replicate that a unit has split.
-        TypeError: One to replicate that is no parameter.
+        ValueError: One to replicate that a unit has split.
+        TypeError: One that is no parameter.
     """
-    ignored = {id(item) for item in _listed("ignore", ValueError, ignored_params=ignored_params)}
-    replicated = _listed("replicate", TypeError, replicate_params=replicate_params)
+    ignored = {id(item) for item in _listed("ignore", "ignored_params", ignored_params)}
+    replicated = _listed("replicate", "replicate_params", replicate_params)
     for item in replicated:
         if id(item) not in ignored and getattr(item, "_hyper_parallel_is_split", False):
             asked = f"fully_shard cannot replicate {_managed_name(item)!r}"
@@ -88,14 +84,11 @@ def check_parameters(
     return ignored, {id(item) for item in replicated}
 
 
-def _listed(verb: str, error: type[Exception], **argument: Any) -> list[nn.Parameter]:
-    ((name, given),) = argument.items()
-    asked, hint = f"fully_shard cannot {verb} parameters", f"{name}=[model.norm.weight]"
-    # A tensor is iterable too: each of its rows would be refused as an argument that nobody has passed.
-    check(asked, "iterable | None", hint, error, **argument)
-    parameters = list(given or ())
-    for index, item in enumerate(parameters):
-        check(asked, nn.Parameter, hint, error, **{f"item {index} of {name}": item})
+def _listed(verb: str, name: str, given: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    parameters = [] if given is None else list(given)
+    for index, item in enumerate(parameters):  # what is no parameter would be split, and nobody would hear of it
+        hint = f"{name}=[model.norm.weight]"
+        check(f"fully_shard cannot {verb} parameters", nn.Parameter, hint, **{f"item {index} of {name}": item})
     return parameters
 
 

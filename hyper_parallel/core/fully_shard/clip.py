@@ -208,29 +208,17 @@ def clip_grads_with_norm_(
 # -- what was given --------------------------------------------------------------------------------------------------
 
 
-def _number(asked: str, name: str, value: object, hint: str) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    check(asked, "float", hint, **{name: value})
-    return float(value)  # type: ignore[arg-type]
-
-
-def _limit(asked: str, max_norm: object) -> float:
-    limit = _number(asked, "max_norm", max_norm, "max_norm=1.0")
+def _limit(asked: str, max_norm: float | torch.Tensor) -> float:
+    limit = float(max_norm)
     if not limit >= 0.0:
         blame = f"max_norm must be 0 or more, not {limit}"
         raise ValueError(explain(asked, blame, f"max_norm: {max_norm!r}", "max_norm=1.0, or max_norm=math.inf"))
     return limit
 
 
-def _options(asked: str, norm_type: object, error_if_nonfinite: object, foreach: object, stage_group: object) -> float:
+def _options(asked: str, norm_type: Any, error_if_nonfinite: object, foreach: object, stage_group: object) -> float:
     """Check all arguments but the parameters, and return p."""
-    p = _number(
-        asked,
-        "norm_type",
-        math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type,
-        "norm_type=2.0",
-    )
+    p = float(norm_type)
     if not p > 0.0:
         blame = f"norm_type must be above 0, not {p}"
         raise ValueError(explain(asked, blame, f"norm_type: {norm_type!r}", "norm_type=1.0, 2.0, or math.inf"))
@@ -264,7 +252,6 @@ def _named(asked: str, parameters: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(parameters, torch.Tensor):
         return [("the parameter", parameters)]
     hint = "clip_grad_norm_(model.parameters(), max_norm=1.0)"
-    check(asked, "module | tensor | iterable", hint, parameters=parameters)
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for number, param in enumerate(parameters):
         if not isinstance(param, torch.Tensor):  # asked here: there may be thousands, in every step
@@ -282,8 +269,6 @@ def _gradient(asked: str, name: str, param: torch.Tensor) -> torch.Tensor | None
     grad = getattr(param, attribute, None)
     if grad is None:
         return None
-    if not isinstance(grad, torch.Tensor):
-        check(asked, "tensor", "main_grad=None", **{f"the main_grad of {name}": grad})
     fault = _fault(name, param, grad)
     if fault is not None:
         seen = f"parameter: {_show(param)}   {attribute}: {_show(grad)}"

@@ -20,7 +20,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from hyper_parallel.core.common.checks import check, check_above, check_choice, check_modules
+from hyper_parallel.core.common.checks import check, check_above, check_choice, list_modules
 from hyper_parallel.core.common.errors import class_name, explain
 from hyper_parallel.core.common.torch_compat import note_empty, runs_eagerly
 from hyper_parallel.core.fully_shard.hooks import explain_mixed
@@ -123,7 +123,7 @@ def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument
         ValueError: No list and not None, or one of the modules was not wrapped, by the API of `kind`.
     """
     asked = f"{method} cannot use its argument"
-    check(asked, "list | None", "[model.layers[1]]", ValueError, **argument)
+    check(asked, "list | None", "[model.layers[1]]", ValueError, **argument)  # of a set each rank has its own order
     (modules,) = argument.values()
     if modules is None:
         return None
@@ -559,7 +559,6 @@ class ManagedModule(FSDPModule):
         1.0: add them up. None: the mean or the sum again. `set_gradient_scaling_factor` is a factor beside it.
         """
         asked, hint = "cannot divide gradients", "set_gradient_divide_factor(1.0), which adds gradients up"
-        check(asked, "float | None", hint, ValueError, factor=factor)
         if factor is not None:
             check_above(asked, 0, hint, factor=factor)
         needed_unit(self).options.divide_by = None if factor is None else float(factor)
@@ -839,7 +838,6 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """As `register_forward_method`, by FSDP2's name; a module that was never wrapped is left alone."""
     check("cannot register a method", "module", module=module)
-    check("cannot register a method", "str", method_name=method_name)
     if is_wrapped(module):
         register_forward_method(module, method_name)
 
@@ -981,7 +979,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     Raises:
         ValueError: One of the modules was never wrapped.
     """
-    for module in check_modules("cannot share communication", "modules", modules):
+    for module in list_modules(modules):
         needed_unit(module)
 
 

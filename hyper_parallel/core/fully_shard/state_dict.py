@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import class_name, explain
 
 if TYPE_CHECKING:
@@ -69,15 +68,13 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
             nothing here.
 
     Raises:
-        ValueError: No module; no `StateDictOptions`; `broadcast_from_rank0` without `full_state_dict`.
+        ValueError: `broadcast_from_rank0` without `full_state_dict`.
         RuntimeError: The model has no values, and `strict`.
     """
     from torch.distributed.checkpoint import state_dict as torchs  # costs time to import, so only where it is used
 
     options = torchs.StateDictOptions() if options is None else options
     asked = "get_model_state_dict cannot read a model"
-    check(asked, "module", "", ValueError, model=model)
-    check(asked, torchs.StateDictOptions, "StateDictOptions(full_state_dict=True)", ValueError, options=options)
     if options.broadcast_from_rank0 and not options.full_state_dict:
         blame = "broadcast_from_rank0=True is for full tensors, and full_state_dict is False"
         raise ValueError(explain(asked, blame, f"options: {options}", "full_state_dict=True beside it"))
@@ -163,9 +160,6 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
 def load_into(module: nn.Module, state_dict: Any, load: Callable[[Any], Any], *, strict: bool, assign: bool) -> Any:
     """Check all values, then have `load`, torch's own `load_state_dict` without `strict`, walk the modules."""
     asked = "load_state_dict cannot read its argument"
-    check(asked, "mapping", "model.state_dict()", state_dict=state_dict)
-    for name in state_dict:
-        check(asked, "str", **{"a name in state_dict": name})
     if assign:
         warnings.warn(
             "load_state_dict(assign=True): sharded parameters keep their storage; values are copied", stacklevel=3

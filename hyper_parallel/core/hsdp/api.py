@@ -174,7 +174,6 @@ def hsdp(
     if not isinstance(optimizer_level, OptimizerLevel):
         check_choice(_ASKED, "optimizer_level", optimizer_level, [level.value for level in OptimizerLevel])
     level = OptimizerLevel(optimizer_level)
-    check(_ASKED, "floating dtype | None", "reduce_dtype=torch.float32", ValueError, reduce_dtype=reduce_dtype)
     shard_size = _size("shard_size", shard_size, "shard_size=-1, which means all ranks")
     threshold = read_int(_ASKED, "threshold", threshold, 0, "threshold=64, in KB", error=ValueError)
     flags = {"enable_grad_accumulation": enable_grad_accumulation, "use_eager_hook": use_eager_hook}

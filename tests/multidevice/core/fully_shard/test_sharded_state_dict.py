@@ -213,12 +213,6 @@ def test_the_getter_knows_wrappers_frozen_ties_other_meshes_and_meta(ctx):
 @sim.ranks(2, backends=SIM_ONLY)
 def test_what_the_getter_refuses(ctx):
     model = fully_shard(nn.Linear(3, 3), mesh=mesh_of(ctx))
-    with pytest.raises(ValueError, match=r"model is a str, not a module\n  model: 'model'\n  try: model=model"):
-        get_model_state_dict("model")
-    with pytest.raises(
-        ValueError, match=r"options is a dict, not a StateDictOptions\n  options: \{'full_state_dict': True\}\n  try"
-    ):
-        get_model_state_dict(model, options={"full_state_dict": True})
     with pytest.raises(
         ValueError, match=r"broadcast_from_rank0=True is .*\n  options: .*\n  try: full_state_dict=True"
     ):
@@ -463,8 +457,6 @@ def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
                 model.load_state_dict(moving | {name: value})
     with pytest.raises(ValueError, match=r"shard: .*\n  likewise: 'blocks.1.plain', 'blocks.1.steps'\n"):
         model.load_state_dict(moving | {"blocks.1.plain": 1, "blocks.1.steps": 1, "scale": 1})
-    with pytest.raises(TypeError, match=r"cannot read its argument: state_dict is a list, .*\n.*\n  try: "):
-        model.load_state_dict([1])
     assert_holds(model, before)
     extra = {"z": torch.ones(1), "blocks.0.scratch": torch.ones(9), "a.b": torch.ones(1)}
     some = {name: value for name, value in moving.items() if not name.endswith(("bias", "steps"))} | extra
