@@ -43,7 +43,7 @@ class ContextParallel:
         balance: give ring ranks two intervals each, so that all have as much to compute in causal attention.
 
     Raises:
-        TypeError: no DeviceMesh, a degree that is no int.
+        TypeError: no DeviceMesh.
         ValueError: a mesh of several axes, or without the calling rank; a degree that does not divide the axis.
     """
 
@@ -184,7 +184,7 @@ class ContextParallel:
             enable_gqa: whether there may be fewer key heads than query heads.
 
         Raises:
-            TypeError: as `attend`; a mask that is no BlockMask; a `score_mod` that is no function.
+            TypeError: as `attend`; a mask that is no BlockMask.
             ValueError: as `attend`; a mask of another length, batch or number of heads; key heads without
                 `enable_gqa`; a `score_mod` that looks up tensors that want gradients.
         """
@@ -270,11 +270,10 @@ def context_parallel(
         balance: as in `ContextParallel`.
 
     Raises:
-        TypeError: no module, no mesh, or a model without the two hooks.
+        TypeError: no mesh, or a model without the two hooks.
         ValueError: as `ContextParallel`.
     """
     asked = "cannot make the model attend over several ranks"
-    check(asked, "module", model=model)
     attentions = [module for module in model.modules() if "attend" in vars(module)]
     if not hasattr(model, "positions") or not attentions:
         missing = [] if hasattr(model, "positions") else ["attribute 'positions' of the model"]
@@ -316,13 +315,12 @@ def split_over(size: int, ulysses_degree: object, balance: object) -> SequenceSp
     """Return how a sequence is split over some ranks.
 
     Raises:
-        TypeError: a degree that is no int, a balance that is no bool.
+        TypeError: a balance that is no bool.
         ValueError: a degree that does not divide the number of ranks.
     """
     asked = f"cannot split sequences over {size} rank{'s' * (size != 1)}"
     works = [degree for degree in range(1, size + 1) if size % degree == 0]
     seen, hint = f"ulysses_degree: {ulysses_degree!r}   ranks: {size}", f"ulysses_degree = one of {works}"
-    check(asked, "int | None", ulysses_degree=ulysses_degree)
     check(asked, "bool", balance=balance)
     degree: Any = size if ulysses_degree is None else ulysses_degree
     if degree not in works:
@@ -334,12 +332,10 @@ def _check_local_length(split: SequenceSplit, seq_local: Any) -> int:
     """Return how many tokens a rank has, if a sequence can be split into such parts.
 
     Raises:
-        TypeError: not an int.
         ValueError: below one, or odd where ranks hold two intervals.
     """
     asked, seen = "cannot tell the positions of a rank's tokens", f"tokens on this rank: {seq_local!r}   {_said(split)}"
     hint = f"sequences whose length is a multiple of {split.multiple}, cut by ContextParallel.split"
-    check(asked, "int", seq_local=seq_local)
     if seq_local < 1 or seq_local * split.size % split.multiple:
         blame = "there are none" if seq_local < 1 else "a rank holds two intervals of one length, so an even number"
         raise ValueError(explain(asked, blame, seen, hint))
@@ -429,7 +425,7 @@ def _check_flex(
     """Refuse a mask that is not one of the whole sequence, and scores that learn.
 
     Raises:
-        TypeError: a mask that is no BlockMask, a `score_mod` that is no function, an `enable_gqa` that is no bool.
+        TypeError: a mask that is no BlockMask, an `enable_gqa` that is no bool.
         ValueError: sizes that do not go together; a `score_mod` that looks up tensors that want gradients.
     """
     asked = "cannot attend by FlexAttention"
@@ -438,7 +434,6 @@ def _check_flex(
         blame, seen = "q and k have different numbers of heads", f"heads: q {q.shape[1]}, k {k.shape[1]}"
         raise ValueError(explain(asked, blame, seen, "enable_gqa=True, as in torch's flex_attention"))
     if score_mod is not None:
-        check(asked, "callable", score_mod=score_mod)
         score = example_score(score_mod, q.device)
         if not isinstance(score, Tensor):
             blame, hint = "score_mod must return a tensor", "lambda score, b, h, q_idx, kv_idx: score * 2"

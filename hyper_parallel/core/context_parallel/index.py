@@ -251,7 +251,6 @@ def attention_traffic(
     """
     asked, sizes = "cannot count the traffic of an attention", {"seq": seq, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"head_dim": head_dim, "batch": batch, "itemsize": itemsize}
-    check(asked, SequenceSplit, split=split)
     check(asked, "int", **sizes)
     check_least(asked, 1, **sizes)
     per_head = batch * (seq // split.size) * head_dim * itemsize  # of this rank's tokens

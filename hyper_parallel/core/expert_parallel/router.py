@@ -227,7 +227,6 @@ class _Balance(torch.autograd.Function):
 
 def routers_of(model: nn.Module) -> Iterator[tuple[str, Router]]:
     """Yield the routers of a model with their names, in its order."""
-    check("cannot look for routers", "module", model=model)
     for name, module in model.named_modules():
         if isinstance(module, Router):
             yield name, module
@@ -291,7 +290,7 @@ def update_expert_bias(
     Communication: per group one all_reduce of (layers, experts) counts; to forget, none.
     """
     check("cannot update the bias of experts", "bool", forget=forget)
-    check("cannot update the bias of experts", "list", groups=groups)
+    check("cannot update the bias of experts", "list", groups=groups)  # ranks would reduce over a set in any order
     for number, group in enumerate(groups):
         if not isinstance(group, DeviceMesh):
             check("cannot update the bias of experts", "group", **{f"groups[{number}]": group})

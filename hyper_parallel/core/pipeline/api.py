@@ -92,7 +92,7 @@ class Pipeline:
         keep_gathered: False: gather the parameters anew for each micro-batch, as the units say.
 
     Raises:
-        TypeError: stages that are no modules, a mesh that is none, a loss_fn that cannot be called.
+        TypeError: no stages, a loss_fn that cannot be called.
         ValueError: a mesh of several axes, a schedule that does not exist or cannot have so many stages per rank or
             micro-batches; layers that are compiled or recomputed in a way that the schedule cannot run.
     """
@@ -126,8 +126,6 @@ class Pipeline:
         check_indices(self.stage_indices, stage_indices, self.num_stages, num_stages, f"{schedule!r}")
         self.kind.check_micro_batches(micro_batches, ranks, self.num_stages)
         self.micro_batches = micro_batches
-        if not isinstance(boundary, Layout):
-            check("cannot make a pipeline", "list | None", boundary=boundary)
         check("cannot make a pipeline", "bool", keep_gathered=keep_gathered)
         self.boundary = Boundary(boundary)
         self.device = get_platform(mesh.device_type).device()

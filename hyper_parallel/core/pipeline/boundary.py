@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -184,7 +183,6 @@ def _check_layout(given: object, layout: Any) -> None:
     if layout is None:
         return
     hint = 'boundary=Layout.from_device_mesh(mesh["tp"])("None", "tp", "None")'
-    check(asked, Layout, hint, boundary=layout)
     if layout.mesh is None or layout.tensor_map is None or layout.is_partial():
         lacks = "has a reduction pending" if layout.is_partial() else "has no mesh"
         lacks = "has no entries for dims" if layout.tensor_map is None else lacks

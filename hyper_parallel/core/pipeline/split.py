@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.core.common.checks import check, check_int
+from hyper_parallel.core.common.checks import check_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.pipeline.schedules import find_schedule
 
@@ -45,14 +45,11 @@ def split_layers(
         last_extra: what the last stage has beside layers, the head and the loss, in layers.
 
     Raises:
-        TypeError: a number of another type.
         ValueError: fewer layers than stages; sizes that do not add up to num_layers, or are not one per stage.
     """
-    check(_ASKED, "int", num_layers=num_layers, stages=stages)
     seen = f"num_layers: {num_layers}   stages: {stages}"
     if stages < 1:
         raise ValueError(explain(_ASKED, "there must be a stage at least", seen, "stages=1"))
-    check(_ASKED, "list | None", sizes=sizes)
     if sizes is not None:
         return _ranges(_checked(list(sizes), num_layers, stages))
     if num_layers < stages:
@@ -117,7 +114,6 @@ def stages_of_rank(schedule: str, rank: int, ranks: int, stages_per_rank: int | 
     Raises:
         ValueError: no such schedule, or one that cannot have so many stages per rank; no such rank.
     """
-    check("cannot place stages", "int", rank=rank, ranks=ranks)
     kind = find_schedule(schedule)
     each = kind.checked_stages_per_rank(stages_per_rank)
     if not 0 <= rank < ranks:
@@ -141,7 +137,6 @@ def rank_of_stage(schedule: str, stage: int, ranks: int, stages_per_rank: int | 
         ranks: along the pipeline axis.
         stages_per_rank: default: the schedule's own.
     """
-    check("cannot find a stage", "int", stage=stage, ranks=ranks)
     owners = [rank for rank in range(ranks) if stage in stages_of_rank(schedule, rank, ranks, stages_per_rank)]
     if not owners:
         total = ranks * find_schedule(schedule).checked_stages_per_rank(stages_per_rank)
@@ -198,7 +193,6 @@ def stage_slices(
     Raises:
         ValueError: as the two.
     """
-    check("cannot place stages", "int", rank=rank, ranks=ranks)
     total = ranks * find_schedule(schedule).checked_stages_per_rank(stages_per_rank)
     parts = split_layers(num_layers, total, sizes=sizes, first_extra=first_extra, last_extra=last_extra)
     mine = stages_of_rank(schedule, rank, ranks, stages_per_rank)

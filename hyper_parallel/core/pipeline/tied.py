@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.checks import check, check_modules
+from hyper_parallel.core.common.checks import list_modules
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_, get_total_norm
@@ -56,8 +56,6 @@ class TiedWeights:
     """
 
     def __init__(self, pipeline: Pipeline, first: str = "embed.weight", last: str = "head.weight") -> None:
-        check(_ASKED, Pipeline, pipeline=pipeline)
-        check(_ASKED, "str", first=first, last=last)
         self._group, self._device = pipeline.group, pipeline.device
         self._first = _Owned(pipeline.stages[0], first) if pipeline.has_first else None
         self._last = _Owned(pipeline.stages[-1], last) if pipeline.has_last else None
@@ -221,12 +219,8 @@ def clip_grad_norm(
     Raises:
         TypeError, ValueError, RuntimeError: as `clip_grad_norm_`.
     """
-    asked = "cannot clip the gradients of stages"
     shared = (tied,) if isinstance(tied, TiedWeights) else tied
-    check(asked, "list", tied=shared)
-    for one in shared:
-        check(asked, TiedWeights, tied=one)
-    params = [param for stage in check_modules(asked, "stages", stages) for param in stage.parameters()]
+    params = [param for stage in list_modules(stages) for param in stage.parameters()]
     copies = {id(param) for one in shared for param in one.copies}
     counted = [param for param in params if id(param) not in copies]
     total = get_total_norm(counted, norm_type, error_if_nonfinite, foreach, stage_group=stage_group)

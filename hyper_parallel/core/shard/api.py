@@ -88,14 +88,13 @@ def shard_module(model: M, device_mesh: DeviceMesh, sharding_plan: ShardingPlan,
         the model as it is.
 
     Raises:
-        TypeError: no module or function, no mesh, no plan, a field of the plan of the wrong type.
+        TypeError: no module or function, no mesh, a field of the plan of the wrong type.
         ValueError: a path, argument or axis that does not exist, a value that is no layout, a layout that does not
             fit; parameters that `fully_shard` or another mesh has already, or that have a gradient or hooks, which
             would be lost.
     """
     asked = "cannot shard the model"
     check(asked, "module | callable", "shard_module(model, mesh, plan)", model=model)
-    check(asked, "mesh", device_mesh=device_mesh)
     check_ascending(asked, device_mesh)
     if not isinstance(model, nn.Module):
         return _shard_function(asked, model, device_mesh, sharding_plan)

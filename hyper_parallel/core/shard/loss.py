@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.core.common.checks import check, check_choice
+from hyper_parallel.core.common.checks import check, check_choice, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -67,7 +67,7 @@ def vocab_parallel_cross_entropy(
         logits.
 
     Raises:
-        TypeError: logits or targets of another type or dtype.
+        TypeError: logits or targets of another dtype.
         ValueError: shapes that do not go together; a reduction or a smoothing that does not exist.
     """
     index = _check_options(reduction, ignore_index, label_smoothing)
@@ -270,7 +270,6 @@ def _checked_shape(
 
 
 def _check_tensors(logits: torch.Tensor, targets: torch.Tensor) -> None:
-    check(_ASKED, "tensor", logits=logits, targets=targets)
     seen = f"logits: {logits.dtype} {tuple(logits.shape)}   targets: {targets.dtype} {tuple(targets.shape)}"
     if not logits.is_floating_point() or not logits.dim():
         blame = "logits are no floats" if logits.dim() else "logits have no dim of classes"
@@ -283,10 +282,10 @@ def _check_tensors(logits: torch.Tensor, targets: torch.Tensor) -> None:
 
 
 def _check_options(reduction: object, ignore_index: Any, label_smoothing: Any) -> int:
-    check(_ASKED, "int", ignore_index=ignore_index)
-    check(_ASKED, "float", label_smoothing=label_smoothing)
+    index = read_int(_ASKED, "ignore_index", ignore_index)
+    check(_ASKED, "float", label_smoothing=label_smoothing)  # True would be 1.0, which learns nothing
     check_choice(_ASKED, "reduction", reduction, _REDUCTIONS)
     seen = f"reduction: {reduction!r}   ignore_index: {ignore_index!r}   label_smoothing: {label_smoothing!r}"
     if not 0 <= label_smoothing <= 1:
         raise ValueError(explain(_ASKED, "label_smoothing is not from 0 to 1", seen, "label_smoothing=0.1"))
-    return int(ignore_index)
+    return index

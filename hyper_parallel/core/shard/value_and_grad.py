@@ -145,14 +145,13 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def _check_weights(fn: object, weights: Any) -> list[torch.Tensor]:
     check(_ASKED, "callable", "a function that returns the loss", fn=fn)
-    check(_ASKED, "tensor | list", "list(model.parameters())", weights=weights)
+    check(_ASKED, "tensor | list", "list(model.parameters())", weights=weights)  # what is read once, or has no order
     chosen = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     if not chosen:
         blame = "weights is empty, so there is nothing to differentiate for"
         raise TypeError(explain(_ASKED, blame, f"weights: {weights!r}", "list(model.parameters())"))
     for place, weight in enumerate(chosen):
         name = "weights" if isinstance(weights, torch.Tensor) else f"weights[{place}]"
-        check(_ASKED, "tensor", **{name: weight})
         if not weight.requires_grad:
             blame, seen = f"{name} wants no gradient", f"{name}: shape {tuple(weight.shape)}, {weight.dtype}"
             hint = "weight.requires_grad_(), or [w for w in model.parameters() if w.requires_grad]"
@@ -163,7 +162,6 @@ def _check_weights(fn: object, weights: Any) -> list[torch.Tensor]:
 def _check_sens(sens: Any) -> tuple[float, ...] | None:
     if sens is None:
         return None
-    check(_ASKED, "list", "one float per output, such as [1.0, 0.5]; None for one output", sens=sens)
     for place, scale in enumerate(sens):
         check(_ASKED, float, **{f"sens[{place}]": scale})
     return tuple(sens)

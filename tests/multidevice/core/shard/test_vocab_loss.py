@@ -186,7 +186,6 @@ MISTAKES = {
         ValueError,
         "no kind of reduction 'average'",
     ),
-    "logits as numbers": (([1.0], TARGETS), {}, TypeError, "logits is a list, not a tensor"),
     "int logits": ((LOGITS.long(), TARGETS), {}, TypeError, "logits are no floats"),
     "a scalar": ((torch.tensor(1.0), TARGETS), {}, TypeError, "logits have no dim of classes"),
     "probabilities": ((LOGITS, LOGITS), {}, TypeError, "targets are no class indices"),
@@ -198,7 +197,6 @@ MISTAKES = {
         "label_smoothing is not from 0 to 1",
     ),
     "smoothing switched on": ((LOGITS, TARGETS), {"label_smoothing": True}, TypeError, "label_smoothing is a bool"),
-    "no ignore_index": ((LOGITS, TARGETS), {"ignore_index": None}, TypeError, "ignore_index is None, not an int"),
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import sim
 from hyper_parallel import DeviceMesh, fully_shard, init_device_mesh, shard_module
-from hyper_parallel.core.expert_parallel import GroupedExperts, Router, expert_parallel
+from hyper_parallel.core.expert_parallel import GroupedExperts, Router, expert_parallel, update_expert_bias
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import moe_plan, parallelize_moe
@@ -237,6 +237,8 @@ def test_plans_that_are_refused():
 
 
 def test_routers_that_are_refused():
+    with pytest.raises(TypeError, match="groups is a set, not a list"):
+        update_expert_bias(MoELlama(CONFIG), groups={None})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a token cannot choose 3 of 2 experts"):
         Router(2, 8, 3)
     with pytest.raises(ValueError, match="there is no such kind of score\n  score: 'top'\n  try: score=\"sigmoid\""):

@@ -89,11 +89,6 @@ def test_what_cannot_be_is_refused(asked, said):
         asked()
 
 
-def test_a_number_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="num_layers is a float, not an int"):
-        split_layers(3.0, 2)
-
-
 def test_a_schedule_that_this_torch_lacks_is_refused():
     kind = SCHEDULES["interleaved"]
     renamed = type(kind)("interleaved", "ScheduleOfTheFuture", 2, True, "loop", False, "any")
