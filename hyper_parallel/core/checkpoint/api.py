@@ -68,7 +68,6 @@ def save_checkpoint(
     text, failure = "null", None
     try:
         asked = "cannot save a checkpoint"
-        check(asked, "path", folder=folder)
         check(asked, "int | None", step=step)
         check(asked, "bool", replace=replace)
         check(asked, "callable | None", on_stage=on_stage)
@@ -227,7 +226,6 @@ def load(
     path, asked = Path(), "cannot load a checkpoint"
     failure, mine, shards, record = None, None, {}, None
     try:
-        check(asked, "path", folder=folder)
         check(asked, "bool", strict=strict)
         path, asked = Path(folder), f"cannot load the checkpoint {folder}"
         record = read_record(path)
@@ -313,8 +311,6 @@ def read_metadata(folder: Folder) -> CheckpointMetadata:
         read_metadata("runs/step-00000100").tensors["w"].shape
 
     Raises:
-        TypeError: folder is no path.
         CheckpointError: it is not complete, or its record is damaged.
     """
-    check("cannot read a checkpoint", "path", folder=folder)
     return read_record(Path(folder))

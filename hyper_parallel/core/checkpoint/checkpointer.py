@@ -104,12 +104,10 @@ class Checkpointer:
         on_stage: Callable[[str], None] | None = None,
     ) -> None:
         asked = "cannot make a Checkpointer"
-        check(asked, "path", root=root)
         check(asked, "int | None", keep_last=keep_last)
         check(asked, "bool", async_save=async_save)
         check_choice(asked, "on_error", on_error, ("warn", "raise"))
         check(asked, "group | None", process_group=process_group)
-        check(asked, "timedelta | None", timeout=timeout)
         check(asked, "callable | None", on_stage=on_stage)
         if keep_last is not None and keep_last < 1:
             blame = f"keep_last={keep_last}, and there must be one to go back to"
@@ -384,7 +382,7 @@ class Checkpointer:
             TypeError: no int.
             CheckpointError: there is none; it names those that there are.
         """
-        check("cannot find a checkpoint", "int", step=step)
+        check("cannot find a checkpoint", "int", step=step)  # the text "3" is none of them, and would look like one
         self._ended = self._join()  # still to be returned
         there = dict(self._complete())
         if step not in there:
@@ -419,7 +417,6 @@ class Checkpointer:
             TypeError: a `step` that is no int; else as `load_checkpoint`.
             ValueError: both `step` and `path`; else as `load_checkpoint`.
         """
-        check("cannot load a checkpoint", "int | None", step=step)
         if step is not None and path is not None:
             hint = "step, to go back to it, or path, to look at it"
             raise ValueError(explain("cannot load two checkpoints", "both are given", f"{step=}, {path=}", hint))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, TensorEntry
-from hyper_parallel.core.common.checks import check, check_modules
+from hyper_parallel.core.common.checks import check, list_modules
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import plain_name
 
@@ -30,13 +30,11 @@ def model_tensors(model_parts: nn.Module | Iterable[nn.Module], prefix: str = "m
         prefix: goes before each name.
 
     Raises:
-        TypeError: an argument of another kind, as for the functions below.
     """
     from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
 
-    check("cannot name the tensors of a model", "str", prefix=prefix)
     found = {}
-    for part in check_modules("cannot name the tensors of a model", "model_parts", model_parts):
+    for part in list_modules(model_parts):
         if not part.state_dict():  # a pipeline stage without a layer; torch refuses those
             continue
         for name, value in get_model_state_dict(part).items():
@@ -114,8 +112,6 @@ def optimizer_targets(
             make, by a step.
     """
     check(_ASKED, "str", prefix=prefix)
-    check(_ASKED, "optimizer", optimizer=optimizer)
-    check(_ASKED, CheckpointMetadata, metadata=metadata)
     saved: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in metadata.tensors.items():
         if name.startswith(prefix):
@@ -141,10 +137,6 @@ def load_optimizer_scalars(optimizer: Optimizer, groups: list[dict[str, Any]]) -
         ValueError: it has another number of groups.
     """
     asked = "cannot load an optimizer"
-    check(asked, "optimizer", optimizer=optimizer)
-    check(asked, "list", groups=groups)
-    for number, saved in enumerate(groups):
-        check(asked, "mapping", **{f"groups[{number}]": saved})
     if len(groups) != len(optimizer.param_groups):
         blame = f"it has {len(optimizer.param_groups)} groups of parameters, and {len(groups)} were saved"
         seen = f"saved: {groups!r}"[:300]
@@ -180,9 +172,8 @@ def _named(model_parts: nn.Module | Iterable[nn.Module], optimizer: Optimizer) -
 
     Not those of which this rank has nothing: it takes no steps of them, so that its number of steps is an old one.
     """
-    check(_ASKED, "optimizer", optimizer=optimizer)
     names: dict[int, str] = {}
-    for part in check_modules(_ASKED, "model_parts", model_parts):
+    for part in list_modules(model_parts):
         for name, param in part.named_parameters():
             names.setdefault(id(param), plain_name(name))
     for number, group in enumerate(optimizer.param_groups):

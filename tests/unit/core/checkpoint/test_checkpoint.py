@@ -440,29 +440,6 @@ def test_what_a_checkpointer_cannot_use_is_refused(tmp_path, background):
         assert names(tmp_path) == ["step-00000000"]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda folder: save_checkpoint(folder, [torch.ones(2)]),
-        lambda folder: save_checkpoint(folder, {}, per_rank=[torch.ones(2)]),
-        lambda folder: save_checkpoint(folder, {}, step="1"),
-        lambda folder: save_checkpoint(None, {}),
-        lambda folder: load_checkpoint(5, {}),
-        lambda folder: read_metadata(None),
-        lambda folder: Checkpointer(folder, async_save="no"),
-        lambda folder: model_tensors([torch.ones(2)]),
-        lambda folder: model_tensors("model"),
-        lambda folder: optimizer_tensors(nn.Linear(2, 2), nn.Linear(2, 2)),
-        lambda folder: optimizer_tensors(None, torch.optim.SGD([torch.ones(2)])),
-        lambda folder: load_optimizer_scalars(torch.optim.SGD([torch.ones(2)]), ["lr"]),
-    ],
-)
-def test_arguments_of_another_kind_are_named(tmp_path, call):
-    with pytest.raises(TypeError, match=r"cannot .*: .* is .*, not .*\n  .*: .*\n  try: "):
-        call(tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_rename_that_fails_leaves_the_one_that_was_there(tmp_path, monkeypatch):
     save_checkpoint(folder := tmp_path / "c", {"w": W})
     (attempt := folders.place(folder, "1f")).mkdir()
