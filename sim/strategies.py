@@ -15,7 +15,7 @@ except ImportError as missing:
         "sim.strategies needs hypothesis, which is not installed\n  try: pip install 'hyper_parallel[test]'"
     ) from missing
 
-from hyper_parallel.core.common.checks import check, check_choice, read_int
+from hyper_parallel.core.common.checks import check_choice, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
@@ -139,7 +139,6 @@ def layouts(
         TypeError: a mesh that is no `Layout`, sizes that are no ints.
         ValueError: a negative size, or a reduction that does not exist.
     """
-    check(_ASKED, Layout, "Layout((2, 4), ('dp', 'tp'))", mesh=mesh)
     for dim, size in enumerate(shape):
         read_int(_ASKED, f"shape[{dim}]", size, 0)
     kinds = REDUCTIONS if partial is True else tuple(partial or ())

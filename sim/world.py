@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import torch
 from typing_extensions import Unpack
 
-from hyper_parallel.core.common.checks import check, check_choice, check_least, read_int
+from hyper_parallel.core.common.checks import check_choice, check_least, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.tables import as_html
 from hyper_parallel.core.common.torch_compat import clear_sharding_caches
@@ -162,11 +162,9 @@ class WorldOptions:
 
     def __post_init__(self) -> None:
         asked, hint = "cannot make a world", "schedule=[0, 2, 1]: which rank, each time that several can run"
-        check(asked, "sequence | None", hint, schedule=self.schedule)
         for place, choice in enumerate(self.schedule or ()):
             read_int(asked, f"schedule[{place}]", choice, 0, hint)
         read_int(asked, "seed", self.seed, hint="seed=0", most=float("inf"))
-        check(asked, "int | None", intraop_threads=self.intraop_threads, keep_events=self.keep_events)
         check_least(asked, 1, intraop_threads=self.intraop_threads)
         check_least(asked, 0, keep_events=self.keep_events)
         _check_pin(asked, self.pin)

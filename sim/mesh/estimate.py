@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.tables import as_html
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import Config
@@ -276,7 +275,6 @@ def estimate_run(
         ValueError: as `train`, before it starts; a hardware that is not known.
         UnknownOperation: an operation that there is no price for.
     """
-    check("cannot estimate the run", Config, run=run)
     return estimate_job(Job.of_run(run, devices, routing=routing), hardware, calibration)
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from sim.mesh.pricing.hardware_file import FIGURES, Figure, read_hardware_file, write_hardware_file
 
@@ -117,10 +116,8 @@ class Hardware:
             limit: of the caller, as its argument `memory_limit`; None: what there is.
 
         Raises:
-            TypeError: a limit that is no number.
             ValueError: one that is not above 0.
         """
-        check(asked, "float | None", f"memory_limit={self.memory_bytes}", memory_limit=limit)
         if limit is None:
             return float(self.memory_bytes)
         if not limit > 0:

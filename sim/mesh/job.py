@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hyper_parallel.core.activations import ActivationPolicy
-from hyper_parallel.core.common.checks import check, read_int
+from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
@@ -73,8 +73,6 @@ class Job:
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"
-        check(asked, ParallelDims, "dims=ParallelDims(...)", dims=self.dims)
-        check(asked, Recipe, "recipe=Recipe(...)", recipe=self.recipe)
         if self.ring_kernel not in _RING_KERNELS:
             hint = f"ring_kernel = one of {_RING_KERNELS}"
             raise ValueError(explain(asked, "no such kernel", f"ring_kernel: {self.ring_kernel!r}", hint))

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
@@ -486,7 +485,6 @@ def read_declared(
     modules = list(named_modules(model))
     parameters = {name: parameter.dim() for name, parameter in named_parameters(model).items()}
     reading = None if plan is None else read_plan(asked, plan, mesh, modules, parameters)
-    check(asked, "mapping | None", '{"mlp.output": ("dp", "None")}', declared=declared)
     parts: dict[str, dict[str, Any]] = {"input": {}, "output": {}, "parameter": {}}
     for key, value in (declared or {}).items():
         last = str(key).rpartition(".")[2]

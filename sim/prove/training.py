@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.activations import ActivationPolicy
-from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.dtensor.layout import Layout
@@ -76,9 +76,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
     Raises:
         ValueError: a run that `train` refuses.
     """
-    check(_ASKED, Config, run=run)
-    check(_ASKED, "int", world_size=world_size)
-    check_least(_ASKED, 1, world_size=world_size)
+    read_int(_ASKED, "world_size", world_size, 1)
     dims = plan_run(run, world_size)
     degrees = {name: getattr(dims, name) for name in _DEGREES}
     if world_size > MOST_RANKS:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.core.common.checks import check, read_int
+from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
@@ -486,10 +486,6 @@ def _check_callables(
         )
         hint = "plan=ShardingPlan(...), or parallelize=a function of the model and the mesh"
         raise ValueError(explain(ASKED, blame, "one of them makes the model parallel", hint))
-    check(ASKED, (ShardingPlan, "None"), "parallelize=... for a function", plan=plan)
-    check(ASKED, "callable | None", parallelize=parallelize, loss_fn=loss_fn)
-    hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
-    check(ASKED, "callable | bool | None", hint, optimizer_fn=optimizer_fn)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(explain(ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
     read_int(ASKED, "seed", seed, hint="seed=0")

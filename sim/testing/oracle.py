@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 
@@ -49,14 +48,12 @@ def scatter_full(full: torch.Tensor, layout: Layout, rank: int | None = None, *,
         A contiguous tensor that shares no memory with `full`.
 
     Raises:
-        TypeError: full is no tensor, layout no layout, or of its dtype there are no copies that reduce to it: of bool,
-            and of complex numbers but for "sum" and "avg".
+        TypeError: of the dtype of full there are no copies that reduce to it: of bool, and of complex numbers but for
+            "sum" and "avg".
         ValueError: no assignment, a layout that does not fit, a rank that is not on the mesh, several kinds of
             reduction pending.
     """
     asked = "cannot scatter a tensor"
-    check(asked, "tensor", "torch.arange(8.0)", full=full)
-    check(asked, Layout, 'Layout((2, 4), ("dp", "tp"))("dp", "None")', layout=layout)
     where = layout.local_slice(full.shape, rank)
     kind = _kind(asked, layout)
     if kind is None:
@@ -89,12 +86,10 @@ def gather_full(
         AssertionError: a part of another shape or dtype than it should have; ranks that should hold the same, down to
             the last bit (but that 0.0 and -0.0 are one), and do not. It names the ranks and the first element, in the
             order of the full tensor, on which they differ.
-        TypeError: layout is no layout.
         ValueError: no assignment, a layout that does not fit, several kinds of reduction pending, a rank without a
             part.
     """
     asked = "cannot gather a tensor"
-    check(asked, Layout, 'Layout((2, 4), ("dp", "tp"))("dp", "None")', layout=layout)
     kind, where = _kind(asked, layout), layout.slices(shape).tolist()
     held = [_part(parts, rank, layout) for rank in layout.rank_list]
     rows: list[torch.Tensor] = []

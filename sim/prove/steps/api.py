@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyper_parallel.core.common.checks import check, read_int
+from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.observers.races import look
@@ -135,9 +135,6 @@ def verify_step(
             raise TypeError(
                 explain(_ASKED, blame, f"{name}: {value!r:.80}", "verify_step(step, lambda: Model(), x, ...")
             )
-    check(_ASKED, "callable | None", parallelize=parallelize, rank_step=rank_step, shard_batch=shard_batch)
-    check(_ASKED, "callable | bool | None", "lambda params: SGD(params, lr=0.1)", optimizer_fn=optimizer_fn)
-    check(_ASKED, "mapping | None", '{"blocks.*.qkv.weight": ["blocks.*.q.weight", ...]}', names=names)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(explain(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
     read_int(_ASKED, "seed", seed, hint="seed=0")

@@ -136,28 +136,10 @@ def test_what_cannot_be_is_refused_before_anything_runs(make, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Freeze(True), "cannot make a fault Freeze: rank is a bool, not an int\n  rank: True\n  try: rank=1"),
-        (
-            lambda: Slow(0, "2"),
-            "cannot make a fault Slow: factor is a str, not a number\n  factor: '2'\n  try: factor=1.0",
-        ),
-        (
-            lambda: sim.at_time("1"),
-            "cannot name a moment of virtual time: seconds is a str, not a number\n  seconds: '1'\n  try: seconds=1.0",
-        ),
-        (
-            lambda: sim.world(2, faults=["kill"]),
-            "cannot inject a fault: fault is a str, not a Fault\n  fault: 'kill'\n  try: sim.faults.Kill(1, at=3)",
-        ),
-    ],
-)
-def test_arguments_of_another_kind_are_refused(make, message):
+def test_a_rank_of_another_kind_is_refused():
     with pytest.raises(TypeError) as caught:
-        make()
-    assert str(caught.value) == message
+        Freeze(True)
+    assert str(caught.value) == "cannot make a fault Freeze: rank is a bool, not an int\n  rank: True\n  try: rank=1"
 
 
 def test_the_verbs_of_a_world_add_the_values():
