@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sim
+from hyper_parallel.core.expert_parallel import GroupedExperts
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
@@ -247,6 +248,26 @@ def test_bf16_trains_alike_on_one_rank_and_on_many(alone: TrainResult) -> None:
     assert many.losses == pytest.approx(alone.losses, rel=2e-2)
     assert many.losses != pytest.approx(alone.losses, rel=1e-6), "bf16 must have been used"
     assert not torch.distributed.is_initialized(), "the group that train made must be gone"
+
+
+@pytest.mark.sim
+@pytest.mark.tier("test")
+def test_weights_of_the_router_stay_float32_where_experts_are_a_unit_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    forward = GroupedExperts._run
+
+    def watched(
+        self: GroupedExperts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *sent: Any
+    ) -> torch.Tensor:
+        seen.append((x.dtype, weights.dtype))
+        return forward(self, x, chosen, weights, *sent)
+
+    monkeypatch.setattr(GroupedExperts, "_run", watched)
+    config = TINY.with_changes("parallel", {"param_dtype": "bf16", "ep": 2})
+    sim.run(train, 2, args=(config.with_changes("train", {"model": "moe", "steps": 1}),))
+    assert set(seen) == {(torch.bfloat16, torch.float32)}
 
 
 @pytest.mark.sim

@@ -37,6 +37,7 @@ ZERO_BUBBLE = "zero-bubble" if SCHEDULES["zero-bubble"].is_available else "loope
 DENSE_2 = [
     {"tp": 2},
     {"cp": 2, "ulysses_degree": 1},
+    {"cp": 2, "ulysses_degree": 1, "checkpointing": "selective"},  # keeps results of kernels, which the ring adds up
     {"cp": 2, "ulysses_degree": 2, "checkpointing": "full"},
     {"pp": 2},
     {"pp": 2, "schedule": ZERO_BUBBLE},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 import sim
+from hyper_parallel.core.checkpoint.writer import Writer
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer import loop
 from hyper_parallel.trainer.config import (
     CheckpointConfig,
     Config,
@@ -25,7 +28,7 @@ from hyper_parallel.trainer.config import (
 )
 from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.loop import train
-from hyper_parallel.trainer.parallelize import ShareOfLoss
+from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss
 from hyper_parallel.trainer.report import read_log
 
 TINY = Config(
@@ -142,6 +145,47 @@ def test_dump_writes_what_each_rank_knows(tmp_path: Path, break_steps: Any) -> N
     assert [report["step"] for report in reports] == [2, 2]
     assert all(any(row["grad_nonfinite"] for row in report["parameters"]) for report in reports)
     assert not any(row["value_nonfinite"] for report in reports for row in report["parameters"])
+
+
+def test_a_dump_blames_what_is_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping by a norm that is NaN would make all gradients NaN before they are written down."""
+    original = loop.forward_backward
+
+    def poisoned(model: Parallelized, *rest: Any) -> torch.Tensor:
+        loss = original(model, *rest)
+        grad: Any = dict(model.named_parameters())["layers.1.mlp.w2.weight"].grad
+        grad.view(-1)[3] = math.nan
+        return loss
+
+    monkeypatch.setattr(loop, "forward_backward", poisoned)
+    with pytest.raises(NonFiniteError, match="the gradient norm is nan"):
+        train(with_policy("dump", tmp_path))
+    dumped = json.loads((tmp_path / "nonfinite" / "step-00000001" / "rank-0.json").read_text())
+    blamed = {row["name"]: row["grad_nonfinite"] for row in dumped["parameters"] if row["grad_nonfinite"]}
+    assert blamed == {"layers.1.mlp.w2.weight": 1}
+
+
+def test_a_save_under_way_is_finished_before_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_steps: Any
+) -> None:
+    over = threading.Event()
+    write, error = Writer.write_data, loop.nonfinite_error
+
+    def slow(self: Writer, *args: Any) -> Any:
+        if self._step == 2:
+            over.wait()
+        return write(self, *args)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        over.set()
+        return error(*args, **kwargs)
+
+    monkeypatch.setattr(Writer, "write_data", slow)
+    monkeypatch.setattr(loop, "nonfinite_error", told)
+    break_steps({3})
+    with pytest.raises(ArithmeticError, match="the loss is inf"):
+        train(replace(TINY, checkpoint=CheckpointConfig(folder=str(tmp_path), every=1, background=True)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 def test_a_rate_that_is_far_too_high_ends_the_run(tmp_path: Path) -> None:

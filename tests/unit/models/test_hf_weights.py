@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama
 from hyper_parallel.models.hf_folder import check_normalizers, load_by_transformers, read_settings
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
-from hyper_parallel.trainer.config import Config, TrainConfig
+from hyper_parallel.trainer.config import Config, DataConfig, TrainConfig
 from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.saving import model_of_folder, with_shape_of
 
 SIZES = {
@@ -349,6 +350,18 @@ def test_a_folder_of_something_else_is_called_what_it_is(
         Path(file).touch()
     with pytest.raises(ValueError, match=rf"cannot import some/model: {blame}\n(?s:.*)try: .*{hint}"):
         import_huggingface("some/model")
+
+
+@pytest.mark.tier("test")
+def test_weights_are_not_taken_from_a_model_that_computes_something_else(tmp_path: Path) -> None:
+    model = replace(DENSE, vocab_size=256, num_key_value_heads=4)
+    export_huggingface(build(model).state_dict(), model, tmp_path)
+    settings = TrainConfig(steps=1, batch_size=4, seq_len=8, eval_sequences=4, device="cpu", start_from=str(tmp_path))
+    run = Config(model=model, data=DataConfig(max_bytes=200_000), train=settings)
+    train(run)
+    for change in [{"rope_theta": 5e5}, {"norm_eps": 1e-3}, {"num_attention_heads": 2, "num_key_value_heads": 2}]:
+        with pytest.raises(ValueError, match=f"another {next(iter(change))} than the run's"):
+            train(replace(run, model=replace(model, **change)))
 
 
 # -- folders of strangers ----------------------------------------------------------------------------------------------

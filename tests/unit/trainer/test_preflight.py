@@ -152,6 +152,12 @@ REFUSED = [
         id="layers for other stages",
     ),
     pytest.param(
+        run(pp=4, schedule="gpipe", layers_per_stage="2,0,0,2"),
+        4,
+        ["rank 1 of the pipeline would have nothing"],
+        id="a rank with nothing to do",
+    ),
+    pytest.param(
         run(train=ACCUMULATE, pp=2, tp=2, engine="hsdp", param_dtype="bf16"),
         4,
         ["cannot train with engine 'hsdp' and tp=2, pp=2, param_dtype='bf16'", "try: engine 'fully_shard'"],
@@ -210,6 +216,7 @@ def test_what_does_not_fit_is_refused_before_any_rank_starts(
         (run("moe", ep=2, tp=2, etp=1), 8, {"dp_shard": 2, "ep": 2, "tp": 2}),
         (run(train=ACCUMULATE, pp=2, schedule="interleaved"), 4, {"dp_shard": 2, "pp": 2}),
         (run(train=ACCUMULATE, pp=2, schedule="looped-bfs", layers_per_stage="1,1,1,1"), 2, {"pp": 2}),
+        (run(pp=4, schedule="gpipe", layers_per_stage="0,2,2,0"), 4, {"pp": 4}),
         (run(engine="hsdp", cp=2, dp_replicate=2), 8, {"dp_replicate": 2, "dp_shard": 2, "cp": 2}),
         (run(train={"seq_len": 18}, cp=2), 2, {"cp": 2}),  # heads are split, so that parts need no partner
     ],

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler as rates
 
 import sim
 from hyper_parallel.core.checkpoint import folders
-from hyper_parallel.core.checkpoint.api import read_metadata, save_checkpoint
+from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata, save_checkpoint
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer import loop
 from hyper_parallel.trainer import saving as saver
@@ -33,7 +33,7 @@ from hyper_parallel.trainer.data import IGNORED, RecordLoader, samples, state_fr
 from hyper_parallel.trainer.guards import StopRequest
 from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import TrainResult, read_log
-from hyper_parallel.trainer.saving import run_to_go_on_from
+from hyper_parallel.trainer.saving import export_checkpoint, run_to_go_on_from
 
 TINY = Config(
     model=LlamaConfig(
@@ -284,6 +284,20 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, extra: Any) -
     save_checkpoint(tmp_path / "step-00000001", {}, extra)
     with pytest.raises(ValueError, match=r"not saved by hyper-parallel train\n  extra: .*\n  try: another folder"):
         train(saving(tmp_path))
+
+
+def test_a_checkpoint_that_lacks_weights_is_not_exported(tmp_path: Path) -> None:
+    train(saving(tmp_path / "run", every=0).with_changes("train", {"steps": 1}))
+    found = tmp_path / "run" / "step-00000001"
+    saved = read_metadata(found)
+    some = {name: torch.empty(entry.shape) for name, entry in saved.tensors.items() if name.startswith("model.layers")}
+    load_checkpoint(found, some, strict=False)
+    save_checkpoint(tmp_path / "part", some, saved.extra)
+    with pytest.raises(ValueError, match=r"model\.embed\.weight"):
+        export_checkpoint(tmp_path / "part", tmp_path / "hf")
+    assert not (tmp_path / "hf" / "config.json").exists()
+    export_checkpoint(tmp_path / "run", tmp_path / "hf")
+    assert (tmp_path / "hf" / "config.json").exists()
 
 
 def test_a_longer_sequence_is_no_other_model(tmp_path: Path) -> None:

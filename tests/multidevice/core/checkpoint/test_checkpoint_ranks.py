@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import warnings
@@ -294,6 +295,28 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(ctx, tmp
     with pytest.raises(ValueError, match="'x' is not the same tensor on all ranks"):
         save_checkpoint(tmp_path / "mistaken", {"x": torch.zeros(ctx.rank + 1)})
     assert not (tmp_path / "mistaken").exists()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("async_save", [False, True])
+def test_no_rank_is_left_waiting_if_the_first_cannot_look_into_the_folder(tmp_path, async_save):
+    def body():
+        checkpointer = Checkpointer(tmp_path / "run", async_save=async_save)
+        if dist.get_rank() == 0:
+            checkpointer._clean = lambda: os.listdir(tmp_path / "gone")
+        ended = [checkpointer.save(1, {"w": torch.ones(3)}), checkpointer.wait()]
+        checkpointer.__dict__.pop("_clean", None)
+        ended += [checkpointer.save(2, {"w": torch.ones(3)}), checkpointer.wait()]
+        checkpointer.close()
+        return [(saved.step, saved.error) for saved in ended if saved is not None]
+
+    with pytest.warns(UserWarning, match="step 1 has not been saved"):
+        found = sim.run(body, 2)
+    assert found[0] == found[1]
+    (first, error), second = found[0]
+    assert first == 1
+    assert "No such file or directory" in error
+    assert second == (2, None)
 
 
 @sim.ranks(3)

@@ -1,9 +1,10 @@
-"""Communication of a pipeline's step, and memory after it: counted on simulated ranks."""
+"""Communication of a pipeline's step, and memory in it and after it: counted on simulated ranks."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -213,6 +214,47 @@ def test_nothing_is_whole_or_kept_after_a_step():
             seen.clear()
 
     sim.run(body, world_size=4)
+
+
+class Held:
+    """An object that a graph holds."""
+
+
+class Holding(torch.autograd.Function):
+    """The identity, which keeps an object in its graph that backward does not free, and counts those that are alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: list[Any]) -> torch.Tensor:
+        ctx.held = Held()
+        held.append(weakref.ref(ctx.held))
+        held[0] = max(held[0], sum(each() is not None for each in held[1:]))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class HoldingLinear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.held: list[Any] = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Holding.apply(super().forward(x), self.held)
+
+
+def most_graphs(schedule: str) -> int:
+    """Run a step of six micro-batches on two stages; return how many of their graphs this rank had at a time."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    layer, rows = HoldingLinear(), torch.ones(6, 4)
+    Pipeline([layer], mesh, schedule, 6, squares).step(rows, rows)
+    return layer.held[0]
+
+
+def test_the_last_stage_keeps_no_graph_of_a_micro_batch_that_is_through():
+    assert sim.run(most_graphs, 2, args=("1f1b",)) == [2, 1]
+    assert sim.run(most_graphs, 2, args=("gpipe",)) == [6, 6], "all forwards come before the first backward"
 
 
 def test_gradients_of_several_steps_add_up_and_wait_if_asked():

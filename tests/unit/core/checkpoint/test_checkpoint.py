@@ -211,8 +211,8 @@ def test_every_bit_of_the_record_counts(tmp_path):
     save_checkpoint(tmp_path / "c", {"w": W}, {"lr": 0.1})
     path = tmp_path / "c" / "checkpoint.json"
     right = path.read_bytes()
-    for at in range(len(right)):
-        path.write_bytes(right[:at] + bytes([right[at] ^ 2]) + right[at + 1 :])
+    for at, bit in itertools.product(range(len(right)), (2, 32)):
+        path.write_bytes(right[:at] + bytes([right[at] ^ bit]) + right[at + 1 :])
         with pytest.raises(CheckpointError, match=r"checkpoint\.json is (damaged|of format)"):
             read_metadata(tmp_path / "c")
     for length in (0, 1, len(right) // 2, len(right) - 1):
@@ -221,9 +221,11 @@ def test_every_bit_of_the_record_counts(tmp_path):
             read_metadata(tmp_path / "c")
 
 
+@pytest.mark.tier("test")
 def test_every_bit_of_the_data_counts_whoever_looks_at_it(tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "BLOCK", 64)
-    save_checkpoint(tmp_path / "c", {"w": W, "long": torch.arange(48.0)})
+    save_checkpoint(tmp_path / "c", {"w": W, "long": torch.arange(48.0)}, per_rank={"rng": torch.arange(8)})
+    tensors, own = {"w": torch.zeros(2, 3), "long": torch.zeros(48)}, {"rng": torch.zeros(8, dtype=torch.int64)}
     metadata = read_metadata(tmp_path / "c")
     path = tmp_path / "c" / metadata.files[0].name
     right = path.read_bytes()
@@ -236,6 +238,11 @@ def test_every_bit_of_the_data_counts_whoever_looks_at_it(tmp_path, monkeypatch)
         found = [check_files(tmp_path / "c", metadata, metadata.by_key, rank, 3) for rank in range(3)]
         reported = sum(error is not None for error in found)  # of the header, also by the rank that compares it
         assert reported == 1 or (reported == 2 and at < header), f"byte {at}: {found}"
+        with pytest.raises(CheckpointError):
+            load_checkpoint(tmp_path / "c", tensors, per_rank=own)
+    path.write_bytes(right)
+    load_checkpoint(tmp_path / "c", tensors, per_rank=own)
+    assert torch.equal(tensors["w"], W)
     path.write_bytes(right[:-1] + b"?")  # in "w", which comes last; "long" can be loaded alone
     load_checkpoint(tmp_path / "c", {"long": (long := torch.zeros(48))}, strict=False)
     assert torch.equal(long, torch.arange(48.0))
@@ -296,10 +303,25 @@ def first_box(content, name="w"):
         (lambda c: c["files"].append(c["files"][0]), "two files of the same name"),
         (lambda c: c.update(step={}), "at step {}"),
         (lambda c: c.update(attempt="other"), "belongs to another checkpoint"),
+        (lambda c: c["tensors"]["w"].update(boxes=[]), "'w' are not all of (2, 3), each element once"),
+        (lambda c: first_box(c).__setitem__(3, [1, 3]), "'w' are not all of (2, 3), each element once"),
+        (lambda c: first_box(c).__setitem__(2, [1, 0]), "'w' is (2, 3), with a box Box("),  # that ends beyond it
+        (lambda c: first_box(c).__setitem__(3, [6]), "checkpoint.json is damaged"),
+        (lambda c: first_box(c).__setitem__(1, 10**9), "'w' ends at byte 1000000024 of file 0"),
+        (lambda c: first_box(c).__setitem__(1, -8), "'w' has a box Box(file=0, at=-8"),
+        (lambda c: first_box(c).__setitem__(0, -1), "'w' has a box Box(file=-1"),
+        (lambda c: first_box(c).__setitem__(0, 9), "of file 9"),
+        (lambda c: c["files"][0].update(name=".."), "a file called '..'"),
+        (lambda c: c["files"][0].update(crc32=[]), "0 checksums for the"),
+        (lambda c: c.update(block=0), "block is 0"),
+        (lambda c: c.update(world_size="two"), "world_size is 'two'"),
     ],
 )
 def test_a_record_is_not_believed(tmp_path, change, reported):
     save_checkpoint(tmp_path / "c", {"w": W, "m": W + 1, "n": torch.ones(8)})
+    rewrite(tmp_path / "c", lambda content: None)
+    load_checkpoint(tmp_path / "c", {"w": (w := torch.zeros(2, 3))}, strict=False)
+    assert torch.equal(w, W), "a record that was only written again is as good"
     rewrite(tmp_path / "c", change)
     tensors = {"w": torch.zeros(2, 3), "m": torch.zeros(2, 3), "n": torch.zeros(8)}
     with pytest.raises(CheckpointError) as caught:
@@ -852,6 +874,19 @@ def test_what_went_wrong_in_the_background_is_told_by_the_next_call(tmp_path):
     assert ended is not None
     assert ended.error is not None
     assert ended.error.endswith("\n  try: a name that is free")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_that_nobody_thought_of_is_told(tmp_path, background):
+    def surprise(stage):
+        if stage == "done":
+            raise KeyError("surprise")
+
+    checkpoints = Checkpointer(tmp_path, async_save=background, on_stage=surprise)
+    if background:
+        checkpoints.save(1, {"w": W})
+    with pytest.raises(KeyError, match="surprise"):
+        checkpoints.wait() if background else checkpoints.save(1, {"w": W})
 
 
 # -- full disks ------------------------------------------------------------------------------------------------------
