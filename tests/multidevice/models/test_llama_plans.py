@@ -38,7 +38,8 @@ class Case:
 
     Attributes:
         mesh: the axes.
-        further: None: the plan is for the whole mesh, otherwise what splits parameters over dp after it.
+        further: None: the plan is for the whole mesh, otherwise what splits parameters over dp after it; or "compiled":
+            the layers are, one by one.
         seq: tokens per row that the model is given.
         config: of the model.
         options: of `llama_plan`.
@@ -94,6 +95,8 @@ def sharded(case: Case, mesh: Any) -> Llama:
             fully_shard(module, mesh=mesh[names])
         elif case.further == "hsdp":
             hsdp(module, threshold=0, optimizer_level="level3")
+        elif case.further == "compiled" and module is not model:
+            module.compile(backend="eager")
     return model
 
 
@@ -149,6 +152,7 @@ CASES = [
     Case({"dp": 2, "tp": 4}, seq=7),
     Case({"replicas": 2, "shards": 2, "tp": 2}, config=TIED),
     Case({"dp": 2, "tp": 2}, "hsdp"),
+    pytest.param(Case({"dp": 2, "tp": 2}, "compiled"), marks=pytest.mark.tier("full")),
     Case({"dp": 2, "tp": 2}, "fully_shard", options={"sequence_parallel": False}),
     Case({"dp": 2, "tp": 4}, "fully_shard", seq=7, config=TIED),
     Case({"dp": 2, "tp": 2}, "fully_shard", options={"vocab_parallel": False, "logits": "local"}),
@@ -199,18 +203,27 @@ def test_float32_differs_by_rounding() -> None:
     check_alike(sim.run(together, world_size=4, args=("cpu", case))[0], alone(case), bound=1e-5)
 
 
-def test_tokens_may_be_a_dtensor() -> None:
-    def body() -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = sharded(Case({"dp": 2, "tp": 2}), mesh)
-        layout = Layout.from_device_mesh(mesh)
-        text = distribute_tensor(TEXT, layout("dp", "None"))
-        loss = llama_loss(model(text[:, :8]), text[:, 1:])
-        assert isinstance(loss, DTensor)
-        return full_tensor(loss)
+@pytest.mark.tier("test")
+@pytest.mark.parametrize(("dp", "rows"), [(2, 4), (4, 3)])  # of three rows the last of four ranks has none
+def test_tokens_may_be_a_dtensor(dp: int, rows: int) -> None:
+    reference, whole = Llama.build(CONFIG).double(), TEXT[:rows]
+    wanted = F.cross_entropy(reference(whole[:, :8]).flatten(0, 1), whole[:, 1:].flatten())
+    wanted.backward()
 
-    wanted = alone(Case({})).losses[0]
-    assert [loss.item() for loss in sim.run(body, world_size=4)] == pytest.approx([wanted] * 4, rel=1e-12)
+    def body() -> float:
+        mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
+        model = sharded(Case({"dp": dp, "tp": 2}), mesh)
+        text = distribute_tensor(whole, Layout.from_device_mesh(mesh)("dp", "None"))
+        for _ in range(2):
+            model.zero_grad()
+            loss = llama_loss(model(text[:, :8]), text[:, 1:])
+            assert isinstance(loss, DTensor)
+            loss.backward()
+        for (name, param), full in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(param.grad), full.grad, rtol=1e-11, atol=1e-12, msg=name)
+        return full_tensor(loss).item()
+
+    assert sim.run(body, world_size=2 * dp) == pytest.approx([wanted.item()] * 2 * dp, rel=1e-12)
 
 
 @pytest.mark.parametrize(("sequence_parallel", "reshard_inputs"), [(True, False), (True, True), (False, False)])

@@ -1,8 +1,11 @@
-"""Modules with a local_plan inside of others that have one: plain tensors between them, and no DTensor is made."""
+"""Modules with a local_plan inside of others: plain tensors between them, gradients of any order, and copies."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from hyper_parallel import Layout, ShardingPlan, distribute_tensor, full_tensor,
 from hyper_parallel.core.shard.entry_exit import mark_of
 
 WIDTH, HIDDEN, TOKENS = 8, 16, 13
+ROWS, SHARE = ("dp", "None"), (Shard(0), Partial())
 
 
 class FeedForward(nn.Module):
@@ -67,12 +71,11 @@ def batch(rows: int = 4, length: int = 6) -> torch.Tensor:
 def plan(sequence: bool, *, root: bool = False, dp: str = "dp") -> ShardingPlan:
     """The residual stream split over the sequence or whole; DTensors between blocks, or none at all (root)."""
     between, full = (dp, "tp" if sequence else "None", "None"), (dp, "None", "None")
-    share = (Shard(0), Partial())
     local = {
-        "embed": share,
+        "embed": SHARE,
         "blocks.*": between,
         "**.norm": between,
-        "blocks.*.mlp": share,
+        "blocks.*.mlp": SHARE,
         "head": (dp, "None", "tp"),
         **({"": full} if root else {}),
     }
@@ -103,7 +106,7 @@ def in_float32() -> dict[str, torch.Tensor]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def compare(model: nn.Module, reference: nn.Module) -> None:
+def compare(model: nn.Module, reference: nn.Module, in_float32: Any = in_float32) -> None:
     wanted = [full.grad for full in reference.parameters()]
     close = tolerances(wanted, in_float32, rtol=1e-11, atol=1e-12)
     for (name, param), full in zip(model.named_parameters(), wanted, strict=True):
@@ -246,6 +249,23 @@ def test_embeddings_that_cannot_be_split(tokens, ranks, change, message):
     sim.run(body, world_size=ranks)
 
 
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
+@pytest.mark.parametrize(("weight", "produced"), [("width", ("dp", "tp")), ("whole", ROWS), ("vocabulary", SHARE)])
+def test_embeddings_that_need_all_tokens_or_rows(option, weight, produced):
+    layouts = {"width": ("None", "tp"), "whole": ("None",), "vocabulary": ("tp", "None")}
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Embedding(10, 8, **option))
+        shard_module(model, mesh, ShardingPlan(plan={"0.weight": layouts[weight]}, local_plan={"0": produced}))
+        tokens = distribute_tensor(torch.tensor([1, 2, 2, 9]), mesh, ("dp",))
+        with pytest.raises(ValueError, match=f"(?s)cannot look up tokens.*{next(iter(option))}.*try: "):
+            model(tokens)
+        assert isinstance(model[0].weight, DTensor)
+
+    sim.run(body, world_size=4)
+
+
 class Loose(nn.Module):
     """What goes into `inner` comes out of no module."""
 
@@ -287,3 +307,168 @@ def test_marks_say_what_a_part_is_of():
         return str(mark.layout), tuple(mark.shape)
 
     assert sim.run(body, world_size=2)[0] == ("(dp, tp, -) on dp=1, tp=2", (4, 6, WIDTH))
+
+
+# -- two modules in a row ----------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = FeedForward(), FeedForward()
+
+    def forward(self, x):
+        x = x + self.first(x)
+        return x + self.second(x)
+
+
+class Recomputed(Pair):
+    """The second module is computed again in backward."""
+
+    reentrant = False
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
+
+
+def pair(kind: type[Pair] = Pair, dtype: torch.dtype = torch.float64) -> Pair:
+    torch.manual_seed(0)
+    return kind().to(dtype)
+
+
+def activations(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def trained_pair(kind: type[Pair] = Pair) -> Pair:
+    model = pair(kind)
+    model(activations()).square().mean().backward()
+    return model
+
+
+PAIR_WEIGHTS = {"**.up.weight": ("tp", "None"), "**.down.weight": ("None", "tp"), "**.scale": ("None",)}
+PARTS = ("first", "second")
+
+
+def pair_plan(*, local: bool) -> ShardingPlan:
+    return ShardingPlan(
+        plan=PAIR_WEIGHTS,
+        input_plan={f"{part}.input": ROWS for part in PARTS},
+        output_plan={f"{part}.output": ROWS for part in PARTS},
+        local_plan=dict.fromkeys(PARTS, SHARE) if local else None,
+    )
+
+
+def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The square of the gradient, which is differentiated again."""
+    found = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), create_graph=True)
+    total = found[0].square().sum()
+    for each in found[1:]:
+        total = total + each.square().sum()
+    return total
+
+
+def penalty_in_float32() -> dict[str, torch.Tensor]:
+    model = pair(dtype=torch.float32)
+    penalty(model, activations(torch.float32)).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.tier("test")
+@sim.ranks(4)
+def test_gradients_of_gradients(ctx):
+    reference, x = pair(dtype=ctx.float_dtype), activations(ctx.float_dtype)
+    penalty(reference, x).backward()
+    reference, x = reference.to(ctx.device), x.to(ctx.device)
+    mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    for local in (False, True):
+        model = shard_module(pair(dtype=ctx.float_dtype).to(ctx.device), mesh, pair_plan(local=local))
+        penalty(model, distribute_tensor(x, mesh, ROWS)).backward()
+        compare(model, reference, penalty_in_float32)
+
+
+@pytest.mark.tier("test")
+def test_copies_of_a_model_that_has_gradients():
+    reference = trained_pair()
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = shard_module(pair(), mesh, pair_plan(local=True))
+        x = distribute_tensor(activations(), mesh, ROWS)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            model = copy.deepcopy(model)  # of memory that is known by weak references, which must not be freed twice
+            model.zero_grad()
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        torch.testing.assert_close(full_tensor(averaged(x)), reference(activations()))
+        assert pickle.dumps(model)
+        model(x).square().mean().backward()
+        compare(model, reference)
+
+    sim.run(body, world_size=4)
+
+
+def _cast(model):
+    return model.float().bfloat16().float().double()
+
+
+def _loaded(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def _unfrozen(model):
+    return model.requires_grad_(False).requires_grad_(True)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize(
+    "change", [copy.deepcopy, _cast, _loaded, _unfrozen], ids=["copied", "cast", "loaded", "unfrozen"]
+)
+def test_gradients_of_parameters_that_are_new_ones_lie_as_they_do(change, local):
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = change(shard_module(pair(), mesh, pair_plan(local=local)))
+        x = distribute_tensor(activations(), mesh, ROWS)
+        reference = pair()
+        reference.load_state_dict({name: full_tensor(value) for name, value in model.state_dict().items()})
+        reference(activations()).square().mean().backward()
+        seen = []
+        model.first.scale.register_hook(lambda grad: seen.append(grad.placements))
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        compare(model, reference)
+        assert len(seen) == 2  # a hook of the user's own is called once per backward pass
+        assert len(model.first.up.weight._backward_hooks) == 1
+
+    sim.run(body, world_size=4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_between_modules_inside_of_another(reentrant):
+    """A reentrant one computes again with tensors that carry no marks: shares of a sum must not pass as the whole."""
+    reference = trained_pair(Recomputed)
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = ShardingPlan(
+            plan=PAIR_WEIGHTS,
+            input_plan={"input": ROWS, "first.input": ROWS, "second.input": ROWS},
+            output_plan={"second.output": ROWS},
+            local_plan={"": ROWS, "first": SHARE, "second": SHARE},
+            wrap_inputs=True,
+        )
+        model = shard_module(pair(Recomputed), mesh, plan)
+        model.reentrant = reentrant
+        loss = model(distribute_tensor(activations(), mesh, ROWS)).square().mean()
+        if not reentrant:
+            loss.backward()
+            compare(model, reference)
+            return
+        with pytest.raises(
+            ValueError, match=r"inputs of module 'second': nothing says .*\n.*\n  try: .*use_reentrant="
+        ):
+            loss.backward()
+
+    sim.run(body, world_size=4)

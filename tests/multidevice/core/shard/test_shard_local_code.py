@@ -1,5 +1,7 @@
 """Modules whose own code computes on local tensors: results, gradients per axis, and what happens when it raises."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -208,6 +210,59 @@ def test_what_is_raised_inside_leaves_the_parameters_as_they_were(ctx):
         assert not {"weight", "scale"} & set(vars(net))
         net.fail = False
         same(net(x), expected)
+
+
+@pytest.mark.parametrize("further", [False, True])
+@sim.ranks(4, backends=("sim",))
+def test_a_trained_parameter_without_a_layout_where_ranks_do_shares(ctx, further):
+    mesh = grid(ctx)
+    planned = mesh["tp"] if further else mesh
+    share = (Partial(),) if further else (Shard(0), Partial())
+    given = ShardingPlan(
+        plan={"weight": ("None", "tp")},
+        input_plan={"input": ("None" if further else "dp", "tp")},
+        output_plan={"output": ("None",)},
+        local_plan={"": share},
+    )
+    net = shard_module(Weighted().double(), planned, given)
+    if further:
+        fully_shard(net, mesh=mesh["dp"])
+    x = distribute_tensor(numbers(4, 5, seed=2), planned, ("None",))
+    with pytest.raises(ValueError, match=r"(?s)'scale' has no layout, and over .*'tp' its gradients.*try: a layout"):
+        net(x)
+    assert type(net.weight) is not torch.Tensor  # no part stands in front of a parameter
+    with torch.no_grad():
+        net(x)
+    net.scale.requires_grad_(False)
+    net(x)
+
+
+@sim.ranks(4, backends=("sim",))
+def test_a_trained_parameter_without_a_layout_where_ranks_repeat_the_work(ctx):
+    mesh, value = grid(ctx)["tp"], numbers(4, 5, seed=2)
+    alone, net = Weighted(), shard_module(Weighted(), mesh, ShardingPlan(local_plan={"": ("None",)}))
+    alone(value).square().mean().backward()
+    net(distribute_tensor(value, mesh, ("None",))).square().mean().backward()
+    for name, param in alone.named_parameters():
+        same(net.get_parameter(name).grad, param.grad, name)
+
+
+@dataclass
+class Result:
+    value: torch.Tensor
+
+
+class InADataclass(Weighted):
+    def forward(self, x):
+        return Result(super().forward(x))
+
+
+@sim.ranks(4, backends=("sim",))
+def test_a_result_that_is_no_tensor_is_not_handed_on_as_a_part(ctx):
+    given = ShardingPlan(plan={"weight": ("None", "tp"), "scale": ("None",)}, local_plan={"": (Shard(0), Partial())})
+    net = shard_module(InADataclass(), grid(ctx), given)
+    with pytest.raises(ValueError, match=r"it is a Result, not a tensor\n.*\n  try: a tensor, or a list"):
+        net(placed(numbers(4, 5), grid(ctx), "dp", "tp"))
 
 
 @sim.ranks(4, backends=("sim",))
@@ -584,3 +639,18 @@ def test_shapes_are_agreed_on_once():
             world.run(body, args=(sizes,))
             gathers.append(sum("gather" in event.op for event in world.trace.events if event.rank == 0))
     assert gathers == [1, 1, 2]
+
+
+class LastOnly(nn.Linear):
+    def forward(self, x, last=False, kind=None):
+        y = super().forward(x)
+        return y[:, -1:] if last or kind == "last" else y
+
+
+@sim.ranks(4, backends=("sim",))
+def test_results_whose_shape_depends_on_a_flag(ctx):
+    given = ShardingPlan(plan={"*": ("None",)}, local_plan={"": ("dp", "None")})
+    net = shard_module(LastOnly(8, 8).double(), grid(ctx), given)
+    x = placed(numbers(6, 8), grid(ctx), "dp")
+    calls = [{}, {"last": True}, {"kind": "last"}, {"kind": "all"}, {"last": False}]
+    assert [tuple(net(x, **call).shape) for call in calls] == [(6, 8), (6, 1), (6, 1), (6, 8), (6, 8)]

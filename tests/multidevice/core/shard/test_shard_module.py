@@ -259,6 +259,7 @@ def test_fully_shard_after_it(ctx):
         fully_shard(unit, mesh=mesh["dp"])
     part = batch(ctx.float_dtype).chunk(2)[mesh["dp"].get_local_rank()]
     same_training(net, placed(part, mesh["tp"], ("None",)), factor=1 / 2)
+    assert not any(param._backward_hooks for param in net.parameters()), "units see to gradients themselves"
 
 
 @sim.ranks(8, backends=("sim",))
@@ -388,6 +389,18 @@ def test_nothing_is_sent_for_equal_or_meta_parameters():
     with sim.world(4) as world:
         world.run(body)
         assert world.trace.bytes() == 0
+
+
+@sim.ranks(4, backends=("sim",))
+def test_a_parameter_that_is_a_single_number(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Module()
+    net.scale = nn.Parameter(torch.tensor(2.0))
+    told = r"the 0 of parameter 'scale'\n.*\n  try: \(Replicate\(\), Replicate\(\)\), one per axis"
+    with pytest.raises(ValueError, match=told):
+        shard_module(net, mesh, ShardingPlan(plan={"scale": ("None",)}))
+    shard_module(net, mesh, ShardingPlan(plan={"scale": (Replicate(), Replicate())}))
+    assert isinstance(net.scale, DTensor)
 
 
 class Tied(nn.Module):
