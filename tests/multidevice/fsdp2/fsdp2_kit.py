@@ -26,6 +26,7 @@ from units_kit import full
 
 import sim
 from hyper_parallel.core.fully_shard import api, utils
+from hyper_parallel.core.fully_shard.unit import unit_of
 
 # -- the three engines ---------------------------------------------------------------------------------------------
 
@@ -149,6 +150,7 @@ class Run:
         steps: int = 2,
         optimizer: Any = None,
         clip: float | None = None,
+        when: str = "",
     ) -> None:
         """A few steps of SGD with momentum; then note the last gradients and the parameters."""
         optimizer = optimizer or sgd(model)
@@ -159,7 +161,7 @@ class Run:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
                 self.note(f"norm {step}", norm)
             optimizer.step()
-        self.note_model(model)
+        self.note_model(model, when)
 
     def note(self, name: str, tensor: torch.Tensor | None) -> None:
         """Note a full tensor."""
@@ -168,10 +170,21 @@ class Run:
         self.tensors[name] = None if tensor is None else full(tensor.detach().to(self.ctx.device)).clone()
 
     def note_model(self, model: nn.Module, when: str = "") -> None:
-        """Note all gradients and parameters."""
+        """Note all gradients and parameters; ours holds nothing of what it was to free in backward."""
+        if self.engine is OURS:
+            assert_resharded(model)
         for name, parameter in model.named_parameters():
             self.note(f"grad {name} {when}".rstrip(), parameter.grad)
             self.note(f"param {name} {when}".rstrip(), parameter)
+
+
+def assert_resharded(model: nn.Module) -> None:
+    """Units that reshard after backward have: their modules show shards, unsharded parameters have no memory."""
+    for module in model.modules():
+        unit = unit_of(module)
+        for bucket in unit.buckets if unit and unit.options.reshard_after_backward else ():
+            assert not unit.shows_unsharded, type(module)
+            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0, type(module)
 
 
 class LocalSGD:
