@@ -5,16 +5,17 @@ Ours adds micro-batches up in the order in which they come, as FSDP2 does: these
 
 import pytest
 import torch
-from fsdp2_kit import Net, Theme, loss_of, sgd
+from fsdp2_kit import OURS, Net, Theme, assert_resharded, loss_of, sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import sim
+from hyper_parallel.core.fully_shard.unit import unit_of
 
 THEME = Theme()
 
 
-def micro_batches(run, model, before, *, steps=2, micros=3, after=None):
+def micro_batches(run, model, before, *, steps=2, micros=3, after=None, when=""):
     """Steps of a few micro-batches each; `before(micro)` sets flags."""
     optimizer = sgd(model)
     for step in range(steps):
@@ -25,7 +26,20 @@ def micro_batches(run, model, before, *, steps=2, micros=3, after=None):
             if after is not None:
                 after(step, micro)
         optimizer.step()
-    run.note_model(model)
+    run.note_model(model, when)
+
+
+def have_gradients(run, model):
+    """After each micro-batch of the first step, note which parameters have gradients; ours has freed what it is to."""
+    seen = run.facts.setdefault("has gradient", [])
+
+    def look(step, micro):
+        if step == 0:
+            seen.append([p.grad is not None for p in model.parameters()])
+        if run.engine is OURS:
+            assert_resharded(model)
+
+    return look
 
 
 def nested(run, **options):
@@ -45,14 +59,8 @@ def every_micro_batch_is_reduced(run):
 @THEME.behaviour()
 def only_the_last_micro_batch_communicates(run):
     model = nested(run)
-    seen = run.facts.setdefault("has gradient", [])
-
-    def look(step, micro):
-        if step == 0:
-            seen.append([p.grad is not None for p in model.parameters()])
-
     flag = "set_requires_gradient_sync"
-    micro_batches(run, model, lambda micro: run.tell(model, flag, micro == 2), after=look)
+    micro_batches(run, model, lambda micro: run.tell(model, flag, micro == 2), after=have_gradients(run, model))
 
 
 @THEME.behaviour()
@@ -98,7 +106,11 @@ def the_flag_of_an_inner_unit_alone(run):
 @THEME.behaviour()
 def not_the_last_backward(run):
     model = nested(run)
-    micro_batches(run, model, lambda micro: run.tell(model, "set_is_last_backward", micro == 2))
+
+    def look(step, micro):
+        assert run.engine is not OURS or bool(unit_of(model).schedule.reductions) == (micro < 2)  # are under way
+
+    micro_batches(run, model, lambda micro: run.tell(model, "set_is_last_backward", micro == 2), after=look)
 
 
 @THEME.behaviour()
@@ -129,7 +141,8 @@ def hsdp_only_the_last_micro_batch(run):
 @THEME.behaviour(4)
 def hsdp_the_all_reduce_waits(run):
     model = nested(run, mesh=run.mesh(2, 2))
-    micro_batches(run, model, lambda micro: run.tell(model, "set_requires_all_reduce", micro == 2))
+    flag = "set_requires_all_reduce"
+    micro_batches(run, model, lambda micro: run.tell(model, flag, micro == 2), after=have_gradients(run, model))
 
 
 @THEME.behaviour(4)
@@ -234,14 +247,15 @@ def other_units_in_each_micro_batch(run):
 
 @THEME.behaviour(without_fsdp2="what waits in a unit that the last backward does not reach is never reduced")
 def other_units_in_each_micro_batch_reduced_at_the_end(run):
-    model = run.build(Routed)
-    run.wrap_blocks(model)
+    for flag in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model = run.build(Routed)
+        run.wrap_blocks(model, mesh=run.mesh(2, 1))
 
-    def before(micro):
-        run.tell(model, "set_requires_gradient_sync", micro == 2)
-        model.chosen = ((0, 1), (1, 2), (2,))[micro]
+        def before(micro, model=model, flag=flag):
+            run.tell(model, flag, micro == 2)
+            model.chosen = ((0, 1), (1, 2), (2,))[micro]
 
-    micro_batches(run, model, before)
+        micro_batches(run, model, before, when=f"after {flag}")
 
 
 @THEME.behaviour(without_fsdp2="ranks reduce different units: wrong shapes meet, or a deadlock")
@@ -280,7 +294,15 @@ def zero_grad_clears_what_waits(run):
     run.backward(loss_of(model, run.batch(8)))
     run.tell(model, "set_requires_gradient_sync", True)
     model.zero_grad()  # of the model; an optimizer's does not know what waits
-    run.train(model)
+    run.train(model, when="to None")
+    run.tell(model, "set_is_last_backward", False)
+    run.backward(loss_of(model, run.batch(9)))
+    run.tell(model, "unshard")
+    model.zero_grad(set_to_none=False)
+    run.tell(model, "reshard")
+    run.tell(model, "set_is_last_backward", True)
+    run.note_model(model, "cleared")
+    run.train(model, when="to zeros")
 
 
 @THEME.behaviour(4, without_fsdp2="zero_grad leaves partial gradients, which the next all_reduce adds")
@@ -372,8 +394,10 @@ def hsdp_sums_divided_by_a_number(run):
 @THEME.behaviour(without_fsdp2="has a divisor of the sum, and no factor for the mean")
 def means_times_a_factor(run):
     model = nested(run)
-    run.tell(model, "set_gradient_scaling_factor", 0.25)
+    run.tell(model, "set_gradient_scaling_factor", torch.tensor(0.25))
+    run.tell(model.blocks[1], "set_reduce_op_type", "sum")
     scaled_one_device(run, model, 0.25)
+    scaled_one_device(run, model.blocks[1], run.ctx.world_size)
     run.train(model)
 
 

@@ -43,6 +43,21 @@ def test_each_number_of_ranks_has_a_test():
         assert chosen == set(theme.checks), module.__name__
 
 
+def test_memory_that_was_never_written_does_not_show():
+    checks = {name: theme for theme in themes().values() for name in theme.checks}
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # torch.empty is then full of NaN
+    try:
+        for name in ("parameters_that_some_ranks_use", "only_the_last_micro_batch_communicates"):
+
+            def on_rank(name=name):
+                checks[name].check(sim.RankTest(torch.distributed.get_rank(), 2, "sim", torch.device("cpu")), name)
+
+            sim.run(on_rank, world_size=2)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 # -- the comparison itself -----------------------------------------------------------------------------------------
 
 

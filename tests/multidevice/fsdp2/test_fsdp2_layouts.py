@@ -6,7 +6,7 @@ import torch.distributed as dist
 from fsdp2_kit import Even, Net, Theme, loss_of, sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import sim
@@ -130,9 +130,12 @@ def parameters_without_elements(run):
         def forward(self, x):
             return x * self.one + self.none.sum() + self.thin.sum()
 
-    model = run.build(Odd)
-    run.wrap(model)
-    run.train(model)
+    for frozen in ((), ("one",), ("one", "thin")):
+        model = run.build(Odd)
+        for name in frozen:
+            getattr(model, name).requires_grad_(False)
+        run.wrap(model)
+        run.train(model, when=f"but for {frozen}")
 
 
 @THEME.behaviour(without_fsdp2="a parameter without a dim to split: ValueError")
@@ -398,7 +401,7 @@ def ignored_parameters(run):
     model = run.net()
     ignored = {model.scale, model.blocks[1].up.weight}
     run.wrap_blocks(model, ignored_params=ignored)
-    assert not any(isinstance(p, DTensor) for p in ignored)
+    assert ignored < set(model.parameters())
     optimizer = sgd(model)
     for step in range(2):
         optimizer.zero_grad()
@@ -455,9 +458,10 @@ def trained_with_replicas(run, mesh=None):
 @THEME.behaviour()
 def replicated_parameters(run):
     model = trained_with_replicas(run)
-    if not run.alone:
-        assert model.scale.shape == (1,)
-        assert tuple(model.blocks[1].norm.weight.shape) == (7,)
+    for name, parameter in model.named_parameters() if run.engine.name == "ours" else ():
+        whole = name in ("scale", "blocks.1.norm.weight", "blocks.1.norm.bias")
+        assert parameter.placements == (Replicate() if whole else Shard(0),), name
+        assert not whole or parameter.to_local().shape == parameter.shape, name
 
 
 @THEME.behaviour(4)

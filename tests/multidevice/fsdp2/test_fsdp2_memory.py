@@ -253,6 +253,8 @@ def collectives_under_checkpointing(run):
     model = stack(run)
     model.recompute = True
     costs_of_steps(run, model)
+    assert run.costs["gathers of step 1"] == 2 * BLOCKS + 1
+    assert run.costs["reductions of step 1"] == BLOCKS + 1
 
 
 @THEME.behaviour(2, one=False)

@@ -104,10 +104,11 @@ def made_after_a_training_step(run):
 
 @THEME.behaviour(without_fsdp2="the root shows unsharded parameters after an evaluation: a new optimizer trains copies")
 def made_after_an_evaluation(run):
-    model = nested(run)
-    with torch.no_grad():
-        model(run.batch(9))
-    run.train(model, optimizer=sgd(model))
+    for keep in (False, True):
+        model = nested(run, **({"reshard_after_forward": False} if keep else {}))
+        with torch.no_grad():
+            model(run.batch(9))
+        run.train(model, optimizer=sgd(model), when="kept" if keep else "freed")
 
 
 @THEME.behaviour(without_fsdp2="the root shows unsharded parameters between forward and backward")

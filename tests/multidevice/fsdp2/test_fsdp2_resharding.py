@@ -6,9 +6,10 @@ the shards: what the modules show is therefore compared where both gather by han
 
 import pytest
 import torch
-from fsdp2_kit import Theme, loss_of, sgd
+from fsdp2_kit import OURS, Theme, loss_of, sgd
 
 import sim
+from hyper_parallel.core.fully_shard.unit import unit_of
 
 THEME = Theme()
 
@@ -146,6 +147,34 @@ def kept_after_backward_with_a_step(run):
     optimizer = sgd(model)
     run.tell(model, "set_reshard_after_backward", False)
     run.train(model, steps=3, optimizer=optimizer)
+    run.tell(model.blocks[0], "set_reshard_after_backward", True, recurse=False)
+    run.backward(loss_of(model, run.batch(3)))
+    if run.engine is OURS:
+        assert [unit_of(block).is_unsharded for block in model.blocks] == [False, True, True]
+    run.tell(model, "set_reshard_after_backward", True)
+    run.tell(model, "set_reshard_after_forward", False)
+    run.train(model, when="kept after forward")
+
+
+@THEME.behaviour(without_fsdp2="goes on with the weights from before the optimizer's step, without a call to reshard")
+def kept_after_backward_with_a_step_of_any_optimizer(run):
+    """Some take many tensors at once, which leaves no mark on each; a closure runs inside of the step."""
+    model = nested(run)
+    run.tell(model, "set_reshard_after_backward", False)
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+        def again(optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(model, run.batch(1))
+            run.backward(loss)
+            return loss
+
+        again()
+        optimizer.step()
+        optimizer.step(again)
+        with torch.no_grad():
+            run.losses.append(loss_of(model, run.batch(2)))
 
 
 @THEME.behaviour()
@@ -281,7 +310,8 @@ def prefetched_in_backward(run):
 @THEME.behaviour()
 def prefetched_although_not_used_next(run):
     model = nested(run)
-    run.tell(model.blocks[2], "set_modules_to_forward_prefetch", [model.blocks[0]])
+    run.tell(model.blocks[2], "set_modules_to_forward_prefetch", (model.blocks[0],))
+    run.tell(model.blocks[1], "set_modules_to_forward_prefetch", [])
     run.tell(model.blocks[0], "set_modules_to_backward_prefetch", [model.blocks[2]])
     run.train(model)
     run.facts["shown"] = shown(model)

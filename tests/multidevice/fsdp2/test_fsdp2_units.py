@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -54,6 +55,31 @@ def a_list_of_modules_called_in_another_order(run):
     run.wrap([model.head, model.blocks[2], model.embed])
     run.wrap(model)
     run.train(model)
+
+
+class Routed(Net):
+    """Runs the chosen blocks only."""
+
+    chosen = (0, 1, 2)
+
+    def forward(self, x):
+        x = self.embed(x) * self.scale
+        for index in self.chosen:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+@THEME.behaviour()
+def a_list_of_which_some_modules_run(run):
+    model = run.build(Routed)
+    run.wrap([*model.blocks])
+    run.wrap(model)
+    optimizer = sgd(model)
+    for chosen in ((0,), (2, 0), (0, 1, 2), (1, 0, 1)):
+        model.chosen = chosen
+        with torch.no_grad():
+            model(run.batch())
+        run.train(model, optimizer=optimizer, when=f"{chosen}")
 
 
 @THEME.behaviour()
@@ -204,9 +230,11 @@ def whole_units_are_frozen(run):
 @THEME.behaviour()
 def frozen_after_the_first_step(run):
     model = run.net()
+    model.embed.requires_grad_(False)  # when wrapped, and trained after the first step
     run.wrap_blocks(model)
     run.train(model, steps=1)
     for step, flag in ((1, False), (2, True)):
+        model.embed.requires_grad_(not flag)
         for name, parameter in model.named_parameters():
             if name.startswith("blocks.1") or name == "head.bias":
                 parameter.requires_grad_(flag)
@@ -238,20 +266,22 @@ def parameters_that_some_ranks_use(run):
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.sometimes = nn.Linear(5, 3), nn.Linear(5, 3)
+            self.used, self.sometimes, self.never = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(5, 3)
+            self.frozen = nn.Linear(5, 3).requires_grad_(False)
 
         def forward(self, x, *, both):
-            return self.used(x) + (self.sometimes(x) if both else 0)
+            return self.used(x) + self.frozen(x) + (self.sometimes(x) if both else 0)
 
-    model = run.build(Branches)
-    run.wrap(model)
+    for shape in ((2,), (2, 1)):
+        model = run.build(Branches)
+        run.wrap(model, mesh=run.mesh(*shape))
 
-    def loss(step):
-        x = run.batch(step)
-        each = [loss_of(model, part, both=rank == 1) for rank, part in zip(run.parts(), x.split(4), strict=True)]
-        return sum(each) / len(each)
+        def loss(step, model=model):
+            x = run.batch(step)
+            each = [loss_of(model, part, both=rank == 1) for rank, part in zip(run.parts(), x.split(4), strict=True)]
+            return sum(each) / len(each)
 
-    run.train(model, loss)
+        run.train(model, loss, when=f"on {shape}")
 
 
 class Optional(nn.Module):
@@ -353,7 +383,12 @@ def gradients_of_the_inputs(run):
     model = run.net()
     run.wrap_blocks(model)
     x = run.batch().requires_grad_()
-    run.train(model, lambda step: loss_of(model, x))
+
+    def loss(step):
+        torch.autograd.grad(loss_of(model, x), [x])  # and of nothing else
+        return loss_of(model, x)
+
+    run.train(model, loss)
     if not run.alone:
         run.facts["input gradient"] = x.grad.tolist() if run.ctx.backend == "sim" else x.grad.shape
     assert x.grad.abs().sum() > 0
@@ -374,48 +409,58 @@ def inputs_that_are_detached_between_units(run):
 # -- how a unit may be called --------------------------------------------------------------------------------------
 
 
+def train_freed_and_kept(run, loss, make=Net):
+    """Train a model whose units free their parameters after forward, and one whose units keep them."""
+    for keep in (False, True):
+        model = run.build(make)
+        run.wrap_blocks(model, **({"reshard_after_forward": False} if keep else {}))
+        run.train(model, partial(loss, model), when="kept" if keep else "freed")
+
+
 @THEME.behaviour()
 def two_forwards_one_backward(run):
-    model = run.net()
-    run.wrap_blocks(model)
-    run.train(model, lambda step: loss_of(model, run.batch(step)) + 2 * loss_of(model, run.batch(step + 9)))
+    def loss(model, step):
+        return loss_of(model, run.batch(step)) + 2 * loss_of(model, run.batch(step + 9))
+
+    train_freed_and_kept(run, loss)
 
 
 @THEME.behaviour()
 def two_forwards_two_backwards(run):
-    model = run.net()
-    run.wrap_blocks(model)
-
-    def loss(step):
+    def loss(model, step):
         first, second = loss_of(model, run.batch(step)), loss_of(model, run.batch(step + 9))
         run.backward(first)
         return second
 
-    run.train(model, loss)
+    train_freed_and_kept(run, loss)
+
+
+@THEME.behaviour()
+def one_forward_two_backwards(run):
+    def loss(model, step):
+        now = loss_of(model, run.batch(step))
+        run.backward(now, retain_graph=True)
+        return now
+
+    train_freed_and_kept(run, loss)
 
 
 @THEME.behaviour()
 def the_output_goes_in_again(run):
-    model = run.net()
-    run.wrap_blocks(model)
-
-    def loss(step):
+    def loss(model, step):
         y = model(run.batch(step))
         return loss_of(model, torch.cat([y, y], dim=1)[:, :5])
 
-    run.train(model, loss)
+    train_freed_and_kept(run, loss)
 
 
 @THEME.behaviour()
 def a_forward_without_backward_in_between(run):
-    model = run.net()
-    run.wrap_blocks(model)
-
-    def loss(step):
+    def loss(model, step):
         model(run.batch(step + 5))
         return loss_of(model, run.batch(step))
 
-    run.train(model, loss)
+    train_freed_and_kept(run, loss)
 
 
 @THEME.behaviour()
@@ -490,32 +535,28 @@ def an_inner_unit_runs_before_the_root(run):
     run.train(model, loss)
 
 
+class Recomputed(Net):
+    reentrant = False
+
+    def forward(self, x):
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
 @THEME.behaviour()
 def checkpointing_each_block(run):
-    class Recomputed(Net):
-        def forward(self, x):
-            x = self.embed(x) * self.scale
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return self.head(x)
-
-    model = run.build(Recomputed)
-    run.wrap_blocks(model)
-    run.train(model)
+    train_freed_and_kept(run, lambda model, step: loss_of(model, run.batch(step)), Recomputed)
 
 
 @THEME.behaviour()
 def checkpointing_each_block_reentrant(run):
-    class Recomputed(Net):
-        def forward(self, x):
-            x = self.embed(x) * self.scale
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=True)
-            return self.head(x)
-
-    model = run.build(Recomputed)
-    run.wrap_blocks(model)
-    run.train(model)
+    train_freed_and_kept(run, lambda model, step: loss_of(model, run.batch(step)), RecomputedReentrant)
 
 
 class Inside(Block):
@@ -552,14 +593,32 @@ def checkpointing_inside_of_a_unit_reentrant(run):
 @THEME.behaviour()
 def checkpointing_several_units_together(run):
     class Together(Net):
-        def forward(self, x):
+        def forward(self, x, *, reentrant):
             x = self.embed(x) * self.scale
-            x = checkpoint(lambda y: self.blocks[1](self.blocks[0](y)), x, use_reentrant=False)
+            x = checkpoint(lambda y: self.blocks[1](self.blocks[0](y)), x, use_reentrant=reentrant)
             return self.head(self.blocks[2](x))
 
-    model = run.build(Together)
-    run.wrap_blocks(model)
-    run.train(model)
+    for reentrant in (False, True):
+        model = run.build(Together)
+        run.wrap_blocks(model)
+
+        def loss(step, model=model, reentrant=reentrant):
+            return loss_of(model, run.batch(step), reentrant=reentrant)
+
+        run.train(model, loss, when=f"{reentrant}")
+
+
+@THEME.behaviour()
+def checkpointing_the_root(run):
+    for reentrant in (False, True):
+        model = run.net()
+        run.wrap_blocks(model)
+
+        def loss(step, model=model, reentrant=reentrant):
+            x = run.batch(step).requires_grad_()
+            return checkpoint(model, x, use_reentrant=reentrant).square().mean()
+
+        run.train(model, loss, when=f"{reentrant}")
 
 
 @THEME.behaviour()
@@ -592,16 +651,13 @@ def evaluation_in_inference_mode_between_steps(run):
 
 @THEME.behaviour()
 def evaluation_between_forward_and_backward(run):
-    model = run.net()
-    run.wrap_blocks(model)
-
-    def loss(step):
+    def loss(model, step):
         now = loss_of(model, run.batch(step))
         with torch.no_grad():
             model(run.batch(step + 7))
         return now
 
-    run.train(model, loss)
+    train_freed_and_kept(run, loss)
 
 
 @THEME.behaviour()
@@ -688,14 +744,25 @@ def an_output_view_modified_in_place(run):
     model = run.build(lambda: nn.Sequential(Halves(5, 4), nn.Linear(2, 3)))
     for layer in model:
         run.wrap(layer)
-    run.train(model, lambda step: loss_of(model[1], model[0](run.batch(step)).mul_(2.0).add_(1.0)))
+    run.train(model, lambda step: loss_of(model[1], changed(model[0](run.batch(step)))))
+
+
+def changed(y):
+    y.mul_(2.0).add_(1.0)
+    y[:, 0].mul_(2.0)
+    return y
 
 
 @THEME.behaviour()
 def an_output_modified_in_place(run):
+    """Of a unit, as a whole and in part, and of the root."""
+    model = run.build(lambda: nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 3)))
+    for layer in model:
+        run.wrap(layer)
+    run.train(model, lambda step: loss_of(model[1], changed(model[0](run.batch(step)))), when="of a unit")
     model = run.net()
     run.wrap_blocks(model)
-    run.train(model, lambda step: model(run.batch(step)).mul_(2.0).square().mean())
+    run.train(model, lambda step: changed(model(run.batch(step))).square().mean())
 
 
 @THEME.behaviour()
@@ -747,6 +814,9 @@ def methods_other_than_forward(run):
 @THEME.behaviour()
 def hooks_of_the_user_on_modules(run):
     model = run.net()
+    seen = run.facts.setdefault("seen", [])
+    for register in (model.blocks[0].register_forward_pre_hook, model.blocks[0].register_forward_hook):
+        register(lambda m, *_: seen.append((type(m.up.weight), m.up.weight.shape)) and None)
     model.blocks[0].register_forward_hook(lambda m, a, y: y * 2)
     model.blocks[1].register_forward_pre_hook(lambda m, a: (a[0] + 1,))
     run.wrap_blocks(model)
@@ -762,18 +832,18 @@ def hooks_of_the_user_on_parameters(run):
     model = run.net()
     run.wrap_blocks(model)
     called = []
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for parameter in model.parameters()}
 
     def step_now(parameter):
         called.append(parameter.grad is not None)
-        with torch.no_grad():
-            parameter.sub_(parameter.grad, alpha=0.1)
+        optimizers[parameter].step()
+        parameter.grad = None
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step_now)
-    for step in range(2):
-        model.zero_grad()
+    for step in range(3):
         run.backward(loss_of(model, run.batch(step)))
-    assert called == [True] * (2 * len(list(model.parameters())))
+    assert called == [True] * (3 * len(list(model.parameters())))
     run.note_model(model)
 
 
