@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp, pipelining
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -190,20 +189,6 @@ def test_torchs_memory_tracker(ctx):
     ours, theirs = peak(fully_shard), peak(fsdp.fully_shard)
     share = 0.01 if torch.__version__ >= "2.13" else 0.2  # torch 2.11 counts what it sees otherwise
     assert abs(ours - theirs) < share * theirs
-
-
-@sim.ranks(2, backends=("sim",))
-def test_torchs_state_dicts(ctx):
-    model = wrap_net(fully_shard)
-    model(torch.ones(1, 6)).sum().backward()
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    alone = net()
-    assert {name: value.tolist() for name, value in state.items()} == {
-        name: value.tolist() for name, value in alone.state_dict().items()
-    }
-    more = {name: value + 1 for name, value in state.items()}
-    set_model_state_dict(model, more, options=StateDictOptions(full_state_dict=True))
-    assert torch.equal(model[0].weight.full_tensor(), alone[0].weight + 1)
 
 
 # -- FSDP2's methods -----------------------------------------------------------------------------------------------
