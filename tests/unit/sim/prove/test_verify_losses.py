@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import Collect, Gather
+from zoo_kit import Collect, Gather, draw
 
 import sim
 
@@ -254,3 +254,52 @@ def test_experts_with_a_capacity_and_a_balance(fault, place):
     if fault:
         assert report.first.place.removesuffix(" of step 1") == place, report
         assert not any(words in report.first.sentence for words in UNTRUE), report.first
+
+
+class Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x / 2
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Counted(nn.Module):
+    """Grouped products of counted tokens, and an auxiliary loss of shares and probabilities."""
+
+    group = None
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.weight = nn.Linear(8, 4, bias=False), nn.Parameter(torch.randn(4, 8, 8) / 3)
+
+    def forward(self, x):
+        chances = self.router(x).softmax(-1)
+        best, ids = chances.topk(2, -1)
+        order = ids.flatten().argsort(stable=True)
+        counts = torch.histc(ids.flatten().float(), bins=4, min=0, max=3)
+        ends = counts.cumsum(0).to(torch.int32)
+        made = torch._grouped_mm(x.repeat_interleave(2, 0)[order], self.weight, offs=ends)
+        made = torch.zeros_like(made).index_copy(0, order, made).view(-1, 2, 8)
+        share, chance = counts / ids.numel(), chances.mean(0)
+        if self.group is not None:
+            share, chance = Mean.apply(share, self.group), Mean.apply(chance, self.group)
+        return (made * best[..., None]).sum(1).square().mean() + 0.04 * (share * chance).sum()
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["of all tokens", "of local tokens"])
+def test_an_auxiliary_loss_of_local_tokens_is_found(is_local):
+    def parallel(model, mesh):
+        model.group = None if is_local else mesh.get_group()
+        return DistributedDataParallel(model, process_group=mesh.get_group())
+
+    options = {"input_layouts": [("dp", "None")], "optimizer_fn": None}
+    report = sim.verify_plan(Counted, (draw(24, 8),), "dp=2", parallelize=parallel, **options)
+    assert report.ok is not is_local
+    if is_local:
+        assert report.first.tensor == "output"
+        assert report.first.bound < 1e-7 < 1e-3 < report.first.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from functools import partial
 
 import pytest
@@ -13,11 +14,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zoo_kit import draw
 
 import sim
 from hyper_parallel import checkpoint_blocks, fully_shard
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.platform.cpu import CpuPlatform
+from sim.prove import faults
+from sim.prove.record import ModuleRecorder
+from sim.prove.runs import converted
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -53,6 +58,17 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Finished(Net):
+    """A function of what a net returns."""
+
+    def __init__(self, finish):
+        super().__init__()
+        self.finish = finish
+
+    def forward(self, x):
+        return self.finish(super().forward(x))
 
 
 class Enter(torch.autograd.Function):
@@ -125,6 +141,10 @@ def verify(parallelize=tensor_parallel, mesh="tp=2", model=Net, inputs=(X,), **o
     assert all(len(line) <= 120 for line in report.table(verbose=True).splitlines())
     assert (report.first is None) == report.ok
     return report
+
+
+def nothing(model, mesh):
+    """Leave the model as it is."""
 
 
 def place(report):
@@ -405,6 +425,99 @@ def test_a_parameter_that_is_lost():
     assert "no parameter of that name" in report.first.sentence
 
 
+def test_a_parameter_that_a_rank_lacks_where_it_calls_the_module():
+    def unbiased(module):
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+
+    def biased_on_one(model, mesh):
+        if mesh.get_local_rank() == 1:
+            model.blocks[1].down.bias = None
+
+    report = verify(biased_on_one, model=lambda: Net().apply(unbiased), optimizer_fn=None)
+    assert place(report) == ("parameter", "blocks.1.down", "bias")
+    assert report.first.sentence == "rank 1 has no such parameter"
+
+
+@pytest.mark.parametrize("styled", [True, False], ids=["styles", "by hand"])
+def test_a_rank_that_raises_says_what_it_was_given_in_parts(styled):
+    def forgetful(model, mesh):
+        if styled:
+            parallelize_module(model, mesh, {"blocks.0.up": ColwiseParallel()})
+            return
+        for name in ("weight", "bias"):
+            take(model.blocks[0].up, name, 0, mesh.get_local_rank(), 2)
+
+    with pytest.raises(sim.RankFailed, match=r"blocks\.0\.down\.input: \(4, 6, 8\) of \(4, 6, 16\)") as caught:
+        verify(forgetful, optimizer_fn=None)
+    assert "was in module 'blocks.0.down', forward" in str(caught.value)
+
+
+@pytest.mark.tier("test")
+def test_shards_of_an_axis_that_leave_out_the_axis_of_the_data():
+    report = verify(
+        lambda model, mesh: fsdp(model, mesh["tp"]),
+        "dp=2,tp=2",
+        input_layouts=[("dp",)],
+        loss_fn=lambda y, x: y.square().mean(),
+        optimizer_fn=None,
+    )
+    assert place(report)[:2] == ("gradient", "blocks.0.norm")
+    assert "over dp: nothing adds up the gradients" in report.first.sentence
+    assert report.first.error > report.first.bound
+
+
+def uneven():
+    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
+
+
+def uneven_with_fault(model, mesh):
+    with torch.no_grad():
+        model[0].weight.mul_(1 + 0.5 * mesh.get_local_rank())
+    return fsdp2(model, mesh=mesh)
+
+
+@pytest.mark.tier("test")
+def test_uneven_shards_with_a_fault_are_reported():
+    report = verify(uneven_with_fault, "dp=2", uneven, (draw(4, 7),), optimizer_fn=None)
+    assert report.first.place == "0.weight"
+    assert verify(lambda model, mesh: fsdp2(model, mesh=mesh), "dp=2", uneven, (draw(4, 7),), optimizer_fn=None).ok
+
+
+def test_a_diagnosis_that_fails_leaves_the_place(monkeypatch):
+    def fails(evidence, splits):
+        raise RuntimeError("of its own")
+
+    monkeypatch.setattr(faults, "_CHECKS", (fails,))
+    with pytest.warns(UserWarning, match=r"'fails' failed, and was left out: RuntimeError\('of its own'\)"):
+        report = verify(uneven_with_fault, "dp=2", uneven, (draw(4, 7),), optimizer_fn=None)
+    assert report.first.place == "0.weight"
+
+
+class Heads(nn.Module):
+    """Two heads that are made alike, so that their outputs have the same values."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+        self.heads[1].load_state_dict(self.heads[0].state_dict())
+        self.order = [0, 1]
+
+    def forward(self, x):
+        return tuple(self.heads[at](x) for at in self.order)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_swapped_outputs_of_the_same_values_are_found_by_their_gradients(swaps):
+    def parallel(model, mesh):
+        model.order = [1, 0] if swaps else [0, 1]
+
+    report = verify(parallel, model=Heads, inputs=(X[0],), optimizer_fn=None)
+    assert report.ok is not swaps, str(report)
+    if swaps:
+        assert report.first.place.startswith("the gradient of heads."), report.first
+
+
 class Fused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -570,6 +683,15 @@ def test_rows_given_to_a_plan_that_takes_them_for_one_rank_s_part():
         ({"dtype": torch.int64}, TypeError, "dtype is no floating-point dtype"),
         ({"steps": 0}, ValueError, "steps"),
         ({"mesh": "tp"}, ValueError, "tp"),
+        ({"model": lambda: nn.LazyLinear(4)}, ValueError, "parameters of the model have no shape yet: weight, bias"),
+        ({"optimizer_fn": lambda params: None}, TypeError, "optimizer_fn returned no optimizer"),
+        ({"seed": "1"}, TypeError, "seed is a str"),
+        (
+            {"inputs": (draw(4, 6, 7),)},
+            ValueError,
+            r"the model raises RuntimeError on one device: .*\n  in module 'blocks.0.norm'",
+        ),
+        ({"inputs": (X, X)}, ValueError, "the model raises TypeError on one device: .* positional argument"),
     ],
 )
 def test_bad_arguments(options, kind, text):
@@ -710,3 +832,327 @@ def test_what_is_overwritten_on_the_host_is_found(monkeypatch):
         "shard_batch": lambda x, mesh: x.chunk(2)[mesh.get_local_rank()],
     }
     assert not sim.verify_step(mean_step, lambda: Net(2), X, "dp=2", **options).ok
+
+
+# -- proofs of nothing -------------------------------------------------------------------------------------------------
+
+
+def test_nan_on_one_device_proves_nothing():
+    def spoil(module):
+        if getattr(module, "in_features", 0) == 16:
+            nn.init.constant_(module.bias, float("nan"))
+
+    with pytest.raises(ValueError, match=r"one device computes nan, first seen in blocks\.0\.down\.output"):
+        verify(nothing, model=lambda: Net().apply(spoil))
+
+
+@pytest.mark.parametrize(
+    ("finish", "seen"), [(lambda y: (each for each in y), "a generator"), (lambda y: None, "a NoneType")]
+)
+def test_a_model_in_whose_output_no_tensor_is_seen(finish, seen):
+    with pytest.raises(TypeError, match=f"no tensors are seen in what the model returned, {seen}"):
+        verify(nothing, model=lambda: Finished(finish))
+
+
+@pytest.mark.tier("test")
+def test_a_report_says_that_there_were_no_gradients():
+    options = {"steps": 1, "optimizer_fn": None}
+    note = "no gradients were compared, as nothing that the model returns can be differentiated"
+    unused = "nothing uses the axis tp: the ranks along it all compute the same"
+    chosen = verify(nothing, model=lambda: Finished(lambda y: y.argmax(-1)), **options)
+    assert chosen.notes == (note, unused)
+    detached = verify(nothing, loss_fn=lambda y, x: y.detach().sum(), **options)
+    assert detached.notes == ("no gradients were compared, as the loss cannot be differentiated", unused)
+    for report in (chosen, detached):
+        assert (report.ok, [row.place for row in report.not_proved]) == (False, ["weights"])
+        assert str(report).startswith("it is not proved that")
+    frozen = verify(nothing, model=lambda: Net().requires_grad_(False), loss_fn=lambda y, x: y.sum(), **options)
+    assert (frozen.ok, frozen.notes) == (True, (unused,))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_output_in_another_container_is_not_proved(is_frozen):
+    def packed(model, mesh):
+        model.forward = lambda x: (Net.forward(model, x), None)
+
+    report = verify(packed, model=lambda: Net().requires_grad_(not is_frozen), steps=1, optimizer_fn=None)
+    assert (report.ok, [row.place for row in report.not_proved]) == (False, ["weights"]), str(report)
+
+
+@pytest.mark.tier("test")
+def test_a_model_that_computes_in_float32_within_has_the_bounds_of_float64():
+    def model():
+        return Finished(lambda y: y.float().softmax(-1).to(y.dtype))
+
+    def wrong(model, mesh):
+        model.blocks[0].up.register_forward_hook(lambda module, args, output: output + 1e-9)
+
+    report = verify(nothing, model=model, optimizer_fn=None)
+    assert report.ok
+    assert max(row.bound for row in report.rows) < 1e-11
+    off = verify(wrong, model=model, optimizer_fn=None)
+    assert off.first.place == "blocks.0.up.output"
+
+
+class Near(nn.Module):
+    """Two scores that rounding alone tells apart, and a large difference by which is chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        scores = self.up(x)
+        return torch.where(scores * 3 / 3 > scores, 1.0, -1.0).to(x.dtype) * scores
+
+
+def test_a_bound_that_is_as_large_as_the_values_proves_nothing():
+    report = verify(nothing, model=Near, inputs=(draw(64, 8),))
+    assert report.bug is None
+    assert not report.ok
+    assert report.first is report.not_proved[0]
+    assert report.first.place == "the model's output"
+    assert str(report).startswith("it is not proved that the model on tp=2 computes")
+    with pytest.raises(AssertionError, match="it is not proved that"):
+        report.raise_if_bug()
+
+
+class Flipped(Near):
+    """The scores themselves, with gradients whose signs rounding decides."""
+
+    def forward(self, x):
+        scores = self.up(x)
+        return scores.detach() + torch.where(scores * 3 / 3 > scores, 1.0, -1.0) * (scores - scores.detach())
+
+
+def test_a_gradient_of_a_mean_over_ranks_has_a_bound_that_is_told():
+    """Gradients of activations are twice those of one device here, and so are their bounds."""
+    options = {"loss_fn": lambda output, x: output.mean(), "input_layouts": [("dp", "None")], "optimizer_fn": None}
+    report = verify(ddp, "dp=2", Flipped, (draw(64, 8),), **options)
+    assert any(note.startswith("gradients of activations are 2 times") for note in report.notes)
+    assert "the gradient of up.output" in {row.place for row in report.not_proved}, str(report)
+
+
+class Rescaled(nn.Module):
+    """A bias whose gradient is zero but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.out(self.norm(self.inp(x)))
+
+
+def test_what_a_second_step_leaves_open_is_told():
+    def signed(parameters):
+        return torch.optim.AdamW(parameters, lr=0.1, eps=1e-30)
+
+    report = verify(nothing, model=Rescaled, inputs=(draw(12, 8),), optimizer_fn=signed)
+    assert report.ok, str(report)
+    assert any("is compared, but for inp.output in step 2" in note for note in report.notes), report.notes
+
+
+@pytest.mark.tier("test")
+def test_proofs_leave_no_tensors_behind():
+    def alive():
+        gc.collect()
+        return sum(type(each) is ModuleRecorder for each in gc.get_objects())
+
+    def doubled(model, mesh):
+        model.head.register_forward_hook(lambda module, args, output: output * 2)
+
+    before = alive()
+    assert verify(nothing, optimizer_fn=None).ok
+    assert not verify(doubled, optimizer_fn=None).ok
+    assert alive() == before
+
+
+# -- complex numbers ---------------------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """Turns pairs of numbers by a complex table."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.register_buffer("turns", torch.polar(torch.ones(4, 2), torch.arange(8.0).view(4, 2)))
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(self.up(x).view(4, -1, 2, 2))  # heads of two pairs
+        return self.finish(pairs * self.turns[:, None])
+
+    def finish(self, pairs):
+        return torch.view_as_real(pairs).flatten(1)
+
+
+def test_complex_buffers_keep_their_imaginary_parts():
+    assert converted(Turned(), torch.float64).turns.dtype == torch.complex128
+    assert converted(Turned(), torch.float32).turns.imag.abs().max() > 0.5
+    turned = {"model": Turned, "inputs": (draw(4, 16),), "optimizer_fn": None}
+    colwise = {"up": ColwiseParallel()}
+    assert verify(lambda m, mesh: parallelize_module(m, mesh, colwise), **turned).ok
+
+    def turned_back(model, mesh):
+        model.turns = model.turns.conj()
+
+    assert not verify(turned_back, **turned).ok
+
+
+def test_complex_outputs_are_compared_within_rounding():
+    class Waves(Turned):
+        def finish(self, pairs):
+            return torch.fft.fft(pairs.flatten(1))
+
+    assert verify(nothing, model=Waves, inputs=(draw(4, 16),), optimizer_fn=None).ok
+    report = verify(
+        lambda m, mesh: m.register_forward_hook(lambda a, b, y: y * 1j) and None, model=Waves, inputs=(draw(4, 16),)
+    )
+    assert report.first.place == "the model's output"
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each token goes through the expert that a router chooses; a rank may have some of them only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.router = nn.Linear(16, 16), nn.Linear(16, 4, bias=False)
+        self.each = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.mine = range(4)
+
+    def forward(self, x):
+        x = self.inp(x)
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        x, weights = self.enter(x), self.enter(weights)
+        y = torch.zeros_like(x)
+        for expert in self.mine:
+            rows = (chosen == expert).nonzero()[:, 0]
+            y = y.index_add(0, rows, self.each[expert](x[rows]) * weights[rows, None])
+        return self.leave(y)
+
+    def enter(self, x):
+        return x
+
+    def leave(self, y):
+        return y
+
+
+def own_experts(model, mesh, change=lambda expert: None):
+    rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+    model.mine = range(rank * 4 // size, (rank + 1) * 4 // size)
+    for expert in range(4):
+        if expert not in model.mine:
+            model.each[expert] = None
+    model.enter, model.leave = lambda x: Enter.apply(x, group), lambda y: Leave.apply(y, group)
+    change(model.each[model.mine[0]])
+
+
+@pytest.mark.tier("test")
+def test_experts_that_only_their_ranks_have_are_right():
+    report = verify(own_experts, "ep=2", Experts, (draw(12, 16),), optimizer_fn=True)
+    assert report.ok, report
+    assert "each.0 on rank 0, each.1 on rank 0, each.2 on rank 1, each.3 on rank 1" in report.notes[-1]
+    compared = {row.place for row in report.rows if row.kind in ("gradient", "update")}
+    assert {"the gradient of each.0.weight", "each.3.weight"} <= compared
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda expert: expert.weight.register_hook(lambda grad: grad / 2), "gradient", "rank 0 alone has it"),
+        (lambda expert: nn.init.ones_(expert.weight), "parameter", "rank 0 alone has it, and not with its values"),
+    ],
+    ids=["gradient", "values"],
+)
+def test_what_is_wrong_with_experts_that_only_their_ranks_have(change, kind, words):
+    report = verify(lambda m, mesh: own_experts(m, mesh, change), "ep=2", Experts, (draw(12, 16),), optimizer_fn=None)
+    assert (report.first.kind, report.first.module, report.first.tensor) == (kind, "each.0", "weight")
+    assert words in report.first.sentence
+
+
+# -- buffers that a step changes ---------------------------------------------------------------------------------------
+
+
+class Averaged(nn.Module):
+    """A layer with a moving average of its weight, taken when the step before it has changed the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(16, 4)
+        self.register_buffer("average", self.inp.weight.detach().clone())
+        self.inp.weight.register_post_accumulate_grad_hook(self.follow)
+        self.active = True
+
+    def follow(self, weight):
+        if self.active:
+            self.average.lerp_(weight.detach() - weight.grad, 0.5)
+
+    def forward(self, x):
+        return self.inp(x)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_buffers_are_compared_after_the_step(everywhere):
+    def alone(model, mesh):
+        model.active = everywhere or mesh.get_local_rank() == 0
+
+    report = verify(alone, model=Averaged, inputs=(draw(4, 16),), optimizer_fn=True)
+    assert report.ok is everywhere, str(report)
+    rows = {row.tensor: row.verdict for row in report.rows if row.kind == "buffer"}
+    assert rows.keys() >= {"average", "average after step 1"}
+    if not everywhere:
+        assert report.first.place == "average after step 1"
+
+
+class Counting(nn.Module):
+    """Counts rows in forward, by their sign, and keeps a table that nobody changes."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.inp, self.norm = nn.Linear(16, 4), norm or nn.Identity()
+        self.register_buffer("counts", torch.zeros(2))
+        self.register_buffer("begin", torch.zeros(1))
+        self.reduces = False
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            counts = torch.bincount((x.detach().sum(-1) > 0).long(), minlength=2).to(self.counts.dtype)
+            if self.reduces:
+                dist.all_reduce(counts)
+            self.counts += counts
+        return self.norm((self.inp(x)[:, :, None] + x.view(-1, 4, 4)).sin()).tanh().sum(-1)
+
+
+def averaged(model, mesh, reduces=True, begin=0):
+    model.reduces, model.begin.data = reduces, model.begin + begin * mesh.get_rank()
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+
+
+def counted(norm=lambda: None, **options):
+    how = {"input_layouts": [("dp",)], "loss_fn": lambda y, x: y.square().mean(), "optimizer_fn": None}
+    return verify(partial(averaged, **options), "dp=2", lambda: Counting(norm()), (draw(4, 16),), **how)
+
+
+def test_counts_of_each_rank_s_own_rows_are_a_bug():
+    assert counted().ok, str(counted())
+    wrong = counted(reduces=False)
+    assert (wrong.first.place, wrong.first.kind) == ("counts after forward", "buffer")
+    assert "parts of a sum over dp" in wrong.first.sentence
+
+
+def test_what_ranks_make_for_themselves_and_nobody_changes_is_private():
+    report = counted(begin=1)
+    assert report.ok, str(report)
+    assert "the ranks' own, which no step changes: begin" in report.notes
+
+
+def test_statistics_of_each_rank_s_own_rows_are_private():
+    report = counted(lambda: nn.InstanceNorm1d(4, track_running_stats=True))
+    assert report.ok, str(report)
+    assert {row.verdict for row in report.rows if row.tensor == "running_mean after forward"} == {"private"}
+    assert "of each rank's own rows, as nothing synchronises them: the buffers of norm" in report.notes

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +15,7 @@ import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.judge import advised
 from sim.prove.modes.choices import Choice, free_choices
-from sim.prove.report import ReportRow
+from sim.prove.report import Report, ReportRow
 
 ROWS, WIDTH = 8, 6
 
@@ -273,6 +273,44 @@ def test_an_optimizer_is_not_blamed_for_gradients_that_are_not_proved():
     assert "is right" not in advised([update])[0].suggestion
     right = ReportRow("router", "weight", "gradient", verdict="rounding")
     assert "its gradient is right" in advised([right, update])[1].suggestion
+
+
+def given_in_parts(model, styles):
+    return sim.verify_plan(
+        model,
+        (torch.randn(ROWS, WIDTH),),
+        "tp=2",
+        parallelize=lambda model, mesh: parallelize_module(model, mesh, styles),
+        optimizer_fn=None,
+    ).first
+
+
+def test_input_layouts_are_not_proposed_where_the_ranks_hold_parts():
+    def model():
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+
+    first = given_in_parts(model, {"0": ColwiseParallel(), "2": ColwiseParallel()})
+    assert (first.module, first.tensor, first.suggestion) == ("2", "input", "declare ('None', 'tp')")
+
+
+def test_input_layouts_are_one_of_the_ways_where_the_ranks_hold_the_whole():
+    def model():
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    first = given_in_parts(model, {"0": SequenceParallel(sequence_dim=0, use_local_output=True)})
+    assert first.place == "0.input"
+    assert first.suggestion.startswith("declare ('None', 'None'); or split it before; or give each rank its part")
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "forward", "random", "gradient", "update"])
+def test_a_report_that_is_not_ok_has_a_first_row(kind):
+    fine = [ReportRow("", "x", kind, verdict=verdict) for verdict in ("exact", "rounding", "pending", "private")]
+    open_, wrong = (ReportRow("", "y", kind, verdict=verdict) for verdict in ("not proved", "bug"))
+    for rows, first in [(fine, None), ([*fine, open_], open_), ([open_, *fine, wrong], wrong), ([wrong, open_], wrong)]:
+        report = Report(tuple(rows), "dp=2")
+        assert report.first is first
+        assert report.ok is (first is None)
+        assert first is None or str(first) in str(report).replace("\n  ", "\n")
 
 
 # -- tokens in an order of their own -----------------------------------------------------------------------------------
