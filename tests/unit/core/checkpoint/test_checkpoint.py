@@ -19,6 +19,7 @@ import warnings
 import zlib
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -656,6 +657,16 @@ def test_a_lease_is_renewed(tmp_path, monkeypatch):
     assert not path.exists()
     with pytest.raises(CheckpointError, match="this run has released it"):
         lease.check()
+
+
+def test_the_lease_of_another_run_is_neither_renewed_nor_removed(tmp_path):
+    lease, path = folders.Lease(tmp_path), tmp_path / folders.LEASE
+    write_lease(tmp_path, age=30)
+    before, is_over = path.stat().st_mtime, iter([False, True])
+    folders._renew(path, lease.attempt, SimpleNamespace(acquire=lambda *_: next(is_over)))
+    assert path.stat().st_mtime == before
+    lease._take_away((None, 0.0), 0.0)  # it looked at a lease that somebody else has replaced since
+    assert path.stat().st_mtime == before
 
 
 def lose(root, how):
