@@ -22,6 +22,7 @@ def done(tensor: torch.Tensor) -> torch.Tensor:
     return funcol.wait_tensor(tensor) + 0
 
 
+@pytest.mark.tier("test")
 @sim.ranks(3)
 def test_values(ctx):
     n, rank, group = ctx.world_size, ctx.rank, dist.group.WORLD
@@ -46,6 +47,7 @@ def test_values(ctx):
     same(done(funcol.permute_tensor(values(ctx, rank, 4), [1, 2, 0], group)), values(ctx, before, 4))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2)
 def test_coalesced(ctx):
     n, rank, group = ctx.world_size, ctx.rank, dist.group.WORLD
@@ -78,6 +80,7 @@ def test_under_the_newer_names(ctx):
     same(x.grad, torch.cat([torch.full((2, 3), r + 1.0, device=ctx.device) for r in range(n)]))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_over_an_axis_of_a_mesh(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -158,6 +161,7 @@ def gradient(ctx, result, x: torch.Tensor) -> torch.Tensor:
     return x.grad
 
 
+@pytest.mark.tier("test")
 @sim.ranks(3)
 def test_differentiable_collectives(ctx):
     n, rank = ctx.world_size, ctx.rank
@@ -392,6 +396,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(3, backends=HOST)
 def test_every_functional_operator_that_torch_registers(ctx):
     for name in registered("_c10d_functional"):
@@ -407,6 +412,7 @@ def test_every_functional_operator_that_torch_registers(ctx):
         same(x.grad, torch.cat([torch.full((2, 3), float(weight), device=ctx.device) for weight in weights]))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(3, backends=HOST)
 def test_every_operator_of_c10d_that_torch_registers_alone_and_under_a_mode(ctx):
     for name in registered("c10d"):

@@ -183,6 +183,7 @@ def test_the_default_group_again_after_its_end(ctx):
         dist.init_process_group("gloo")
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=("sim", "gloo"))
 def test_a_second_default_group_meets_no_group_of_the_first(ctx):
     """torch keeps how results are sharded by meshes that are equal, those of a past default group among them."""

@@ -127,6 +127,7 @@ def test_gather_into_a_tensor(ctx):
                 same(full, all_values(ctx, 2, 3).reshape(-1, 3))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(3)
 def test_all_gather_into_a_list(ctx):
     for dtype in dtypes(ctx):

@@ -1,5 +1,6 @@
 """Python objects instead of tensors."""
 
+import pytest
 import torch.distributed as dist
 
 import sim
@@ -46,6 +47,7 @@ def test_send_and_receive(ctx):
         assert into == [thing(7), "b"]
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_inside_of_a_group(ctx):
     odd_and_even = [dist.new_group([0, 2]), dist.new_group([1, 3])]

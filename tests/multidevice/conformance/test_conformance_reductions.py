@@ -53,6 +53,7 @@ def few(full: torch.Tensor) -> torch.Tensor:
     return full if full.is_complex() else full.clamp(max=5)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(3)
 def test_all_reduce_of_every_dtype(ctx):
     for op, by_hand in BY_HAND.items():
@@ -77,6 +78,7 @@ def test_all_reduce_of_bits_and_truths(ctx):
         same(x, by_hand(all_values(ctx, 5, dtype=torch.bool), dim=0))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(3)
 def test_all_reduce_averages(ctx):
     for dtype in FLOATS:
@@ -165,6 +167,7 @@ def test_reduce(ctx):
             same(x, all_values(ctx, *shape).sum(0))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(3)
 def test_reduce_scatter(ctx):
     n = ctx.world_size

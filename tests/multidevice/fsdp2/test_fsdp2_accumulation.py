@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 import sim
 from hyper_parallel.core.fully_shard.unit import unit_of
 
+pytestmark = pytest.mark.tier("test")
+
 THEME = Theme()
 
 
@@ -429,6 +431,7 @@ def test_accumulation_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("deep")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_accumulation_on_processes(ctx):
     THEME.check_all(ctx, 2)

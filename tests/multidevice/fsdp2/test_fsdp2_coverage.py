@@ -85,6 +85,7 @@ def check_on_two_ranks(body, **options):
     sim.run(on_rank, world_size=2)
 
 
+@pytest.mark.tier("test")
 def test_a_face_that_does_otherwise_is_found():
     def less_data(run):
         model = run.net()

@@ -14,7 +14,10 @@ from torch import nn
 
 import sim
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.tier("test"),
+]
 
 THEME = Theme()
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -374,6 +377,7 @@ def test_dtypes_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_dtypes_on_processes(ctx):
     THEME.check_all(ctx, 2)

@@ -219,6 +219,7 @@ def test_errors(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_errors_on_processes(ctx):
     THEME.check_all(ctx, 2)

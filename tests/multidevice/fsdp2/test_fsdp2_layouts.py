@@ -11,7 +11,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sim
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.tier("test"),
+]
 
 THEME = Theme()
 
@@ -587,17 +590,20 @@ def test_layouts_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("name", THEME.names(8))
 @sim.ranks(8, backends=("sim",))
 def test_layouts_on_eight_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_layouts_on_processes(ctx):
     THEME.check_all(ctx, 2)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=("gloo", "gpu", "npu"))
 def test_layouts_on_four_processes(ctx):
     THEME.check_all(ctx, 4)

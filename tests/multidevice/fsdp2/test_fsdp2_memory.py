@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from sim.kernel.context import current_context
 
+pytestmark = pytest.mark.tier("test")
+
 THEME = Theme()
 WIDTH, BLOCKS = 64, 4
 BLOCK_BYTES = 4 * (WIDTH * 4 * WIDTH * 2 + 5 * WIDTH)  # two weights and two biases in fp32

@@ -247,18 +247,21 @@ def a_penalty_on_the_weights(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", THEME.names(2))
 @sim.ranks(2, backends=("sim",))
 def test_optimizers(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("name", THEME.names(4))
 @sim.ranks(4, backends=("sim",))
 def test_optimizers_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("deep")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_optimizers_on_processes(ctx):
     THEME.check_all(ctx, 2)

@@ -332,18 +332,21 @@ def prefetched_under_checkpointing(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", THEME.names(2))
 @sim.ranks(2, backends=("sim",))
 def test_resharding(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("name", THEME.names(4))
 @sim.ranks(4, backends=("sim",))
 def test_resharding_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("deep")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_resharding_on_processes(ctx):
     THEME.check_all(ctx, 2)

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 import sim
 
+pytestmark = pytest.mark.tier("test")
+
 THEME = Theme()
 
 
@@ -378,6 +380,7 @@ def test_state_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_state_on_processes(ctx):
     THEME.check_all(ctx, 2)

@@ -869,12 +869,14 @@ def attention_with_one_tensor_for_all(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", THEME.names(2))
 @sim.ranks(2, backends=("sim",))
 def test_units(ctx, name):
     THEME.check(ctx, name)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_units_on_processes(ctx):
     THEME.check_all(ctx, 2)

@@ -22,6 +22,8 @@ from hyper_parallel import (
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama, llama_plan, parallelize_moe
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface
 
+pytestmark = pytest.mark.tier("test")
+
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 42, "num_hidden_layers": 2, "max_seq_len": 16}
 DENSE = LlamaConfig(**SIZES)  # type: ignore[arg-type]
 TIED = LlamaConfig(**SIZES, tie_embeddings=True)  # type: ignore[arg-type]
@@ -50,6 +52,7 @@ def alone(config: LlamaConfig, seed: int) -> torch.nn.Module:
     return init_parameters(model, seed)
 
 
+@pytest.mark.tier("full", each=2)
 @sim.ranks(4)
 @pytest.mark.parametrize("config", [DENSE, TIED, SPARSE], ids=["dense", "tied", "experts"])
 def test_a_sharded_model_goes_out_and_comes_back(ctx, config, tmp_path):

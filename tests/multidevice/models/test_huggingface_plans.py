@@ -20,6 +20,8 @@ from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models import huggingface_plan, parallelize_huggingface
 
+pytestmark = pytest.mark.tier("test")
+
 transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5 or later is not installed")
 transformers.logging.set_verbosity_error()
 
@@ -167,6 +169,7 @@ CASES = [
 ]
 
 
+@pytest.mark.tier("full", each=5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_trains_as_one_device_does(case: Case) -> None:
     found = sim.run(together, world_size=math.prod(case.mesh.values()), args=(case, build(case)))

@@ -18,6 +18,8 @@ from hyper_parallel import DTensor, Layout, distribute_tensor, full_tensor, full
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models import Llama, LlamaConfig, llama_loss, llama_plan
 
+pytestmark = pytest.mark.tier("test")
+
 CONFIG = LlamaConfig(
     vocab_size=50,
     hidden_size=32,
@@ -169,6 +171,7 @@ CASES = [
 ]
 
 
+@pytest.mark.tier("full", each=7)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_trains_as_one_device_does(case: Case) -> None:
     found = sim.run(together, world_size=math.prod(case.mesh.values()), args=("cpu", case))
@@ -183,6 +186,7 @@ def in_float32() -> dict[str, torch.Tensor]:
     return {"losses": torch.tensor(found.losses), **gradients, **found.parameters}
 
 
+@pytest.mark.tier("full", each=2)
 @sim.ranks(4)
 def test_real_ranks_train_as_one_device_does(ctx):
     dtype = ctx.float_dtype
@@ -198,6 +202,7 @@ def test_real_ranks_train_as_one_device_does(ctx):
         check_alike(together(ctx.device_type, case), alone(case), **bound)
 
 
+@pytest.mark.tier("full")
 def test_float32_differs_by_rounding() -> None:
     case = Case({"dp": 2, "tp": 2}, "fully_shard", dtype=torch.float32)
     check_alike(sim.run(together, world_size=4, args=("cpu", case))[0], alone(case), bound=1e-5)

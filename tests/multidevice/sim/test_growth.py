@@ -61,6 +61,7 @@ def test_nothing_grows(case: str, tmp_path: Path) -> None:
         assert last[what] - first[what] <= allowed, f"{what}: {first}, then {last}"
 
 
+@pytest.mark.tier("test")
 def test_what_grows_is_seen(tmp_path: Path) -> None:
     """The twin that has to fail: memory, objects, a file and a group for each round."""
     done = warm.run([sys.executable, __file__, "leak", "300"], cwd=tmp_path)

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+    pytest.mark.tier("full"),
 ]
 
 GATHER, REDUCE = "unit._receive < comm.wait", "reduce.advance < comm.wait"
@@ -87,6 +88,7 @@ def on_the_cpu(name: str) -> list[Any]:
     return sim.run(program, ranks, ("cpu",))
 
 
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("name", WAITS)
 def test_it_gives_what_it_gives_on_the_cpu(name):
     program, ranks = PROGRAMS[name]
@@ -97,6 +99,7 @@ def test_it_gives_what_it_gives_on_the_cpu(name):
     torch.testing.assert_close(found, on_the_cpu(name), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.tier("full", each=11)
 @pytest.mark.parametrize(("name", "site"), MUTANTS)
 def test_without_one_of_its_waits_it_is_wrong_and_both_lines_are_named(name, site):
     program, ranks = PROGRAMS[name]
@@ -117,6 +120,7 @@ def test_without_one_of_its_waits_it_is_wrong_and_both_lines_are_named(name, sit
             raise AssertionError("no seed gives a wrong number")
 
 
+@pytest.mark.tier("full", each=6)
 @pytest.mark.parametrize("name", WAITS)
 def test_on_a_device_that_ranks_share_each_of_its_waits_is_followed(name):
     """There, `check_races` records what the streams do, and a wait that is missing there is found, too."""
@@ -192,6 +196,7 @@ RUNS = {
 on_one_device = cache(run)
 
 
+@pytest.mark.tier("full", each=7)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_gives_what_one_device_gives(name):
     ranks, parallel = RUNS[name]

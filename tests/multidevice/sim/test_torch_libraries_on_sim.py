@@ -31,6 +31,8 @@ from torch.distributed.tensor.parallel import (
 
 import sim
 
+pytestmark = pytest.mark.tier("test")
+
 WIDTH, BATCH = 8, 16
 BACKENDS = ("sim", "npu")
 

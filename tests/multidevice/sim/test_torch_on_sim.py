@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sim
 
+pytestmark = pytest.mark.tier("test")
+
 WIDTH, BATCH, STEPS = 12, 16, 3
 
 

@@ -33,6 +33,7 @@ def test_all_scripts_are_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == set(SCRIPTS)
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.sim
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_on_simulated_ranks(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +42,7 @@ def test_on_simulated_ranks(script: str, capsys: pytest.CaptureFixture[str]) -> 
     assert simulated(script, 4, 1, capsys) == losses, "another interleaving gives the same, bit for bit"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 @pytest.mark.parametrize("script", ["fsdp2", "moe"])
 def test_torchrun_prints_the_same_losses(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +55,7 @@ def test_torchrun_prints_the_same_losses(script: str, capsys: pytest.CaptureFixt
     assert simulated(script, 2, 0, capsys) == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 def test_a_wrong_script_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The comparison in the scripts notices what the parallel run would get wrong."""

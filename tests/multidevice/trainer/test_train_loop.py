@@ -46,6 +46,7 @@ def plain_losses(example: ModuleType) -> list[float]:
     return losses
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_simulated_ranks_train_like_one_device(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +59,7 @@ def test_simulated_ranks_train_like_one_device(world_size: int, capsys: pytest.C
     assert capsys.readouterr().out.count("step ") == example.STEPS, "only the first rank prints"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_torchrun_prints_the_losses_of_simulated_ranks() -> None:
     command = [*TORCHRUN, "--nproc-per-node", "2", str(SCRIPT)]

@@ -33,6 +33,8 @@ from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients
 from hyper_parallel.trainer.parallelize import Parallelized
 from hyper_parallel.trainer.report import StepRecord, TrainResult, read_log
 
+pytestmark = pytest.mark.tier("test")
+
 TINY = Config(
     model=LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -169,6 +171,7 @@ def test_accumulation_communicates_once_per_step_or_in_each_micro_batch() -> Non
     assert counts[2] == 2 * counts[1]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_of_norms_are_added_up_together_over_tp(accumulate: int) -> None:
@@ -270,6 +273,7 @@ def test_weights_of_the_router_stay_float32_where_experts_are_a_unit_of_their_ow
     assert set(seen) == {(torch.bfloat16, torch.float32)}
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_the_same_seed_gives_the_same_bits_and_another_one_other_text() -> None:
     first, again = (sim.run(train, 4, args=(TINY,), seed=seed)[0] for seed in (1, 2))
@@ -362,6 +366,7 @@ def start(*arguments: str, folder: Path, **options: object) -> subprocess.Popen[
     )
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_torchrun_gives_the_losses_of_simulated_ranks(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -388,6 +393,7 @@ def wait_for_step(process: subprocess.Popen[str]) -> str:
     raise AssertionError(f"the run ended before its first step:\n{head}\n{process.communicate()[1]}")
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_all_processes_and_keeps_the_log(tmp_path: Path) -> None:
@@ -403,6 +409,7 @@ def test_ctrl_c_stops_all_processes_and_keeps_the_log(tmp_path: Path) -> None:
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_all_simulated_ranks_and_keeps_the_log(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from hyper_parallel.trainer.config import Config, DataConfig, ExpertsConfig, Par
 from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import TrainResult
 
+pytestmark = pytest.mark.tier("test")
+
 DENSE = Config(
     model=LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
@@ -189,12 +191,14 @@ def test_experts_on_two_ranks(ctx, experts: Numbers, degrees: Numbers, rounding:
     check(ctx, EXPERTS, degrees, experts, rounding)
 
 
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("degrees", EXPERTS_4, ids=named)
 @sim.ranks(4, backends=NO_GLOO)
 def test_experts_on_four_ranks(ctx, experts: Numbers, degrees: Numbers, rounding: float):
     check(ctx, EXPERTS, degrees, experts, rounding)
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("degrees", EXPERTS_8, ids=named)
 @sim.ranks(8, backends=("sim",))
 def test_experts_on_eight_simulated_ranks(ctx, experts: Numbers, degrees: Numbers):
@@ -217,6 +221,7 @@ def test_muon_on_four_simulated_ranks(ctx, dense_by_muon: Numbers, experts_by_mu
 # with all degrees, find out together.
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("gloo",))
 def test_two_processes(ctx, dense: Numbers, experts: Numbers):
     for degrees in DENSE_2:
@@ -227,6 +232,7 @@ def test_two_processes(ctx, dense: Numbers, experts: Numbers):
             check(ctx, EXPERTS, degrees, experts)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=("gloo",))
 def test_four_processes(ctx, dense: Numbers, experts: Numbers, dense_by_muon: Numbers):
     for degrees in DENSE_4:

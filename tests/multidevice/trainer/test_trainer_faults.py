@@ -33,6 +33,8 @@ from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import StepRecord, TrainResult, read_log
 from hyper_parallel.trainer.watchdog import STUCK_EXIT
 
+pytestmark = pytest.mark.tier("test")
+
 SCRIPT = Path(__file__).with_name("trainer_kill_script.py")
 TINY = Config(
     model=LlamaConfig(
@@ -62,6 +64,7 @@ folder = "saved"
 FOREVER = ("--steps", "1000000")
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_a_run_of_processes_survives_a_kill() -> None:
     done = warm.run([sys.executable, str(SCRIPT)])
@@ -95,6 +98,7 @@ def numbers(result: TrainResult) -> list[tuple[float, float, float | None]]:
     return [(record.loss, record.grad_norm, record.valid_loss) for record in result.steps]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @pytest.mark.parametrize("background", [False, True])
 def test_a_simulated_run_survives_a_kill_anywhere(tmp_path: Path, background: bool) -> None:
@@ -175,6 +179,7 @@ def two_ranks(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[str
             process.wait()
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path) -> None:
     with two_ranks(tmp_path, "--tp", "2") as processes:
@@ -207,6 +212,7 @@ def test_a_rank_that_waits_for_one_that_stands_still_ends_when_asked_to_stop(tmp
     assert "another rank is gone, or stuck" in err
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_a_signal_stops_simulated_ranks_and_a_second_start_goes_on(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--sim", "2")
@@ -228,6 +234,7 @@ def test_a_signal_stops_simulated_ranks_and_a_second_start_goes_on(tmp_path: Pat
     assert [record.step for record in read_log(tmp_path / "log.jsonl")] == list(range(1, stopped_after + 2))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml")
@@ -280,6 +287,7 @@ def last_line(text: str) -> str:
     return text.rstrip().splitlines()[-1]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_a_disk_without_space_does_not_end_the_run_but_is_its_exit_code(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--sim", "2", "--save-every", "2")
@@ -302,6 +310,7 @@ def test_a_disk_without_space_does_not_end_the_run_but_is_its_exit_code(tmp_path
     assert last_line(err) == "error: the last save failed; step 4 is safe, and the last in saved"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_all_processes_tell_by_their_exit_code_that_the_last_save_failed(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--background", "--stuck-after", "60")
@@ -518,6 +527,7 @@ def check_resumes(folder: Path, fault: Fault, degrees: tuple[str, ...], full: An
     return err
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("fault", "degrees"),
@@ -558,6 +568,7 @@ checkpointer.close()
 """
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_another_torchrun_of_the_same_name_never_takes_the_lease_of_a_live_one(tmp_path: Path) -> None:
     (tmp_path / "holds.py").write_text(HOLDS)
@@ -640,6 +651,7 @@ def test_all_kinds_of_faults_are_drawn() -> None:
     assert set(degrees) == set(DEGREES)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_degrees_that_are_given_hold_and_dp_shard_takes_what_is_left(tmp_path: Path) -> None:
     """A run that is started anew with other ranks: the rule of docs/training.md."""

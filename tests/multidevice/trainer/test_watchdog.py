@@ -109,6 +109,7 @@ def line_of(text: str) -> int:
     return PROGRAM.splitlines().index(text) + 1
 
 
+@pytest.mark.tier("test")
 def test_an_endless_loop_is_found_and_all_processes_end(tmp_path: Path) -> None:
     stuck = 0
     ranks = run_stuck(tmp_path, "loop", 3, stuck)

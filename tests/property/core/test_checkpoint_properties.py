@@ -108,6 +108,7 @@ def load(mesh: Layout, entries: list[Entry], folder: Path) -> None:
             assert same_bits(tensor.to_local(), full[entry.dst.local_slice(entry.shape, dist.get_rank())]), entry
 
 
+@pytest.mark.tier("full")
 @examples(1.5)
 @given(cases(), st.sampled_from([8, 64, 2**22]), st.sampled_from([16, 40, 2**19]))
 def test_loaded_is_saved(case: tuple[Layout, Layout, list[Entry]], block: int, piece: int) -> None:

@@ -131,6 +131,7 @@ def parts(case: Case) -> list[torch.Tensor]:
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
+@pytest.mark.tier("full")
 @many
 @given(cases())
 @example(Case(SequenceSplit(4), 1, 2, 1, 8, 16, True, False, torch.float64, 0))

@@ -177,6 +177,7 @@ def added(value: torch.Tensor, mesh: Any, axes: tuple[str, ...]) -> torch.Tensor
     return value
 
 
+@pytest.mark.tier("full")
 @settings(max_examples=80, deadline=None)
 @given(drawn())
 def test_split_experts_are_the_experts(case: Drawn) -> None:

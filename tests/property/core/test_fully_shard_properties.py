@@ -270,6 +270,7 @@ def on_rank(case, start, reference):
         assert unit.is_resharded() or not case.reshard_backward or case.evaluate
 
 
+@pytest.mark.tier("full")
 @many
 @given(cases())
 def test_any_tree_wrapped_anyhow_trains_as_on_one_device(case):

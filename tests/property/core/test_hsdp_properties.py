@@ -222,6 +222,7 @@ def on_rank(case, start, reference):
     assert all(getattr(p, name, None) is None for p in model.parameters() for name in ("grad", "acc_grad"))
 
 
+@pytest.mark.tier("full")
 @many
 @given(cases())
 def test_any_cells_with_any_options_train_as_on_one_device(case):

@@ -194,6 +194,7 @@ def by_pipeline(case: Case):
     return found
 
 
+@pytest.mark.tier("full")
 @many
 @given(cases())
 def test_a_pipeline_trains_as_one_device(case):

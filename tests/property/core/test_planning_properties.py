@@ -142,6 +142,7 @@ def test_no_rank_holds_more_than_the_plan_says(case, on, backend, dtype):
     check_memory(case, backend, torch.float32 if averages else dtype, topology=on)
 
 
+@pytest.mark.tier("full")
 @examples(3)
 @given(transitions(src=True) | transitions(8, other_mesh=True), TOPOLOGIES, BACKENDS, st.floats(0, 1))
 def test_no_rank_holds_more_than_the_limit(case, on, backend, share):
@@ -182,6 +183,7 @@ def test_the_plan_of_memory_is_no_guess():
 # -- rounds ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @examples(2)
 @given(transitions(src=True), TOPOLOGIES, st.floats(0, 1))
 def test_rounds_move_the_same_and_take_longer(case, on, share):

@@ -185,6 +185,7 @@ def test_plain_layouts(case):
     check(case)
 
 
+@pytest.mark.tier("full")
 @examples(3)
 @given(cases(src=True))
 def test_copies_are_reduced(case):
@@ -203,6 +204,7 @@ def test_many_ranks(case):
     check(case)
 
 
+@pytest.mark.tier("full")
 @examples(2)
 @given(cases(12, src=True, dst=True, other_mesh=True))
 def test_two_meshes(case):
@@ -255,6 +257,7 @@ def least_of(case, limit):
     return int(re.search(r"try: max_extra_bytes=(\d+)$", refusal)[1])
 
 
+@pytest.mark.tier("full")
 @examples(1.5)
 @given(cases(12, src=True, dst=True) | cases(8, src=True, other_mesh=True), st.floats(0, 1))
 def test_a_limit_of_memory_is_kept(case, share):
@@ -324,6 +327,7 @@ def cases_for_torch(draw):
     return Case(src, dst, shape, torch.float32, draw(st.integers(0, 2**16)))
 
 
+@pytest.mark.tier("full")
 @examples(2)
 @given(cases_for_torch())
 def test_torch_agrees(case):

@@ -185,6 +185,7 @@ def on_rank(case, model, value, reference):
         assert Layout.of(y) == case.fields["output_plan"]["output"]
 
 
+@pytest.mark.tier("full")
 @many
 @given(cases())
 def test_any_plan_computes_what_one_device_does(case):

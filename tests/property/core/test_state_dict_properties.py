@@ -152,6 +152,7 @@ def loads_and_returns(case):
     return True
 
 
+@pytest.mark.tier("full")
 @many
 @given(cases())
 def test_any_layout_loads_into_any_sharding_and_comes_out_whole(case):

@@ -73,6 +73,7 @@ def seen(problem: Problem, arrangement: Arrangement) -> None:
 # -- as on one device --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @examples(0.5)
 @given(st.data(), problems)
 def test_any_ranks_train_as_one_device(data, problem):
@@ -83,6 +84,7 @@ def test_any_ranks_train_as_one_device(data, problem):
     reference(problem).check(found)
 
 
+@pytest.mark.tier("full")
 @examples(0.2)
 @given(st.data(), problems, st.integers(1, STEPS - 1), st.booleans())
 def test_a_saved_run_goes_on_under_any_ranks(data, problem, step, changed):

@@ -259,6 +259,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     assert "\n  try: " in output
 
 
+@pytest.mark.tier("test")
 def test_an_export_to_a_file_is_one_message() -> None:
     Path("tiny.toml").write_text(TINY)
     assert invoke("train", "tiny.toml", "--checkpoint-dir", "run")[0] == 0
@@ -270,6 +271,7 @@ def test_an_export_to_a_file_is_one_message() -> None:
 FULL = Path("/dev/full")
 
 
+@pytest.mark.tier("test")
 @pytest.mark.skipif(not FULL.exists(), reason="the system has no device that is full")
 @pytest.mark.parametrize(
     "command",
@@ -296,6 +298,7 @@ def test_an_output_that_takes_nothing_more_is_one_message(command: tuple[str, ..
     assert hint.startswith("  try: ")
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("command", [("train", "tiny.toml", "--sim", "2"), ("hardware",)], ids=" ".join)
 def test_a_reader_that_has_gone_is_told_nothing(command: tuple[str, ...]) -> None:
     Path("tiny.toml").write_text(TINY)
@@ -432,6 +435,7 @@ def test_a_run_alone_writes_its_log_and_says_so() -> None:
     assert output.splitlines()[-1] == "log: log.jsonl"
 
 
+@pytest.mark.tier("test")
 def test_a_run_that_memory_is_too_small_for_says_so() -> None:
     code, output = invoke("train", "tiny.toml", "--max-seq-len", str(2**45))
     assert code == cli.FAILURE
@@ -450,6 +454,7 @@ def test_steps_that_were_skipped_are_no_part_of_the_mean() -> None:
     assert f"skipped: {8 - len(taken)} of 8 steps" in output
 
 
+@pytest.mark.tier("test")
 def test_what_is_predicted_stands_beside_what_is_measured() -> None:
     code, output = invoke("train", "tiny.toml", "--hardware", "laptop-cpu")
     assert code == 0, output
@@ -554,6 +559,7 @@ def test_ctrl_c_is_exit_code_130_and_names_the_log(monkeypatch: pytest.MonkeyPat
     assert output.splitlines()[-1] == "interrupted; the log so far is in log.jsonl"
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 def test_simulated_ranks_give_the_losses_of_one_device() -> None:
     losses = []
@@ -701,6 +707,7 @@ def test_no_log_flag_and_no_log_key_write_to_a_folder_of_their_own(monkeypatch: 
     assert config_of(monkeypatch).train.log == "out/train.jsonl"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_a_run_with_several_dimensions_says_what_it_does_and_goes_on() -> None:
     flags = ("--sim", "4", "--model", "moe", "--ep", "2", "--pp", "2", "--accumulate", "2", "--checkpoint-dir", "saved")
@@ -806,6 +813,7 @@ def test_a_terminal_shows_a_bar_that_moves() -> None:
     assert "loss 4.000  100 tokens/s" in out.getvalue()
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_the_demo_compares_and_draws() -> None:
     code, output = invoke("demo", "--steps", "2", "--out", "here")
@@ -889,6 +897,7 @@ def click_command(app: typer.Typer) -> Any:
     return typer.main.get_command(app)
 
 
+@pytest.mark.tier("test")
 def test_help_and_wrong_options_come_before_torch() -> None:
     commands = list(click_command(cli.app).commands)
     assert {"train", "simulate", "verify"} < {*commands}

@@ -10,6 +10,8 @@ from hyper_parallel import cli
 from hyper_parallel.core.shard.plan_file import load_plan, plan_text
 from hyper_parallel.models import LlamaConfig, llama_plan
 
+pytestmark = pytest.mark.tier("test")
+
 SMALL = ("--mesh", "tp=2", "--seq-len", "4")
 OWN = """
 import torch
@@ -135,6 +137,7 @@ def test_a_sum_that_is_forgotten_is_named(edited):
     assert re.search(r"^ *\S*.*layers\.0\.mlp\.output", output, re.MULTILINE), output
 
 
+@pytest.mark.tier("full")
 def test_the_page_shows_what_the_command_prints(tmp_path):
     page = (Path(__file__).resolve().parents[3] / "docs" / "verify.md").read_text()
     commands, shown = re.search(

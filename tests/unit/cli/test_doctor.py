@@ -186,6 +186,7 @@ def test_what_estimates_take_is_what_predictions_of_runs_take(monkeypatch: pytes
     assert "\n  ask somebody\n" in text
 
 
+@pytest.mark.tier("test")
 def test_a_torch_that_cannot_be_imported_stops_training(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open')\n")

@@ -101,6 +101,7 @@ def made(kind: str, rank: int) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_model_is_trained_on_tensor_and_data_parallel_ranks_as_on_one(rank: int) -> None:

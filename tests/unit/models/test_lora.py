@@ -24,6 +24,8 @@ from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, 
 from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.saving import export_checkpoint, run_to_go_on_from
 
+pytestmark = pytest.mark.tier("test")
+
 SHAPE = LlamaConfig(
     vocab_size=256,
     hidden_size=16,
@@ -81,6 +83,7 @@ class Plain(nn.Module):
         return SimpleNamespace(logits=self.model(ids))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @pytest.mark.parametrize(
     ("targets", "names"),
@@ -216,6 +219,7 @@ def test_export_says_what_it_has_written_and_where_the_model_is(
 # -- models that transformers alone knows ------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @pytest.mark.parametrize("rank", [0, 3])
 def test_any_model_of_transformers_is_trained_from_its_folder_and_exported(

@@ -162,6 +162,7 @@ def test_scores_are_computed_in_float32():
     assert layer(x).dtype == torch.bfloat16
 
 
+@pytest.mark.tier("test")
 def test_second_derivatives():
     layer = mixture(aux_loss_weight=0.0)
     x = tokens(2, 2, 16)
@@ -173,6 +174,7 @@ def test_copies_compute_the_same():
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
+@pytest.mark.tier("full")
 def test_compiled_layer():
     layer, x = mixture(aux_loss_weight=0.5), tokens(2, 5, 16)
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager")
@@ -248,6 +250,7 @@ def test_bias_goes_towards_the_mean_load():
     assert layer.router.bias.tolist() == [0.125 * ((n < 4) - (n > 4)) for n in load]
 
 
+@pytest.mark.tier("test")
 def test_bias_evens_out_a_lopsided_load():
     layer, x = mixture(bias_update_rate=0.01, aux_loss_weight=0.0), tokens(4, 30, 16)
     with torch.no_grad():
@@ -434,6 +437,7 @@ def test_logits_and_gradients_are_those_of_transformers(changes):
 # -- grouped products --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([8, 16]), st.sampled_from([8, 24]))
 def test_grouped_products_are_those_of_one_expert_after_the_other(counts: list[int], hidden: int, inner: int) -> None:
     draw = torch.Generator().manual_seed(sum(counts) + hidden)

@@ -267,6 +267,7 @@ def fresh_memory(mebibytes: int) -> mmap.mmap:
     return memory
 
 
+@pytest.mark.tier("test")
 def test_cpu_memory_counts_the_resident_set() -> None:
     cpu = get_platform("cpu")
     before = cpu.memory_stats()
@@ -278,6 +279,7 @@ def test_cpu_memory_counts_the_resident_set() -> None:
     assert len(held) < cpu.total_memory()
 
 
+@pytest.mark.tier("test")
 def test_cpu_peak_starts_afresh() -> None:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs /proc/self/clear_refs, which this system lacks")
@@ -411,6 +413,7 @@ def test_default_warns_once_of_a_broken_torch_npu_and_does_not_import_it_again(
     assert broken_torch_npu.read_text() == "."
 
 
+@pytest.mark.tier("full")
 def test_a_torch_npu_like_the_real_one_gives_npu_devices_and_hccl(tmp_path: Path) -> None:
     """In its own interpreter: renaming torch's spare device to "npu" lasts as long as the process."""
     package = tmp_path / "torch_npu"

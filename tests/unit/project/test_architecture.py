@@ -642,15 +642,18 @@ CHECKS = {
 # The library as it is
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("check", sorted(CHECKS))
 def test_the_library_keeps(check: str) -> None:
     assert faults_of(check, sources("hyper_parallel")) == []
 
 
+@pytest.mark.tier("full")
 def test_the_simulator_keeps_hypothesis_in_one_file() -> None:
     assert faults_of("hypothesis imports", sources("sim")) == []
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("package", ["hyper_parallel", "sim", "benchmarks", "examples"])
 def test_nothing_is_unpickled(package: str) -> None:
     assert faults_of("pickles", sources(package)) == []

@@ -102,6 +102,7 @@ def test_memory_of_a_backward_is_seen():
     assert memory.peak("backward") >= 1200 + 10 * 30 * 4 + 20 * 30 * 4
 
 
+@pytest.mark.tier("test")
 def test_what_an_unwrapped_model_holds_is_worked_out():
     elements = 256 * 256 * 2 + 4 * 12 * 256 * 256 + 9 * 2 * 256
     plain = held("plain", CASES[0], 1, 8)
@@ -111,11 +112,13 @@ def test_what_an_unwrapped_model_holds_is_worked_out():
     assert logits < activations(CASES[0], 1, 8) < plain.peak - plain.resting
 
 
+@pytest.mark.tier("test")
 def test_a_sharded_model_rests_at_its_part():
     elements = 256 * 256 * 2 + 4 * 12 * 256 * 256 + 9 * 2 * 256
     assert held("ours", CASES[0], 1, 8).resting == pytest.approx(3 * 4 * elements / 8, rel=0.01)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 @pytest.mark.parametrize("held", [shard.contest, shard.contest_with_sequence])
 def test_contestants_of_tensor_parallelism_compute_the_same_and_are_timed(held):
@@ -176,6 +179,7 @@ def test_an_optimizer_of_a_part_updates_that_part():
     assert model.weight.grad is None
 
 
+@pytest.mark.tier("test")
 def test_what_ranks_hold_in_a_step_and_after_it_is_counted():
     run = dims.run_of(32, ParallelConfig(dp_shard=2), accumulate=2)
     run = replace(run, train=replace(run.train, batch_size=4, seq_len=8))

@@ -33,6 +33,7 @@ TABLES = {
 }
 
 
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("part", TABLES)
 def test_a_part_runs_where_there_is_no_device(part):
     tables = {}
@@ -60,6 +61,7 @@ def test_a_part_runs_where_there_is_no_device(part):
         assert (last["failed"], last["passed"] > 0) == (0, True)
 
 
+@pytest.mark.tier("test")
 def test_an_engine_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
     def build(self, engine, mesh, built=device.Protocol.build):
         if engine == "fused":
@@ -75,6 +77,7 @@ def test_an_engine_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
     assert [row.get("error") for _, row in rows] == [None, None, "ValueError: no", None]
 
 
+@pytest.mark.tier("full")
 def test_a_test_that_hangs_or_crashes_is_named_and_the_others_run(monkeypatch, tmp_path):
     (tmp_path / "test_a.py").write_text(
         "import os, threading, pytest\n"

@@ -31,6 +31,7 @@ def test_the_largest_is_what_the_spec_asks_for():
     assert ranks == [1024, 4096, 16384, 102400, 64, 1024, 16384]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("how", ["ours", "every layer", "torch"])
 def test_a_task_is_timed_by_phases(how, monkeypatch, capsys):
     task = Task("llama-tiny", {"dp_shard": 4}, 1, 32, how)
@@ -49,6 +50,7 @@ def test_torch_shards_alone():
         mesh_probe.with_torch(Task("llama-tiny", {"tp": 2}, 1, 32, "torch"), mesh_probe.Phases())
 
 
+@pytest.mark.tier("full")
 def test_a_task_runs_in_a_fresh_process():
     cost = mesh_probe.run_alone(Task("llama-tiny", {"tp": 2, "pp": 2, "dp_shard": 2}, 2, 32), limit_s=300)
     assert cost.wall > sum(cost.phases.values()) > cost.work > 0
@@ -90,6 +92,7 @@ def test_cases_are_what_the_trainer_runs():
         assert case.dims.world_size == case.processes
 
 
+@pytest.mark.tier("test")
 def test_a_row_of_this_machine():
     case = Case(ParallelConfig(dp_shard=1, tp=2), TINY, 2, 32)
     made = mesh_here.predict(case, find_hardware("laptop-cpu"))
@@ -101,6 +104,7 @@ def test_a_row_of_this_machine():
     assert cells[8] == "0.500"
 
 
+@pytest.mark.tier("test")
 def test_what_is_predicted_is_the_trainers_step():
     """It waits for the device, and its blocks are not compiled as wholes."""
     case = Case(ParallelConfig(dp_shard=1, compile=True), TINY, 2, 32)
@@ -112,6 +116,7 @@ def test_what_is_predicted_is_the_trainers_step():
     assert forward == {"attention", "mlp"}
 
 
+@pytest.mark.tier("full")
 def test_a_case_is_trained_and_its_memory_is_near():
     case = Case(ParallelConfig(dp_shard=2), TINY, 2, 32)
     measured = mesh_here.run_case(case, steps=2, warmup=1)

@@ -21,6 +21,8 @@ from sim.mesh.searching.explore import NothingFits
 from sim.mesh.searching.ranking import Found, SearchResult
 from sim.mesh.searching.space import Candidate
 
+pytestmark = pytest.mark.tier("test")
+
 PLAIN = (Recipe(),)
 TWO = Recipe(microbatches=2, reduce_each=True), Recipe(checkpointing="full")
 
@@ -76,6 +78,7 @@ def test_a_framework_is_asked_for_no_more_than_its_published_runs_use():
     assert {recipe.zero for recipe in one.recipes} == {0, 2, 3}
 
 
+@pytest.mark.tier("full")
 def test_the_best_of_what_a_framework_has_is_estimated_apart():
     none, full = Recipe(zero=0), Recipe(zero=0, checkpointing="full")
     question = small("llama-tiny", 1, 1, recipes=(none, full))
@@ -94,6 +97,7 @@ def asked(model: str, devices: int) -> Question:
     return dataclasses.replace(small(model, devices, 4, recipes=TWO), seq_len=2048)
 
 
+@pytest.mark.tier("full")
 @settings(max_examples=20)
 @given(data=st.data())
 def test_no_candidate_of_a_small_space_beats_its_search(data):

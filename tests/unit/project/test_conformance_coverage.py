@@ -165,6 +165,7 @@ def record() -> Record:
     return run_bodies("test_conformance_*.py")
 
 
+@pytest.mark.tier("full")
 def test_every_method_of_a_process_group_is_exercised_or_refused(record):
     asked = set(methods())
     assert len(asked) > 30

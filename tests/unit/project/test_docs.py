@@ -76,6 +76,7 @@ def run_page(text):
         yield printed.getvalue(), following[1] if following[0] == "text" else None
 
 
+@pytest.mark.tier("full", each=7)
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_python_blocks_run_and_print_what_the_page_says(page, loggers):
     for printed, promised in run_page(page.read_text()):
@@ -129,6 +130,7 @@ def estimated(text):
     return [CliRunner().invoke(cli.app, shlex.split(command)).exit_code for command in commands]
 
 
+@pytest.mark.tier("full")
 def test_what_the_readme_estimates_fits():
     assert estimated(README) == [0]
     assert estimated("hyper-parallel estimate --model llama3-8b --hardware h100-sxm --devices 1 --seq-len 128") == [3]
@@ -165,6 +167,7 @@ def unknown_errors(text):
     return [each for each, pieces in error_texts(text).items() if not any(all(p in s for p in pieces) for s in sources)]
 
 
+@pytest.mark.tier("full")
 def test_troubleshooting_quotes_what_errors_say():
     page = (DOCS / "troubleshooting.md").read_text()
     assert len(error_texts(page)) >= 25

@@ -117,6 +117,7 @@ def test_the_sensitivity_of_a_proof() -> None:
     ]
 
 
+@pytest.mark.tier("full")
 def test_estimates() -> None:
     found = estimate("llama-tiny", ParallelDims(dp_shard=4, world_size=4), 2, 64, "h100-sxm")
     assert re.fullmatch(

@@ -164,6 +164,7 @@ def modules():
                 yield info.name
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", list(modules()))
 def test_examples_in_docstrings(name):
     linecache.clearcache()  # for each docstring, doctest looks at all files in it anew
@@ -180,6 +181,7 @@ def test_type_checkers_see_what_is_imported_late():
     assert set(seen) <= set(dir(hyper_parallel))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", ["hyper_parallel", "hyper_parallel.pytest_plugin"])
 def test_the_package_alone_imports_no_torch(name):
     command = f"import sys, {name}; sys.exit('torch' in sys.modules or 'sim' in sys.modules)"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import FOLDER, TIERS
 
+pytestmark = pytest.mark.tier("full")
+
 ROOT = Path(__file__).parents[3]
 
 # Above the limits of this suite's own runs, far enough that only what is meant to be slow is.

@@ -286,6 +286,7 @@ def test_what_the_assistant_says_counts(tokenizer: Any, tmp_path: Path) -> None:
         load_corpus(DataConfig(path))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("said", ["d", "end", "|", ">", "", "<|end|>"])
 def test_the_mark_that_ends_a_turn_counts_whatever_is_said(tokenizer: Any, tmp_path: Path, said: str) -> None:
     turns = [("user", "which one?"), ("assistant", said), ("user", "and now?"), ("assistant", "none")]
@@ -296,6 +297,7 @@ def test_the_mark_that_ends_a_turn_counts_whatever_is_said(tokenizer: Any, tmp_p
     assert counted == f"{said}<|end|>none<|end|>"
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -326,6 +328,7 @@ def test_a_template_that_takes_all_memory_or_time_is_stopped(
     assert rendered == "<|user|>é<|end|><|assistant|>", "the one that was stopped is not missed"
 
 
+@pytest.mark.tier("test")
 def test_modules_beside_a_template_are_not_imported(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,6 +451,7 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
             load_corpus(DataConfig(path, tokenizer=str(tmp_path / folder)))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
 def test_a_model_of_transformers_is_trained_on_conversations_and_answers(
@@ -501,6 +505,7 @@ def test_a_model_of_transformers_is_trained_on_conversations_and_answers(
     assert words.decode(answer) == "<|user|>who?<|end|><|assistant|>me<|end|>"
 
 
+@pytest.mark.tier("test")
 def test_what_a_text_and_a_model_do_not_share_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "tokenizer")
     path = lines(tmp_path / "x.jsonl", {"prompt": "1 + 2 = " * 4, "completion": "3"})

@@ -61,6 +61,7 @@ def loaded(kind: str, folder: Path) -> Any:
     return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 @pytest.mark.parametrize(("kind", "make"), [("gpt2", gpt2), ("lora", lora)])
 def test_a_model_is_trained_as_by_a_plain_loop_whatever_the_ranks(
@@ -144,6 +145,7 @@ def test_a_parameter_of_one_element_with_any_stride_is_trained() -> None:
     assert train(RUN, model=OneOfMany).losses == pytest.approx(train(RUN, model=Scaled).losses, rel=1e-6)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 def test_a_parameter_without_a_dim_is_trained(tmp_path: Path) -> None:
     config = RUN.with_changes("checkpoint", {"folder": str(tmp_path), "every": 2})

@@ -46,12 +46,14 @@ def count_really(model: torch.nn.Module, tokens: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("seq_len", [16, 48])
 def test_flops_are_those_that_the_whole_model_takes(seq_len: int) -> None:
     tokens = torch.zeros(2, seq_len, dtype=torch.long)
     assert flops_per_token(DENSE, seq_len) * tokens.numel() == count_really(Llama.build(DENSE), tokens)
 
 
+@pytest.mark.tier("test")
 def test_flops_of_experts_are_those_of_the_tokens_they_get() -> None:
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
     config = replace(SPARSE, aux_loss_weight=0.0, bias_update_rate=0.0)
@@ -61,6 +63,7 @@ def test_flops_of_experts_are_those_of_the_tokens_they_get() -> None:
     assert flops_per_token(more, 32) - flops_per_token(config, 32) == 2 * 6 * 45 * config.hidden_size, "the routers'"
 
 
+@pytest.mark.tier("test")
 def test_counting_touches_no_generator_and_simulated_ranks_may_do_it() -> None:
     before = torch.get_rng_state()
     assert len(set(sim.run(flops_per_token, world_size=3, args=(replace(DENSE, vocab_size=51), 8)))) == 1
@@ -157,6 +160,7 @@ def test_the_display_says_what_the_record_has() -> None:
     ]
 
 
+@pytest.mark.tier("test")
 def test_a_picture_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logs = [tmp_path / "one" / "train.jsonl", tmp_path / "two" / "train.jsonl"]
     for log in logs:
@@ -170,6 +174,7 @@ def test_a_picture_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not (tmp_path / "without.png").exists()
 
 
+@pytest.mark.tier("test")
 def test_predictions_are_drawn_where_a_log_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures, blank = [], report.blank_figure
 

@@ -35,6 +35,8 @@ from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import TrainResult, read_log
 from hyper_parallel.trainer.saving import export_checkpoint, run_to_go_on_from
 
+pytestmark = pytest.mark.tier("test")
+
 TINY = Config(
     model=LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
@@ -64,6 +66,7 @@ def go_on(config: Config, world_size: int) -> TrainResult:
     return train(config) if world_size == 1 else sim.run(train, world_size, args=(config,))[0]
 
 
+@pytest.mark.tier("full", each=4)
 @pytest.mark.sim
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
@@ -91,6 +94,7 @@ def test_a_run_goes_on_bit_for_bit(
     assert rest.valid_loss == whole.valid_loss
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @pytest.mark.parametrize("model", ["llama", "moe"])
 def test_other_degrees_go_on_from_it(tmp_path: Path, model: str) -> None:
@@ -118,6 +122,7 @@ LEGS: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (  # world size, 
 )
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_a_run_goes_on_in_the_middle_of_its_data_whatever_the_degrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -663,6 +668,7 @@ def test_records_go_on_from_any_place_within_a_block(records: Any, shuffle: int)
     assert places == set(range(6))
 
 
+@pytest.mark.tier("full", each=3)
 @pytest.mark.sim
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_loader_of_ones_own_goes_on_whatever_the_degrees(kind: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ WITHOUT_CUBLAS = mesh.find_hardware("h100-sxm").with_figures(device__workspace=0
 POLICIES = ("none", "full", "offload", "full offload", "offload every 2", "full offload first 3")
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2)
 @pytest.mark.parametrize("policy", ["full every 2", "selective", "offload"])
 def test_ranks_compute_what_one_device_does(ctx, policy):
@@ -58,6 +59,7 @@ def planned(policy: str, ranks: int = 1, engine: str = "fully_shard") -> mesh.Es
     return mesh.estimate(spec, dims, batch=ROWS // ranks, seq_len=1, hardware=WITHOUT_CUBLAS, recipe=recipe)
 
 
+@pytest.mark.tier("full")
 @late
 @pytest.mark.sim
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
@@ -75,6 +77,7 @@ def test_the_peak_is_what_an_estimate_says_and_what_the_docs_say():
     assert least.by_category["workspace"] + least.by_category["activations"] < 2.7 * one, "of two blocks, and gradients"
 
 
+@pytest.mark.tier("full", each=3)
 @late
 @pytest.mark.sim
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
@@ -112,6 +115,7 @@ def peak_of_run(config: Config) -> int:
     return train_a_run(config).steps[-1].memory_bytes
 
 
+@pytest.mark.tier("full", each=2)
 @late
 @pytest.mark.sim
 @pytest.mark.parametrize(
@@ -130,6 +134,7 @@ def test_the_peak_of_a_model_with_attention_is_the_estimates(policy, engine):
         assert min(products) > 1.2 * planned_bytes
 
 
+@pytest.mark.tier("full")
 @late
 @pytest.mark.sim
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
@@ -148,6 +153,7 @@ def test_a_policy_for_a_budget_needs_no_more_than_it():
     assert policy.first is not None, "of some blocks"
 
 
+@pytest.mark.tier("full")
 def test_copies_are_on_a_stream_of_their_own_and_come_ahead():
     """Where the link is as fast as in an h100, a wide enough block hides what goes to the host and back."""
     shape = {"batch": 4096, "seq_len": 1, "hardware": "h100-sxm"}
@@ -193,6 +199,7 @@ def backward_twice() -> list[bool]:
     return [torch.equal(a, b) for each in (second, third, other) for a, b in zip(first, each, strict=True)]
 
 
+@pytest.mark.tier("test")
 @late
 @pytest.mark.sim
 def test_what_autograd_refuses_and_repeats_stays_so():
@@ -215,6 +222,7 @@ def graphs():
     torch._dynamo.reset()
 
 
+@pytest.mark.tier("full")
 @late
 @pytest.mark.sim
 @pytest.mark.parametrize(
@@ -231,6 +239,7 @@ def test_compiled_blocks_are_offloaded(policy, compiled, graphs):
     assert peak == pytest.approx(alone[0][2], rel=0.02)
 
 
+@pytest.mark.tier("full")
 @late
 @pytest.mark.sim
 @pytest.mark.parametrize(("engine", "compiled"), [("ours", "blocks"), ("fsdp2", "insides"), ("ours", "model")])
@@ -318,6 +327,7 @@ def test_fields_of_a_policy_are_of_their_types(fields, message):
         ActivationPolicy("full", **fields)
 
 
+@pytest.mark.tier("test")
 def test_operators_and_functions_say_what_is_kept():
     def products(policy: object) -> int:
         model, count = checkpoint_blocks(Blocks(2, 8), policy), [0]

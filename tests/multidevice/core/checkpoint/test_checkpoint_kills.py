@@ -21,6 +21,7 @@ SCRIPT = Path(__file__).with_name("checkpoint_kill_script.py")
 COMPLETE = ("committed", "prune", "done")  # stages after which the second save counts
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_processes_killed_at_every_stage_of_a_save() -> None:
     done = warm.run([sys.executable, str(SCRIPT)])
@@ -68,6 +69,7 @@ def load_alone(root: Path) -> int:
     return step
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])

@@ -31,6 +31,8 @@ from hyper_parallel.core.checkpoint.folders import LEASE
 from hyper_parallel.core.fully_shard import fully_shard, get_model_state_dict
 from hyper_parallel.core.redistribute import full_tensor
 
+pytestmark = pytest.mark.tier("test")
+
 
 class Net(nn.Module):
     """Odd sizes, a buffer, a frozen weight."""

@@ -17,6 +17,8 @@ from hyper_parallel import fully_shard, shard_module
 from hyper_parallel.core.context_parallel import ContextParallel, context_parallel
 from hyper_parallel.models import Llama, LlamaConfig, llama_plan
 
+pytestmark = pytest.mark.tier("test")
+
 CONFIG = LlamaConfig(
     vocab_size=50,
     hidden_size=32,
@@ -69,6 +71,7 @@ def check_attention(ctx, cp: ContextParallel, dtype: torch.dtype, causal: bool, 
         close(found, cp.split(expected, dim=2), f"{name} {cp} {dtype} {causal=} {documents=}")
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_every_way_to_attend(ctx):
     mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("cp",))

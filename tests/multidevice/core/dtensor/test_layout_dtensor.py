@@ -1,5 +1,6 @@
 """Layouts as DTensors on real ranks: every rank holds the slice that the layout says, and together they are whole."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -8,6 +9,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import sim
 from hyper_parallel.core.dtensor import flatten_axes, to_torch
 from hyper_parallel.core.dtensor.layout import Layout
+
+pytestmark = pytest.mark.tier("test")
 
 CASES = [
     (("dp", "tp"), (5, 3)),

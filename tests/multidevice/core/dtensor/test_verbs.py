@@ -16,6 +16,8 @@ from hyper_parallel import distribute_tensor, from_local, full_tensor, redistrib
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import PendingRedistribute, plan
 
+pytestmark = pytest.mark.tier("test")
+
 NO_GLOO = ("sim", "gpu", "npu")  # the same communication as in others here, which processes run
 KINDS = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin, "prod": torch.prod}
 
@@ -172,6 +174,7 @@ LAYOUTS = [
 SHAPES = [(8, 4), (7, 5), (3, 1), (0, 4), (1, 0)]
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_values_of_even_uneven_empty_and_ordered_splits(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))
@@ -195,6 +198,7 @@ MOVED = [torch.bool, torch.bfloat16, torch.int16, torch.uint16, torch.uint32, to
 MOVED += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_every_dtype_is_moved(ctx):
     for dtype in MOVED:
@@ -234,6 +238,7 @@ def test_scalars_and_uneven_splits_against_the_mesh_s_order(ctx):
             assert torch.equal(x.full_tensor(), full)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_pending_reductions(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))
@@ -343,6 +348,7 @@ def test_what_norms_and_embeddings_leave_pending(ctx):
 STATES = [*itertools.product([Replicate(), Shard(0), Shard(1), Partial()], repeat=2)]
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_every_verb_agrees_with_torch_s(ctx):
     mesh = mesh_of(ctx)
@@ -369,6 +375,7 @@ def test_every_verb_agrees_with_torch_s(ctx):
             assert torch.equal(ours.to_local(), as_torch.to_local()), (placements, target)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_uneven_splits_agree_with_torch_s(ctx):
     mesh = mesh_of(ctx)

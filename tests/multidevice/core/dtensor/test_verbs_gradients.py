@@ -13,6 +13,8 @@ import sim
 from hyper_parallel import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from hyper_parallel.core.dtensor.layout import Layout
 
+pytestmark = pytest.mark.tier("test")
+
 NO_GLOO = ("sim", "gpu", "npu")  # the same communication as in others here, which processes run
 
 
@@ -27,6 +29,7 @@ def mesh_of(ctx, sizes=(2, 2), names=("dp", "tp")):
 # -- redistribute ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_redistribute_between_all_layouts(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))

@@ -36,6 +36,8 @@ from hyper_parallel.core.expert_parallel.experts import exchange_rows
 from hyper_parallel.core.fully_shard.api import get_model_state_dict, load_state_dict
 from hyper_parallel.models.moe import MoEConfig
 
+pytestmark = pytest.mark.tier("test")
+
 STEPS = 2
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -102,6 +104,7 @@ def check_aux(model: Any, twin: Twin) -> None:
         assert terms > 0
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_experts_and_tensors_are_split(ctx):
     check(ctx, Case({"ep": 2, "tp": 2}))
@@ -109,6 +112,7 @@ def test_experts_and_tensors_are_split(ctx):
     check(ctx, Case({"ep": 2, "tp": 2}, options={"ep": ("ep", "tp")}))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_tokens_go_to_each_node_once(ctx):
     check(ctx, Case({"ep": 4}, options={"ranks_per_node": 2}))
@@ -116,17 +120,20 @@ def test_tokens_go_to_each_node_once(ctx):
     check(ctx, Case({"ep": 2, "tp": 2}, options={"ep": ("ep", "tp"), "ranks_per_node": 2}))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_experts_are_split_and_all_is_sharded(ctx):
     check(ctx, Case({"dp_shard": 2, "ep": 2}))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("etp", [1, 2])
 @sim.ranks(8, backends=("sim", "gpu", "npu"))
 def test_three_axes(ctx, etp):
     check(ctx, Case({"dp_shard": 2, "ep": 2, "tp": 2}, etp=etp))
 
 
+@pytest.mark.tier("full", each=8)
 @pytest.mark.parametrize(
     "case",
     [
@@ -165,6 +172,7 @@ def lopsided(model: Any) -> None:
             module.bias[: module.experts_per_token] += 100.0
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     "case",
     [Case({"ep": 4}), Case({"ep": 2, "tp": 2}, etp=1), Case({"ep": 4}, options={"ranks_per_node": 2})],
@@ -193,6 +201,7 @@ def test_all_tokens_go_to_the_experts_of_one_rank_and_some_ranks_have_no_rows(ct
 # -- what else trains over it ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}], ids=["once for each expert", "on nodes"])
 @pytest.mark.parametrize("kind", list(CheckpointImpl), ids=str)
 @sim.ranks(4, backends=("sim",))
@@ -214,6 +223,7 @@ def test_blocks_that_are_computed_again(ctx, kind, options):
     assert any(each.count_nonzero() for each in bias)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(8, backends=("sim",))
 def test_state_of_one_mesh_is_loaded_on_another(ctx):
     case = Case({"dp_shard": 2, "ep": 2, "tp": 2})
@@ -326,6 +336,7 @@ def test_shared_experts_compute_while_tokens_are_on_their_way(ctx):
     assert flights[-1].grad is None
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("case", [Case({"ep": 2}), Case({"ep": 2}, options={"ranks_per_node": 1})], ids=str)
 @pytest.mark.sim
 def test_compiled_layers(case):

@@ -106,6 +106,7 @@ def mixed(ctx):
     return square, params, wholes
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_parameters_on_a_mix_of_meshes(ctx):
     for p in NORMS:
@@ -116,6 +117,7 @@ def test_parameters_on_a_mix_of_meshes(ctx):
             assert_clips(params, wholes, max_norm, p, foreach=foreach)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=NO_GLOO)
 def test_a_pending_gradient_is_that_of_the_sum(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -138,6 +140,7 @@ def test_a_pending_gradient_is_that_of_the_sum(ctx):
             assert param.grad.placements[1] == Partial(op)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_ranks_without_gradients_take_part(ctx):
     """Nothing waits, and where the copies of a gradient are there on no rank that holds them, it is 0."""
@@ -159,6 +162,7 @@ def test_ranks_without_gradients_take_part(ctx):
             assert has == (params[0].grad is not None)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_nan_and_inf_reach_every_rank(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -201,6 +205,7 @@ def trained(ctx, wrap=None):
     return model
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_fully_sharded_models(ctx):
     wholes = [param.grad for param in trained(ctx).parameters() if param.grad is not None]
@@ -239,6 +244,7 @@ def test_gradients_that_are_kept_in_fp32(ctx):
         torch.testing.assert_close(whole_of(param.main_grad).cpu().double(), wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=NO_GLOO)
 def test_tensor_parallel_within_data_parallel(ctx):
     """As torch lays it out: weights on both axes, the last bias whole on one, the scale on none."""
@@ -268,6 +274,7 @@ def test_tensor_parallel_within_data_parallel(ctx):
                 torch.testing.assert_close(whole_of(param.grad).cpu().double(), wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=NO_GLOO)
 def test_on_one_mesh_it_is_torchs_own(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))

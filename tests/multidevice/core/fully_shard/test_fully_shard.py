@@ -29,6 +29,8 @@ from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
 from hyper_parallel.core.fully_shard.unit import unit_of
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 
+pytestmark = pytest.mark.tier("test")
+
 NO_GLOO = ("sim", "gpu", "npu")
 
 
@@ -165,12 +167,14 @@ def check_all_wrappings(ctx, mesh, wrappings, *, fp32=True):
                 assert_same(ctx, got[2], wanted[2])
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 4)])
 @sim.ranks(4, backends=NO_GLOO)
 def test_one_device_and_fsdp2_on_four_ranks(ctx, shape):
     check_all_wrappings(ctx, mesh_of(ctx, *shape), (nested, one_block_only, a_list, everything))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(1, backends=NO_GLOO)
 def test_a_single_rank(ctx):
     check_all_wrappings(ctx, mesh_of(ctx), (nested,))
@@ -383,6 +387,7 @@ def test_the_all_reduces_of_a_replicated_parameter_can_wait(ctx):
     assert_close(gradients(model), gradients(plain))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2)
 def test_pending_gradients_are_kept_in_fp32_or_better(ctx):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -500,6 +505,7 @@ def break_backward(model, x):
     loss.backward()
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2)
 def test_training_goes_on_after_an_error(ctx):
     for failure in (break_forward, break_backward):
@@ -1024,6 +1030,7 @@ def test_torch_replicates_what_is_around_units(ctx, kind):
     assert_freed(model[1])
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.sim
 def test_compiled_models_train_as_on_one_device(backend):

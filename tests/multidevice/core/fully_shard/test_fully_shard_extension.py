@@ -21,6 +21,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import sim
 from hyper_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+pytestmark = pytest.mark.tier("test")
+
 aten = torch.ops.aten
 KEPT = {aten.detach, aten.empty_like, aten.new_zeros, aten.slice, aten.split, aten.copy_, aten.view, aten.as_strided}
 KEPT |= {aten._to_copy, aten.clone}
@@ -423,6 +425,7 @@ def on_one_device(case):
     return found
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @settings(deadline=None, max_examples=max(settings.default.max_examples // 4, 1))
 @given(cases())

@@ -140,6 +140,7 @@ def test_simulated_ranks_that_do_not_agree_are_told(program):
 # -- programs that mean what they do -----------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2)
 def test_wrappers_of_some_ranks_are_no_difference(ctx):
     model = Experts().to(ctx.device)
@@ -170,6 +171,7 @@ def test_names_that_are_meant_to_differ(ctx):
         clip_grad_norm_(model, 1.0)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_stages_replicas_and_a_rank_alone_are_no_difference(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("pp", "dp"))

@@ -28,6 +28,8 @@ from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.unit import unit_of
 from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, FullyShardParamMode, MixedPrecisionPolicy
 
+pytestmark = pytest.mark.tier("test")
+
 NO_GLOO = ("sim", "gpu", "npu")
 MODES = FullyShardParamMode
 EPS, EPS_SINGLE = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
@@ -458,6 +460,7 @@ def check_computing_with_dtensors(ctx, mesh, wrap, hidden=6, check_home=lambda m
         check(ctx, model, plain, loss=local_loss, parts=2, part=dp, losses="sum")
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_that_keep_their_layout(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
@@ -589,6 +592,7 @@ def check_tensor_parallel(ctx, mesh, over, *, clip=None, hidden=6, wrapper=None,
     return model
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_tensor_parallel_parameters_are_split_further(ctx, tmp_path):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
@@ -657,6 +661,7 @@ def test_tensor_parallel_with(ctx, options):
     check_tensor_parallel(ctx, mesh, mesh["dp"], hidden=7, **options)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(8, backends=NO_GLOO)
 def test_tensor_parallel_inside_of_replicate_and_shard(ctx):
     mesh = mesh_of(ctx, 2, 2, 2, names=("replicate", "dp", "tp"))
@@ -666,12 +671,14 @@ def test_tensor_parallel_inside_of_replicate_and_shard(ctx):
         assert model.head.weight.placements == (Replicate(), Replicate(), Shard(0))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(8, backends=NO_GLOO)
 def test_tensor_parallel_kept_over_fewer_ranks_between_forward_and_backward(ctx):
     mesh = mesh_of(ctx, 4, 2, names=("dp", "tp"))
     check_tensor_parallel(ctx, mesh, mesh["dp"], hidden=7, reshard_after_forward=2)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_on_the_whole_mesh_are_split_over_a_slice_of_it(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
@@ -893,6 +900,7 @@ class Stack(Net):
 WRAPPERS = {"": None, "checkpointed": around(False), "checkpointed, reentrant": around(True)}
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @sim.ranks(4, backends=NO_GLOO)
 def test_resharding_to_fewer_ranks(ctx, wrapper):
@@ -907,6 +915,7 @@ def test_resharding_to_fewer_ranks(ctx, wrapper):
             assert size == 1 or not any(unit.is_unsharded for unit in units_in(model))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=("gloo",))
 def test_groups_of_fewer_ranks_are_made_alike_on_all_processes(ctx):
     for shape, options in (((4,), {}), ((1, 4), {"comm_fusion": True})):
@@ -1063,6 +1072,7 @@ OPTIMIZERS = {
 ALONE = {name: partial(alone, make_optimizer=make) for name, make in OPTIMIZERS.items()}
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @sim.ranks(4, backends=("sim",))
@@ -1368,6 +1378,7 @@ def test_hooks_on_sharded_parameters(ctx):
 # -- units on their own ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2)
 def test_a_unit_that_ran_alone_before_its_root(ctx):
     for shape, options in (

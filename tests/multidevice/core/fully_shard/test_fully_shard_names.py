@@ -158,6 +158,7 @@ def pipeline_step(ctx, name, wrap, steps=2, **options):
     return found
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 @sim.ranks(4, backends=("sim",))
@@ -220,6 +221,7 @@ def assert_equal(ours, theirs):
         assert torch.equal(own, other)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2, backends=("sim",))
 def test_the_same_hook_and_the_same_collectives(ctx):
     """A hook and collectives of one's own, as for FSDP2: seen as often, on as much, with the same gradients."""
@@ -263,6 +265,7 @@ def test_the_same_hook_and_the_same_collectives(ctx):
         assert sorted(map(str, seen)) == sorted(map(str, expected)), kind
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=("sim",))
 def test_a_collective_of_ones_own_in_a_smaller_world_and_a_hook_after_the_all_reduce(ctx):
     class Gather(AllGather):
@@ -434,6 +437,7 @@ def gradients_with(wrap, method, *arguments):
     return step(model, dist.get_rank())
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 def test_memory_of_the_group_is_used_as_fsdp2_does(monkeypatch):
     """By torch's own classes, where the backend allocates tensors, which those of the CPU do not."""
@@ -559,6 +563,7 @@ def spmd(mesh):
     return model
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("shape", "names", "dims"),
     [
@@ -589,6 +594,7 @@ def test_the_axes_of_an_spmd_mesh(ctx, shape, names, dims):
             torch.testing.assert_close(ctx.world_size // shape[-1] * param.grad.full_tensor(), other.grad)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("dims", "factor"),
     [
@@ -680,6 +686,7 @@ def test_a_copy_has_values_and_units_of_its_own(ctx, how):
     assert_equal([p.full_tensor() for p in twin.parameters()], list(net().parameters()))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=("sim",))
 def test_a_copy_of_what_is_on_two_meshes(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -789,6 +796,7 @@ def chunked_loss(model, x, chunks, shares):
     hidden.backward(torch.cat([part.grad for part in parts]))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("together", [False, True])
 @sim.ranks(2, backends=("sim", "gloo"))
 def test_a_head_in_chunks_and_gradients_that_are_not_divided(ctx, together):

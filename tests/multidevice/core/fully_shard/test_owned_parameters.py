@@ -25,6 +25,8 @@ from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisi
 from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.redistribute.api import full_tensor
 
+pytestmark = pytest.mark.tier("test")
+
 STEPS, LIMIT = 3, 0.05
 NO_GLOO = ("sim", "gpu", "npu")  # the same communication as in others here, which processes run
 MESHES = ({"dp": 4}, {"replicate": 2, "dp": 2}, {"dp": 2, "tp": 2})
@@ -119,6 +121,7 @@ def check_equal(got, wanted):
         torch.testing.assert_close(got[name], wanted[name], **rounding)
 
 
+@pytest.mark.tier("full", each=3)
 @sim.ranks(4)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_training_and_clipping(ctx, axes):
@@ -163,6 +166,7 @@ def test_one_launch_for_all_owners_gives_the_same(even, dtype):
 OPTIONS = ({"reshard_after_forward": False}, {"reshard_after_forward": 2}, {"offload_policy": CPUOffloadPolicy()})
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_options_do_what_they_do_for_shards(ctx):
     mixed = {"mp_policy": MixedPrecisionPolicy(torch.float32, ctx.float_dtype)}
@@ -220,6 +224,7 @@ def test_a_rank_has_what_it_owns(ctx):
     assert held <= total / 4 + largest, "Graham's bound"
 
 
+@pytest.mark.tier("full", each=3)
 @sim.ranks(4)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_checkpoint_goes_on_in_another_layout(ctx, axes, tmp_path):
@@ -239,6 +244,7 @@ def test_a_checkpoint_goes_on_in_another_layout(ctx, axes, tmp_path):
         check_equal(values(other), wanted)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_torchs_own_goes_on_in_another_layout(ctx, tmp_path):
@@ -361,6 +367,7 @@ def test_one_rank_may_own_everything(ctx):
     assert [param.to_local().numel() > 0 for param in module.parameters()] == [ctx.rank == 2] * 11
 
 
+@pytest.mark.tier("full", each=2)
 @sim.ranks(4)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_muon(ctx, axes):
@@ -499,6 +506,7 @@ def trained_in_blocks(shapes, block, ranks):
     return list(values(module).values()), [getattr(p, "_local_tensor", p).numel() for p in module.parameters()]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 @settings(max_examples=25, deadline=None)
 @given(

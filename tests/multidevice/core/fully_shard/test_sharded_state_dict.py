@@ -26,6 +26,8 @@ from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
 from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, OffloadPolicy
 
+pytestmark = pytest.mark.tier("test")
+
 SIM_ONLY = ("sim",)
 NO_GLOO = ("sim", "gpu", "npu")
 
@@ -113,6 +115,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_the_getter_agrees_with_the_unwrapped_model(ctx):
     for shape in ((ctx.world_size,), (2, ctx.world_size // 2)):
@@ -358,11 +361,13 @@ def is_sharded(value):
     return isinstance(value, DTensor)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_values_of_any_layout_load(ctx):
     check_sources(ctx)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=("gloo",))
 def test_values_of_any_layout_load_on_processes(ctx):
     check_sources(ctx, ("local", "columns", "pending", "grid", "other slice", "mixed"))
@@ -654,6 +659,7 @@ def test_a_meta_model_gets_its_memory_from_assign(ctx):
 # -- with torch's other ways of saving -------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_saved_and_loaded_elsewhere(ctx, tmp_path):
     wanted = changed(ctx)

@@ -21,6 +21,8 @@ from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
 from hyper_parallel.core.fully_shard.unit import ShardedState, unit_of
 from hyper_parallel.core.hsdp.api import HSDPCell, hsdp, hsdp_sync_stream
 
+pytestmark = pytest.mark.tier("test")
+
 NO_GLOO = ("sim", "gpu", "npu")
 LEVELS = ("level1", "level2", "level3")
 WIDTH, PER_RANK = 16, 4
@@ -139,6 +141,7 @@ def check_ways(ctx, ways, level, accumulate):
         assert_freed(model)
 
 
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("accumulate", [(1, True), (3, True), (2, False)], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=NO_GLOO)
@@ -146,6 +149,7 @@ def test_one_device_on_four_ranks(ctx, level, accumulate):
     check_ways(ctx, WAYS, level, accumulate)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2)
 def test_one_device_on_two_ranks(ctx):
     check_ways(ctx, WAYS[1:4], "level1", (2, True))
@@ -159,6 +163,7 @@ def test_a_single_rank(ctx, level):
     check_ways(ctx, WAYS[:4], level, (2, True))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(6, backends=("sim",))
 def test_six_ranks_in_parts_of_two_and_three(ctx, level):
@@ -312,6 +317,7 @@ def test_tensor_parallel_weights_are_split_further(ctx):
     check_tensor_parallel(ctx, (2, 2), 8, {"up": 2, "down": 2, "gain": 4})
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_uneven_tensor_parallel_weights(ctx):
     """7 rows are 4 and 3, 5 are 3 and 2: one tp rank could split its part and the other could not, so neither does."""
@@ -319,6 +325,7 @@ def test_uneven_tensor_parallel_weights(ctx):
         check_tensor_parallel(ctx, (2, 2), hidden, {"up": 1, "down": 2, "gain": 4})
 
 
+@pytest.mark.tier("full")
 @sim.ranks(8, backends=("sim",))
 def test_tensor_parallel_ranks_without_a_part(ctx):
     """6 rows are 2, 2, 2 and none."""
@@ -831,6 +838,7 @@ def test_activation_checkpointing(ctx, reentrant):
         assert_freed(model)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_evaluation_between_steps(ctx):
     def evaluate(model):
@@ -846,6 +854,7 @@ def test_evaluation_between_steps(ctx):
             check_against_one_device(ctx, model, net(ctx), between=evaluate, sync=hsdp_sync_stream)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_a_model_made_on_meta(ctx):
     for level in LEVELS:
@@ -943,6 +952,7 @@ def test_frozen_parameters_of_dtypes_that_backends_do_not_gather(ctx):
             assert torch.equal(full_tensor(model.quantized).float(), alone.quantized.float())  # torch's own cannot
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=("sim",), check_replicas=True)
 def test_what_a_layout_calls_a_copy_is_one(ctx, level):
@@ -951,6 +961,7 @@ def test_what_a_layout_calls_a_copy_is_one(ctx, level):
         check_against_one_device(ctx, wrap(net(ctx), **options, **way), net(ctx), micros=2)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=("sim",), check_races=True)
 def test_nothing_is_used_while_it_is_communicated(ctx, level):

@@ -21,6 +21,8 @@ from hyper_parallel.core.fully_shard.clip import clip_grad_norm_, get_total_norm
 from hyper_parallel.core.fully_shard.unit import unit_of
 from hyper_parallel.core.hsdp.api import HSDPCell, hsdp, hsdp_sync_stream
 
+pytestmark = pytest.mark.tier("test")
+
 NO_GLOO = ("sim", "gpu", "npu")
 LEVELS = ("level1", "level2", "level3")
 WIDTH, PER_RANK = 8, 2
@@ -124,6 +126,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=NO_GLOO)
@@ -136,6 +139,7 @@ def test_one_device_on_four_ranks(ctx, level, micros):
             assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2)
 def test_one_device_on_two_ranks(ctx):
     wanted = train(ctx, net(ctx), micros=2)
@@ -214,6 +218,7 @@ def test_grad_scale(ctx):
                 assert_close({"acc": full(model.head.weight.acc_grad)}, {"acc": plain.head.weight.grad}, 0.25)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_gradients_are_reduced_in_reduce_dtype(ctx):
     plain = net(ctx)
@@ -235,6 +240,7 @@ def test_gradients_are_reduced_in_reduce_dtype(ctx):
                 assert 0 < (got - wanted).abs().max().item() <= torch.finfo(short).eps * 8 * largest, name
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_what_adds_up_is_shown(ctx):
     plain = net(ctx)
@@ -263,6 +269,7 @@ def test_what_adds_up_is_shown(ctx):
         assert_close(gradients(model), gradients(plain))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_hooks_of_parameters_run_once_per_synced_step(ctx):
     for level in LEVELS:
@@ -301,6 +308,7 @@ def backward_all(ctx, model, step=0):
 # -- torch.compile -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_one_graph_of_a_cell_and_of_the_whole(ctx):
     # Both backends trace the same graph. AOTAutograd, which takes most of the time, gets each graph once: that of the
@@ -316,6 +324,7 @@ def test_one_graph_of_a_cell_and_of_the_whole(ctx):
         check(ctx, model, two, micros=2)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_hooks_break_the_graph_and_the_other_form_does_not(ctx):
     if is_late(ctx):
@@ -356,6 +365,7 @@ def roots(ctx):
             yield model, sync
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_traced_cells_in_roots_with_hooks(ctx):
     for model, sync in roots(ctx):
@@ -488,6 +498,7 @@ def test_a_model_made_on_meta(ctx):
             assert_close(gradients(model), gradients(plain))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_parameters_that_change_after_wrapping(ctx):
     """Their dtype, and one altogether."""
@@ -508,6 +519,7 @@ def test_parameters_that_change_after_wrapping(ctx):
             assert_close(gradients(model), gradients(plain))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("sim",))
 def test_another_dtype_that_a_graph_would_round_is_an_error(ctx):
     for convert in (True, False):

@@ -23,6 +23,8 @@ from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.hsdp.compiled import install
 from hyper_parallel.platform import get_platform
 
+pytestmark = pytest.mark.tier("test")
+
 LEVELS = tuple(OptimizerLevel)
 LEVEL1, LEVEL2, LEVEL3 = LEVELS
 NO_GLOO = ("sim", "gpu", "npu")
@@ -124,6 +126,7 @@ def check_against_one_device(ctx, model, call, wanted):
     assert_close(params, wanted[2])
 
 
+@pytest.mark.tier("full", each=2)
 @sim.ranks(2)
 def test_one_device(ctx):
     wanted = train(ctx, net(ctx))
@@ -134,6 +137,7 @@ def test_one_device(ctx):
             check_against_one_device(ctx, model, compiled(ctx, model, backend), wanted)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
 @sim.ranks(4, backends=NO_GLOO)
 def test_a_replicate_axis(ctx, shape):
@@ -152,6 +156,7 @@ def nested(model, mesh):
     return wrap(model, mesh, LEVEL1)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_units_inside_of_units(ctx):
     wanted = train(ctx, net(ctx))
@@ -167,6 +172,7 @@ def test_units_inside_of_units(ctx):
     check_against_one_device(ctx, model, model, wanted)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("sim",))
 def test_a_graph_inside_of_a_unit(ctx):
     """Of one module of a unit whose forward runs as it is."""
@@ -178,6 +184,7 @@ def test_a_graph_inside_of_a_unit(ctx):
     check_against_one_device(ctx, model, model, wanted)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("sim",))
 def test_the_bits_of_the_engine(ctx):
     """The sums run in the same order. (Of tied weights, a graph adds up the gradients after their reduction.)"""
@@ -205,6 +212,7 @@ def test_the_bits_of_the_engine(ctx):
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2)
 def test_no_graph_breaks(ctx):
     if is_late(ctx):
@@ -222,6 +230,7 @@ def test_no_graph_breaks(ctx):
         torch.compile(model, backend="eager", fullgraph=True)(x)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_one_graph_serves_all_steps_and_all_blocks_that_are_alike_but_not_both_ranks():
     graphs = []
@@ -284,6 +293,7 @@ def communicated(level, backend, shape):
 # Of 10 parameters, 9 are split, and the frozen one of these has no gradient. In a graph the tied one is gathered once
 # per use (and the two found to be one by AOTAutograd) and reduced once per use. Backward at level3 needs the
 # weights of norm, up, down and head again, once each, and the norm's bias, which autograd saves, too.
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     ("level", "backend", "shape", "again", "scattered", "reduced"),
     [
@@ -334,6 +344,7 @@ class Checkpointed(Net):
         return self.head(x)
 
 
+@pytest.mark.tier("deep")
 @sim.ranks(2, backends=NO_GLOO)
 def test_activation_checkpointing(ctx):
     wanted = train(ctx, net(ctx))
@@ -431,6 +442,7 @@ def test_odd_modules(ctx):
         assert model.unused.weight.grad is None
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_forwards_without_gradient_and_several_before_one_backward(ctx):
     plain = net(ctx)
@@ -478,6 +490,7 @@ def test_what_others_see_of_a_module(ctx):
         _ = model.blocks[0].up.bias
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_a_forward_that_fails_leaves_parts(ctx):
     model = net(ctx)
@@ -523,6 +536,7 @@ def test_reduction_in_another_dtype(ctx):
             assert torch.equal(model.weight.grad.full_tensor(), wanted)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_accumulation(ctx):
     """Three micro-steps, the third of which is synced, against their sum on one device; and once more after that."""
@@ -550,6 +564,7 @@ def test_accumulation(ctx):
                 assert model.embed.weight.grad is model.embed.weight.acc_grad is None
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_backwards_that_are_not_synced(ctx):
     plain = net(ctx)

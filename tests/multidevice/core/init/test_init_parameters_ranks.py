@@ -1,5 +1,6 @@
 """Each rank's part of a model that is filled shard by shard is its slice of the model that is filled whole."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,6 +80,7 @@ def check(ctx, make, mesh, *entries):
     return model
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_every_layout_holds_parts_of_the_same_whole(ctx):
     square = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -99,6 +101,7 @@ def test_every_layout_holds_parts_of_the_same_whole(ctx):
     assert (model.embed.weight.to_local()[3] == 0).all()
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_a_llama_trains_on_what_was_filled(ctx):
     from hyper_parallel import fully_shard

@@ -71,6 +71,7 @@ def check_checkpoint(split, full, folder, device):
         assert torch.equal(other.full_tensor(), full)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_part_of_part_and_checkpoint_and_replicas(ctx, tmp_path):
     root = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -103,6 +104,7 @@ def test_part_of_part_and_checkpoint_and_replicas(ctx, tmp_path):
     assert total.item() == sum(ranks_of(pairs.get_group("shard")))
 
 
+@pytest.mark.tier("test")
 @sim.ranks(6, backends=NO_GLOO)
 def test_sizes_that_no_axis_divides(ctx, tmp_path):
     root = init_device_mesh(ctx.device_type, (3, 2), mesh_dim_names=("dp", "tp"))
@@ -111,6 +113,7 @@ def test_sizes_that_no_axis_divides(ctx, tmp_path):
     check_checkpoint(split, full, tmp_path, ctx.device)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(8, backends=NO_GLOO)
 def test_flattened_data_axis(ctx):
     root = init_device_mesh(ctx.device_type, (2, 2, 2), mesh_dim_names=("dp_shard", "cp", "tp"))
@@ -133,6 +136,7 @@ def test_flattened_data_axis(ctx):
     assert groups_made() == made
 
 
+@pytest.mark.tier("test")
 @sim.ranks(8, backends=SIM)
 def test_meshes_of_parallel_dims(ctx):
     dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, world_size=8)
@@ -359,6 +363,7 @@ def test_numbering_that_differs_elsewhere_only():
     sim.run(check, world_size=8)
 
 
+@pytest.mark.tier("test")
 def test_a_mesh_of_one_axis_that_was_unflattened():
     """Then the slices of the result have a root of one axis, along which all of them lie."""
 

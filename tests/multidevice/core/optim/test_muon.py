@@ -15,6 +15,8 @@ from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.redistribute.api import full_tensor
 
+pytestmark = pytest.mark.tier("test")
+
 LR = 0.02
 
 
@@ -140,6 +142,7 @@ def test_shards_that_are_orthogonalised_apart_are_something_else(ctx):
     assert moved(module, start, reference)["up.weight"] > 0.3
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_a_checkpoint_goes_on_with_other_shards(ctx, tmp_path):
     mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("dp",))

@@ -9,6 +9,8 @@ from pipeline_kit import Case, check
 import sim
 from hyper_parallel.core.pipeline import SCHEDULES
 
+pytestmark = pytest.mark.tier("test")
+
 NAMES = [name for name, kind in SCHEDULES.items() if kind.is_available]
 WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
 
@@ -71,12 +73,14 @@ def test_two_ranks(ctx, case):
     check(case, ctx)
 
 
+@pytest.mark.tier("full", each=10)
 @pytest.mark.parametrize("case", available(FOUR), ids=str)
 @sim.ranks(4, backends=("sim",))
 def test_four_ranks(ctx, case):
     check(case, ctx)
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("case", available(EIGHT), ids=str)
 @sim.ranks(8, backends=("sim",))
 def test_eight_ranks(ctx, case):
@@ -84,6 +88,7 @@ def test_eight_ranks(ctx, case):
 
 
 # Torch 2.11 itself receives from both neighbours into one buffer when it warms up.
+@pytest.mark.tier("full")
 @sim.ranks(4, check_races=torch.__version__ >= "2.13", check_replicas=True)
 def test_a_few_of_them_on_all_arms(ctx):
     some = [
@@ -97,6 +102,7 @@ def test_a_few_of_them_on_all_arms(ctx):
         check(case, ctx)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=("sim", "gpu", "npu"))
 def test_tied_weights_that_are_on_the_host_or_of_one_rank(ctx):
     for shard in ("offloaded", "owned"):

@@ -22,7 +22,7 @@ from sim.mesh import Job, Recipe, find_model, trace
 from sim.mesh.program import Alloc, Comm, Op, Wait
 from sim.mesh.tracing.stitch import orders
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.tier("test")]
 
 NAMES = [name for name, kind in SCHEDULES.items() if kind.is_available]
 
@@ -65,6 +65,7 @@ def test_parameters_are_gathered_and_gradients_reduced_once_per_step(name):
         assert sent == 2 * 2 * boundaries * micro_batches  # forward and backward, on both ranks along dp
 
 
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_reduce_beside_their_last_backward_unless_another_one_waits_for_it(name):
     """Those of one that another stage waits for start behind its last product, and behind what it sends."""
@@ -90,6 +91,7 @@ def test_stages_reduce_beside_their_last_backward_unless_another_one_waits_for_i
 IN_PLACE = [(name, 4, {}, True) for name in NAMES if SCHEDULES[name].begins_all_stages(4, 2)]
 
 
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize(
     ("name", "micro_batches", "other", "in_place"),
     [
@@ -140,6 +142,7 @@ def test_all_stages_of_a_rank_have_gradients_before_the_last_backward_of_any(nam
             assert name == "zbv" or kind.begins_all_stages(count, ranks) is begun, (ranks, count)
 
 
+@pytest.mark.tier("full")
 def test_gathering_for_each_micro_batch_costs_that_many_gathers():
     few, many = (counted(Case("1f1b", dp=2, shard="fully_shard", micro_batches=count, keep=False)) for count in (2, 4))
     for place in (0, 1):

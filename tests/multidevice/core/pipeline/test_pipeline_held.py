@@ -64,6 +64,7 @@ def check_gradients(model: nn.Module, device: torch.device, times: int, shifts: 
         torch.testing.assert_close(got, other.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2)
 def test_gradients_by_backward_and_by_hand(ctx):
     for way in WAYS:
@@ -161,6 +162,7 @@ def backward_in(reductions: StepReductions, loss: torch.Tensor) -> None:
     reductions.finish()
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2)
 def test_reductions_in_backward(ctx):
     for way in WAYS:
@@ -178,6 +180,7 @@ def test_reductions_in_backward(ctx):
             model.zero_grad()
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2, backends=("sim",))
 def test_reductions_start_behind_the_last_gradient_of_a_unit(ctx):
     model = wrapped("fully_shard", ctx.device)
@@ -249,6 +252,7 @@ def test_gradients_that_come_once_more_are_added(ctx):
     check_gradients(model, ctx.device, times=2)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2, backends=("sim",))
 def test_reductions_of_a_step_that_fails_are_forgotten(ctx):
     model = wrapped("fully_shard", ctx.device)

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -10,6 +11,8 @@ import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import OwnerMesh
 from hyper_parallel.core.redistribute import execute, from_local, full_tensor, plan, redistribute, topology
+
+pytestmark = pytest.mark.tier("test")
 
 SQUARE = Layout((2, 2), ("dp", "tp"))
 CUBE = Layout((2, 2, 2), ("dp", "cp", "tp"))
@@ -71,6 +74,7 @@ def test_every_kind_of_transition(ctx):
         assert seen in kinds, f"{src} -> {dst} {shape}: {seen}"
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_every_pending_reduction(ctx):
     for kind in ("sum", "avg", "max", "min", "prod"):
@@ -148,6 +152,7 @@ def test_memory_can_be_bounded(ctx):
         check(ctx, src, dst, shape, max_extra_bytes=limit)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(8)
 def test_three_axes(ctx):
     for src, dst, shape in [

@@ -16,6 +16,8 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.local import custom_shard
 
+pytestmark = pytest.mark.tier("test")
+
 NO_PROCESSES = ("sim", "gpu", "npu")
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -29,6 +31,7 @@ def loose(layout, ndim):
 # -- crossings ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_PROCESSES)
 def test_enter_is_a_redistribution_and_the_local_part(ctx):
     own = layout_of(ctx)
@@ -52,6 +55,7 @@ def test_enter_is_a_redistribution_and_the_local_part(ctx):
                     assert Layout.of(x.grad) == Layout.of(x).reset_partial()
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_leave_is_a_dtensor_of_parts_and_a_redistribution(ctx):
     own = layout_of(ctx)
@@ -204,6 +208,7 @@ def compare(ctx, fn, sharded, wholes, sources):
     return got
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_PROCESSES)
 def test_a_matmul_over_every_axis(ctx):
     """Which product needs which sum follows from what the layouts say; inputs come from anywhere."""

@@ -20,6 +20,8 @@ import sim
 from hyper_parallel import Layout, ShardingPlan, distribute_tensor, full_tensor, fully_shard, shard_module
 from hyper_parallel.core.shard.entry_exit import mark_of
 
+pytestmark = pytest.mark.tier("test")
+
 WIDTH, HIDDEN, TOKENS = 8, 16, 13
 ROWS, SHARE = ("dp", "None"), (Shard(0), Partial())
 

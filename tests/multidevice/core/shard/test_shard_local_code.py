@@ -16,6 +16,8 @@ from hyper_parallel import DTensor, checkpoint_blocks, distribute_tensor, full_t
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
+pytestmark = pytest.mark.tier("test")
+
 TOLERANCE = 1e-12
 
 
@@ -76,6 +78,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("even", [True, False])
 @sim.ranks(4, backends=("sim",))
 def test_gradients_along_every_axis(ctx, even):
@@ -113,6 +116,7 @@ def test_gradients_along_every_axis(ctx, even):
                 same(param.grad, alone.get_parameter(name).grad, f"{what} {name}")
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_a_block_that_is_split_by_columns_and_then_by_rows(ctx):
     class Block(nn.Module):
@@ -368,6 +372,7 @@ def test_checkpoints_around_sections_of_the_code(ctx, fsdp, reentrant):
     assert not {"weight", "frozen"} & set(vars(net.inner))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("sim",))
 def test_compile_may_break_the_graph_and_changes_nothing(ctx):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -22,6 +22,8 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
+pytestmark = pytest.mark.tier("test")
+
 BATCH, TIME, WIDTH, WIDE, OUT = 8, 6, 8, 12, 5
 TOLERANCE = 1e-12
 
@@ -136,6 +138,7 @@ def placed(x, mesh, entries):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_a_model_trains_as_on_one_device(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -152,6 +155,7 @@ def test_a_model_trains_as_on_one_device(ctx):
             assert param.grad.device_mesh == param.device_mesh
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_gradients_of_whole_parameters_arrive_reduced_and_add_up(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -177,6 +181,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @sim.ranks(4, backends=("sim",))
 def test_optimizers(ctx, name):
@@ -196,6 +201,7 @@ def test_clipping_takes_the_norm_of_the_whole(ctx):
         same(net.get_parameter(name).grad, param.grad)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=("sim",))
 def test_activation_checkpoints_and_evaluation(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -216,6 +222,7 @@ def test_activation_checkpoints_and_evaluation(ctx):
     same_training(reentrant, x)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(2, backends=("sim",))
 def test_compile_may_break_the_graph_and_changes_nothing(ctx):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -235,6 +242,7 @@ def test_compile_may_break_the_graph_and_changes_nothing(ctx):
 # -- with fully_shard, hsdp, and torch's styles ------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 @sim.ranks(8, backends=("sim",))
 def test_fully_shard_after_it_on_two_and_three_axes(ctx):
     for shape, names in (((4, 2), ("dp_shard", "tp")), ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"))):
@@ -251,6 +259,7 @@ def test_fully_shard_after_it_on_two_and_three_axes(ctx):
             assert weight.to_local().numel() == WIDTH // (4 if len(shape) == 2 else 2) * WIDE // 2
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_fully_shard_after_it(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -262,6 +271,7 @@ def test_fully_shard_after_it(ctx):
     assert not any(param._backward_hooks for param in net.parameters()), "units see to gradients themselves"
 
 
+@pytest.mark.tier("full")
 @sim.ranks(8, backends=("sim",))
 def test_hsdp_after_it(ctx):
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -270,6 +280,7 @@ def test_hsdp_after_it(ctx):
         same_training(net, placed(batch(), mesh, ("dp",)))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4, backends=("sim",))
 def test_torch_styles_on_another_submodule(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -297,6 +308,7 @@ def test_torch_styles_on_another_submodule(ctx):
         same_training(net, placed(part, tp, ("None", "tp")), factor=1 / 2)
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_state_dicts_and_distributed_checkpoints(ctx):
     folder = [tempfile.mkdtemp() if ctx.rank == 0 else None]

@@ -16,6 +16,8 @@ import sim
 from hyper_parallel import init_parameters
 from hyper_parallel.models import Llama, llama_loss
 
+pytestmark = pytest.mark.tier("full")
+
 SCRIPT = Path(__file__).parents[4] / "examples" / "tensor_parallel.py"
 
 

@@ -2,6 +2,7 @@
 
 import collections
 
+import pytest
 import torch
 import torch.distributed as dist
 from layouts_kit import layout_of, layouts, numbers
@@ -24,6 +25,7 @@ def reference(fn, *weights):
     return value.detach(), torch.autograd.grad(value, leaves, torch.ones_like(value))
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_gradients_do_not_depend_on_the_layout_of_the_output(ctx):
     own = layout_of(ctx)
@@ -43,6 +45,7 @@ def test_gradients_do_not_depend_on_the_layout_of_the_output(ctx):
                 assert not grad.requires_grad
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_losses_as_torch_leaves_them_pending(ctx):
     """Sums and averages over what is split are pending; a rank's share counts once, and no more."""

@@ -70,6 +70,7 @@ def layouts(own):
     ]
 
 
+@pytest.mark.tier("full")
 @sim.ranks(4)
 def test_every_layout(ctx):
     own = layout_of(ctx)
@@ -88,6 +89,7 @@ def test_every_layout(ctx):
                 assert not Layout.of(loss).is_partial()
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=NO_PROCESSES)
 def test_dtypes_and_dims(ctx):
     own = layout_of(ctx)
@@ -107,6 +109,7 @@ def test_dtypes_and_dims(ctx):
                 assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4)
 def test_targets_however_they_are_given(ctx):
     own = layout_of(ctx)
@@ -119,6 +122,7 @@ def test_targets_however_they_are_given(ctx):
         check(ctx, logits, targets, layout, distribute_tensor(targets, own(*entries)), reduction="sum")
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=NO_PROCESSES)
 def test_numbers_at_the_edge(ctx):
     own = layout_of(ctx)

@@ -82,6 +82,7 @@ def train_units(case, start):
     return body
 
 
+@pytest.mark.tier("full")
 @many
 @given(sharded.cases())
 def test_any_tree_wrapped_anyhow_communicates_as_with_values(case):
@@ -120,6 +121,7 @@ def train_cells(case, start):
     return body
 
 
+@pytest.mark.tier("full")
 @many
 @given(cells.cases())
 def test_any_cells_communicate_as_with_values(case):

@@ -99,6 +99,7 @@ def assert_the_same(job: Job) -> None:
 DEEP = st.sampled_from([2 * EDGE + 1, 2 * EDGE + 2, 2 * EDGE + 1, 2 * EDGE + 1, 2 * EDGE + 3])
 
 
+@pytest.mark.tier("full")
 @few
 @given(
     DEEP,
@@ -115,18 +116,21 @@ def test_a_deep_llama_from_a_few_of_its_layers(layers, degrees, microbatches, ze
     assert_the_same(job)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("schedule", [name for name in ("1f1b", "zero-bubble") if SCHEDULES[name].is_available])
 def test_deep_stages_that_reduce_in_their_last_backward(schedule):
     options = {"schedule": schedule, "stages_per_rank": 1, "param_dtype": "bf16", "checkpointing": "none"}
     assert_the_same(job_of(2 * (2 * EDGE + 1), {"pp": 2, "dp_shard": 2}, batch=2, microbatches=2, **options))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.skipif(not SCHEDULES["zero-bubble"].is_available, reason="this torch has no right one")
 def test_deep_stages_whose_gradients_of_weights_come_later():
     options = {"schedule": "zero-bubble", "stages_per_rank": 1, "param_dtype": "fp32"}
     assert_the_same(job_of(2 * (2 * EDGE + 1), {"pp": 2, "tp": 2}, batch=2, microbatches=2, **options))
 
 
+@pytest.mark.tier("full")
 @few
 @given(
     DEEP,
@@ -261,6 +265,7 @@ def assert_held(job: Job, real: list[list[tuple[str, int]]]) -> None:
             assert sum(size for _, size in own) == max(bytes_)
 
 
+@pytest.mark.tier("full")
 @few
 @given(
     st.tuples(st.sampled_from([24, 28]), st.sampled_from([258, 260]), st.integers(1, 7)),

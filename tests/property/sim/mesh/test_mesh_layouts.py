@@ -79,6 +79,7 @@ def follow(path):
     return body
 
 
+@pytest.mark.tier("full")
 @many
 @given(paths())
 def test_a_path_and_its_gradient_are_those_of_the_real_world(path):

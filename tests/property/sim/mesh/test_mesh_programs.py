@@ -327,6 +327,7 @@ def lets_go(found: Arrangement) -> bool:
     return not (splits and (parallel.reshard_inputs or parallel.checkpointing != "none"))
 
 
+@pytest.mark.tier("full")
 @some
 @given(st.sampled_from(["dense", "dense, tied, tokens ignored"]), st.sampled_from(["fp32", "bf16"]), st.data())
 def test_drawn_ranks_of_a_llama(model, precision, data):
@@ -335,6 +336,7 @@ def test_drawn_ranks_of_a_llama(model, precision, data):
     check(found.of(problem), found.world_size, limit=data.draw(LIMITS))
 
 
+@pytest.mark.tier("full")
 @some
 @given(
     st.sampled_from(["experts", "experts in all layers, tied"]),

@@ -84,6 +84,7 @@ def anchors_of(kind: str) -> list[Anchor]:
     return _ANCHORS[kind]
 
 
+@pytest.mark.tier("full")
 @few
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from([3, 4, 8, 5]), st.sampled_from([16, 4, 8]), st.integers(2, 5))
 def test_what_follows_is_what_would_be_recorded(kind, micro_batch, shards, copies):

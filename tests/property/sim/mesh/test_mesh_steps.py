@@ -57,6 +57,7 @@ def check(problem: Problem, arrangement: Arrangement, data: Any, routing: Routin
     compare(steps_of(config, size, routing=routing), size, ranks, part=only_steps)
 
 
+@pytest.mark.tier("full")
 @some
 @given(st.sampled_from(["dense", "dense, tied, tokens ignored"]), st.sampled_from(["fp32", "bf16"]), st.data())
 def test_a_step_of_a_llama_communicates_as_in_the_real_world(model, precision, data):
@@ -64,6 +65,7 @@ def test_a_step_of_a_llama_communicates_as_in_the_real_world(model, precision, d
     check(problem, data.draw(without_pipeline(problem)), data)
 
 
+@pytest.mark.tier("full")
 @some
 @given(
     st.sampled_from(["experts", "every expert", "experts in all layers, tied"]),

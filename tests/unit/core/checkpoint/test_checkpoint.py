@@ -948,6 +948,7 @@ print(checkpoints.latest().name)
 """
 
 
+@pytest.mark.tier("test")
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limit on the size of files")
 def test_a_limit_of_the_system_is_met(tmp_path):
     done = warm.run([sys.executable, "-c", LIMITED, str(tmp_path)])

@@ -349,6 +349,7 @@ def test_no_buffer_is_touched_while_it_travels(degree: int) -> None:
     sim.run(body, world_size=4, check_races=True)
 
 
+@pytest.mark.tier("test")
 def test_any_interleaving_gives_the_same_bits() -> None:
     def body() -> list[torch.Tensor]:
         cp = cp_of(2)
@@ -407,6 +408,7 @@ def test_a_copied_model_uses_the_same_groups() -> None:
     sim.run(body, world_size=2)
 
 
+@pytest.mark.tier("test")
 def test_attention_between_compiled_graphs(tmp_path) -> None:
     """torch.compile runs it as it is; positions are traced."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -287,6 +287,7 @@ def test_a_layout_never_changes():
     assert copy.deepcopy(layout) is layout
 
 
+@pytest.mark.tier("full")
 def test_a_pickle_from_another_process_is_equal():
     program = (
         "import pickle, sys; from hyper_parallel.core.dtensor.layout import Layout;"

@@ -199,6 +199,7 @@ def check(read, what, text, marks, blame, context, hint):
 # There and back again
 
 
+@pytest.mark.tier("test")
 @given(st.data())
 def test_what_is_written_is_read_back(data):
     mesh = data.draw(meshes())
@@ -211,6 +212,7 @@ def test_what_is_written_is_read_back(data):
     assert parse_shape(str(shape)) == parse_shape("x".join(map(str, shape))) == shape
 
 
+@pytest.mark.tier("test")
 @given(st.data())
 def test_what_a_layout_shows_is_read_back(data):
     """The entries of `str(layout)`, without the brackets around them all."""
@@ -221,6 +223,7 @@ def test_what_a_layout_shows_is_read_back(data):
     assert parse_mesh(shown[shown.rindex(" on ") + 4 :]) == mesh
 
 
+@pytest.mark.tier("test")
 @given(st.text(alphabet="dptc+>,;=()- None0123456789x\t", max_size=12))
 def test_any_text_is_read_or_explained(text):
     for read in (parse_mesh, parse_shape, lambda text: parse_layout(MESH, text)):

@@ -101,6 +101,7 @@ def test_a_layout_without_a_shape_numbers_its_parts():
     assert [row["dim 0"] for row in parts_of(view(MESH("dp")))] == ["1 of 2", "2 of 2"]
 
 
+@pytest.mark.tier("test")
 @given(st.data())
 @settings(deadline=None)
 def test_every_rank_is_in_the_row_of_its_part(data):

@@ -211,6 +211,7 @@ def plain_experts(wrapped: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("wrapped", "expected"),
     [

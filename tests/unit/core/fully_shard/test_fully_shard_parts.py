@@ -96,6 +96,7 @@ def parts_by_torch(full, dim, ranks):
     return chunks + [full.narrow(dim, 0, 0)] * (ranks - len(chunks))
 
 
+@pytest.mark.tier("test")
 @many
 @given(splits())
 def test_parts_are_those_of_torch_chunk(split):
@@ -114,6 +115,7 @@ def test_parts_are_those_of_torch_chunk(split):
     assert padded.pop() * ranks >= full.numel()
 
 
+@pytest.mark.tier("test")
 @many
 @given(shapes)
 def test_a_parameter_that_is_whole_is_one_part(shape):
@@ -128,6 +130,7 @@ def test_a_parameter_that_is_whole_is_one_part(shape):
         )
 
 
+@pytest.mark.tier("test")
 @many
 @given(splits())
 def test_rows_cover_the_whole_exactly_once(split):
@@ -178,6 +181,7 @@ def brute_row(params, dims, gradients, ranks, rank):
     return row + [float(gradient is not None) for gradient in gradients]
 
 
+@pytest.mark.tier("test")
 @many
 @given(
     st.lists(st.tuples(splits(), st.booleans()), min_size=1, max_size=3),
@@ -227,6 +231,7 @@ def brute_portions(sizes, limit):
     return portions
 
 
+@pytest.mark.tier("test")
 @many
 @given(
     st.lists(
@@ -324,6 +329,7 @@ def test_recurrent_modules_do_not_move_what_is_gathered(engine, monkeypatch):
         assert found == pytest.approx(losses(lambda model: None), rel=1e-4)
 
 
+@pytest.mark.tier("test")
 @few
 @given(bucket_contents(), st.integers(1, 4), st.booleans(), st.sampled_from([None, torch.float64]))
 def test_a_bucket_gathers_what_was_put_into_it(contents, ranks, flat, param_dtype):
@@ -419,6 +425,7 @@ def test_parameters_that_are_whole_are_used_where_they_are():
         assert world.trace.events == []
 
 
+@pytest.mark.tier("test")
 @few
 @given(bucket_contents(), st.sampled_from([1, 2, 4]))
 def test_a_smaller_world_gathers_the_same(contents, size):
@@ -446,6 +453,7 @@ def test_a_smaller_world_gathers_the_same(contents, size):
 # -- one all_reduce for several units ------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @many
 @given(
     st.lists(st.integers(0, 300), max_size=12),

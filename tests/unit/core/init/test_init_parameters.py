@@ -445,6 +445,7 @@ def test_a_hugging_face_model(tied):
 # -- split models ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("world_size", [1, 2, 8, 64])
 def test_the_llama_is_the_same_for_any_number_of_ranks(world_size):
     def body():
@@ -537,6 +538,7 @@ def test_rejected_draws_do_not_move_later_ones():
     sim.run(body, world_size=4)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("own", [True, False])
 def test_a_model_of_fully_shard(own):
     """Of this library, and of torch."""

@@ -136,6 +136,7 @@ def made_by_torch(name, ranks, each, micro_batches):
         return None
 
 
+@pytest.mark.tier("test")
 def test_rules_and_places_are_those_of_torch():
     refused = 0
     logging.disable(logging.CRITICAL)

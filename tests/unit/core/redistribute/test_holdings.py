@@ -33,6 +33,8 @@ from hyper_parallel.core.redistribute.holdings import (
 from hyper_parallel.core.redistribute.transition import cut_at_nodes, on_common_mesh, read
 from sim.strategies import layouts, meshes, shapes
 
+pytestmark = pytest.mark.tier("test")
+
 EXAMPLES = settings(max_examples=200, deadline=None)
 SIZES = st.sampled_from([1, 2, 2, 3, 4])
 NAMES = ("a", "b", "c")

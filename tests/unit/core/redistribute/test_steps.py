@@ -71,6 +71,7 @@ def test_a_batch_in_which_nothing_counts_has_no_mean() -> None:
 # What ranks tell each other
 
 
+@pytest.mark.tier("test")
 def test_ranks_add_up_over_the_axes_that_differ() -> None:
     """dp_replicate, dp_shard, ep and cp have other tokens; tp has the same, and of pp only the last stage a loss."""
     degrees = {"dp_replicate": 2, "ep": 2, "cp": 2, "tp": 2, "pp": 2}
@@ -176,6 +177,7 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.tier("test")
 def test_full_keeps_least_and_selective_makes_no_product_twice_and_alternate_every_other_one() -> None:
     plain, full, selective, alternate = build(), build(), build(), build()
     checkpoint_blocks(full, "full")
@@ -201,6 +203,7 @@ def test_no_checkpointing_leaves_the_blocks_alone() -> None:
     assert all(block is before for block, before in zip(model.layers, blocks, strict=True))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("kind", ["llama", "moe"])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_compiled_blocks_compute_the_same(kind: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:

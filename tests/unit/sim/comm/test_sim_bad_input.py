@@ -384,6 +384,7 @@ def communicate_in_child(results) -> None:
         results.put(str(error))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_that_communicates():
     def body() -> str:
@@ -439,6 +440,7 @@ def test_a_module_that_was_made_outside(use):
     assert Path(__file__).read_text().splitlines()[line - 1].endswith("# the line that is named")
 
 
+@pytest.mark.tier("test")
 def test_other_things_that_were_made_outside():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -680,6 +680,7 @@ def test_why_and_what_to_try(body, because, hint):
     assert f"\n  because: {because}\n  try: {hint}\n" in text
 
 
+@pytest.mark.tier("test")
 def test_what_a_loop_asks_for():
     def body() -> None:
         if dist.get_rank() == 0:
@@ -845,6 +846,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple]:
     return said
 
 
+@pytest.mark.tier("test")
 def test_a_rank_that_catches_its_end_is_named_with_what_ended_it(monkeypatch, capfd):
     said = spy(monkeypatch, "report_refusal")
 
@@ -867,6 +869,7 @@ def test_a_rank_that_catches_its_end_is_named_with_what_ended_it(monkeypatch, ca
     assert "in body" in said[0][3]
 
 
+@pytest.mark.tier("test")
 def test_a_dead_rank_that_catches_its_end_is_named(monkeypatch, capfd):
     said = spy(monkeypatch, "report_refusal")
 
@@ -881,6 +884,7 @@ def test_a_dead_rank_that_catches_its_end_is_named(monkeypatch, capfd):
     assert capfd.readouterr().err.startswith("rank 1 goes on after a fault has killed it\n")
 
 
+@pytest.mark.tier("test")
 def test_a_rank_that_computes_for_ever_is_named_and_not_accused(monkeypatch, capfd):
     monkeypatch.setattr(watchdog, "COMPUTES_S", 0.0)
     said = spy(monkeypatch, "report_long_turn")
@@ -909,6 +913,7 @@ def test_who_is_named_is_named_once(monkeypatch):
     assert said[0][2] == "rank 1 raised ValueError: bad"
 
 
+@pytest.mark.tier("test")
 @pytest.mark.usefixtures("interruptible")
 def test_after_an_interrupt_the_second_one_is_explained(monkeypatch, capfd):
     monkeypatch.setattr(watchdog, "INTERRUPT_S", 0.0)

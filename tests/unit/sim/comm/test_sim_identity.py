@@ -451,6 +451,7 @@ class Chosen(Layers):
         return super().forward(x, self.chosen)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("wrap", [fully_shard, fsdp.fully_shard])
 def test_a_proof_names_what_ranks_do_not_agree_on(wrap: Wrap) -> None:
     def parallelize(model: nn.Module, mesh: Any) -> None:

@@ -191,6 +191,7 @@ def step_of_fully_shard() -> tuple:
     return loss.device.type, kinds, get_platform().device().type
 
 
+@pytest.mark.tier("test")
 def test_a_fully_sharded_step_communicates_as_with_data():
     traces = []
     for device in ("cpu", "meta"):

@@ -109,6 +109,7 @@ def test_clocks_go_on_from_run_to_run():
     assert world.now == 2.0
 
 
+@pytest.mark.tier("test")
 def test_the_topologys_model():
     def body() -> None:
         dist.all_reduce(torch.ones(1 << 20))
@@ -217,6 +218,7 @@ def test_while_a_rank_asks_the_sleep_of_another_passes():
     assert [ran(body, 3, seed=seed).now for seed in range(3)] == [5.0] * 3
 
 
+@pytest.mark.tier("full")
 def test_sleeping_for_ever_is_a_deadlock():
     def body() -> None:
         while True:
@@ -273,6 +275,7 @@ def test_a_lock_file_that_another_process_has_is_waited_for(
             assert sim.run(wait, 2) == [0, 1]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("lock", [fcntl.flock, fcntl.lockf])
 @given(
     held_s=st.lists(st.integers(0, 5), min_size=2, max_size=4),
@@ -323,6 +326,7 @@ def test_who_waits_for_the_lock_of_a_file_gets_it_when_the_other_one_is_done(tmp
     assert [world.clock(rank) for rank in range(4)] == [3.0] * 4
 
 
+@pytest.mark.tier("test")
 def test_file_locks_that_ranks_never_get(tmp_path):
     def crossed() -> None:
         names = ["a", "b"] if dist.get_rank() else ["b", "a"]

@@ -31,6 +31,7 @@ def reduced(value: float) -> float:
     return x.item()
 
 
+@pytest.mark.tier("test")
 def test_what_does_the_same():
     def body(x: torch.Tensor, *, scale: float) -> dict:
         torch.manual_seed(dist.get_rank())

@@ -299,6 +299,7 @@ def test_a_timer():
 # -- determinism -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 def test_a_seed_fixes_the_interleaving_of_helpers():
     def interleaving(seed: int) -> list[tuple[int, str]]:
         order: list[tuple[int, str]] = []
@@ -557,6 +558,7 @@ def test_devices_are_mapped_on_a_helper():
 # -- other processes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 def test_a_pool_of_processes_next_to_a_helper():
     """What other processes answer comes from threads that take no turns."""
 
@@ -571,6 +573,7 @@ def test_a_pool_of_processes_next_to_a_helper():
     assert sim.run(body, 2) == [[0, 3], [1, 3]]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", ["multiprocess", "billiard", "loky", "joblib.externals.loky"])
 def test_others_versions_of_multiprocessing(name, tmp_path, monkeypatch):
     """datasets, celery and joblib bring their own: here Python's, under their name."""
@@ -604,6 +607,7 @@ class Squares(torch.utils.data.Dataset):
         return index * index
 
 
+@pytest.mark.tier("test")
 def test_workers_that_load_next_to_a_helper():
     def body() -> list[int]:
         batches: queue.Queue = queue.Queue(2)
@@ -646,6 +650,7 @@ def ask_in_threads(answer) -> list[object]:
         return [*found, pool.submit(answer).result(), within.result(), *mapped.get(), *asyncio.run(main())]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_thread_is_its_ranks_also_while_workers_load(workers):
     def body() -> list[object]:
@@ -660,6 +665,7 @@ def test_a_thread_is_its_ranks_also_while_workers_load(workers):
     assert [len(each) for each in answers] == [2 * 9] * 2
 
 
+@pytest.mark.tier("test")
 def test_what_other_processes_call_back_is_their_ranks():
     """It runs on a thread that takes no turns: it learns who it is, may start threads, and must not communicate."""
 
@@ -686,6 +692,7 @@ def test_what_other_processes_call_back_is_their_ranks():
     assert sim.run(body, 2) == [[rank, rank, refused.format(rank), refused.format(rank)] for rank in range(2)]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_executor_of_all_ranks_works_for_the_rank_that_submits(workers):
     shared, made = ThreadPoolExecutor(1), []
@@ -738,6 +745,7 @@ def test_a_pool_of_threads_that_another_has_made():
         assert outside.map(abs, [-1]) == [1]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("pool", [ThreadPoolExecutor, ThreadPool])
 def test_a_deadlock_of_threads_while_a_worker_lives(pool, monkeypatch):
     monkeypatch.setattr(waiting, "_IDLE_S", 0.3)  # s, for what another process may yet do
@@ -762,6 +770,7 @@ class Pinned:
         return self
 
 
+@pytest.mark.tier("test")
 def test_a_pinning_thread_is_its_ranks(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -789,6 +798,7 @@ class Asleep(Squares):
         return found[0]
 
 
+@pytest.mark.tier("test")
 def test_a_worker_sleeps_and_its_threads_are_its_ranks():
     def body() -> list[str]:
         return list(DataLoader(Asleep(), batch_size=None, num_workers=1))
@@ -924,6 +934,7 @@ def test_sockets_and_processes_of_an_event_loop():
     assert run_async(main) == ([[b"hello", 7, None, b"hi\n"]] * 2, 3.0)
 
 
+@pytest.mark.tier("test")
 def test_a_pool_of_processes_of_an_event_loop():
     async def main() -> object:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
@@ -962,6 +973,7 @@ def test_an_event_loop_that_waits_in_vain():
 # -- what people run into ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 def test_async_save(tmp_path: Path):
     def body(folder: Path) -> list[float]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

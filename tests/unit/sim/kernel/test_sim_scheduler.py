@@ -198,6 +198,7 @@ def test_no_thread_stays_busy(body, error, seed):
     assert threads.busy_threads() == 0
 
 
+@pytest.mark.tier("test")
 def test_a_rank_that_does_not_join_is_a_deadlock():
     def body() -> None:
         os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
@@ -244,6 +245,7 @@ def test_an_error_in_the_diagnosis_does_not_hang(monkeypatch):
         sim.run(skip_on_one, 3)
 
 
+@pytest.mark.tier("test")
 def test_fifty_worlds_need_no_more_threads_than_one():
     sim.run(dist.barrier, 6)
     before = threading.active_count()

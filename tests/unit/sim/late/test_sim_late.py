@@ -180,6 +180,7 @@ def test_masks_of_attention_are_those_that_torch_takes():
     torch.testing.assert_close(late(body, args=("npu",), check_races=True), sim.run(body, 1, ("cpu",)), equal_nan=True)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 refuses views that merge a split dim that is not the first"
 )
@@ -204,6 +205,7 @@ def test_attention_of_dtensors_stays_split():
             torch.testing.assert_close(split, alone)
 
 
+@pytest.mark.tier("test")
 def test_training_gives_what_it_gives_on_the_cpu():
     def body(device: str) -> list[float]:
         block = torch.nn.Sequential(
@@ -275,6 +277,7 @@ def test_autocast_casts_what_it_casts_on_a_gpu(name):
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.tier("test")
 def test_a_scaler_of_gradients_skips_the_step_that_overflows():
     def body() -> list:
         weight = torch.nn.Parameter(torch.ones(4, 4, device="npu"))
@@ -314,6 +317,7 @@ def test_a_tensor_says_where_it_is():
     late(body)
 
 
+@pytest.mark.tier("test")
 def test_copies_and_files_of_tensors_and_of_subclasses():
     def body() -> list:
         x = distribute_tensor(torch.arange(6.0, device="npu"), init_device_mesh("npu", (1,)), [Shard(0)])
@@ -349,6 +353,7 @@ def test_values_are_written_to_tensors_of_the_device():
     assert late(body) == [[[1.0, 0.0], [0.0, 1.0]]]
 
 
+@pytest.mark.tier("test")
 def test_the_engine_packs_the_gradients_of_a_unit_at_once():
     calls: list[str] = []
 
@@ -376,6 +381,7 @@ def test_the_engine_packs_the_gradients_of_a_unit_at_once():
     assert calls == ["_chunk_cat"] * 2
 
 
+@pytest.mark.tier("test")
 def test_draws_on_the_device_are_those_on_the_host():
     class Drawn(torch.nn.Module):
         def __init__(self) -> None:
@@ -508,6 +514,7 @@ class Fails(torch.autograd.Function):
         return ctx.how(grad), None
 
 
+@pytest.mark.tier("test")
 def test_what_no_device_takes_from_the_host():
     def steps(device: str) -> None:
         x, grad, first, second = (torch.ones(3, device="npu") for _ in range(4))
@@ -623,6 +630,7 @@ def test_memory_that_can_be_used_again_orders_nothing_else():
             sim.run(body, 1, device="npu", check_races=True, seed=seed)
 
 
+@pytest.mark.tier("test")
 def test_memory_of_a_stream_may_be_dropped_while_another_uses_it_if_it_waits_before_it_allocates():
     def body(waits: bool) -> float:
         main, side = torch.npu.current_stream(), torch.npu.Stream()
@@ -735,6 +743,7 @@ def test_a_late_copy_to_the_host_has_to_be_waited_for():
     assert "try: synchronize the stream, or an event that is recorded behind the copy, first" in str(caught.value)
 
 
+@pytest.mark.tier("test")
 def test_a_late_copy_from_the_host_reads_what_is_there_then():
     def body(waits: bool, pinned: bool) -> float:
         x = torch.full((4,), 2.0)
@@ -815,6 +824,7 @@ def test_copies_that_differ_are_found_on_devices():
         late(body, 2, args=(True,))
 
 
+@pytest.mark.tier("test")
 def test_an_input_that_is_overwritten_too_early():
     def body(waits: bool) -> float:
         x, out = torch.ones(4, device="npu"), torch.empty(2, device="npu")

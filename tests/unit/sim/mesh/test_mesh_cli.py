@@ -110,6 +110,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 # estimate
 
 
+@pytest.mark.tier("test")
 def test_options_become_the_step_of_a_run(asked: list[dict[str, Any]]) -> None:
     degrees = ("--devices", "128", "--tp", "8", "--pp", "4", "--dp-replicate", "2", "--batch-size", "64")
     run = ("--checkpointing", "full", "--no-reshard-after-forward", "--schedule", "interleaved", "--compile")
@@ -137,6 +138,7 @@ def test_options_become_the_step_of_a_run(asked: list[dict[str, Any]]) -> None:
     assert "Time of a step" in output
 
 
+@pytest.mark.tier("test")
 def test_what_is_left_out_has_the_default_of_train(asked: list[dict[str, Any]]) -> None:
     assert invoke("estimate", *LLAMA, "--tp", "2", "--dp-shard", "4")[0] == 0
     assert invoke("estimate", *LLAMA, "--devices", "16")[0] == 0
@@ -146,6 +148,7 @@ def test_what_is_left_out_has_the_default_of_train(asked: list[dict[str, Any]]) 
     assert all(given["recipe"] == Recipe(param_dtype="fp32") for given in asked)
 
 
+@pytest.mark.tier("test")
 def test_what_does_not_fit_has_an_exit_code_of_its_own(asked: list[dict[str, Any]]) -> None:
     small, large = ("--model", "llama3-8b"), ("--model", "llama3.1-405b")
     rest = ("--hardware", "h100-sxm", "--devices", "8", "--precision", "bf16", "--json", "out.json")
@@ -155,6 +158,7 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(asked: list[dict[str, Any
     assert json.loads(Path("out.json").read_text())["model"] == "llama3-405b"
 
 
+@pytest.mark.tier("test")
 def test_a_budget_says_which_checkpointing_to_take(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +179,7 @@ def test_a_budget_says_which_checkpointing_to_take(
     assert "a budget chooses the checkpointing" in output
 
 
+@pytest.mark.tier("test")
 def test_the_file_that_train_reads(asked: list[dict[str, Any]]) -> None:
     run = Config().with_shape(find_model("llama-tiny").config).with_changes("parallel", {"tp": 2})
     Path("run.toml").write_text(config_text(run))
@@ -214,6 +219,7 @@ def test_a_model_of_ones_own(asked: list[dict[str, Any]], name: str) -> None:
     assert output.startswith("mlp on 8 x NVIDIA H100")
 
 
+@pytest.mark.tier("test")
 def test_a_config_of_ones_own(asked: list[dict[str, Any]]) -> None:
     assert invoke("estimate", "--model", "own_model.py:small", "--hardware", "h200")[0] == 0
     assert asked[0]["model"].num_layers == 2
@@ -294,6 +300,7 @@ def test_unknown_hardware() -> None:
     assert output.startswith("error: cannot find the hardware 'h100': nothing has that name\n  known: ")
 
 
+@pytest.mark.tier("full")
 def test_a_real_estimate_with_picture_and_trace() -> None:
     pytest.importorskip("matplotlib")
     degrees = ("--devices", "8", "--tp", "2", "--pp", "2", "--seq-len", "64", "--batch-size", "8", "--accumulate", "4")
@@ -309,6 +316,7 @@ def test_a_real_estimate_with_picture_and_trace() -> None:
     assert json.loads(Path("out/figures.json").read_text())["memory"]["fits"]
 
 
+@pytest.mark.tier("test")
 def test_a_real_estimate_of_a_module_of_ones_own() -> None:
     options = ("--hardware", "h200", "--devices", "4", "--seq-len", "16", "--batch-size", "32")
     code, output = invoke("estimate", "--model", "own_model.py:mlp", *options)
@@ -319,6 +327,7 @@ def test_a_real_estimate_of_a_module_of_ones_own() -> None:
 # search
 
 
+@pytest.mark.tier("full")
 def test_a_search_prints_the_ranking(asked: list[dict[str, Any]]) -> None:
     code, output = invoke("search", *SEARCH, "--limit", "6", "--rows", "2", "--json", "found.json")
     assert code == 0, output
@@ -331,6 +340,7 @@ def test_a_search_prints_the_ranking(asked: list[dict[str, Any]]) -> None:
     assert 1 <= len(found["found"]) <= 6
 
 
+@pytest.mark.tier("test")
 def test_what_is_given_to_a_search_stays(asked: list[dict[str, Any]]) -> None:
     options = ("--tp", "4", "--checkpointing", "selective", "--set", "zero=3", "--compile", "--set", "loss=compiled")
     assert invoke("search", *SEARCH, *options, "--limit", "4")[0] == 0
@@ -340,6 +350,7 @@ def test_what_is_given_to_a_search_stays(asked: list[dict[str, Any]]) -> None:
         assert (recipe.checkpointing, recipe.zero, recipe.compile, recipe.loss) == ("selective", 3, True, "compiled")
 
 
+@pytest.mark.tier("test")
 def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any]]) -> None:
     small = ["[train]", "batch_size = 16", "seq_len = 64", "[parallel]", "tp = 2", 'checkpointing = "full"']
     Path("run.toml").write_text("\n".join(small))
@@ -431,6 +442,7 @@ def test_a_search_writes_no_file_that_forgets_a_setting(asked: list[dict[str, An
     assert not load_config("best.toml").parallel.reshard_after_forward
 
 
+@pytest.mark.tier("full")
 def test_chunks_that_a_search_finds_are_trained(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = sys.modules["sim.mesh.estimate"].estimate
 
@@ -458,6 +470,7 @@ ROOT = Path(__file__).parents[4]
 WALK = ROOT / "docs" / "training.md"
 
 
+@pytest.mark.tier("full")
 def test_the_walk_of_the_docs_from_a_search_to_training(monkeypatch: pytest.MonkeyPatch) -> None:
     block = WALK.read_text().partition("hyper-parallel hardware measure   ")[2].partition("```")[0]
     (_, *commands) = [line.partition("#")[0].split() for line in block.strip().splitlines()]
@@ -486,6 +499,7 @@ def test_the_docs_show_what_the_walk_has_logged() -> None:
     assert "\n".join(["```text", *lines, "```"]) in WALK.read_text()
 
 
+@pytest.mark.tier("test")
 def test_nothing_fits(asked: list[dict[str, Any]]) -> None:
     code, output = invoke("search", *SEARCH, "--memory-limit", "0.5")
     assert code == cli.DOES_NOT_FIT == 3
@@ -493,6 +507,7 @@ def test_nothing_fits(asked: list[dict[str, Any]]) -> None:
     assert "\n  try: about " in output
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_search_prints_what_it_has(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,6 +572,7 @@ def test_measuring_writes_a_file_that_estimates_take(monkeypatch: pytest.MonkeyP
     assert "device.memory" in output
 
 
+@pytest.mark.tier("test")
 def test_help_names_the_commands() -> None:
     code, output = invoke("--help")
     assert code == 0

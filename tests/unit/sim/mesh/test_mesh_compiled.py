@@ -79,6 +79,7 @@ def _by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend=backend)
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "alternate", "full"])
 def test_a_block_keeps_what_torchs_compiler_keeps(checkpointing: str) -> None:
     block, given = _block()
@@ -105,6 +106,7 @@ def test_a_block_keeps_what_torchs_compiler_keeps(checkpointing: str) -> None:
     assert sum(ours) - sum(state) == expected[checkpointing]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "alternate", "full"])
 def test_it_computes_what_the_block_computes(checkpointing: str) -> None:
     block, given = _block()
@@ -119,6 +121,7 @@ def test_it_computes_what_the_block_computes(checkpointing: str) -> None:
         torch.testing.assert_close(grad, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
 
 
+@pytest.mark.tier("test")
 def test_one_graph_serves_all_blocks_that_are_alike() -> None:
     graphs: dict[Any, Any] = {}
     with FakeTensorMode():
@@ -132,6 +135,7 @@ def test_one_graph_serves_all_blocks_that_are_alike() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.tier("test")
 def test_no_graph_keeps_what_it_was_traced_with() -> None:
     """Or the first estimate of a process would have tensors in memory that those after it have not."""
     with FakeTensorMode():
@@ -191,6 +195,7 @@ def test_what_depends_on_values_is_run_as_it_is() -> None:
     assert torch.equal(chosen(torch.tensor([1.0, -1.0])), torch.tensor([1.0]))
 
 
+@pytest.mark.tier("test")
 def test_attention_over_ranks_is_called_between_two_graphs() -> None:
     block, given = _block()
     wanted = block(*given)
@@ -224,6 +229,7 @@ def test_a_block_that_communicates_is_compiled_in_pieces() -> None:
     assert compiled == ["attention_norm", "attention", "mlp_norm", "mlp"]
 
 
+@pytest.mark.tier("full")
 def test_a_feed_forward_in_chunks_is_compiled_for_each_chunk() -> None:
     """Communication of a chunk lies between graphs, as `torch.compile` breaks there."""
     dims = ParallelDims(tp=2, world_size=2)
@@ -250,6 +256,7 @@ def test_experts_are_left_alone() -> None:
     assert not {name for name in compiled if name == "mlp" or name.startswith(("mlp.experts", "mlp.router"))}
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("policy", ["none", "full", "selective", "alternate"])
 @pytest.mark.parametrize("of_run", [False, True])
 def test_modes_of_selective_checkpointing_cost_the_host(policy: str, of_run: bool) -> None:
@@ -287,6 +294,7 @@ def test_an_unknown_policy_is_refused() -> None:
     assert "try: 'full'" in str(caught.value)
 
 
+@pytest.mark.tier("full")
 def test_float8_products_keep_what_bfloat16_ones_keep() -> None:
     block, given = _block()
     plain = _kept(block, block, given)
@@ -306,6 +314,7 @@ def test_float8_is_close_to_bfloat16() -> None:
         torch.testing.assert_close(grad, other, rtol=0.15, atol=0.15 * float(other.abs().max()))
 
 
+@pytest.mark.tier("test")
 def test_what_is_written_by_hand_is_one_kernel() -> None:
     with one_kernel():
         first = region()

@@ -622,6 +622,7 @@ def test_published_collectives_between_nodes():
         assert off[len(off) // 2] <= median
 
 
+@pytest.mark.tier("full")
 def test_the_file_of_fits_is_what_the_command_writes():
     """One of its fits, again: the same figures come out."""
     again = next(one for one in fit_costs.fit_links(load_calibration()) if one.path == "links.nvlink3.all_reduce")

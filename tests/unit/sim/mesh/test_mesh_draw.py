@@ -71,6 +71,7 @@ class TestChrome:
 
 
 class TestPicture:
+    @pytest.mark.tier("test")
     @pytest.mark.parametrize("ranks", [1, 3, 6])
     def test_it_has_the_size_of_a_screen(self, ranks: int, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
@@ -80,6 +81,7 @@ class TestPicture:
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert (int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")) == (1600, 900)
 
+    @pytest.mark.tier("test")
     def test_computation_and_communication_of_a_rank_have_rows_and_what_is_exposed_has_a_colour(
         self, tmp_path: Path
     ) -> None:
@@ -91,6 +93,7 @@ class TestPicture:
             assert f"<!-- {words} -->" in text
         assert "#cc0000" in text
 
+    @pytest.mark.tier("test")
     def test_a_step_without_communication_or_memory_is_drawn(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
         replace(replay_time([one([op(3)])], Prices()), title="as named").plot(tmp_path / "step.png")

@@ -153,6 +153,7 @@ def test_a_program_is_fused_segment_by_segment() -> None:
     assert len(program.segments[key].events) == 5
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_a_block_has_the_kernels_that_torchs_compiler_makes(checkpointing: str) -> None:
     recorder, forward, backward = _record(checkpointing)
@@ -169,6 +170,7 @@ def test_a_block_has_the_kernels_that_torchs_compiler_makes(checkpointing: str) 
         assert 6 <= kinds["fused"] <= 8  # TorchInductor has 6, which are 7 where weights of norms are summed apart
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("float8", [False, True])
 def test_no_kernel_touches_what_has_vanished_and_the_same_is_left(float8: bool) -> None:
     recorder, forward, backward = _record("none", float8=float8)
@@ -189,6 +191,7 @@ def test_no_kernel_touches_what_has_vanished_and_the_same_is_left(float8: bool) 
     assert moved[1] < 0.6 * moved[0]
 
 
+@pytest.mark.tier("full")
 def test_a_compiled_block_takes_less_memory_than_one_that_is_not() -> None:
     peaks = []
     for checkpointing in (None, "none", "selective", "full"):
@@ -201,6 +204,7 @@ def test_a_compiled_block_takes_less_memory_than_one_that_is_not() -> None:
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.tier("full")
 def test_float8_that_is_not_compiled_moves_many_times_the_bytes() -> None:
     moved = {}
     for compiled in (False, True):
@@ -214,6 +218,7 @@ def test_float8_that_is_not_compiled_moves_many_times_the_bytes() -> None:
     assert moved[True, True] < 2 * moved[True, False]
 
 
+@pytest.mark.tier("test")
 @given(st.lists(st.integers(-20, 20), min_size=48, max_size=48), st.integers(1, 3), st.integers(0, 99))
 @settings(max_examples=10, deadline=None)
 def test_rows_of_any_size_keep_their_digits_in_rowwise_products(exponents: list[int], steps: int, seed: int) -> None:

@@ -39,6 +39,7 @@ def kept_by_a_layer(tp: int, sequence_parallel: bool, **options: Any) -> float:
     return (sizes[1] - sizes[0]) / 2 / TOKENS
 
 
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("attention", ["math", "math-recomputed"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
 def test_a_layer_keeps_what_the_formulas_say(tp, sequence_parallel, attention):
@@ -55,6 +56,7 @@ def test_a_layer_keeps_what_the_formulas_say(tp, sequence_parallel, attention):
     assert kept_by_a_layer(tp, sequence_parallel, attention=attention) == pytest.approx(formula, rel=3e-3)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, True)])
 def test_full_recomputation_keeps_the_input_of_a_layer(tp, sequence_parallel):
     kept = kept_by_a_layer(tp, sequence_parallel, checkpointing="full")

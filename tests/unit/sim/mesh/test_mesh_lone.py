@@ -291,6 +291,7 @@ def test_a_world_of_100_000_ranks_costs_as_many_calls_as_one_of_100():
     assert calls_of(some_collectives, 100_000) == calls
 
 
+@pytest.mark.tier("test")
 def test_the_largest_world():
     def body() -> int:
         dist.all_reduce(x := torch.ones(3 * MAX_LONE_RANKS))
@@ -310,6 +311,7 @@ def test_only_one_rank_has_a_thread_a_store_and_an_environment():
         assert world.contexts[0].environment[b"WORLD_SIZE"] == b"100000"
 
 
+@pytest.mark.tier("test")
 def test_a_mesh_and_an_engine_over_100_000_ranks():
     def body() -> tuple[Any, ...]:
         mesh = init_device_mesh("cpu", (12_500, 8), mesh_dim_names=("dp", "tp"))

@@ -166,6 +166,7 @@ def test_head_and_loss_in_one_give_the_same_gradients(bias: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, given), gradients)
 
 
+@pytest.mark.tier("test")
 def test_head_and_loss_in_one_never_have_all_logits() -> None:
     recorder = Recorder()
     with recorder.recording():
@@ -211,6 +212,7 @@ def test_a_head_that_is_split_over_ranks_is_refused() -> None:
 # -- what accelerators have kernels for ------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 def test_norm_and_dropout_are_one_kernel_each() -> None:
     recorder = Recorder()
     kept: list[torch.Tensor] = []

@@ -20,6 +20,8 @@ from sim.mesh.pricing.measure_steps import paired_samples, step_samples, timed_s
 from sim.mesh.program import COMPUTE, Comm, CommGroup, Op, Program, Segment, Touch
 from sim.mesh.replay.timeline import replay_time
 
+pytestmark = pytest.mark.tier("test")
+
 MACHINE = {"device": "cpu", "title": "a CPU", "memory": 2**33, "cores": 2}
 PEAK, BANDWIDTH, RANKS = 1e11, 2e10, 2
 MATMUL = {"floor_us": 1.0, "rate": 0.9, "prologue": 40, "edge": 8, "quantised": 0, "cap": 1.0, "stream": 0.9}
@@ -129,6 +131,7 @@ def test_the_probes_communicate_what_hccl_takes():
     assert [sample["shape"] for sample in found[0]] == [sample["shape"] for sample in found[1]]
 
 
+@pytest.mark.tier("full")
 def test_this_machine(tmp_path):
     hardware = measure(2 if find_hardware("laptop-cpu").devices_per_node == 2 else 1, "cpu", seconds=1e-4, steps=False)
     assert hardware.peak("float32") > 1e8

@@ -242,6 +242,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.tier("test")
 @given(
     requests=REQUESTS,
     rules=st.sampled_from([CACHING, EXPANDABLE, PLAIN]),
@@ -478,6 +479,7 @@ SMALL = LlamaConfig(
 )
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("seq_len", [32, 64])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_and_gradients_of_as_many_bytes_are_told_apart(tp: int, seq_len: int) -> None:

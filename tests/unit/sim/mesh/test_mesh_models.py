@@ -49,6 +49,7 @@ def counted(spec):
         return sum(param.numel() for param in spec.build(16).parameters())
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", model_names())
 def test_presets_have_the_published_sizes(name):
     spec, stated = find_model(name), model_source(name)
@@ -75,6 +76,7 @@ def test_gpt3_has_its_published_size():
     assert gpt3_175b().num_parameters == pytest.approx(175e9, rel=3e-3)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     "config",
     [
@@ -137,6 +139,7 @@ def test_tables_are_as_long_as_the_sequences():
 # -- heads that are not a part of the width --------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 def test_head_size_and_norms_of_heads():
     usual, wide = LlamaConfig(), LlamaConfig(head_size=64, qk_norm=True)
     assert (usual.head_dim, wide.head_dim) == (32, 64)
@@ -172,6 +175,7 @@ QWEN = LlamaConfig(
 RECIPES = [None, Recipe(attention="math", norm="eager"), Recipe(attention="math-recomputed", sequence_parallel=False)]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_llama_with_wide_heads_is_split_right(recipe):
     along = recipe is None or recipe.sequence_parallel
@@ -294,6 +298,7 @@ def test_stages_of_a_gpt_are_the_whole():
 ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "squared-relu", "bias": False, "head_size": 10}
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("changes", "along"),
     [
@@ -405,6 +410,7 @@ def test_latent_attention_is_what_its_words_say():
     torch.testing.assert_close(layer(x, cos, sin), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("along", [True, False], ids=["sequence", "whole"])
 def test_latent_attention_is_split_right(along):
     plan = mla_plan(LATENT, "tp=2", sequence_parallel=along)
@@ -412,6 +418,7 @@ def test_latent_attention_is_split_right(along):
     assert report.ok, report.table()
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("degrees", [{"ep": 2, "tp": 2}, {"tp": 2, "fold_experts": True}], ids=["beside", "folded"])
 def test_ranks_along_tp_send_their_own_part_of_the_sequence_to_whole_experts(degrees):
     """With etp=1 the experts get each token once, with whatever attention is before them."""
@@ -432,6 +439,7 @@ def test_ranks_along_tp_send_their_own_part_of_the_sequence_to_whole_experts(deg
     assert rows[0] == rows[1] != []
 
 
+@pytest.mark.tier("full")
 def test_parameters_and_flops_with_latent_attention():
     config = dataclasses.replace(LATENT, num_hidden_layers=3, plain_size=4, num_experts=4)  # values as wide as keys
     for given in (config, dataclasses.replace(config, query_rank=0, tie_embeddings=True)):
@@ -512,6 +520,7 @@ CUSTOM = {
 }  # fmt: skip
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("name", CUSTOM)
 def test_any_module_runs_without_values(name):
     make, blocks, path = CUSTOM[name]
@@ -602,6 +611,7 @@ def test_a_module_that_fails_is_named(act, message, operation):
     assert f"\n  operation: {operation}\n" in str(error.value)
 
 
+@pytest.mark.tier("test")
 def test_an_error_in_a_stage_comes_out_as_it_is(monkeypatch):
     """Torch's schedules put one in its place that holds the stage's arguments, and nothing of the error's text."""
 

@@ -83,6 +83,7 @@ def test_kernels_of_a_gpu_belong_to_the_operations_that_launched_them():
 spans = st.lists(st.tuples(st.floats(-5, 15), st.floats(0, 6)), max_size=8)
 
 
+@pytest.mark.tier("test")
 @given(spans, spans)
 def test_a_breakdown_adds_up_to_the_step(ops, comms):
     at, one_after_the_other = 0.0, []
@@ -115,6 +116,7 @@ def test_what_is_no_trace_says_what_is_missing(tmp_path, text, blame):
         read_trace(tmp_path / "missing.json")
 
 
+@pytest.mark.tier("full")
 def test_a_profiled_run_has_the_operations_of_the_estimate(tmp_path):
     config = Config(
         train=TrainConfig(
@@ -146,6 +148,7 @@ def test_a_profiled_run_has_the_operations_of_the_estimate(tmp_path):
     assert json.loads(json.dumps(told))["step"]["measured"] == measured.step
 
 
+@pytest.mark.tier("test")
 def test_a_run_without_profiled_steps_starts_no_profiler(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: pytest.fail("a profiler was made"))
     train(Config(train=TrainConfig(steps=1, batch_size=1, seq_len=8, device="cpu", log=str(tmp_path / "log.jsonl"))))

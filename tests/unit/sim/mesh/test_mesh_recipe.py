@@ -153,6 +153,7 @@ def test_a_run_that_cannot_be_trained_cannot_be_estimated():
         Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", tp=2)), world_size=4)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("model", "degrees"), [("llama-tiny", {"dp_shard": 2, "tp": 2}), ("moe-tiny", {"dp_shard": 2, "ep": 2})]
 )
@@ -169,6 +170,7 @@ def test_sgd_of_sharded_weights_saves_the_moments(model: str, degrees: dict[str,
     assert ranks["adamw"].persistent - ranks["sgd"].persistent == moments
 
 
+@pytest.mark.tier("full")
 def test_moments_in_bfloat16_take_half():
     dims = ParallelDims(dp_shard=2, world_size=2)
     kept = {

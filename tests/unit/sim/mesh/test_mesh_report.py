@@ -59,6 +59,7 @@ def test_many_rank_classes_are_told_by_their_fullest() -> None:
     assert "9 more rank classes are not shown" in table
 
 
+@pytest.mark.tier("test")
 def test_a_model_without_a_name_is_told_by_its_config() -> None:
     found = fake_estimate(LlamaConfig(), ParallelDims(), 1, 128, "h100-sxm", Recipe())
     assert estimate_text(found).startswith("llama-0.9m on 1 x NVIDIA")
@@ -79,6 +80,7 @@ def test_an_estimate_as_data() -> None:
     }
 
 
+@pytest.mark.tier("full")
 def test_the_tables_of_a_search() -> None:
     result = search("llama3-8b", "h100-sxm", 64, 128, seq_len=8192, limit=30, estimator=fake_estimate)
     text = search_text(result, most=3)

@@ -72,6 +72,7 @@ def test_divisors(number: int) -> None:
     assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
 
 
+@pytest.mark.tier("full")
 def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
     where = space(MoEConfig(num_hidden_layers=8, num_experts=16, num_attention_heads=8, num_key_value_heads=4))
     found = [entry for entry in enumerate_candidates(where) if isinstance(entry, Candidate)]
@@ -95,6 +96,7 @@ def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
     assert {c.recipe.schedule for c in found if c.dims.pp > 1} == {"1f1b", "interleaved"}
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("per_token", "devices_per_node", "asked", "expected"),
     [
@@ -128,6 +130,7 @@ def test_tokens_go_to_each_node_once_where_that_saves_rows(
         assert guess_seconds(where.shape, once, 8192, H100) < guess_seconds(where.shape, each, 8192, H100)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("where", "reason", "detail"),
     [
@@ -231,6 +234,7 @@ def test_more_ranks_along_any_axis_of_the_model_have_the_smaller_bound() -> None
         assert least_memory(shape, Candidate(dims, Recipe(), 8), 8192) < alone, axis
 
 
+@pytest.mark.tier("test")
 def test_experts_are_bounded_apart() -> None:
     shape = shape_of(find_model("mixtral-8x7b"), 4096)
     assert 0.9 < shape.expert_parameters / shape.parameters < 1
@@ -333,6 +337,7 @@ def test_the_guess_of_weights_over_nodes_has_the_adapters_of_all_their_devices()
     assert guess(8) < guess(64) < 1.3 * guess(8)
 
 
+@pytest.mark.tier("test")
 @given(
     hardware=st.sampled_from(("h100-sxm", "a100-80gb", "b200", "ascend-910b", "ascend-910c-superpod")),
     op=st.sampled_from(("all_gather", "reduce_scatter", "all_reduce", "all_to_all")),
@@ -354,6 +359,7 @@ def _replicated(zero: int) -> list[Candidate]:
     return [one for one in found if isinstance(one, Candidate)]
 
 
+@pytest.mark.tier("test")
 @given(data=st.data(), zero=st.sampled_from((0, 1)), tokens=st.sampled_from((128, 2048, 8192)))
 def test_the_guess_of_a_recipe_that_overlaps_less_is_not_shorter(data: Any, zero: int, tokens: int) -> None:
     shape, usual = shape_of(find_model("llama3-8b"), tokens), data.draw(st.sampled_from(_replicated(zero)))
@@ -400,6 +406,7 @@ def test_the_guess_orders_layouts_of_gpt_39b_as_estimates_do() -> None:
     assert guesses[0] > 1.05 * guesses[1] > 1.05**2 * guesses[2]
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     ("model", "degrees", "batch", "recipe"),
     [
@@ -437,6 +444,7 @@ _GUESSED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.tier("full", each=5)
 @pytest.mark.parametrize("name", _GUESSED)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_guess_of_memory_is_near_an_estimate_and_the_bound_below(name: str, seed: int) -> None:
@@ -451,6 +459,7 @@ def test_the_guess_of_memory_is_near_an_estimate_and_the_bound_below(name: str, 
     assert guess_memory(where.shape, one, 4096) == pytest.approx(peak, rel=0.2), one
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_the_guess_of_a_pipeline_knows_that_gradients_wait_for_its_last_micro_batch(zero: int, schedule: str) -> None:
@@ -462,6 +471,7 @@ def test_the_guess_of_a_pipeline_knows_that_gradients_wait_for_its_last_micro_ba
     assert guessed == pytest.approx(peak, rel=0.1), "without them it is 0.82 of it"
 
 
+@pytest.mark.tier("full")
 def test_gradients_of_a_stage_that_is_through_do_not_wait_for_the_others() -> None:
     """With fewer micro-batches than two for each rank, a stage is through before the one before it begins backward."""
     model = LlamaConfig(**_SIZES, num_key_value_heads=4, intermediate_size=5632)
@@ -480,6 +490,7 @@ _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_intermediate_size"
 _MOE = MoEConfig(**_SIZES, **_EXPERTS, num_key_value_heads=4, intermediate_size=5632)
 
 
+@pytest.mark.tier("full", each=8)
 @pytest.mark.parametrize(
     ("model", "degrees", "batch", "recipe", "layers"),
     [
@@ -529,6 +540,7 @@ def test_sums_that_wait_for_replicas_are_bounded_in_the_dtype_of_the_reduction()
 # The search
 
 
+@pytest.mark.tier("test")
 def test_a_module_of_ones_own_is_searched() -> None:
     mlp = Custom(lambda: nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)), lambda b, s: torch.zeros(b, s, 64))
     result = find(mlp, "h100-sxm", 8, 16, seq_len=32, limit=3)
@@ -536,6 +548,7 @@ def test_a_module_of_ones_own_is_searched() -> None:
     assert result.title.startswith("custom on 8 x h100-sxm")
 
 
+@pytest.mark.tier("full")
 def test_the_ranking_is_by_speed_and_has_all_that_was_estimated() -> None:
     asked: list[Candidate] = []
 
@@ -558,6 +571,7 @@ def test_the_ranking_is_by_speed_and_has_all_that_was_estimated() -> None:
     assert "does not fit" in result.reasons or not result.too_large
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("factors", "chosen", "tried"),
     [
@@ -588,6 +602,7 @@ def test_the_fastest_is_tried_in_chunks(factors: dict[int, float], chosen: int, 
     assert chosen == 1 or f"{chosen} tp chunks" in str(result)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     "options",
     [
@@ -611,6 +626,7 @@ def test_chunks_are_tried_where_they_can_hide_something(options: dict[str, Any])
     assert {one.tp_chunks for one in asked} == {1, 3}
 
 
+@pytest.mark.tier("full")
 def test_the_plain_layouts_come_first() -> None:
     asked: list[Candidate] = []
 
@@ -626,6 +642,7 @@ def test_the_plain_layouts_come_first() -> None:
     assert {one.dims.tp for one in asked} > {1}
 
 
+@pytest.mark.tier("full")
 def test_one_of_each_plain_kind_is_estimated_unless_none_can_be_the_best() -> None:
     """Where the best of a kind is slower than another for sure, the next one of that kind takes its place."""
     asked: list[Candidate] = []
@@ -654,6 +671,7 @@ def test_a_small_space_is_searched_whole() -> None:
     assert "of which none can be faster than the best and fit" in str(result)
 
 
+@pytest.mark.tier("test")
 def test_the_best_is_found_early() -> None:
     """The guess is off by another factor for each degree of tp; what is estimated corrects it."""
     wrong = {1: 3.0, 2: 1.0, 4: 0.6, 8: 1.2}
@@ -752,6 +770,7 @@ def test_inputs_are_gathered_again_where_blocks_keep_them() -> None:
         assert guess_seconds(shape, one, 8192, H100) > guess_seconds(shape, other, 8192, H100)
 
 
+@pytest.mark.tier("test")
 def test_each_checkpointing_of_the_trainer_is_tried() -> None:
     found = [entry for entry in enumerate_candidates(space()) if isinstance(entry, Candidate)]
     levels = {"none", "selective", "alternate", "full", "offload", "full offload"}
@@ -787,6 +806,7 @@ def test_what_does_not_fit_says_where(reserved: int, on_host: int, said: str) ->
     assert entry.excess(8 * 2**30) == said
 
 
+@pytest.mark.tier("full")
 def test_degrees_that_are_none_are_rejected_once() -> None:
     seen = Exploration(space(), H100, 1.0, None, "with offload in a second turn")
     with pytest.raises(NothingFits):
@@ -808,6 +828,7 @@ def test_the_guess_knows_the_link_to_the_host() -> None:
     assert guess("full offload", 1e8) < guess("offload", 1e8), "of what is computed again, inputs alone are moved"
 
 
+@pytest.mark.tier("full")
 def test_an_interrupted_search_returns_the_best_so_far() -> None:
     calls = itertools.count()
 
@@ -822,6 +843,7 @@ def test_an_interrupted_search_returns_the_best_so_far() -> None:
     assert "the search was interrupted: this is the best so far" in str(result)
 
 
+@pytest.mark.tier("full")
 def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
     def picky(**given: Any) -> Any:
         if given["dims"].tp > 1:
@@ -833,6 +855,7 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
     assert {entry.detail for entry in refused} == {"cannot split this: it is odd"}
 
 
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize(
     ("degrees", "batch", "recipe"),
     [
@@ -869,6 +892,7 @@ def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, re
     assert 0 < floors.bytes(candidate) <= found.memory.peak
 
 
+@pytest.mark.tier("full")
 def test_a_floor_knows_what_an_estimate_has_computed_again() -> None:
     """Another way to shard computes the same again: what one estimate had is no longer bounded."""
     model, ways = find_model("llama-tiny"), ({"dp_shard": 4}, {"dp_replicate": 4})
@@ -910,6 +934,7 @@ def test_the_least_time_of_a_schedule(
     assert least_time(candidate, forward, [2 * one for one in forward], message) == pytest.approx(seconds)
 
 
+@pytest.mark.tier("test")
 @given(
     data=st.data(), schedule=st.sampled_from(("gpipe", "1f1b", "interleaved", "zero-bubble")), parts=st.integers(1, 6)
 )
@@ -955,6 +980,7 @@ def test_a_floor_knows_what_each_checkpointing_computes_again() -> None:
     assert again[0] == 0
 
 
+@pytest.mark.tier("full")
 def test_what_cannot_be_faster_is_looked_at_and_not_estimated() -> None:
     """The best is the one that is found by estimating all."""
     options: dict[str, Any] = {"seq_len": 128, "fixed": {"cp": 1, "pp": 1, "tp": 1}, "recipes": [Recipe()]}
@@ -970,6 +996,7 @@ def test_what_cannot_be_faster_is_looked_at_and_not_estimated() -> None:
     assert everything.best.seconds >= stopped.best.seconds * (1 - stopped.gain)
 
 
+@pytest.mark.tier("full")
 def test_what_limits_the_best() -> None:
     result = find("llama3-8b", "h100-sxm", 64, 128, limit=20)
     limit = limit_of(result)
@@ -991,6 +1018,7 @@ def given_of(candidate: Candidate) -> dict[str, Any]:
     return {**where, "dims": candidate.dims, "batch": candidate.batch, "recipe": candidate.recipe}
 
 
+@pytest.mark.tier("full")
 def test_an_operation_without_a_price_ends_the_search() -> None:
     def unknown(**given: Any) -> Any:
         raise UnknownOperation("cannot price aten.frobnicate")
@@ -999,6 +1027,7 @@ def test_an_operation_without_a_price_ends_the_search() -> None:
         find("llama3-8b", "h100-sxm", 64, 128, estimator=unknown)
 
 
+@pytest.mark.tier("full")
 def test_no_other_one_beats_what_is_on_the_front() -> None:
     result = find("llama3-8b", "h100-sxm", 64, 128, limit=60)
     everything = [*result.found, *result.too_large]
@@ -1040,6 +1069,7 @@ def message(*arguments: Any, error: type[Exception] = ValueError, **options: Any
     return str(caught.value)
 
 
+@pytest.mark.tier("test")
 def test_nothing_fits_says_what_comes_closest() -> None:
     shown = message("llama3-405b", "h100-sxm", 16, 16)
     assert shown.startswith(
@@ -1051,6 +1081,7 @@ def test_nothing_fits_says_what_comes_closest() -> None:
     assert shown.endswith("\n  try: about 80 devices, or shorter sequences")
 
 
+@pytest.mark.tier("test")
 def test_nothing_fits_after_estimates() -> None:
     shown = message(
         "llama3-8b", "h100-sxm", 8, 8, estimator=lambda **given: fake_estimate(**given, scale=100.0), limit=3
@@ -1131,6 +1162,7 @@ def of_all(job: Job, estimator: Any, limit: int) -> Any:
     return None
 
 
+@pytest.mark.tier("test")
 @given(
     limit=st.integers(1500, 11_000),
     bend=st.sampled_from([0.0, 0.3, -0.3]),
@@ -1158,6 +1190,7 @@ def test_a_budget_is_met_by_the_fastest_policy(limit: int, bend: float, slow: li
         assert not fewer or not estimator(dataclasses.replace(job, recipe=recipe), None).memory.fits(limit)
 
 
+@pytest.mark.tier("test")
 def test_a_budget_is_above_zero_and_a_kind_that_is_refused_is_left_out() -> None:
     job = Job(find_model(LlamaConfig(num_hidden_layers=8)), ParallelDims(), 1, 64, Recipe())
     with pytest.raises(ValueError, match=r"cannot fit activations: a memory limit must be above 0\n"):

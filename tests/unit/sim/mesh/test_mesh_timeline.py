@@ -235,6 +235,7 @@ class TestPipeline:
         assert last.exposed == pytest.approx({"pp": 3 * US})
         assert last.bubble == pytest.approx(18 * US)
 
+    @pytest.mark.tier("test")
     def test_most_pieces_of_a_long_pipeline_are_not_simulated(self) -> None:
         timeline = replay_time(pipeline(4, 200, message=2), Prices(host=1))
         exact = replay_time(pipeline(4, 200, message=2), Prices(host=1), exact=True)
@@ -261,6 +262,7 @@ class TestPipeline:
         assert found.ranks[1].exposed == pytest.approx({"pp": 4 * US})
         assert step(1, 1, 1).step == pytest.approx(9 * US)  # a receiver that waits notices nothing
 
+    @pytest.mark.tier("test")
     def test_pieces_of_a_cpu_that_were_seen_before_are_not_simulated_again(self) -> None:
         timeline = replay_time(pipeline(4, 200, message=2), OneQueue(host=1))
         exact = replay_time(pipeline(4, 200, message=2), OneQueue(host=1), exact=True)

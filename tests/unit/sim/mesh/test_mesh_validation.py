@@ -168,6 +168,7 @@ def test_a_row_with_latent_attention_whose_recipe_is_public():
     assert case("m0828").model.query_rank == 1536
 
 
+@pytest.mark.tier("test")
 def test_what_a_run_in_float8_keeps_and_when_its_memory_was_read():
     """Megatron-Bridge prints the peak once, after its first iteration, whose update makes the moments."""
     it = case("m0891")
@@ -187,6 +188,7 @@ def test_what_a_run_in_float8_keeps_and_when_its_memory_was_read():
     assert kinds["first iteration"] == memory.persistent
 
 
+@pytest.mark.tier("test")
 def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed():
     """Its parallel optimizer saves slices of the weights; their gathers are steps of the step's graph."""
     it = case("m1215")
@@ -212,6 +214,7 @@ def comms(program, *ops):
     return [event for event in events if isinstance(event, Comm) and event.op in ops]
 
 
+@pytest.mark.tier("test")
 def test_gradients_are_all_reduced_by_all_a_bucket_at_a_time():
     """InternEvo's buckets of whole gradients: none above its limit but for a gradient that is larger by itself."""
     assert case("m1063").recipe.conventions == MegatronConventions(owned_weights=True)
@@ -243,6 +246,7 @@ def test_gradients_are_all_reduced_by_all_a_bucket_at_a_time():
                     assert event.stream not in streams
 
 
+@pytest.mark.tier("full")
 def test_owners_broadcast_the_weights_that_they_have_updated():
     dims = ParallelDims(dp_shard=8, world_size=8)
     (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1, overlap_param_gather=False)))
@@ -262,12 +266,14 @@ def test_owners_broadcast_the_weights_that_they_have_updated():
     assert reduce_whole_gradients(broadcast_weights(alone)) is alone
 
 
+@pytest.mark.tier("test")
 def test_more_ranks_than_weights_leave_some_without():
     dims = ParallelDims(dp_shard=512, world_size=512)
     (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1)))
     assert len(comms(broadcast_weights(plain), "broadcast")) == len(comms(plain, "all_gather"))
 
 
+@pytest.mark.tier("full")
 def test_modules_fetch_their_weights_and_the_host_waits_for_them():
     """DeepSpeed 0.3.13: of four weights of a block, backward finds the last one as recomputation has left it."""
     assert case("m0533").recipe.conventions == MegatronConventions(fetched_weights=True)
@@ -307,6 +313,7 @@ def test_modules_fetch_their_weights_and_the_host_waits_for_them():
     assert pricing.host_seconds(host[0]) == ranks * pricing.host_seconds(host[0]._replace(shape=()))
 
 
+@pytest.mark.tier("test")
 def test_a_sliding_window_is_as_much_work_as_the_pairs_that_are_seen():
     assert case("m1166").recipe.conventions.window == 4096
     assert case("m1167").recipe.conventions is None
@@ -384,6 +391,7 @@ def by_stream(program):
     return most
 
 
+@pytest.mark.tier("full")
 def test_memory_of_fsdp2_is_on_three_streams():
     """As torch's engine: reduced gradients, what is gathered (two units at a time), and the rest."""
     job, plain = sharded()
@@ -408,6 +416,7 @@ def test_memory_of_fsdp2_is_on_three_streams():
     assert kept.peak_allocated - replay_memory(made, None).peak_allocated == pytest.approx(block, rel=0.02)
 
 
+@pytest.mark.tier("full")
 def test_a_program_that_gathers_nothing_stays_as_it_is():
     """As one of tensor parallelism alone, or one on a single device: the floors of a search are recorded so."""
     for degrees in ({}, {"tp": 2}):
@@ -416,6 +425,7 @@ def test_a_program_that_gathers_nothing_stays_as_it_is():
         assert allocate_as_fsdp2(plain, embedding=1024, keeps_last=True) is plain
 
 
+@pytest.mark.tier("test")
 def test_a_graph_lets_go_of_what_nothing_reads_any_more():
     """The brute-force twin: at no event is a block there that no operation to come touches."""
     _, plain = sharded()
@@ -514,6 +524,7 @@ def test_what_dispatches_operations():
     assert case("m0063").recipe.host == "eager"  # torchtitan without tp: FSDP2 computes on plain tensors
 
 
+@pytest.mark.tier("test")
 def test_intervals_know_what_was_seen():
     figures, outcomes = load_figures(), kept_outcomes()
     assert runs_seen() == seen_in(outcomes)
@@ -529,6 +540,7 @@ def test_intervals_know_what_was_seen():
     assert spread(["experts"]) > spread(framework="somebody's"), "of torchtitan only dense ones are known"
 
 
+@pytest.mark.tier("test")
 @settings(deadline=None)
 @given(st.data())
 def test_less_evidence_never_narrows_an_interval(data):
@@ -563,6 +575,7 @@ def test_the_spreads_are_what_the_command_writes():
         assert statistics.fmean(statistics.fmean(each) for each in found.values()) >= 0.8, cell
 
 
+@pytest.mark.tier("test")
 def test_intervals_of_memory_know_what_was_seen():
     figures = load_figures()
 
@@ -586,6 +599,7 @@ def test_intervals_of_memory_know_what_was_seen():
     assert 0 < 2 * known < unknown
 
 
+@pytest.mark.tier("test")
 def test_a_step_on_a_device_never_seen_and_with_experts_is_less_sure():
     job = Job(find_model("llama-tiny"), ParallelDims(), 1, 16, Recipe())
     programs = trace(job)
@@ -697,6 +711,7 @@ def outcome(truth: float, predicted: float, group: str = "a") -> Outcome:
     return Outcome("m1", "s", group, "t", False, Compared(truth, predicted, 0, 1))
 
 
+@pytest.mark.tier("full")
 def test_maxima_that_torchtitan_kept_for_float8():
     """Of each product, |x| of its input and of its gathered weight, in bfloat16."""
     spec, recipe = find_model("llama-tiny"), Recipe(float8=True, checkpointing="selective")
@@ -775,6 +790,7 @@ def test_a_few_rows_stay_where_they_were(name):
         assert now.memory.predicted == pytest.approx(kept.memory.predicted, rel=0.02)
 
 
+@pytest.mark.tier("full")
 def test_traces_are_kept_as_text_and_come_back_as_they_were(tmp_path, monkeypatch):
     published = case("m0062")
     dims = ParallelDims(dp_shard=2, pp=2, world_size=4)

@@ -200,6 +200,7 @@ def test_in_flight_memory_is_not_taken_for_that_of_a_tensor_that_came_later():
     sim.run(body, 2, check_races=True)
 
 
+@pytest.mark.tier("test")
 def test_code_that_waits_as_it_should():
     def body() -> float:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))

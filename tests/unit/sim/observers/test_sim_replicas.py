@@ -641,6 +641,7 @@ def test_a_number_read_from_a_partial_dtensor():
     assert "by item() on float32 []" in text
 
 
+@pytest.mark.tier("test")
 def test_training_with_parts_inside_is_left_alone():
     """A row-parallel layer written by hand, forward and backward, with accumulated gradients."""
 
@@ -715,6 +716,7 @@ def test_both_checks_at_once():
         sim.run(body, 2, (True, False), check_races=True, check_replicas=True)
 
 
+@pytest.mark.tier("test")
 def test_a_model_that_is_sharded_replicated_and_trained_passes():
     """Nothing is found where nothing is wrong: our engine on replicas of shards, and torch's on the same."""
     from torch.distributed.fsdp import fully_shard as torch_fully_shard

@@ -541,6 +541,7 @@ def test_seam_active_ddp():
         assert parallel._get_active_ddp_module() is None, "this thread is no rank"
 
 
+@pytest.mark.tier("test")
 def test_seam_empty_memory():
     """Outside of ranks memory is what it is."""
 
@@ -774,6 +775,7 @@ def test_seam_mapped_device(tmp_path):
     assert changed() == before
 
 
+@pytest.mark.tier("full")
 @given(st.data())
 def test_batch_norm_is_synchronized_on_mapped_devices(data):
     """`torch.nn.SyncBatchNorm` in DDP against `BatchNorm` on all ranks' samples; a rank may have none."""
@@ -876,6 +878,7 @@ def test_seam_process_exit():
     assert os._exit is before
 
 
+@pytest.mark.tier("test")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
     ("ends", "code"),
@@ -931,6 +934,7 @@ def test_seam_start_method():
     assert after == before
 
 
+@pytest.mark.tier("test")
 def test_seam_child_environment():
     def body() -> tuple:
         code = "import os; print(os.environ.get('RANK'), os.environ.get('MINE'))"
@@ -1207,6 +1211,7 @@ def test_seam_profiler(tmp_path):
     assert (profiler._prepare_profiler, profiler._enable_profiler, profiler._disable_profiler) == before
 
 
+@pytest.mark.tier("test")
 def test_seam_custom_operators():
     owner = torch._library.custom_ops.CustomOpDef
     before = dict(vars(owner))
@@ -1302,6 +1307,7 @@ def _registers_operators(offset: int) -> tuple:
     return (*(each.item() for each in found), length)
 
 
+@pytest.mark.tier("test")
 def test_operators_of_libraries():
     make = torch._C._dispatch_library
     for seed, offset in ((0, 2), (1, 5)):
@@ -1490,6 +1496,7 @@ def test_seam_file_locks(tmp_path):
     assert (fcntl.flock, fcntl.lockf) == before
 
 
+@pytest.mark.tier("test")
 def test_seam_compile_lock():
     """A compiler that waits, as for a process, lets others run, who then wait for the lock that it holds."""
     import torch._dynamo.convert_frame as frames
@@ -1507,6 +1514,7 @@ def test_seam_compile_lock():
     assert frames.compile_lock is before
 
 
+@pytest.mark.tier("test")
 def test_a_compiled_ddp():
     """C++ code calls simulated groups while frames are compiled: what these do is not."""
 

@@ -49,6 +49,7 @@ def proof(etp: int, op: str = "sum") -> Any:
     )
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("etp", [1, 2])
 def test_what_each_rank_computes_is_a_part_of_what_one_device_does(etp):
     report = proof(etp)
@@ -57,6 +58,7 @@ def test_what_each_rank_computes_is_a_part_of_what_one_device_does(etp):
     assert {("layers.0.mlp.experts", "forward"), ("layers.0.mlp.router", "forward")} <= seen
 
 
+@pytest.mark.tier("full")
 def test_gradients_that_are_averaged_are_noticed():
     report = proof(1, "avg")
     assert not report.ok

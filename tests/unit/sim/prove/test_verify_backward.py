@@ -15,6 +15,8 @@ from sim.prove.steps.watch import LoopWatch
 from sim.script.options import Launch
 from sim.script.verify import verify_script
 
+pytestmark = pytest.mark.tier("test")
+
 
 def squared(model, batch):
     loss = model(batch).square().mean()
@@ -41,6 +43,7 @@ def same(x):
     return x
 
 
+@pytest.mark.tier("full")
 def test_an_all_reduce_that_backward_lacks_is_missed_where_it_should_be():
     def lacking(model, mesh):
         megatron(model, mesh)
@@ -109,6 +112,7 @@ def test_gradients_that_nobody_averages_are_none_of_an_activation(micro):
     assert first.place == "the gradient of head.weight", first
 
 
+@pytest.mark.tier("full")
 def test_a_script_whose_backward_lacks_an_all_reduce(tmp_path):
     one = """
 import torch

@@ -14,6 +14,8 @@ import sim
 from sim.script.options import Launch
 from sim.script.verify import verify_script
 
+pytestmark = pytest.mark.tier("test")
+
 X = draw(4, 3, 16)
 CASES = [({}, True), ({"ranks": (1,)}, False), ({"off": 1e-11}, False)]
 

@@ -12,6 +12,8 @@ from zoo_kit import Collect, Gather, draw
 
 import sim
 
+pytestmark = pytest.mark.tier("test")
+
 ROWS, WIDTH, EXPERTS = 8, 6, 2
 UNTRUE = ("parts of a", "optimizer", "averaged once too often", "counted once per rank")
 

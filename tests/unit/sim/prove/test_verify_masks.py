@@ -19,6 +19,8 @@ from sim.prove.randomness import is_random, mean_of
 from sim.script.options import Launch
 from sim.script.verify import verify_script
 
+pytestmark = pytest.mark.tier("test")
+
 ROWS, WIDTH = 4, 8
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -536,6 +538,7 @@ def test_a_part_of_a_mask_that_is_drawn_whole_in_a_step(wrong):
         is_right(report)
 
 
+@pytest.mark.tier("full")
 def test_draws_apart_of_what_ranks_hold_alike_are_found_in_steps():
     def apart(model, mesh):
         torch.manual_seed(mesh.get_rank())
@@ -548,6 +551,7 @@ def test_draws_apart_of_what_ranks_hold_alike_are_found_in_steps():
     assert masks.first.sentence == "bernoulli_ draws different numbers on ranks 0-1, which hold the same over tp"
 
 
+@pytest.mark.tier("full")
 def test_layers_that_are_left_out_of_micro_batches():
     def accumulated(model, batch):
         total = 0.0

@@ -24,6 +24,8 @@ from sim.prove import faults
 from sim.prove.record import ModuleRecorder
 from sim.prove.runs import converted
 
+pytestmark = pytest.mark.tier("test")
+
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -202,6 +204,7 @@ def both(model, mesh):
     fsdp(model, mesh["dp"])
 
 
+@pytest.mark.tier("full")
 def test_two_axes_are_right():
     report = verify(both, {"dp": 2, "tp": 2}, input_layouts=[("dp",)])
     assert report.ok, str(report)
@@ -371,6 +374,7 @@ def test_declared_plain_tensors_are_held_to_their_word():
     assert "('None', 'None', 'tp')" in report.first.suggestion
 
 
+@pytest.mark.tier("full")
 def test_a_loss_that_is_the_sum_where_gradients_are_averaged():
     assert verify(fsdp, "dp=2", input_layouts=[("dp",)], loss_fn=lambda y, x: y.square().mean()).ok
     report = verify(fsdp, "dp=2", input_layouts=[("dp",)], loss_fn=lambda y, x: y.square().sum())
@@ -608,6 +612,7 @@ def test_experts_that_get_other_tokens_on_each_rank_are_right():
     assert any(row.verdict == "private" and row.module.startswith("experts") for row in report.rows)
 
 
+@pytest.mark.tier("full")
 def test_inputs_by_name_outputs_in_containers_and_losses_of_the_model():
     class Named(nn.Module):
         def __init__(self):
@@ -642,6 +647,7 @@ WHOLE = {"**.norm.weight", "**.norm.bias", "**.down.bias", "head.*"}
 STREAM = ("dp", "None", "None")
 
 
+@pytest.mark.tier("full")
 def test_a_plan_is_right():
     plan = ShardingPlan(
         plan={**PLAN, **dict.fromkeys(WHOLE, ("None",))},
@@ -654,6 +660,7 @@ def test_a_plan_is_right():
     assert stream.declared == stream.found == "(dp, -, -)"
 
 
+@pytest.mark.tier("full")
 def test_rows_given_to_a_plan_that_takes_them_for_one_rank_s_part():
     plan = ShardingPlan(
         plan={**PLAN, **dict.fromkeys(WHOLE, ("None",))}, input_plan={"input": STREAM}, wrap_inputs=True
@@ -760,6 +767,7 @@ def test_a_forward_that_stops_is_reported_up_to_there_if_something_was_wrong_bef
     assert any("forward has stopped: rank" in note and "module 'head'" in note for note in report.notes)
 
 
+@pytest.mark.tier("full")
 def test_an_axis_that_nothing_uses_is_named():
     report = verify(lambda model, mesh: tensor_parallel(model, mesh["tp"]), mesh="spare=2,tp=2")
     assert report.ok
@@ -799,6 +807,7 @@ def mean_step(model, batch):
     return loss
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("policy", ["selective", "offload", "full offload"])
 def test_what_blocks_keep_for_backward_changes_nothing(policy, moved):
     report = sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=partial(kept_by, policy))
@@ -822,6 +831,7 @@ def test_a_wrong_block_is_named_without_its_wrappers(policy):
     assert (report.first.module, report.first.kind) == ("blocks.1", "forward"), report
 
 
+@pytest.mark.tier("full")
 @pytest.mark.usefixtures("moved")
 def test_what_is_overwritten_on_the_host_is_found(monkeypatch):
     monkeypatch.setattr(CpuPlatform, "copy_to_device", lambda self, tensor, source, **options: tensor.zero_())

@@ -21,6 +21,8 @@ from hyper_parallel.trainer.preflight import plan_run
 from sim.prove import training
 from sim.prove.training import MOST_RANKS, reduced_run, verify_run
 
+pytestmark = pytest.mark.tier("test")
+
 DENSE = Config(optimizer=OptimizerConfig(max_grad_norm=0.5))
 TIED = dataclasses.replace(DENSE, model=LlamaConfig(tie_embeddings=True), train=TrainConfig(accumulate=2))
 EXPERTS = dataclasses.replace(DENSE, train=TrainConfig(model="moe"), experts=ExpertsConfig(bias_update_rate=0.1))
@@ -46,6 +48,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_run_is_proved(name: str) -> None:
     report = verify_run(*RIGHT[name])
@@ -83,6 +86,7 @@ def test_each_rank_holds_as_much_of_experts(
     assert sim.run(build, world_size=4) == [(dims, {share})] * 4
 
 
+@pytest.mark.tier("full")
 def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
     with mock.patch.object(training, "_COARSE", 1e-18):
         report = verify_run(of(DENSE, tp=2), 2)
@@ -145,6 +149,7 @@ def with_gradients_times(factor: float, names: str = "") -> Callable[..., object
     return scaled
 
 
+@pytest.mark.tier("full")
 def test_gradients_that_are_averaged_over_the_ranks() -> None:
     real = parallelize.shard_units
 
@@ -158,6 +163,7 @@ def test_gradients_that_are_averaged_over_the_ranks() -> None:
     assert said.startswith("the gradient of head.weight in step 1: every part is 1/2 of what it should be")
 
 
+@pytest.mark.tier("full")
 def test_gradients_that_are_never_reduced() -> None:
     said = found(
         of(DENSE, dp_shard=1, dp_replicate=2), 2, parallelize_llama, "shard_blocks", lambda model, dims, parallel: None
@@ -167,6 +173,7 @@ def test_gradients_that_are_never_reduced() -> None:
     )
 
 
+@pytest.mark.tier("full")
 def test_a_loss_that_is_the_mean_of_each_rank() -> None:
     real = loop.RunGroups.over_tokens
 
@@ -177,6 +184,7 @@ def test_a_loss_that_is_the_mean_of_each_rank() -> None:
     assert said.startswith("the model's count of tokens of step 1: every part is 1/2")
 
 
+@pytest.mark.tier("full")
 def test_a_norm_of_the_own_shards_only() -> None:
     def own(model: parallelize.Parallelized, max_norm: float) -> float:
         grads = [param.grad.to_local() for part in model.parts for param in part.parameters()]
@@ -187,12 +195,14 @@ def test_a_norm_of_the_own_shards_only() -> None:
     assert found(DENSE, 2, loop, "clip_gradients", own).startswith("the gradient of the model's norm of the gradients")
 
 
+@pytest.mark.tier("full")
 def test_micro_batches_that_are_all_reduced_and_added_twice() -> None:
     run = DENSE.with_changes("train", {"accumulate": 2})
     said = found(run, 2, loop, "forward_backward", with_gradients_times(2))
     assert said.startswith("the gradient of head.weight in step 1: every part is 2 times what it should be")
 
 
+@pytest.mark.tier("full")
 def test_a_rank_that_decays_weights_otherwise() -> None:
     real = loop.build_optimizer
 
@@ -210,6 +220,7 @@ def test_tied_weights_whose_gradients_are_not_added() -> None:
     assert said.startswith("the gradient of embed.weight in step 1: ")
 
 
+@pytest.mark.tier("full")
 def test_experts_whose_bias_each_rank_updates_by_its_own_tokens() -> None:
     real = parallelize_llama.update_expert_bias
 
@@ -221,6 +232,7 @@ def test_experts_whose_bias_each_rank_updates_by_its_own_tokens() -> None:
     assert "mlp.router.bias in step 1" in said
 
 
+@pytest.mark.tier("full")
 def test_gradients_of_experts_that_are_divided_by_the_ranks_of_the_others() -> None:
     said = found(of(EXPERTS, ep=2), 2, loop, "forward_backward", with_gradients_times(0.5, ".experts."))
     assert "mlp.experts." in said.partition(" in step 1: ")[0]
@@ -267,6 +279,7 @@ def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
     return run, world_size
 
 
+@pytest.mark.tier("full")
 @settings(deadline=None, max_examples=max(2, settings().max_examples // 20))
 @given(small_runs())
 def test_right_runs_of_every_kind_are_proved(drawn: tuple[Config, int]) -> None:

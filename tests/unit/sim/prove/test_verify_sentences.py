@@ -17,6 +17,8 @@ from sim.prove.judge import advised
 from sim.prove.modes.choices import Choice, free_choices
 from sim.prove.report import Report, ReportRow
 
+pytestmark = pytest.mark.tier("test")
+
 ROWS, WIDTH = 8, 6
 
 

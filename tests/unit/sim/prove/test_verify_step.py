@@ -21,6 +21,8 @@ from zoo_kit import Tied, draw, rounding
 import sim
 from hyper_parallel import fully_shard, hsdp
 
+pytestmark = pytest.mark.tier("test")
+
 WIDTH, HEADS, LENGTH, ROWS = 8, 4, 8, 4
 
 
@@ -106,12 +108,14 @@ def test_micro_batches_and_averaged_gradients_are_right_for_two_steps():
     assert {row.verdict for row in report.rows} <= {"exact", "rounding"}
 
 
+@pytest.mark.tier("full")
 def test_micro_batches_whose_gradients_are_added_up_whole():
     report = verify("dp=2", shard_batch=rows, rank_step=lambda *given: accumulating(*given, share=False))
     assert report.first.tensor == "loss"
     assert re.search("[24] times what it should be", report.first.sentence)  # the mean over ranks, or their sum
 
 
+@pytest.mark.tier("full")
 def test_gradients_that_nobody_averages():
     report = verify("dp=2", shard_batch=rows, rank_step=lambda *given: accumulating(*given, average=False))
     assert report.first.place == "the gradient of head.bias"
@@ -159,6 +163,7 @@ def scaled(model, batch, average=True):
     return loss
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_mixed_precision_is_right_in_any_form(dtype):
     for options in (
@@ -171,6 +176,7 @@ def test_mixed_precision_is_right_in_any_form(dtype):
         assert report.ok, str(report)
 
 
+@pytest.mark.tier("full")
 def test_faults_in_mixed_precision_are_found():
     scale = "2 times what it should be"
     for options, words in (
@@ -197,6 +203,7 @@ def test_what_a_step_chooses_near_a_tie_is_free(options, ok):
     assert ok == any("topk of the model" in note for note in report.notes), report.notes
 
 
+@pytest.mark.tier("full")
 def test_a_step_may_have_an_optimizer_of_its_own():
     def own(rate):
         def take(model, batch):
@@ -403,12 +410,14 @@ def test_rows_in_an_order_that_is_no_turn_are_no_names():
     assert (first.kind, first.place) == ("parameter", "blocks.0.attn.q.weight"), first
 
 
+@pytest.mark.tier("full")
 def test_fused_weights_whose_outputs_nobody_adds_up():
     report = verify("tp=2", parallelize=lambda model, mesh: fused(model, mesh, leave=False))
     assert (report.first.module, report.first.tensor) == ("blocks.0.attn.o", "output")
     assert "parts of a sum over tp" in report.first.sentence
 
 
+@pytest.mark.tier("full")
 def test_a_weight_that_no_rank_has():
     def without(model, mesh):
         model.head = nn.Linear(WIDTH, 16, dtype=torch.float64)
@@ -513,6 +522,7 @@ def verify_gated(mesh="tp=2", parallelize=own_gated, **options):
     return sim.verify_step(squared, gated, draw(ROWS, WIDTH), mesh, parallelize=parallelize, **options)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("mesh", "parallelize"), [("tp=2", own_gated), ("tp=2", some), ("dp=2,tp=2", own_gated)])
 def test_constructors_that_draw_their_own_part_are_right(mesh, parallelize):
     report = verify_gated(mesh, parallelize)
@@ -526,6 +536,7 @@ def test_constructors_that_draw_their_own_part_are_right(mesh, parallelize):
     }
 
 
+@pytest.mark.tier("full")
 def test_weights_of_other_names_that_the_ranks_draw_are_matched_in_order():
     options = {"parallelize": lambda model, mesh: OwnGpt(mesh.get_group())}
     report = verify("tp=2", **options)
@@ -560,6 +571,7 @@ def test_placements_of_what_the_ranks_draw():
         take("dp=2,tp=2", **{"0_weight": ("0.weight", Shard(0))})
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("parallelize", [own_gated, some])
 def test_faults_of_constructors_that_draw_their_own_part(parallelize):
     first = verify_gated(parallelize=partial(parallelize, leave=False)).first
@@ -567,6 +579,7 @@ def test_faults_of_constructors_that_draw_their_own_part(parallelize):
     assert "a bias that each of the 2 ranks adds" in first.sentence
 
 
+@pytest.mark.tier("full")
 def test_what_ranks_should_draw_alike():
     first = verify_gated(parallelize=partial(own_gated, unequal=True)).first
     assert (first.kind, first.place) == ("parameter", "1.norm.weight")
@@ -838,6 +851,7 @@ def averaged(model, batch):
     return loss
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_context_parallelism_in_any_order_is_right(cut):
     report = verify("cp=2", parallelize=contextual(cut), rank_step=averaged, shard_batch=cut)
@@ -848,6 +862,7 @@ def test_context_parallelism_in_any_order_is_right(cut):
     assert verdicts <= {"exact", "rounding"}, report.table(verbose=True)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_positions_that_every_rank_counts_from_0(cut):
     report = verify("cp=2", parallelize=contextual(cut, shifted=True), rank_step=averaged, shard_batch=cut)
@@ -1082,6 +1097,7 @@ def test_faults_of_an_optimizer_over_copies(options, steps):
     assert not any("are right" in note for note in report.notes)
 
 
+@pytest.mark.tier("full")
 def test_an_adam_over_copies_moves_what_is_zero_but_for_rounding():
     adam = {"optimizer": partial(torch.optim.AdamW, lr=1e-2)}  # of the bias of k, the gradient is zero
     right = copies(partial(flat, **adam), step=partial(by_itself, **adam), steps=1)
@@ -1101,6 +1117,7 @@ def test_a_weight_that_the_optimizer_of_the_ranks_forgets():
     assert copies(all_but_one).first.place == "head.bias"
 
 
+@pytest.mark.tier("full")
 def test_weights_that_are_changed_after_the_optimizer():
     def clamped(model, batch, ranks=(0, 1)):
         loss = step(model, batch)
@@ -1325,6 +1342,7 @@ def test_a_loss_that_rounding_decides_is_not_proved():
     assert not report.ok
 
 
+@pytest.mark.tier("full")
 def test_faults_that_are_put_in_are_found():
     found = verify("tp=2", parallelize=fused).sensitivity(most=12)
     assert len(found.rows) == 12 < found.possible
@@ -1332,6 +1350,7 @@ def test_faults_that_are_put_in_are_found():
     assert {"missing reduction", "one rank"} <= {row.kind for row in found.rows if row.outcome == "found"}
 
 
+@pytest.mark.tier("full")
 def test_a_fault_that_changes_nothing_counts_as_neither():
     def idle(model, batch):
         loss = step(model, batch)
@@ -1366,6 +1385,7 @@ def test_twice_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
     assert not found.missed
 
 
+@pytest.mark.tier("full")
 def test_a_report_that_is_wrong_already_has_no_sensitivity():
     report = verify("dp=2", shard_batch=rows)
     with pytest.raises(ValueError, match="the program is wrong already"):

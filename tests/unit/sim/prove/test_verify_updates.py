@@ -16,6 +16,8 @@ from sim.prove.steps.updates import UpdateReplay, UpdateStarts
 from sim.script.options import Launch
 from sim.script.verify import verify_script
 
+pytestmark = pytest.mark.tier("test")
+
 WIDTH = 4
 
 

@@ -15,6 +15,8 @@ from hyper_parallel import ShardingPlan, shard_module
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 
+pytestmark = pytest.mark.tier("test")
+
 ZOO = [pytest.param(case, id=case.name) for case in (*zoo_by_hand.CASES, *zoo_by_plan.CASES, *zoo_by_wrapper.CASES)]
 
 

@@ -51,6 +51,8 @@ from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models import huggingface_plan, llama_loss, llama_plan, parallelize_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
 
+pytestmark = pytest.mark.tier("test")
+
 PENDING = ("pending",)  # sums that hand-written code takes after a module, or a mean of losses that nobody takes
 PENDING_OR_PRIVATE = ("pending", "private")
 
@@ -237,6 +239,7 @@ def test_llamas(mesh, options, config):
     )
 
 
+@pytest.mark.tier("full")
 def test_a_llama_of_twelve_layers():
     config = LlamaConfig(**{**LLAMA, "num_hidden_layers": 12})
     is_right(
@@ -386,6 +389,7 @@ def _drawn_apart(forward, state, x):
         torch.set_rng_state(before)
 
 
+@pytest.mark.tier("full")
 def test_dropout_on_split_and_on_whole_activations():
     report = is_right(partial(Net, dropout=0.3), (IDS,), "tp=2", parallelize=drawing_apart, also=PENDING)
     assert {row.module for row in report.rows if row.kind == "random"} == {

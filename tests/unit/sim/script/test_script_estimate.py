@@ -37,9 +37,10 @@ from sim.script.launch import execute_script, prepare_views, read_script, script
 from sim.script.options import Launch
 from sim.world import world
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.tier("test")]
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("name", ["fsdp2", "tensor_parallel", "ddp", "checkpoint"])
 def test_collectives_of_the_steps_are_those_on_simulated_ranks(name: str) -> None:
     script = EXAMPLES / f"{name}.py"
@@ -48,6 +49,7 @@ def test_collectives_of_the_steps_are_those_on_simulated_ranks(name: str) -> Non
     assert recorded.events[0]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_that_send_messages_to_each_other_are_run_together(rank: int) -> None:
     script = EXAMPLES / "pipeline.py"
@@ -57,6 +59,7 @@ def test_ranks_that_send_messages_to_each_other_are_run_together(rank: int) -> N
         assert told(recorded.events[each]) == simulated(script, 3, each)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("others", [False, True])
 def test_what_is_left_out_of_collections_is_as_before_the_estimate(others: bool) -> None:
     """Estimates leave out of them what was there before; what somebody else has left out stays so."""
@@ -69,6 +72,7 @@ def test_what_is_left_out_of_collections_is_as_before_the_estimate(others: bool)
     assert bool(left_out) == others
 
 
+@pytest.mark.tier("full")
 def test_tokens_are_routed_evenly_where_their_experts_depend_on_data() -> None:
     script = EXAMPLES / "moe.py"
     events = told(record(script).events[0])
@@ -108,6 +112,7 @@ def sharded(path: Path, package: str, *options: str, batches: int = 1) -> Path:
     return path
 
 
+@pytest.mark.tier("full")
 def test_collectives_of_our_own_fully_shard_are_those_on_simulated_ranks(tmp_path: Path) -> None:
     path = sharded(tmp_path / "train.py", PACKAGES[0])
     found = told(record(path).events[0])
@@ -115,6 +120,7 @@ def test_collectives_of_our_own_fully_shard_are_those_on_simulated_ranks(tmp_pat
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= {event[0] for event in found}
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parameters_with_owners_are_recorded_as_each_rank_has_them(rank: int, tmp_path: Path) -> None:
     path = sharded(tmp_path / "train.py", PACKAGES[0], "'shard_placement_fn': whole_parameters(model, 2)")
@@ -146,6 +152,7 @@ def moved(recorded: RecordedScript) -> dict[str, int]:
     return {op: size // 2 for op, size in found.items()}
 
 
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize(
     ("options", "batches", "copied"),
@@ -188,6 +195,7 @@ def is_on_host(event: Any) -> bool:
     return isinstance(event, Op) and event.kind == "on_host"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_what_is_offloaded_takes_on_the_device_what_it_takes_of_torch(package: str, tmp_path: Path) -> None:
     """On a CPU the host's memory is the device's: torch copies nothing there, and no more is allocated."""
@@ -197,6 +205,7 @@ def test_what_is_offloaded_takes_on_the_device_what_it_takes_of_torch(package: s
     assert predicted_bytes(recorded) == pytest.approx(allocated_by_torch(path), rel=0.02)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_steps_of_what_is_offloaded_take_longer(
     package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -216,6 +225,7 @@ def test_steps_of_what_is_offloaded_take_longer(
     assert "otherwise than the script says" not in said
 
 
+@pytest.mark.tier("full")
 def test_a_model_made_on_meta_is_recorded_where_to_empty_puts_it(tmp_path: Path) -> None:
     script = sharded(tmp_path / "given.py", PACKAGES[0]).read_text()
     made = "model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))"
@@ -229,6 +239,7 @@ def test_a_model_made_on_meta_is_recorded_where_to_empty_puts_it(tmp_path: Path)
     assert on_meta.count("meta") == on_meta.count("to_empty") == 1
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("warmup", [1, 2])
 def test_buckets_of_ddp_are_torchs_before_and_after_they_are_made_anew(warmup: int) -> None:
     events = told(record(NANO_GPT, 2, warmup=warmup, steps=1).events[0])
@@ -258,6 +269,7 @@ def allocated_by_torch(script: Path) -> int:
     return peak.script
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("script", [EXAMPLES / "fsdp2.py", EXAMPLES / "ddp.py", NANO_GPT], ids=lambda path: path.stem)
 def test_memory_is_what_torchs_allocator_gives(script: Path) -> None:
     assert predicted_bytes(record(script, 1)) == pytest.approx(allocated_by_torch(script), rel=0.02)
@@ -278,6 +290,7 @@ def test_memory_of_a_loss_on_the_cpu_is_that_of_its_elements(tmp_path: Path) -> 
     assert predicted_bytes(record(path, 1)) == pytest.approx(allocated_by_torch(path), rel=0.02)
 
 
+@pytest.mark.tier("full")
 def test_a_row_of_the_table_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts, "_allocated_once", lambda case: Peak(2048 * case.ranks, 9216 + next(later)))
     later = iter((1024, 0, 2048))
@@ -352,6 +365,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("sizes", "rows"), [((100_000,), 2), ((12_500, 8), 25_000)])
 def test_fsdp2_on_very_many_ranks(
     sizes: tuple[int, ...], rows: int, script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
@@ -401,6 +415,7 @@ def test_a_value_that_depends_on_data_is_named_with_its_line(
     assert [(each["asked"], each["line"]) for each in found["stand_ins"]] == [(asked, "train.py:9 in <module>")]
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     "inside",
     [
@@ -449,6 +464,7 @@ for epoch in range(2):
 EAGER = "torch.compile: taken as eager, nothing is fused"
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     ("changed", "lines"),
     [

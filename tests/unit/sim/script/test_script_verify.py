@@ -11,7 +11,7 @@ import torch
 
 from sim.script.verify import main
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.tier("test")]
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "torch_scripts"
 Verify = Callable[..., tuple[int, str, str]]
@@ -68,6 +68,7 @@ def test_the_examples_are_right(verify: Verify, name: str) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_in_an_example_is_named(verify: Verify, name: str) -> None:
     reference, *change, words = CASES[name]
@@ -354,6 +355,7 @@ for step in range(2):
 """
 
 
+@pytest.mark.tier("full")
 def test_axes_are_those_of_the_groups(verify: Verify) -> None:
     code, out, _ = verify(MODEL + TWO_AXES, MODEL + ONE, nproc=4)
     assert code == 1
@@ -365,6 +367,7 @@ def test_axes_are_those_of_the_groups(verify: Verify) -> None:
     assert "on a=2, b=2 computes" in out
 
 
+@pytest.mark.tier("full")
 def test_faults_put_into_a_script_are_found(verify: Verify) -> None:
     code, out, _ = verify(MODEL + RANKS, MODEL + ONE, "--sensitivity")
     assert code == 0

@@ -257,6 +257,7 @@ def _pickled(kind: type, value: object) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("pickler", [pickle.Pickler, _ByPython])
 @pytest.mark.parametrize("first", [True, False], ids=["seen before", "new"])
 def test_what_is_of_a_package_is_pickled_by_its_name(installed: Path, pickler: type, first: bool) -> None:
@@ -498,6 +499,7 @@ def test_a_script_that_is_no_python(run: Run) -> None:
     assert "SyntaxError" in err
 
 
+@pytest.mark.tier("test")
 def test_processes_that_load_data(run: Run) -> None:
     source = """
         from torch.utils.data import DataLoader, Dataset
@@ -514,6 +516,7 @@ def test_processes_that_load_data(run: Run) -> None:
     assert run(source)[:2] == (0, "52.0\n")
 
 
+@pytest.mark.tier("test")
 def test_processes_that_communicate(run: Run) -> None:
     source = """
         dist.init_process_group()
@@ -556,6 +559,7 @@ def test_a_script_for_cuda(run: Run) -> None:
     assert "--map-device cuda script.py\n" in err, "the replay maps as well"
 
 
+@pytest.mark.tier("test")
 def test_a_script_for_npu(tmp_path: Path) -> None:
     """In a process of its own: torch's name for a device that is not its own is there for good."""
     (tmp_path / "script.py").write_text(START + textwrap.dedent(DEVICES))
@@ -639,6 +643,7 @@ def test_ranks_in_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     )
 
 
+@pytest.mark.tier("test")
 def test_the_commands(tmp_path: Path) -> None:
     """Both commands lead to the same place, which the message names as it was typed."""
     from typer.testing import CliRunner
@@ -679,6 +684,7 @@ def test_a_project_with_a_sim_of_its_own(run: Run, tmp_path: Path, theirs: str) 
     assert sys.modules["sim"] is sim
 
 
+@pytest.mark.tier("full")
 def test_the_command_in_a_folder_with_a_sim_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "sim.py").write_text("whose = 'theirs'\n")
     (tmp_path / "x.py").write_text("import os, sim\nprint(sim.whose, os.environ['RANK'])\n")

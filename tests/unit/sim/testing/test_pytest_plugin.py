@@ -184,6 +184,7 @@ def counts(result: subprocess.CompletedProcess) -> dict[str, int]:
     return {word.rstrip("s"): int(number) for number, word in re.findall(r"(\d+) (\w+)", last[-1]) if word != "s"}
 
 
+@pytest.mark.tier("full")
 def test_one_body_has_four_arms(tmp_path):
     result = run_pytest(tmp_path, BODIES, "-v", "--sim-seed=7")
     out = result.stdout
@@ -201,6 +202,7 @@ def test_one_body_has_four_arms(tmp_path):
         assert re.search(rf"needs 2 {device} devices[:,]", asked), "the reason says how many"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("asked", [("-k", "gpu"), ("test_bodies.py::test_sum[gpu]",), ("--require-devices",)])
 def test_items_for_devices_are_made_when_they_are_asked_for(tmp_path, asked):
     source = f"{BODIES}\n\n@sim.ranks(1, backends=('gpu',))\ndef test_gpu(ctx): ...\n"
@@ -209,6 +211,7 @@ def test_items_for_devices_are_made_when_they_are_asked_for(tmp_path, asked):
     assert ("test_gpu[gpu]" in result.stdout) == ("::" not in asked[0])
 
 
+@pytest.mark.tier("full")
 def test_markers_choose_arms_and_devices_can_be_required(tmp_path):
     result = run_pytest(tmp_path, BODIES, "-m", "gpu or npu", "--require-devices", "-q")
     assert result.returncode == 1
@@ -247,6 +250,7 @@ def test_without_a_sim_arm(ctx):
 """
 
 
+@pytest.mark.tier("full")
 def test_the_npu_arm_on_simulated_ranks(tmp_path):
     result = run_pytest(tmp_path, DTYPES, "-v", "-m", "sim or npu", "--sim-backend=hccl", "--require-devices")
     out = result.stdout
@@ -274,6 +278,7 @@ def test_forgets_to_wait(ctx):
 """
 
 
+@pytest.mark.tier("full")
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_races_are_looked_for_on_late_devices(tmp_path):
     result = run_pytest(tmp_path, LATE, "-v", "-m", "sim or npu", "--sim-device=npu", "--sim-backend=hccl")
@@ -283,12 +288,14 @@ def test_races_are_looked_for_on_late_devices(tmp_path):
     assert "--sim-seed=0 --sim-backend=hccl --sim-device=npu" in result.stdout
 
 
+@pytest.mark.tier("full")
 def test_other_device_arms_stay_on_devices(tmp_path):
     result = run_pytest(tmp_path, DTYPES, "-m", "npu or gpu", "--sim-backend=nccl")
     assert counts(result) == {"passed": 1, "skipped": 3, "deselected": 2}
     assert "needs 2 npu devices" in result.stdout
 
 
+@pytest.mark.tier("full")
 def test_failures_are_shown(tmp_path):
     result = run_pytest(tmp_path, FAILING, "--sim-seed=5", "-v")
     out = result.stdout
@@ -329,6 +336,7 @@ def test_failures_are_shown(tmp_path):
     assert "double free or corruption (not really)" in out, "what a process printed is shown"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_under_torchrun(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -337,6 +345,7 @@ def test_under_torchrun(tmp_path):
     assert result.stdout.count("1 passed") == 2, "each of the two ranks runs it"
 
 
+@pytest.mark.tier("deep")
 @pytest.mark.gloo
 def test_under_torchrun_with_fewer_ranks_than_a_body_wants(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -429,6 +438,7 @@ def test_who_waits_for_a_core_is_not_who_waits_for_another_rank():
         computer.join()
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_processes_that_wait_for_each_other_are_named(tmp_path):
     result = run_pytest(tmp_path, STUCK, "-m", "gloo", "-v", "--durations=3", "--durations-min=0")
@@ -445,6 +455,7 @@ def test_processes_that_wait_for_each_other_are_named(tmp_path):
     assert "test_a_long_computation[gloo] PASSED" in plain, "who waits for a rank that works is not stuck"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_ranks_of_torchrun_that_wait_for_each_other_are_named(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -464,12 +475,14 @@ def test_nothing_else_is_imported():
 """
 
 
+@pytest.mark.tier("full")
 def test_a_project_without_ranks_does_not_pay_for_them(tmp_path):
     cold = partial(subprocess.run, capture_output=True, text=True, check=False)
     result = run_pytest(tmp_path, QUIET, "-q", start=cold)
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.tier("full")
 def test_a_seed_that_is_no_number(tmp_path):
     result = run_pytest(tmp_path, BODIES, "--sim-seed=x")
     assert result.returncode == 4
@@ -672,6 +685,7 @@ def other_project(tmp_path):
     return run
 
 
+@pytest.mark.tier("full")
 def test_a_project_that_only_installs_the_package_and_has_no_network_and_no_other_process(other_project):
     result = other_project("offline.py", "-m", "sim", "--sim-seed=11", "--strict-markers", "-v")
     out = result.stdout

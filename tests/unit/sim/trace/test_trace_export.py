@@ -75,6 +75,7 @@ def test_what_an_event_says():
     assert send.span is recv.span
 
 
+@pytest.mark.tier("test")
 def test_the_order_of_issue_is_over_all_ranks_and_fixed_by_the_seed():
     def orders(seed: int) -> list[tuple[int, str]]:
         trace = traced(pipeline, seed=seed)
@@ -167,6 +168,7 @@ def test_an_event_that_completes_late_is_counted_and_then_forgotten(keep):
             assert trace.bytes() == sum(2**seq for seq in range(now + 1) if completed_at[seq] <= now)
 
 
+@pytest.mark.tier("test")
 def test_exports_say_what_is_forgotten(tmp_path):
     pytest.importorskip("matplotlib")
     trace = traced(pipeline, keep_events=3)
@@ -280,6 +282,7 @@ def test_arrows_join_the_members_of_an_operation(tmp_path):
 # -- plot ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("color", ["op", "axis"])
 @pytest.mark.parametrize("topology", [None, "h100"])
 def test_plot(tmp_path, color, topology):
@@ -288,6 +291,7 @@ def test_plot(tmp_path, color, topology):
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.tier("test")
 def test_plot_of_what_is_stuck_of_nothing_and_of_many_ranks(tmp_path):
     pytest.importorskip("matplotlib")
     stuck().plot(tmp_path / "stuck.svg")

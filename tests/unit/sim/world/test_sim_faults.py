@@ -434,6 +434,7 @@ def test_a_mismatch_after_a_fault_is_a_mismatch():
         sim.run(body, 4, faults=[Kill(1)])
 
 
+@pytest.mark.tier("test")
 def test_who_retries_for_ever_is_stopped(monkeypatch):
     monkeypatch.setattr(losses, "_MAX_TIMEOUTS", 500)
     monkeypatch.setattr(scheduler, "_MAX_IDLE_POLLS", 500)
@@ -588,6 +589,7 @@ def test_a_moment_of_virtual_time():
     assert [(each.number, each.time) for each in world.faults.log] == [(2, 1.5)]
 
 
+@pytest.mark.tier("test")
 def test_a_probability_follows_the_seed():
     def when(seed: int) -> int:
         world = sim.world(2, seed=seed, faults=[Kill(1, at=0.1)])
@@ -682,6 +684,7 @@ def test_others_time_out_while_somebody_sleeps_on_and_on():
     assert ran(body, faults=[Freeze(1)])[1] == [0, None, 30]
 
 
+@pytest.mark.tier("test")
 def test_any_number_of_short_sleeps_comes_before_a_timeout():
     def body() -> None:
         if dist.get_rank() == 2:
@@ -696,6 +699,7 @@ def test_any_number_of_short_sleeps_comes_before_a_timeout():
     assert world.clock(0) == 1800.0
 
 
+@pytest.mark.tier("test")
 def test_who_asks_again_and_again_is_told_as_well():
     def body() -> bool:
         work = dist.barrier(async_op=True)
@@ -771,6 +775,7 @@ def test_the_helper_threads_of_a_frozen_rank_freeze_at_their_next_step():
     assert ran(body, world_size=2, faults=[Freeze(1)])[1] == [None, None]
 
 
+@pytest.mark.tier("test")
 def test_an_older_wait_times_out_before_a_newer_one():
     """Rank 0 waits for rank 1, which waits for a frozen one, and then for rank 0 in a new group: they meet there."""
 

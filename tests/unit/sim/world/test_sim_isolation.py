@@ -85,6 +85,7 @@ def something_else(number: int) -> None:
     np.random.rand(number + 1)
 
 
+@pytest.mark.tier("full")
 def test_thirty_runs_from_one_seed_are_one():
     first = sim.run(everything_random, WORLD_SIZE, seed=5)
     for number in range(29):
@@ -170,6 +171,7 @@ def test_each_rank_has_its_own(change, look, expected):
     assert sim.run(lambda: torch.is_autocast_enabled("cpu"), 3) == [False] * 3
 
 
+@pytest.mark.tier("test")
 def test_a_rank_that_leaves_autocast_first_does_not_change_the_order_of_others():
     """torch keeps casts of weights for the process, and drops those of all ranks with the first that leaves."""
 

@@ -143,6 +143,7 @@ def model_step(mesh: DeviceMesh, batch: int, seq: int, hidden: int, heads: int) 
     return local([y, loss, norm, *params])
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [((4,), (4, 8, 8, 2)), ((3,), (2, 5, 7, 1)), ((2, 2), (4, 3, 8, 2)), ((2, 2), (4, 3, 7, 1))],
@@ -203,6 +204,7 @@ def outcome(operator: Callable[[], DTensor], mesh: DeviceMesh) -> Any:
     return local([result])
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(8, 4), (7, 5), (2, 3)])
 def test_operators_get_what_torch_finds_on_each_rank(placement, rows, columns, monkeypatch):
@@ -213,6 +215,7 @@ def test_operators_get_what_torch_finds_on_each_rank(placement, rows, columns, m
     assert shared.computed["aten.relu.default"] == 1 < alone.computed["aten.relu.default"] == 4
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("rows", [8, 5])
 def test_on_two_axes(rows, monkeypatch):
     def body() -> list[Any]:
@@ -229,6 +232,7 @@ def test_on_two_axes(rows, monkeypatch):
 # -- meshes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 def test_slices_and_other_meshes_of_one_world(monkeypatch):
     """Meshes of different sizes, slices whose ranks have other coordinates, and a mesh without half of the ranks."""
 
@@ -250,6 +254,7 @@ def test_slices_and_other_meshes_of_one_world(monkeypatch):
     assert run(body, 8, seed=3).returned == shared.returned  # another rank is the first
 
 
+@pytest.mark.tier("test")
 def test_calls_on_two_meshes_of_one_shape(monkeypatch):
     """A list may hold tensors of both; most calls must refuse them, also where a call on one mesh came before."""
 
@@ -407,6 +412,7 @@ def test_an_operator_that_has_failed_is_tried_again():
 # -- once per world --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 decomposes none of these operators")
 def test_a_decomposition_is_worked_out_once_per_world(monkeypatch):
     """Attention on the CPU has no strategy: torch decomposes it for each combination of shardings, for seconds."""
@@ -431,6 +437,7 @@ def test_a_decomposition_is_worked_out_once_per_world(monkeypatch):
     assert tried == ["aten.huber_loss.default"] * (2 + 8)
 
 
+@pytest.mark.tier("full")
 def test_rules_ask_for_the_rank_only_where_it_is_noted(monkeypatch):
     """All else that a result depends on is equal on all ranks of a mesh. It fails when torch asks elsewhere."""
     allowed = {

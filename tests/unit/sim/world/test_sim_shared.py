@@ -61,6 +61,7 @@ def all_that_ranks_communicate(device: str) -> list:
     return [each.tolist() for each in (x, *parts, half, swapped, other)] + objects
 
 
+@pytest.mark.tier("test")
 @needs_late
 def test_all_that_ranks_communicate():
     wanted = sim.run(all_that_ranks_communicate, 2, ("cpu",))
@@ -134,6 +135,7 @@ def gathered(waits: bool):
     return body
 
 
+@pytest.mark.tier("test")
 @needs_late
 def test_a_rank_that_forgets_to_wait_reads_old_data_and_is_named():
     right = [[1.0, 1.0, 2.0, 2.0]] * 2
@@ -366,6 +368,7 @@ def trained(engine: str, device: str) -> list[float]:
     return losses
 
 
+@pytest.mark.tier("test")
 @needs_late
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 def test_training_gives_what_it_gives_on_the_cpu(engine):

@@ -28,6 +28,7 @@ def total() -> float:
     return x.item()
 
 
+@pytest.mark.tier("test")
 def test_a_program_that_loses_ranks_as_it_may_passes():
     assert sim.swarm(total, (1, 2, 3), seeds=range(30), kinds=ALL, check=lambda world, results: None) == 30
 
@@ -85,6 +86,7 @@ def test_losses_that_must_not_end_a_run():
         sim.swarm(total, 3, kinds=(Kill,), allow=())
 
 
+@pytest.mark.tier("test")
 def test_arguments_are_drawn_too():
     seen = set()
 
@@ -101,6 +103,7 @@ def test_arguments_are_drawn_too():
     assert seen == {(1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (6, 1)}
 
 
+@pytest.mark.tier("test")
 def test_meshes_are_drawn_too():
     seen = set()
 
@@ -166,6 +169,7 @@ def test_swarms_that_cannot_be(options, blame):
 # -- strategies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("full")
 def test_what_drawn_values_shrink_towards():
     assert find(fault_plans(3), lambda plan: True) == []
     assert find(fault_plans(3), bool) == [Kill(0, at=0)]
@@ -175,6 +179,7 @@ def test_what_drawn_values_shrink_towards():
     assert find(parallel_dims(ranks=12), lambda dims: dims.tp > 2).tp == 3
 
 
+@pytest.mark.tier("full")
 def test_every_kind_of_fault_and_moment_is_drawn():
     plans = fault_plans(3, regions=("backward",))
     for kind in ALL:

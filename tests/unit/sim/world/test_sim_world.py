@@ -95,6 +95,7 @@ def test_a_rank_starts_no_ranks():
         world.run(lambda: world.run(dist.get_rank))
 
 
+@pytest.mark.tier("test")
 def test_a_world_lets_go_of_groups_that_all_members_have_destroyed():
     def some(rounds):
         for _ in range(rounds):
@@ -145,6 +146,7 @@ def draws(x: torch.Tensor) -> list[float]:
     return values
 
 
+@pytest.mark.tier("test")
 def test_random_numbers_do_not_depend_on_the_interleaving():
     def body() -> list[float]:
         torch.manual_seed(dist.get_rank())
