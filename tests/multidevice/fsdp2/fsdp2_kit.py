@@ -590,7 +590,7 @@ BEHAVIOURS = {
     "three_ranks": "no size is a multiple",
     "fewer_rows_than_ranks": "some ranks hold nothing",
     "parameters_without_elements": "shapes (0, 3) and (4, 0)",
-    "a_parameter_without_dims": "a scalar",
+    "a_parameter_without_dims": "a scalar, and units of nothing else",
     "parameters_whose_memory_is_not_in_order": "a transposed parameter",
     "convolutions_of_four_dims": "weights of four dims",
     "split_along_the_last_dim": "shard_placement_fn",

@@ -143,6 +143,16 @@ def parameters_without_elements(run):
 
 @THEME.behaviour(without_fsdp2="a parameter without a dim to split: ValueError")
 def a_parameter_without_dims(run):
+    class Scale(nn.Module):
+        """A unit that gathers nothing."""
+
+        def __init__(self):
+            super().__init__()
+            self.by, self.plus = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x):
+            return x * self.by + self.plus
+
     class Scaled(nn.Linear):
         def __init__(self):
             super().__init__(5, 3)
@@ -151,10 +161,11 @@ def a_parameter_without_dims(run):
         def forward(self, x):
             return super().forward(x) * self.temperature
 
-    model = run.build(lambda: nn.Sequential(Scaled(), nn.Linear(3, 3)))
-    run.wrap(model[0])
-    run.wrap(model)
-    run.train(model)
+    for options in ({}, {"reshard_after_forward": False}, {"comm_fusion": True}):
+        model = run.build(lambda: nn.Sequential(Scaled(), nn.Linear(3, 3), Scale()))
+        for unit in (model[0], model[2], model):
+            run.wrap(unit, **options)
+        run.train(model, when=f"with {options}")
 
 
 @THEME.behaviour(without_fsdp2="a parameter whose memory is not in order: NotImplementedError")

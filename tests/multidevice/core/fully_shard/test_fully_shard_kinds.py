@@ -302,24 +302,6 @@ def test_parameters_of_every_kind_over_two_axes(ctx):
     check_kinds(ctx, mesh_of(ctx, 2, 2), comm_fusion=True, shard_placement_fn=longest_dim)
 
 
-@sim.ranks(2, backends=NO_GLOO)
-def test_a_unit_of_scalars_only(ctx):
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.by = nn.Parameter(torch.tensor(0.7))
-            self.plus = nn.Parameter(torch.tensor(0.3))
-
-        def forward(self, x):
-            return x * self.by + self.plus
-
-    for options in ({}, {"comm_fusion": True}, {"reshard_after_forward": False}):
-        model, plain = build(ctx, lambda: nn.Sequential(Scale(), nn.Linear(5, 3), Scale()))
-        for module in (model[0], model[2], model):
-            fully_shard(module, mesh=mesh_of(ctx), **options)
-        check(ctx, model, plain)
-
-
 # -- plain parameters that are replicated ------------------------------------------------------------------------------
 
 
