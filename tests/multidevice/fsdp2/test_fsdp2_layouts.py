@@ -360,7 +360,7 @@ def tensor_parallel_sums_by_default(run):
     """Ours adds up the gradients of units with DTensors, FSDP2 takes the mean: the loss is divided instead."""
     model = tensor_parallel(run, avg=False)
     if run.engine.name == "ours":
-        model.set_reduce_op_type("sum")  # the root has plain parameters only
+        model.set_reduce_op_type("sum", recurse=False)  # the root has plain parameters only
     count = run.ctx.world_size // 2
     divisor = count if run.engine.name == "ours" else 1
     optimizer = sgd(model)
