@@ -174,6 +174,7 @@ class Record:
         files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
         self.texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
         self.live = live_functions(ROOT, self.texts.keys())
+        assert any(self.live.values()), f"{packages} are imported from elsewhere than {ROOT}"
         helpers = (each for each in sorted((ROOT / "tests").rglob("*.py")) if "mutants" not in each.parts)
         self.library = digest((*files, *(each for each in helpers if not each.name.startswith("test_"))))
         marked = OUT / f"marked-{self.library}"

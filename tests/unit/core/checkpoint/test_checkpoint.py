@@ -1205,6 +1205,19 @@ def test_an_optimizer_goes_on_where_it_was(tmp_path, kind, steps_made):
         assert torch.equal(param, again.get_parameter(name)), name
 
 
+@pytest.mark.parametrize(("counts_there", "device"), [(False, "cpu"), (True, "meta")])
+def test_steps_are_counted_where_the_optimizer_counts_them(tmp_path, counts_there, device):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "c", optimizer_tensors(model, optimizer)[0])
+    other = nn.Linear(2, 2, device="meta")
+    fresh = torch.optim.AdamW(other.parameters(), capturable=counts_there)
+    made = optimizer_targets(other, fresh, read_metadata(tmp_path / "c"))
+    assert {value.device.type for name, value in made.items() if name.endswith(".step")} == {device}
+
+
 def test_optimizers_that_cannot_be_saved_by_name():
     model = net()
     other = torch.optim.SGD(net().parameters(), lr=0.1)
