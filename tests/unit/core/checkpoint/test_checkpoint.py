@@ -852,6 +852,14 @@ def test_training_goes_on_while_the_copies_are_written(tmp_path):
     assert checkpoints.close().step == 3
 
 
+def test_copies_in_the_background_have_the_dtype_of_now(tmp_path):
+    with Checkpointer(tmp_path, async_save=True) as checkpointer:
+        for step, dtype in enumerate((torch.float64, torch.float32), start=1):
+            checkpointer.save(step, {"w": W.to(dtype)})
+        checkpointer.load({"w": (w := torch.zeros(2, 3))})
+    assert torch.equal(w, W)
+
+
 def test_a_long_wait_for_the_background_is_told(tmp_path, monkeypatch, caplog):
     go = threading.Event()
 
