@@ -674,6 +674,7 @@ def test_the_exemption_is_real_and_says_why() -> None:
         assert "lock" in comment[0]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("rule", sorted(HOUSE))
 def test_the_house_keeps(rule: str) -> None:
     """To see what is left, or take off what is mended: python tests/unit/project/test_architecture.py"""

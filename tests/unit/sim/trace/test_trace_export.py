@@ -200,11 +200,11 @@ def test_the_analyser_finds_nothing_wrong_in_what_a_trace_has_kept(tmp_path):
     assert len(found) == 4 + 1
 
 
-@pytest.mark.parametrize("number", [-1, 2.0, True, "all"])
-def test_how_many_events_to_keep(number):
-    kind = ValueError if number == -1 else TypeError
-    with pytest.raises(kind, match=f"cannot make a world: keep_events .*\n  keep_events: {number!r}\n"):
-        sim.world(2, keep_events=number)
+def test_how_many_events_to_keep():
+    with pytest.raises(ValueError, match=r"cannot make a world: keep_events .*\n  keep_events: -1\n"):
+        sim.world(2, keep_events=-1)
+    with pytest.raises(TypeError):
+        sim.world(2, keep_events="all")
 
 
 # -- where they lie --------------------------------------------------------------------------------------------
