@@ -377,6 +377,7 @@ class World:
             install.uninstall(self.host)
             raise
         self._life = "alive"
+        clear_sharding_caches()  # past groups of real processes: they cannot be freed in a process that a rank forks
         return self
 
     def __exit__(

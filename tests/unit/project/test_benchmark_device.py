@@ -1,6 +1,8 @@
 """The command that measures a device: its parts at small sizes, what one that fails leaves, and what is made of it."""
 
+import gc
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sim
 from benchmarks import device
 from benchmarks.device import PARTS, Kernels, Place, kernels_of, measure_all, table_of
 from sim.late.switch import why_not
@@ -75,6 +78,17 @@ def test_an_engine_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
         rows.extend(device._engines("here", PLACE.alone, lambda call, *args: call(*args)))
     assert [row["engine"] for _, row in rows] == ["plain", "ours", "fused", "fsdp2"]  # each before what comes after it
     assert [row.get("error") for _, row in rows] == [None, None, "ValueError: no", None]
+
+    def fork() -> int | None:
+        process = multiprocessing.get_context("fork").Process(target=abs, args=(1,))
+        process.start()
+        process.join(20)
+        process.kill()
+        return process.exitcode
+
+    # torch's caches keep the group, which a process that another thread forks would free, and wait for its threads.
+    gc.collect()
+    assert sim.run(fork, 1) == [0]
 
 
 @pytest.mark.tier("full")
