@@ -219,7 +219,7 @@ class Record:
                     self.rows[row["item"]] = row | {"hits": frozenset(row["hits"])}
 
     def chosen(self, mutant: Mutant, items: Sequence[pytest.Item]) -> list[pytest.Item]:
-        """Return the items that pass unmutated and call the function, those of the nearest files first.
+        """Return the items that pass unmutated and call the function, those that call little else first.
 
         Of items that start processes, or fail with marks, it is not known what they call: those of near files are
         chosen. Items that start processes come last.
@@ -229,10 +229,10 @@ class Record:
         numbers = {number for number, key in enumerate(keys) if key == (mutant.file, place)}
         found = []
         for item in (each for each in items if each.nodeid in self.rows):
-            row, apart = self.rows[item.nodeid], distance(item.path, mutant)
+            row = self.rows[item.nodeid]
             unknown = row["others"] > 0.1 or not row["hits"]
-            if not row["failed"] and (row["hits"] & numbers or (unknown and apart < 2)):
-                found.append((row["others"] > 0.1, apart, str(item.path), self.cost(item), item.nodeid))
+            if not row["failed"] and (row["hits"] & numbers or (unknown and distance(item.path, mutant) < 2)):
+                found.append((row["others"] > 0.1, not row["hits"], len(row["hits"]), self.cost(item), item.nodeid))
         return [self.items[name] for *_, name in sorted(found)]
 
 
