@@ -136,7 +136,7 @@ def layouts(
         partial: True, or reductions such as ("sum", "avg"): axes may have one of them pending, the same on all axes.
 
     Raises:
-        TypeError: a mesh that is no `Layout`, sizes that are no ints.
+        TypeError: sizes that are no ints.
         ValueError: a negative size, or a reduction that does not exist.
     """
     for dim, size in enumerate(shape):

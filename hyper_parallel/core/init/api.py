@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -72,7 +73,7 @@ def init_parameters(
             given it memory since; an operation that needs values of other ranks, of a parameter that already had values
             or was unsharded for a child, or of a DTensor that is copied.
     """
-    read_int(_ASKED, "seed", seed, 0)
+    read_int(_ASKED, "seed", seed, 0, most=math.inf)
     if detect_fake_mode() is not None:
         return model  # tensors have no values here
     where = _device(model, device)

@@ -230,7 +230,6 @@ def test_tiles_alone_can_hide() -> None:
     ("options", "error"),
     [
         ({"block_mask": "causal"}, "block_mask"),
-        ({"score_mod": 3}, "score_mod"),
         ({"enable_gqa": False}, "enable_gqa=True"),
         ({"block_mask": create_block_mask(noop_mask, None, None, 8, 8, device="cpu")}, "None or 4, 16, 16"),
         ({"block_mask": create_block_mask(noop_mask, None, 3, 16, 16, device="cpu")}, "heads 3"),

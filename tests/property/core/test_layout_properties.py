@@ -291,7 +291,6 @@ def test_what_the_strategies_shrink_towards():
         (lambda: shapes(-1), ValueError, "min_dims must be at least 0"),
         (lambda: shapes(2, 1), ValueError, "max_dims must be at least 2\n"),
         (lambda: shapes(max_size=True), TypeError, "max_size is a bool, not an int"),
-        (lambda: layouts((2, 4), (8,)), TypeError, "mesh is a tuple, not a Layout"),
         (lambda: layouts(Layout((2,), ("dp",)), (8, -1)), ValueError, r"shape\[1\] must be at least 0"),
         (
             lambda: layouts(Layout((2,), ("dp",)), (8,), partial=("mean",)),
