@@ -31,7 +31,8 @@ so, one process without an engine for parallelism prints the same losses.
 does so, too. It takes the repositories from `out/clients/sources` or the folder that `CLIENTS_SOURCES` names, or else
 clones them. What is missing is skipped with the reason. `.venv/bin/python -m pytest tests/clients -k nanoGPT` runs one.
 
-*records* counts what was compared of each rank, usually one for each step.
+*records* counts what was compared of each rank, usually one for each step. *seconds each* may be those of a machine
+that was busy with other work.
 
 What asks for a GPU runs on the CPU in its place (`--map-device cuda`). Ranks of torchrun begin with the random state of
 simulated ones: torch begins with the same on each rank, `sim` with another, so that a forgotten seed shows.

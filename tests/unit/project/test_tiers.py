@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FOLDER, TIERS
+from conftest import FOLDER, LATE, TIERS
 
 pytestmark = pytest.mark.tier("full")
 
@@ -108,6 +108,12 @@ def test_each_tier_runs_what_the_one_before_runs(suite, tmp_path):
     for number, tier in enumerate(TIERS, start=1):
         assert f"{number} passed" in suite("--tier", tier).stdout, tier
     assert "4 passed" in suite().stdout, "without a tier all run"
+
+
+def test_files_that_stand_for_others_on_late_devices_are_there():
+    files = {path.stem.removeprefix("test_") for path in FOLDER.rglob("test_*.py")}
+    assert LATE
+    assert not LATE - files, "a name that is no file's puts no test of it into the tier full"
 
 
 def test_of_a_long_list_of_items_some_run_in_their_tier_and_the_others_in_deep(suite, tmp_path):
