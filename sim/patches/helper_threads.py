@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from sim.explain.errors import RankStopped, SimError
 from sim.kernel.context import current_context, this_thread
@@ -67,7 +67,7 @@ def _threads(host: object) -> Callable[[], None]:
         helper.name, helper.daemon, helper.ended = thread.name, thread.daemon, Local()
         helper.by_itself = not is_here or _talks_to_processes(thread, sys._getframe(1))
         answers = getattr(getattr(thread, "_target", None), "__name__", "") not in _ONLY_SEND
-        vars(thread)[_OF_RANK] = helper.rank
+        vars(thread)[_OF_RANK] = ref(helper.context)
         run = _run_by_itself if helper.by_itself else _run
         vars(thread)["run"] = partial(run, scheduler, helper, thread, thread.run)
         try:
@@ -149,7 +149,7 @@ def _talks_to_processes(thread: threading.Thread, caller: FrameType) -> bool:
     return name.startswith(_RUN_BY_THEMSELVES) and (not in_thread_pool or runs.__name__ == "_handle_workers")
 
 
-_OF_RANK = "_of_simulated_rank"  # of a thread: the rank that has started it
+_OF_RANK = "_of_simulated_rank"  # of a thread: a weak reference to the context of the rank that has started it
 
 
 def _main_thread(host: object) -> Callable[[], None]:
@@ -167,7 +167,8 @@ def _main_thread(host: object) -> Callable[[], None]:
         main, context = main_of_rank(), current_context()
         if main is None or context is None:
             return enumerate_all()
-        return [main, *(each for each in enumerate_all() if vars(each).get(_OF_RANK) == context.rank)]
+        mine = ref(context)
+        return [main, *(each for each in enumerate_all() if vars(each).get(_OF_RANK) == mine)]
 
     def count_on_rank() -> int:
         return count() if main_of_rank() is None else len(enumerate_on_rank())

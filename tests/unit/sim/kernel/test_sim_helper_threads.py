@@ -739,10 +739,12 @@ def test_a_pool_of_threads_that_another_has_made():
     made = []
     with pytest.raises(sim.SimError, match=r"rank 1 cannot give work.*\n  seen: .* made by rank 0\n"):
         sim.run(body, 2)
-    with ThreadPool(1) as outside:
-        with pytest.raises(sim.SimError, match=r"rank . cannot .*\n  seen: .* made by the process, not by a rank\n"):
-            sim.run(lambda: outside.map(abs, [-1]), 2)
-        assert outside.map(abs, [-1]) == [1]
+    outside = ThreadPool(1)
+    with pytest.raises(sim.SimError, match=r"rank . cannot .*\n  seen: .* made by the process, not by a rank\n"):
+        sim.run(lambda: outside.map(abs, [-1]), 2)
+    assert outside.map(abs, [-1]) == [1]
+    outside.close()
+    outside.join()  # the end of a `with` block does not wait for the threads
 
 
 @pytest.mark.tier("test")

@@ -1167,8 +1167,18 @@ def test_seam_main_thread():
         helper.join()
         return answer
 
+    queues = []
+
+    def leave_a_thread() -> None:
+        queues.append(multiprocessing.Queue())
+        queues[-1].put(dist.get_rank())  # from a thread that lives until the queue is closed
+
+    sim.run(leave_a_thread, 3)
     with script_world(3) as world:
-        assert world.run(body) == [(True, "MainThread", True, 2)] * 3
+        assert world.run(body) == [(True, "MainThread", True, 2)] * 3, "threads of another world are not this one's"
+    for queue in queues:
+        queue.close()
+        queue.join_thread()
     assert (threading.main_thread, threading.enumerate, threading.active_count) == before
     assert len(sim.run(threading.enumerate, 2)[0]) > 2, "where no script runs, ranks are threads like others"
 
