@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_non
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimizer, clip_gradients, update
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, Split, describe_axes, shard_given
-from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
+from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from hyper_parallel.trainer.preflight import check_given, check_lora, check_platform, plan_run, read_text
 from hyper_parallel.trainer.report import (
     KEPT,
@@ -53,8 +52,6 @@ from hyper_parallel.trainer.watchdog import RunWatchdog, default_store
 OnStep = Callable[[StepRecord], None]
 MakeLoader = Callable[[], Iterable[Any]]
 MakeModel = Callable[[], nn.Module]
-
-PARALLELIZE = MappingProxyType({"llama": parallelize_llama, "moe": parallelize_moe})
 
 
 def train(
@@ -210,7 +207,7 @@ class Trainer:
             self.flops_per_token: float | None = None  # the formula has the gradients of all weights
             if not config.lora.rank:
                 self.flops_per_token = flops_per_token(config.shape(), train.seq_len)
-            self.model = PARALLELIZE[train.model](config, dims, self.device, self.share)
+            self.model = parallelize_llama(config, dims, self.device, self.share)
             if config.lora.dropout:
                 platform.manual_seed(train.seed + self.ranks.batch_rank)  # ranks along tp drop the same
         else:

@@ -1,7 +1,4 @@
-"""The Llama on many ranks, dense and with experts: each parallelism, in the order in which they are applied.
-
-Read each function top to bottom.
-"""
+"""The Llama on many ranks, dense or with experts: each parallelism, in the order in which they are applied."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ from hyper_parallel.trainer.parallelize import (
 def parallelize_llama(
     run: Config, dims: ParallelDims, device: torch.device, loss: ShareOfLoss, hooks: BuildHooks = AS_TRAINED
 ) -> Parallelized:
-    """Build this rank's part of a Llama, with the same weights in it whatever the degrees.
+    """Build this rank's part of a Llama, dense or with experts, with the same weights in it whatever the degrees.
 
     Args:
         run: the model's shape, and how to arrange the ranks.
@@ -49,23 +46,30 @@ def parallelize_llama(
         hooks: what a recording of it changes.
 
     Raises:
-        ValueError: heads, layers or a width that the degrees do not divide.
+        ValueError: heads, experts, layers or a width that the degrees do not divide.
     """
     config, parallel = run.shape(), run.parallel
+    has_experts = isinstance(config, MoEConfig)
+    make: Any = MoELlama if has_experts else Llama
 
     # 1. Pipeline: each stage keeps some of the layers. Nothing takes memory yet: the weights come last, when each rank
     #    knows which are its own.
     stages = own_stages(run, dims) if hooks.stages is None else list(hooks.stages)
     with without_memory():
-        models = [Llama(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
+        models = [make(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
     models = [with_lora(model, run.lora) for model in models]
     for model in models:
         kept_in(model, parallel.param_dtype)
 
-    # 2. Tensor and sequence parallelism: split what is inside of a layer, and the stream between layers.
-    if dims.tp_enabled:
-        mesh = dims.get_mesh("tp")
-        for model in models:
+    # 2. Expert, tensor and sequence parallelism: give each rank some of the experts, split what is inside of the other
+    #    layers, and the stream between layers.
+    for model in models:
+        if has_experts and (dims.ep_enabled or dims.tp_enabled or dims.cp_enabled):
+            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": parallel.reshard_inputs}
+            options |= {"chunks": parallel.tp_chunks, "ranks_per_node": parallel.ranks_per_node}
+            split_layers_and_experts(model, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
+        elif dims.tp_enabled:
+            mesh = dims.get_mesh("tp")
             plan = llama_plan(model, mesh, reshard_inputs=parallel.reshard_inputs, chunks=parallel.tp_chunks)
             shard_module(model, mesh, plan)
 
@@ -89,75 +93,19 @@ def parallelize_llama(
         # Now the weights: each rank fills its own shards of the same values, whatever the degrees.
         init_parameters(model, run.train.seed, device=device)
 
-    pipeline = build_pipeline(models, stages, run, dims, loss) if hooks.stages is None else None
-    return Parallelized(list(models), pipeline, context, tie_stages(pipeline, run))
-
-
-def parallelize_moe(
-    run: Config, dims: ParallelDims, device: torch.device, loss: ShareOfLoss, hooks: BuildHooks = AS_TRAINED
-) -> Parallelized:
-    """Build this rank's part of a Llama with experts, with the same weights in it whatever the degrees.
-
-    Args:
-        run: the model's shape, and how to arrange the ranks.
-        dims: the degrees; the mesh is built, unless all of them are 1.
-        device: where the weights go.
-        loss: what ends the last stage of a pipeline.
-        hooks: what a recording of it changes.
-
-    Raises:
-        ValueError: heads, experts, layers or a width that the degrees do not divide.
-    """
-    config, parallel = run.shape(), run.parallel
-    assert isinstance(config, MoEConfig), "the config of a model with experts"
-
-    # 1. Pipeline: each stage keeps some of the layers. Nothing takes memory yet: the weights come last, when each rank
-    #    knows which are its own.
-    stages = own_stages(run, dims) if hooks.stages is None else list(hooks.stages)
-    with without_memory():
-        models = [MoELlama(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
-    models = [with_lora(model, run.lora) for model in models]
-    for model in models:
-        kept_in(model, parallel.param_dtype)
-
-    for model in models:
-        # 2. Expert, tensor and sequence parallelism: give each rank some of the experts, split what is inside of the
-        #    other layers, and the stream between them.
-        if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
-            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": parallel.reshard_inputs}
-            options |= {"chunks": parallel.tp_chunks, "ranks_per_node": parallel.ranks_per_node}
-            split_layers_and_experts(model, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
-
-    # 3. Context parallelism: each rank has a part of every sequence.
-    context = split_context(models, dims)
-
-    for model in models:
-        hooks.before_checkpointing(model)
-
-        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again. Only
-        #    adapters draw random numbers in them.
-        draws = any(isinstance(each, Adapter) and each.dropout for each in model.modules())
-        checkpoint_blocks(model, parallel.checkpointing, blocks=list(model.layers), preserve_rng_state=draws)
-
-        # 5. Compile: what lies between two communications.
-        compile_blocks(model, parallel.compile, hooks)
-
-        # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
-        shard_blocks(model, dims, parallel)
-
-        # Now the weights: each rank fills its own shards of the same values, whatever the degrees.
-        init_parameters(model, run.train.seed, device=device)
-
-        # The auxiliary loss is a mean over the sequences of the global batch, as the loss is one over its tokens.
-        set_aux_scale(model, 1 / run.train.batch_size)
-
-    tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")
-
-    def balance(taken: bool) -> None:
-        if run.lora.rank:
-            return  # the model is frozen
-        for model in models:
-            update_expert_bias(model, [] if tokens is None else [tokens], forget=not taken)
+        if (
+            has_experts
+        ):  # the auxiliary loss is a mean over the global batch's sequences, as the loss is over its tokens
+            set_aux_scale(model, 1 / run.train.batch_size)
 
     pipeline = build_pipeline(models, stages, run, dims, loss) if hooks.stages is None else None
-    return Parallelized(list(models), pipeline, context, tie_stages(pipeline, run), balance)
+    built = Parallelized(list(models), pipeline, context, tie_stages(pipeline, run))
+    if has_experts and not run.lora.rank:  # whose model is frozen
+        tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")
+
+        def balance(taken: bool) -> None:
+            for model in models:
+                update_expert_bias(model, [] if tokens is None else [tokens], forget=not taken)
+
+        built.after_step = balance
+    return built

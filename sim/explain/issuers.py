@@ -14,6 +14,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.core.fully_shard.bucket import name_of_unit
 
 
 class Issuer(NamedTuple):
@@ -84,19 +85,25 @@ def _fsdp2_text(group: Any) -> str:
 
 
 def _params_text(group: Any, params: list[Any]) -> str:
-    unit = plain_name(group._module_fqn or "")
-    start = f"{unit}." if unit else ""
+    state = _fsdp2_state(group)
+    path = plain_name(group._module_fqn or "")
+    start = f"{path}." if path else ""
     texts = []
     for param in params:
         name = plain_name(param._param_fqn or param._module_info.param_name).removeprefix(start)
         texts.append(f"{name} {str(param.orig_dtype).removeprefix('torch.')} {list(param._orig_size)}")
+    unit = name_of_unit(path, getattr(state, "path_when_wrapped", ""))  # noted by the simulator
     return (f"{unit}: " if unit else "") + ", ".join(texts)
 
 
-def _fsdp2_made(group: Any) -> int:
+def _fsdp2_state(group: Any) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-    state = _get_module_fsdp_state(group.modules[0])
+    return _get_module_fsdp_state(group.modules[0])
+
+
+def _fsdp2_made(group: Any) -> int:
+    state = _fsdp2_state(group)
     return 0 if state is None else _hook_of(state, group.modules[0])
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils, _redistribute, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -80,6 +81,20 @@ def _dtensor_boundary(host: Host) -> Undo:
             (ManagedParam, "__init__", compare_and_manage),
         ]
     )
+
+
+def _fsdp2_paths(host: Host) -> Undo:
+    """A unit of FSDP2 notes its path in the outermost wrapped module: a layer moved later has another."""
+    init = FSDPState.init
+
+    def init_and_note(state: FSDPState, modules: Any, *args: Any, **options: Any) -> None:
+        for path, module in ((path, module) for top in modules for path, module in top.named_modules()):
+            nested: Any = _get_module_fsdp_state(module)
+            if nested is not None:
+                nested.path_when_wrapped = path
+        init(state, modules, *args, **options)
+
+    return exchange([(FSDPState, "init", init_and_note)])
 
 
 def _loss_parallel(host: Host) -> Undo:
@@ -347,6 +362,7 @@ def _splits_evenly(shape: Any, mesh_shape: Any, placements: Any) -> bool:
 DTENSOR_PATCHES = (
     _caches,
     _dtensor_boundary,
+    _fsdp2_paths,
     _loss_parallel,
     _optimizer_steps,
     _sharding_propagation,

@@ -273,13 +273,7 @@ class Perturbed(TorchDispatchMode):
         self._generator = torch.Generator().manual_seed(seed)
         self._noise: dict[torch.dtype, torch.Tensor] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op with its inputs and its results changed."""
         named = dict(kwargs or {})
         if _signature_of(func).is_exact:
@@ -389,14 +383,7 @@ class DoubleGroupedProducts(TorchDispatchMode):
     Backward takes grouped products too, and has to run within. Plain tensors only.
     """
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an op."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if func is not torch.ops.aten._grouped_mm.default:
             return func(*args, **named)

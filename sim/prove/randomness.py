@@ -124,10 +124,7 @@ class NoRandomness(TorchDispatchMode):
         self._steps += 1
         self._followed.clear()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Carry out an operation."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten.native_dropout_backward.default and args[2]:
             args = (*args[:2], 1.0)  # all that forward has let through as it is

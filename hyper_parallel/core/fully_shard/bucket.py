@@ -158,6 +158,7 @@ class Bucket:
         param_dtype: torch.dtype | None,
     ) -> None:
         self.params = params
+        self.path_when_wrapped = ""  # of its unit, in the outermost module that was wrapped
         self.unit_name = ""  # path from the root, once a forward has made that known
         self.has_own_names = False  # which differ by rank, and are no part of its identity
         self.keys: dict[GroupLog, tuple[bytes, str]] = {}  # of identity and model, to compare and for people
@@ -189,10 +190,11 @@ class Bucket:
     def identity(self) -> str:
         """The unit and its parameters with global shapes, e.g. `layers.0: weight float32 [6, 6], bias float32 [6]`.
 
-        All ranks of the group have the same one: what they gather together has equal sizes also where they do not.
+        All ranks of the group have the same one: what they gather together has equal sizes also where they do not. A
+        layer that was moved after wrapping has both names, since ranks may have moved other ones to one place.
         """
-        unit = f"{plain_name(self.unit_name)}: " if self.unit_name else ""
-        return unit + ", ".join(
+        unit = name_of_unit(self.unit_name, self.path_when_wrapped * (not self.has_own_names))
+        return (f"{unit}: " if unit else "") + ", ".join(
             f"{'' if self.has_own_names else plain_name(p.name) + ' '}"
             f"{str(p.sharded.dtype).removeprefix('torch.')} {list(p.sharded.shape)}"
             for p in self.params
@@ -633,6 +635,17 @@ def _replaced_error(name: str, registered: Any) -> RuntimeError:
         "  try: change sharded parameters in place or with load_state_dict; parametrize (weight_norm ...) before "
         "wrapping; torch.func.functional_call cannot run wrapped modules"
     )
+
+
+def name_of_unit(now: str, when_wrapped: str) -> str:
+    """Name a unit by its path from the root, and by the one that it had when the root was wrapped if it has moved.
+
+    >>> name_of_unit("layers.0", "layers.1")
+    'layers.0 (wrapped as layers.1)'
+    """
+    now, before = plain_name(now), plain_name(when_wrapped)
+    has_moved = now and before and not f".{before}".endswith(f".{now}")
+    return f"{now} (wrapped as {before})" if has_moved else now or before
 
 
 def computed_in(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:

@@ -27,7 +27,7 @@ from hyper_parallel.core.fully_shard.module import register_forward_method, regi
 from hyper_parallel.core.fully_shard.param import ManagedParam, ParamSlot
 from hyper_parallel.core.fully_shard.placement import DataParallelMesh, ParameterPlacement, has_extension, unpackable
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units
+from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.platform import Platform
 
@@ -367,6 +367,9 @@ def install(
         # Past `__setattr__`, which modules override, to register or to refuse what they do not know.
         root.__dict__["_hyper_parallel_unit"] = unit
         object.__setattr__(root, "__class__", make_class(type(root)))
+    for path, module in ((path, module) for root in unit.modules for path, module in root.named_modules()):
+        for bucket in () if (nested := unit_of(module)) in (None, unit) else nested.buckets:
+            bucket.path_when_wrapped = path
     register_state(unit)
     for owner in dict.fromkeys(slot.module for found, _ in placed for slot in found.slots):
         show_shards_in_state_dicts(unit, owner)

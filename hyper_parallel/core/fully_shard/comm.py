@@ -114,14 +114,7 @@ def all_gather_each(
         result: What `wait` returns: the buffer of which the targets are views.
     """
     targets, sources = (list(map(on_wire, _real(tensors))) for tensors in (targets, sources))
-    if group.size() == 1:
-        torch._foreach_copy_(targets, sources)
-        return Pending(None, result)
-    # On the group, as `dist` has no public function for several tensors. asyncOp: without it nccl gathers on the
-    # current stream, and nothing overlaps.
-    options = c10d.AllgatherOptions()
-    options.asyncOp = True
-    return Pending(group.allgather_into_tensor_coalesced(targets, sources, options), result, keep=sources)
+    return _each(group.allgather_into_tensor_coalesced, c10d.AllgatherOptions(), targets, sources, group, result)
 
 
 def reduce_scatter_each(
@@ -135,13 +128,18 @@ def reduce_scatter_each(
         group: The ranks; see `all_gather_each`.
         result: What `wait` returns: the buffer of which the targets are views.
     """
-    targets, sources = _real(targets), _real(sources)
+    operation, options = group.reduce_scatter_tensor_coalesced, c10d.ReduceScatterOptions()
+    return _each(operation, options, _real(targets), _real(sources), group, result)
+
+
+def _each(operation: Any, options: Any, targets: Any, sources: Any, group: Any, result: torch.Tensor) -> Pending:
     if group.size() == 1:
         torch._foreach_copy_(targets, sources)
         return Pending(None, result)
-    options = c10d.ReduceScatterOptions()
+    # On the group, as `dist` has no public function for several tensors. asyncOp: without it nccl communicates on the
+    # current stream, and nothing overlaps.
     options.asyncOp = True
-    return Pending(group.reduce_scatter_tensor_coalesced(targets, sources, options), result, keep=sources)
+    return Pending(operation(targets, sources, options), result, keep=sources)
 
 
 def broadcast_each(

@@ -110,12 +110,6 @@ def _gathered_buckets(unit: Unit) -> Iterator[tuple[Any, Any]]:
             yield bucket, bucket.group
 
 
-def _check_comm(asked: str, kind: str, comm: Any) -> None:
-    if comm is not None:
-        parts = {"comm": comm, "comm.allocate": getattr(comm, "allocate", None)}
-        check(asked, "callable", f"an object of a subclass of torch's {kind}, or None", ValueError, **parts)
-
-
 def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument: Any) -> list[Unit] | None:
     """The units of wrapped modules that a method is given; one for `torch.compile` to trace gathers by its graph.
 
@@ -584,17 +578,13 @@ class ManagedModule(FSDPModule):
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit's parameters with `comm`, an `AllGather` of torch that allocates, too; None: as before."""
-        asked = "cannot gather parameters"
-        _check_comm(asked, "AllGather", comm)
-        _refuse_owners(asked, needed_unit(self), comm)
+        _refuse_owners("cannot gather parameters", needed_unit(self), comm)
         for bucket in needed_unit(self).buckets:
             bucket.all_gather_with = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce this unit's gradients with `comm`, a `ReduceScatter` of torch whose `op` is `SUM`; None: as before."""
-        asked = "cannot reduce gradients"
-        _check_comm(asked, "ReduceScatter", comm)
-        _refuse_owners(asked, needed_unit(self), comm)
+        _refuse_owners("cannot reduce gradients", needed_unit(self), comm)
         needed_unit(self).options.reduce_scatter_with = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -21,7 +21,6 @@ from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models.moe import MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
 from hyper_parallel.trainer.config import Config, ParallelConfig
-from hyper_parallel.trainer.loop import PARALLELIZE
 from hyper_parallel.trainer.parallelize import (
     BuildHooks,
     Parallelized,
@@ -30,6 +29,7 @@ from hyper_parallel.trainer.parallelize import (
     shard_blocks,
     shard_units,
 )
+from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Place
 from sim.mesh.tracing.compiled import compile_block, compile_pieces
@@ -76,7 +76,7 @@ def build_of_run(run: Config, job: Job, part: StagePart, layers: Collection[int]
     kept = StageSlice(part.index, some, part.is_first, part.is_last)
     hooks = BuildHooks([kept], follow, lambda module: compile_pieces(module, graphs))
     device = torch.device("cpu")
-    trained = PARALLELIZE[run.train.model](run, job.dims, device, ShareOfLoss(), hooks)
+    trained = parallelize_llama(run, job.dims, device, ShareOfLoss(), hooks)
     (module,) = trained.parts
     return Built(module, blocks, job.model.blocks(module), trained=trained)
 

@@ -72,14 +72,7 @@ class Choices(TorchDispatchMode):
         self._counts: dict[tuple[str, str], int] = {}
         self.made: dict[ChoiceKey, Choice] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an op."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in _CHOOSING or torch._C._current_graph_task_id() != -1:  # backward
             return result

@@ -59,14 +59,7 @@ class WidePrecision(TorchDispatchMode):
         self._wide |= {pair: dtype.to_complex() for pair, real in _PAIRS.items() if real in self._wide}
         self.narrowed: set[torch.dtype] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an op."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if not self._wide or func in _AS_THEY_ARE or func.namespace not in ("aten", "prims"):
             return func(*args, **named)

@@ -97,6 +97,13 @@ def another_number_of_classes(device, rank):
     model(rows(device)).sum().backward()
 
 
+def experts_moved_after_wrapping(device, rank):
+    model = experts(device)
+    if rank:
+        model.experts = nn.ModuleList(list(model.experts)[::-1])
+    model(rows(device), (0, 1))
+
+
 def cells_of_other_shapes(device, rank):
     model = hsdp(nn.Linear(6, 4, bias=rank == 0).to(device), threshold=0, optimizer_level="level3")
     model(rows(device)).sum().backward()
@@ -108,6 +115,7 @@ PROGRAMS = {
     two_models_in_another_order: ("head.weight", "number|wrapped as unit 10"),
     another_branch_is_differentiated: ("left: weight", "right: weight"),
     another_number_of_classes: ("[3, 6]", "[4, 6]"),
+    experts_moved_after_wrapping: ("experts.0: weight", "experts.0 (wrapped as experts.3): weight"),
     cells_of_other_shapes: ("weight", "bias"),
 }
 
@@ -115,7 +123,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @sim.ranks(2, backends=PROCESSES)
 def test_ranks_that_do_not_agree_are_told_on_each_of_them(ctx, program):
-    at_first = program in (another_number_of_classes, cells_of_other_shapes)
+    at_first = program in (another_number_of_classes, experts_moved_after_wrapping, cells_of_other_shapes)
     with pytest.raises(ValueError if at_first else RuntimeError) as caught:
         program(ctx.device, ctx.rank)
     first, *seen, hint = str(caught.value).splitlines()

@@ -27,9 +27,10 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED
-from hyper_parallel.trainer.loop import PARALLELIZE, RunGroups, forward_backward, training_step
+from hyper_parallel.trainer.loop import RunGroups, forward_backward, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
+from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from hyper_parallel.trainer.preflight import plan_run
 from sim.kernel.context import current_context
 from sim.mesh.recipe import Routing
@@ -66,7 +67,7 @@ def steps_of(
         ranks = RunGroups(dims, world_size > 1, torch.device("cpu"), WEIGHTS[config.parallel.param_dtype])
         with mode():
             share = ShareOfLoss()
-            model = PARALLELIZE[config.train.model](config, dims, torch.device("cpu"), share)
+            model = parallelize_llama(config, dims, torch.device("cpu"), share)
             for part in model.parts:
                 give_memory(part)
                 if routing is not None:

@@ -79,6 +79,17 @@ def _other_order_of_layers(wrap: Wrap, odd: int) -> None:
     Layers(wrap)(X, (1, 0) if odd else (0, 1))
 
 
+def _layers_moved_after_wrapping(wrap: Wrap, odd: int) -> None:
+    model = Layers(wrap)
+    if odd:
+        model.layers = nn.ModuleList(list(model.layers)[::-1])
+    model(X)
+
+
+def _other_layer_by_hand(wrap: Wrap, odd: int) -> None:
+    Layers(wrap).layers[odd].unshard()
+
+
 def _other_order_of_models(wrap: Wrap, odd: int) -> None:
     models = [wrap(nn.Linear(4, 4)) for _ in range(2)]
     for model in reversed(models) if odd else models:
@@ -103,6 +114,8 @@ WRONG = {
     "layer drop": (_dropped_layer, "layers.1: weight", "layers.2: weight"),
     "sizes": (_other_size, "[7, 6]", "[8, 6]"),
     "layers": (_other_order_of_layers, "gather of layers.0", "gather of layers.1"),
+    "moved": (_layers_moved_after_wrapping, "gather of layers.0: ", "gather of layers.0 (wrapped as layers.3): "),
+    "by hand": (_other_layer_by_hand, "gather of layers.0: ", "gather of layers.1: "),
     "models": (_other_order_of_models, "number 1 of this name", "number 2 of this name"),
     "model later": (_other_model_later, "number 1 of this name", "number 2 of this name"),
     "gradients": (_other_order_of_gradients, "number 1 of this name", "number 2 of this name"),

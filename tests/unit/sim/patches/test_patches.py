@@ -441,6 +441,15 @@ def test_seam_loss_parallel():
     assert table == before
 
 
+def test_seam_fsdp2_paths():
+    def body() -> list[str]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        units = [torch_fully_shard(module) for module in (model[0], model[1][0], model)]
+        return [unit._get_fsdp_state().path_when_wrapped for unit in units[:2]]
+
+    assert sim.run(body, 2) == [["0", "1.0"]] * 2
+
+
 def test_seam_optimizer_steps():
     from torch.optim import optimizer
 

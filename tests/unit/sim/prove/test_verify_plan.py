@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from zoo_kit import draw
+from zoo_kit import Enter, Leave, draw, take
 
 import sim
 from hyper_parallel import checkpoint_blocks, fully_shard
@@ -71,36 +71,6 @@ class Finished(Net):
 
     def forward(self, x):
         return self.finish(super().forward(x))
-
-
-class Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def take(module, name, dim, rank, size):
-    whole = getattr(module, name).detach()
-    setattr(module, name, nn.Parameter(whole.chunk(size, dim)[rank].clone()))
 
 
 def add_shares(down, size, group, x):

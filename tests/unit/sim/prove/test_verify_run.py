@@ -78,7 +78,7 @@ def test_each_rank_holds_as_much_of_experts(
     def build() -> tuple[list[int], set[float]]:
         degrees = plan_run(run, 4)
         degrees.build_mesh("cpu")
-        built = loop.PARALLELIZE["moe"](run, degrees, torch.device("cpu"), parallelize.ShareOfLoss())
+        built = parallelize_llama.parallelize_llama(run, degrees, torch.device("cpu"), parallelize.ShareOfLoss())
         weights = [param for name, param in built.named_parameters() if ".experts." in name]
         split = [placement.dim for placement in weights[0].placements if placement.is_shard()]
         return split, {weight.numel() / weight.to_local().numel() for weight in weights}

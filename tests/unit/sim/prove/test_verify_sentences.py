@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from zoo_kit import Enter, Leave
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
@@ -102,20 +103,6 @@ def grpo(output, labels, total=lambda values: values):
     return -(better * chosen * counted).sum() / total(counted.sum().detach())
 
 
-class AddedUp(torch.autograd.Function):
-    """The sum over ranks, whose gradient is that of each addend."""
-
-    @staticmethod
-    def forward(ctx, values):
-        values = values.clone()
-        dist.all_reduce(values)
-        return values
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 def of_rows(batch, mesh):
     return tuple(each.chunk(mesh.size())[mesh.get_rank()] for each in batch)
 
@@ -133,7 +120,7 @@ def stepping(loss_of, total=lambda values: values, op=None):
 
 @pytest.mark.parametrize("loss_of", [dice, grpo])
 def test_losses_of_sums_over_all_rows_are_right(loss_of):
-    step = stepping(loss_of, AddedUp.apply, dist.ReduceOp.SUM)
+    step = stepping(loss_of, lambda values: Leave.apply(values, None), dist.ReduceOp.SUM)
     report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=of_rows, steps=2)
     assert report.ok, report
 
@@ -149,7 +136,7 @@ def test_losses_of_sums_over_a_ranks_rows_are_no_means(loss_of, op):
 
 @pytest.mark.parametrize("loss_of", [dice, grpo])
 def test_a_right_loss_whose_gradients_are_averaged_and_not_added_up(loss_of):
-    step = stepping(loss_of, AddedUp.apply, dist.ReduceOp.AVG)
+    step = stepping(loss_of, lambda values: Leave.apply(values, None), dist.ReduceOp.AVG)
     report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=of_rows)
     assert report.first.kind == "gradient", report
     assert "1/2 of what it should be" in report.first.sentence
@@ -392,32 +379,8 @@ def split_by_hand(model, mesh, reduce=True):
     for owner, name, dim in ((model.up, "weight", 0), (model.up, "bias", 0), (model.down, "weight", 1)):
         setattr(owner, name, nn.Parameter(getattr(owner, name).detach().chunk(2, dim)[rank].clone()))
     if reduce:
-        model.up.register_forward_pre_hook(lambda module, args: (Enter.apply(args[0]),))
-        model.down.register_forward_hook(lambda module, args, output: Leave.apply(output))
-
-
-class Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+        model.up.register_forward_pre_hook(lambda module, args: (Enter.apply(args[0], None),))
+        model.down.register_forward_hook(lambda module, args, output: Leave.apply(output, None))
 
 
 IDS = torch.tensor([[0, 1, 5], [7, 1, 2]])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import Tied, draw, rounding
+from zoo_kit import Enter, Leave, Tied, draw, rounding
 
 import sim
 from hyper_parallel import fully_shard, hsdp
@@ -221,31 +221,6 @@ def test_a_step_may_have_an_optimizer_of_its_own():
 
 
 # -- parameters that are renamed, fused, or split by a constructor of their own ----------------------------------------
-
-
-class Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 class FusedAttention(nn.Module):
