@@ -415,7 +415,7 @@ class ManagedModule(FSDPModule):
         for unit in needed_units(self):
             unit.clear_gradients(set_to_none=set_to_none)
         for traced in nested_traced_units(self):
-            traced.zero_grads()
+            traced.zero_grads(set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reduce_op_type(self, reduce_op_type: str | None, *, recurse: bool = True) -> None:
@@ -528,8 +528,9 @@ class ManagedModule(FSDPModule):
         check_flags("set_requires_gradient_sync", requires_gradient_sync=flag)
         for unit in reached_units(self, "set_requires_gradient_sync", recurse):
             unit.options.requires_gradient_sync = unit.options.requires_all_reduce = bool(flag)
-        for traced in nested_traced_units(self) if recurse else _own_traced(self):
-            traced.set_requires_grad_sync(flag)
+        together = nested_traced_units(self) if recurse else _own_traced(self)
+        for traced in together[:1]:
+            traced.set_requires_grad_sync(flag, together)
         self._show_gathered()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:

@@ -66,8 +66,9 @@ class HSDPCell(ManagedModule):
         """
         check_flags("set_requires_grad_sync", requires_grad_sync=requires_grad_sync)
         needed_units(self)
-        for traced in nested_traced_units(self):
-            traced.set_requires_grad_sync(requires_grad_sync)
+        together = nested_traced_units(self)
+        for traced in together[:1]:
+            traced.set_requires_grad_sync(requires_grad_sync, together)
         for unit in nested_units(self):  # type: ignore[arg-type]
             if unit.options.show_sums and unit.splits_gradients:
                 unit.options.requires_all_reduce = requires_grad_sync

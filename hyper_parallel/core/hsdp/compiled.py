@@ -152,12 +152,14 @@ class TracedUnit:
         params: The engine's record of each parameter.
         gathered: Unsharded parameters gathered by the forward under way, outside of graphs; None outside of a forward.
         synced: Whether accumulated gradients are reduced at the end of the next backward.
+        together: The units of the model that reduce at the end of one backward, even those that it does not reach.
     """
 
     def __init__(self, reducers: Sequence[GradientReducer], options: UnitOptions) -> None:
         self.gathered: dict[tuple[int, bool], tuple[torch.Tensor, nn.Parameter]] | None = None
         self.options = options
         self.synced = True
+        self.together: Sequence[TracedUnit] = [self]
         self.uses_sinks = options.show_sums
         self.sums = [_AccumulatedGradient(self, reducer) for reducer in reducers]
         self.params = [total.param for total in self.sums]
@@ -222,10 +224,11 @@ class TracedUnit:
 
     # -- accumulation of gradients ------------------------------------------------------------------------------------
 
-    def set_requires_grad_sync(self, flag: bool) -> None:
-        """Whether the next backward ends with the reduction of what has been accumulated."""
-        self.synced = flag
-        self.follow()
+    def set_requires_grad_sync(self, flag: bool, together: Sequence[TracedUnit]) -> None:
+        """Whether the next backward ends with the reduction of what all of these units, this one too, have added up."""
+        for unit in together:
+            unit.synced, unit.together = flag, together
+            unit.follow()
         self.choose()
 
     def follow(self) -> None:
@@ -234,29 +237,33 @@ class TracedUnit:
             total.follow()
 
     def reduce_the_rest_later(self) -> None:
-        """At the end of this backward, reduce what waits for parameters that it does not reach."""
-        backward = torch._C._current_graph_task_id()
-        if self._ends_backward != backward:
-            self._ends_backward = backward
+        """At the end of this backward, reduce what waits for parameters, and in units, that it does not reach."""
+        backward, first = torch._C._current_graph_task_id(), self.together[0]
+        if first._ends_backward != backward:
+            first._ends_backward = backward
             Variable._execution_engine.queue_callback(self._reduce_the_rest)
 
     def _reduce_the_rest(self) -> None:
-        for total in self.sums:
-            if total.reducer.is_due(all_reduce=True):
-                total.reduce()
+        for unit in self.together:
+            for total in unit.sums:
+                if unit.synced and total.reducer.is_due(all_reduce=True):
+                    total.reduce()
+        self.choose()
 
     def choose(self) -> None:
         """Whether gradients go to sinks: there what has been accumulated can be added before a reduction."""
-        waits = any(total.reducer.is_due(all_reduce=True) for total in self.sums)
-        self.uses_sinks = self.options.show_sums or not self.synced or waits
+        waits = any(total.reducer.is_due(all_reduce=True) for unit in self.together for total in unit.sums)
+        for unit in self.together:
+            unit.uses_sinks = unit.options.show_sums or not unit.synced or waits
 
-    def zero_grads(self) -> None:
-        """Drop gradients, also those that wait."""
+    def zero_grads(self, *, set_to_none: bool) -> None:
+        """Clear gradients, also those that wait."""
         for total in self.sums:
             total.sink.grad = None
             total.reducer.clear()
-            total.param.clear_gradient(set_to_none=True)
-        self.choose()
+            total.param.clear_gradient(set_to_none=set_to_none)
+        if self.uses_sinks:
+            self.choose()
 
 
 @torch.no_grad()
@@ -327,7 +334,6 @@ class _AccumulatedGradient:
         reduction = reducer.go_on(scattered, how) if self.is_scattered else reducer.reduce(how, FusedAllReduces(0))
         if reduction is not None:
             reduction.finish()
-        self.unit.choose()
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

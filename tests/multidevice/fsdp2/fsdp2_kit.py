@@ -1,4 +1,4 @@
-"""Helpers of the tests of fully_shard against torch's FSDP2: models, data, and the comparison of three runs.
+"""Helpers of the tests of fully_shard and hsdp against torch's FSDP2: models, data, and the comparison of runs.
 
 A *behaviour* is one function of a `Run`. It runs three times with the same seeds and data: with our fully_shard,
 with torch's, and on one device with the batches of all ranks together. Ours has to equal torch's to the last bit on
@@ -6,15 +6,20 @@ simulated ranks (where both add in rank order), elsewhere within rounding; and o
 or of float32 where the backend reduces no float64.
 Where FSDP2 refuses, or is wrong, it is left out, and `without_fsdp2` says what it does.
 
+The other contestants are `hsdp` and `hsdp(use_eager_hook=False)`, traced hsdp for short, each at several levels: they
+have to equal fully_shard. Where they refuse, or differ, `without_hsdp` and `without_traced` match the error.
+
 `BEHAVIOURS`, at the end, lists them all; test_fsdp2_coverage.py sees to it that each has a test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -27,23 +32,80 @@ from units_kit import full
 import sim
 from hyper_parallel.core.fully_shard import api, utils
 from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.hsdp.api import hsdp
 
-# -- the three engines ---------------------------------------------------------------------------------------------
+# -- the engines ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to run a behaviour. `api` and `policies` have torch's names; None: on one device."""
+    """One way to run a behaviour.
+
+    Attributes:
+        api: Where `fully_shard` and the like are found, by torch's names; None: on one device.
+        cell: Wraps by `hsdp` with these options; None: by `fully_shard`.
+    """
 
     name: str
     api: Any = None
     policies: Any = None
     forward_method: str = ""
+    cell: Mapping[str, Any] | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 OURS = Engine("ours", api, utils, "register_forward_method")
 FSDP2 = Engine("FSDP2", torch_fsdp, torch_fsdp, "register_fsdp_forward_method")
 ONE = Engine("one device")
+
+
+def cell(name: str, **options: Any) -> Engine:
+    """An engine of `hsdp`; without a level, level3, or level2 where parameters are kept after forward."""
+    return Engine(name, api, utils, "register_forward_method", options)
+
+
+CELLS = {
+    "hsdp": [
+        cell("hsdp", comm_fusion=True),
+        cell("hsdp, sums shown", enable_grad_accumulation=True),
+        cell("hsdp at level1", optimizer_level="level1"),
+    ],
+    "traced": [
+        cell("traced hsdp", use_eager_hook=False),
+        cell("traced hsdp, sums shown", use_eager_hook=False, enable_grad_accumulation=True),
+        cell("traced hsdp at level1", use_eager_hook=False, optimizer_level="level1"),
+    ],
+}
+"""The contestants beside fully_shard: each behaviour is run by all engines of one, and compared with fully_shard's."""
+
+SAME_ORDER = r"the ranks of group '\w+' do not (agree|mean the same)"
+"""How a world ends in which ranks read other parameters of a traced cell, which `hsdp` says is not possible."""
+
+CELL_METHODS = {
+    "set_requires_gradient_sync": "set_requires_grad_sync",
+    "set_modules_to_forward_prefetch": "set_forward_prefetch_cells",
+    "set_modules_to_backward_prefetch": "set_backward_prefetch_cells",
+}
+
+
+def cell_options(
+    mesh: DeviceMesh | None = None, reshard_after_forward: Any = None, mp_policy: Any = None, **options: Any
+) -> dict[str, Any]:
+    """Say fully_shard's options in hsdp's words; what has none goes on under its own name, for hsdp to refuse."""
+    options = {"threshold": 0, "optimizer_level": "level2" if reshard_after_forward is False else "level3"} | options
+    if mesh is not None and (mesh.size() < dist.get_world_size() or mesh.ndim > 2):
+        options["mesh"] = mesh
+    elif mesh is not None:
+        options["shard_size"] = mesh.size(mesh.ndim - 1)
+    if not isinstance(reshard_after_forward, bool | None):
+        options["reshard_after_forward"] = reshard_after_forward
+    if mp_policy is not None and mp_policy == utils.MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype):
+        options["reduce_dtype"] = mp_policy.reduce_dtype
+    elif mp_policy is not None:
+        options["mp_policy"] = mp_policy
+    return options
 
 
 class Run:
@@ -52,7 +114,8 @@ class Run:
     Attributes:
         losses: Of each backward, this rank's; one device's is their mean.
         tensors: Full gradients and parameters, by name.
-        facts: Anything else; compared between ours and FSDP2's only.
+        facts: Anything else; not compared with one device's.
+        layouts: Which part of what a rank has; compared between fully_shard's and FSDP2's only.
         costs: Numbers of which ours may be at most FSDP2's.
     """
 
@@ -60,9 +123,11 @@ class Run:
         self.ctx = ctx
         self.engine = engine
         self.alone = engine is ONE
+        self.ours = engine is OURS or engine.cell is not None
         self.losses: list[torch.Tensor] = []
         self.tensors: dict[str, torch.Tensor | None] = {}
         self.facts: dict[str, Any] = {}
+        self.layouts: dict[str, Any] = {}
         self.costs: dict[str, int] = {}
         self.meshes = {} if meshes is None else meshes
 
@@ -77,10 +142,13 @@ class Run:
         return self.meshes[key]
 
     def wrap(self, module: Any, **options: Any) -> Any:
-        """fully_shard, over all ranks unless a mesh is given; nothing on one device."""
+        """fully_shard, over all ranks unless a mesh is given, or hsdp of the same options; nothing on one device."""
         if self.alone:
             return module
-        return self.engine.api.fully_shard(module, **({"mesh": self.mesh()} | options))
+        options = {"mesh": self.mesh()} | options
+        if self.engine.cell is not None:
+            return hsdp(module, **cell_options(**options) | self.engine.cell)
+        return self.engine.api.fully_shard(module, **options)
 
     def wrap_blocks(self, model: Any, **options: Any) -> Any:
         """Each block a unit, and the rest."""
@@ -94,6 +162,8 @@ class Run:
 
     def tell(self, module: Any, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of a wrapped module; nothing on one device."""
+        if self.engine.cell is not None:
+            method = CELL_METHODS.get(method, method)
         return None if self.alone else getattr(module, method)(*args, **options)
 
     def forward_method(self, module: nn.Module, name: str) -> None:
@@ -171,7 +241,7 @@ class Run:
 
     def note_model(self, model: nn.Module, when: str = "") -> None:
         """Note all gradients and parameters; ours holds nothing of what it was to free in backward."""
-        if self.engine is OURS:
+        if self.ours:
             assert_resharded(model)
         for name, parameter in model.named_parameters():
             self.note(f"grad {name} {when}".rstrip(), parameter.grad)
@@ -208,7 +278,7 @@ class LocalSGD:
                 moment = self.moments.get(parameter)
                 moment = gradient.clone() if moment is None else moment.mul_(self.momentum).add_(gradient)
                 self.moments[parameter] = moment
-                local(parameter).sub_(moment, alpha=self.lr)
+                local(parameter).sub_(moment * self.lr)  # with alpha, bits depend on the place in a vector
 
 
 def sgd(model: nn.Module) -> LocalSGD:
@@ -230,22 +300,22 @@ class Block(nn.Module):
     def __init__(self, width: int = 7) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 11)
-        self.down = nn.Linear(11, width, bias=False)
+        self.up = nn.Linear(width, 8)
+        self.down = nn.Linear(8, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides; `scale` has fewer rows than there are ranks."""
+    """Rows that 2 and 4 ranks share and rows that they do not; `scale` has fewer than there are ranks."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((1,), 1.5))
         self.embed = nn.Linear(5, 7)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(7, 3)
+        self.head = nn.Linear(7, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x) * self.scale
@@ -284,6 +354,7 @@ class Behaviour:
         dtype: The coarsest one computed in, which gives the rounding bound; None: float64, or what is in its place.
         without_fsdp2: What FSDP2 does instead, which is then not run.
         reduces: The dtype of gradients that FSDP2 reduces and scatters, where not every backend takes it.
+        without: By contestant, a regular expression of the error that it raises instead.
     """
 
     name: str
@@ -294,6 +365,7 @@ class Behaviour:
     dtype: torch.dtype | None
     without_fsdp2: str
     reduces: torch.dtype | None
+    without: Mapping[str, str]
 
     def runs_on(self, ctx: Any) -> bool:
         """Whether the rank's backend reduces what is reduced."""
@@ -315,27 +387,69 @@ class Theme:
         dtype: torch.dtype | None = None,
         without_fsdp2: str = "",
         reduces: torch.dtype | None = None,
+        without_hsdp: str = "",
+        without_traced: str = "",
     ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
         """Declare a behaviour, named as the function that it decorates."""
+        without = {"fully_shard": "", "hsdp": without_hsdp, "traced": without_traced or without_hsdp}
 
         def add(body: Callable[[Run], None]) -> Callable[[Run], None]:
             name = body.__name__
             assert name in BEHAVIOURS, f"{name} is not in BEHAVIOURS of fsdp2_kit.py"
             assert name not in self.checks, name
             assert one or not without_fsdp2, f"{name} would be compared with nothing"
-            self.checks[name] = Behaviour(name, body, ranks, exact, one, dtype, without_fsdp2, reduces)
+            self.checks[name] = Behaviour(name, body, ranks, exact, one, dtype, without_fsdp2, reduces, without)
             return body
 
         return add
 
-    def names(self, ranks: int) -> list[str]:
-        """The behaviours that need so many ranks."""
-        return [name for name, check in self.checks.items() if check.ranks == ranks]
+    def names(self, ranks: int, contestant: str = "fully_shard") -> list[str]:
+        """The behaviours that need so many ranks, but for those that test_fsdp2_coverage.py runs."""
+        apart = {name for name, check in self.checks.items() if check.without[contestant] == SAME_ORDER}
+        return [name for name, check in self.checks.items() if check.ranks == ranks and name not in apart]
 
-    def check(self, ctx: Any, name: str, meshes: dict[Any, DeviceMesh] | None = None) -> None:
-        """Run one behaviour three times, and compare."""
+    def contestants(self, ranks: int, tier: str = "test") -> Any:
+        """Parametrize a test: each behaviour that needs so many ranks, by fully_shard in this tier, then by cells."""
+        tiers = {"fully_shard": tier, "hsdp": "full" if tier == "full" else "test", "traced": "full"}
+        cases = [
+            pytest.param(name, contestant, marks=pytest.mark.tier(tier), id=f"{name}-{contestant}")
+            for contestant, tier in tiers.items()
+            for name in self.names(ranks, contestant)
+        ]
+        return pytest.mark.parametrize(("name", "contestant"), cases)
+
+    def check_cells(self, ctx: Any, name: str, contestant: str, meshes: dict[Any, DeviceMesh]) -> None:
+        """Run one behaviour by each engine of a contestant, and compare with fully_shard's."""
+        behaviour = self.checks[name]
+        refusal = behaviour.without[contestant]
+        wanted = None
+        # Replicated parameters are summed over all ranks at once, and each use in a traced cell by itself: other bits.
+        coarsest, measure = behaviour.dtype or ctx.float_dtype, None if behaviour.dtype else alone
+        dtype = None if behaviour.exact and behaviour.dtype and ctx.backend == "sim" else coarsest
+        for engine in CELLS[contestant]:
+            run = Run(ctx, engine, meshes)
+            refused = pytest.raises((Exception, pytest.fail.Exception), match=refusal or None)
+            with refused if refusal not in ("", SAME_ORDER) else nullcontext():
+                behaviour.body(run)
+                if wanted is None:
+                    wanted = Run(ctx, OURS, meshes)
+                    behaviour.body(wanted)
+                compare(named(run.losses), named(wanted.losses), dtype, engine, measure)
+                compare(run.tensors, wanted.tensors, dtype, engine, measure)
+                assert run.facts == wanted.facts, f"{engine.name} gives other facts"
+                compare_costs(run.costs, wanted.costs, engine)
+            if run.costs or ctx.backend != "sim":
+                break  # they cost more with sums shown, and at level1; elsewhere, time is dear
+
+    def check(
+        self, ctx: Any, name: str, contestant: str = "fully_shard", meshes: dict[Any, DeviceMesh] | None = None
+    ) -> None:
+        """Run one behaviour three times, and compare; by another contestant, compare its runs with fully_shard's."""
         behaviour = self.checks[name]
         meshes = {} if meshes is None else meshes
+        if contestant != "fully_shard":
+            self.check_cells(ctx, name, contestant, meshes)
+            return
         runs = {}
         for engine in (OURS, FSDP2, ONE):
             if (engine is ONE and not behaviour.one) or (engine is FSDP2 and behaviour.without_fsdp2):
@@ -344,13 +458,12 @@ class Theme:
             behaviour.body(runs[engine])
         coarsest, measure = behaviour.dtype or ctx.float_dtype, None if behaviour.dtype else alone
         ours = runs[OURS]
-        assert ours.losses or ours.tensors or ours.facts or ours.costs, "nothing was noted"
+        assert any((ours.losses, ours.tensors, ours.facts, ours.layouts, ours.costs)), "nothing was noted"
         if FSDP2 in runs:
             theirs = runs[FSDP2]
             assert ours.facts == theirs.facts, "FSDP2 gives other facts"
-            assert list(ours.costs) == list(theirs.costs), (ours.costs, theirs.costs)
-            dear = {key: (cost, theirs.costs[key]) for key, cost in ours.costs.items() if cost > theirs.costs[key]}
-            assert not dear, f"ours costs more than FSDP2: {dear}"
+            assert ours.layouts == theirs.layouts, "FSDP2 gives other layouts"
+            compare_costs(ours.costs, theirs.costs, OURS)
             dtype = None if behaviour.exact and ctx.backend == "sim" else coarsest
             compare(named(ours.losses), named(theirs.losses), dtype, FSDP2, measure)
             compare(ours.tensors, theirs.tensors, dtype, FSDP2, measure)
@@ -358,16 +471,23 @@ class Theme:
             compare(named(mean_over_ranks(ours.losses)), named(runs[ONE].losses), coarsest, ONE, measure)
             compare(ours.tensors, runs[ONE].tensors, coarsest, ONE, measure)
 
-    def check_all(self, ctx: Any, ranks: int) -> None:
+    def check_all(self, ctx: Any, ranks: int, contestant: str = "fully_shard") -> None:
         """Run all behaviours that need so many ranks, one after the other, and name the first one that fails."""
         meshes: dict[Any, DeviceMesh] = {}
-        for name in self.names(ranks):
+        for name in self.names(ranks, contestant):
             if not self.checks[name].runs_on(ctx):
                 continue
             try:
-                self.check(ctx, name, meshes)
+                self.check(ctx, name, contestant, meshes)
             except BaseException as error:
                 raise AssertionError(f"behaviour {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def on_processes(tier: str = "deep") -> Any:
+    """Parametrize a test of all behaviours in one world: by fully_shard in this tier, by cells in the last."""
+    tiers = dict.fromkeys(("fully_shard", *CELLS), "deep") | {"fully_shard": tier}
+    cases = [pytest.param(contestant, marks=pytest.mark.tier(tier)) for contestant, tier in tiers.items()]
+    return pytest.mark.parametrize("contestant", cases)
 
 
 def alone() -> dict[str, torch.Tensor]:
@@ -388,6 +508,13 @@ def mean_over_ranks(losses: list[torch.Tensor]) -> list[torch.Tensor]:
     together = torch.stack(losses)
     dist.all_reduce(together)
     return list(together / dist.get_world_size())
+
+
+def compare_costs(ours: dict[str, int], theirs: dict[str, int], engine: Engine) -> None:
+    """At most as high as the other's."""
+    assert list(ours) == list(theirs), (ours, theirs)
+    dear = {key: (cost, theirs[key]) for key, cost in ours.items() if cost > theirs[key]}
+    assert not dear, f"{engine.name} costs more: {dear}"
 
 
 def compare(

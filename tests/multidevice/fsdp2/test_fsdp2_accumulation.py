@@ -5,7 +5,7 @@ Ours adds micro-batches up in the order in which they come, as FSDP2 does: these
 
 import pytest
 import torch
-from fsdp2_kit import OURS, Net, Theme, assert_resharded, loss_of, sgd
+from fsdp2_kit import OURS, SAME_ORDER, Net, Theme, assert_resharded, loss_of, on_processes, sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -105,7 +105,7 @@ def the_flag_of_an_inner_unit_alone(run):
     micro_batches(run, model, before)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def not_the_last_backward(run):
     model = nested(run)
 
@@ -115,7 +115,7 @@ def not_the_last_backward(run):
     micro_batches(run, model, lambda micro: run.tell(model, "set_is_last_backward", micro == 2), after=look)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def not_the_last_backward_and_no_communication(run):
     """As a pipeline schedule does it."""
     model = nested(run)
@@ -140,7 +140,7 @@ def hsdp_only_the_last_micro_batch(run):
     micro_batches(run, model, lambda micro: run.tell(model, "set_requires_gradient_sync", micro == 2))
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_traced="other facts")
 def hsdp_the_all_reduce_waits(run):
     model = nested(run, mesh=run.mesh(2, 2))
     flag = "set_requires_all_reduce"
@@ -260,7 +260,9 @@ def other_units_in_each_micro_batch_reduced_at_the_end(run):
         micro_batches(run, model, before, when=f"after {flag}")
 
 
-@THEME.behaviour(without_fsdp2="ranks reduce different units: wrong shapes meet, or a deadlock")
+@THEME.behaviour(
+    without_fsdp2="ranks reduce different units: wrong shapes meet, or a deadlock", without_traced=SAME_ORDER
+)
 def other_parts_of_a_unit_on_each_rank(run):
     """All ranks gather and reduce the unit, though each uses another part of it."""
 
@@ -289,7 +291,10 @@ def other_parts_of_a_unit_on_each_rank(run):
 # -- clearing ------------------------------------------------------------------------------------------------------
 
 
-@THEME.behaviour(without_fsdp2="zero_grad leaves unreduced gradients, which the next reduction adds")
+@THEME.behaviour(
+    without_fsdp2="zero_grad leaves unreduced gradients, which the next reduction adds",
+    without_traced="torch.compile to trace",
+)
 def zero_grad_clears_what_waits(run):
     model = nested(run)
     run.tell(model, "set_requires_gradient_sync", False)
@@ -369,7 +374,7 @@ def scaled_one_device(run, model, factor):
             parameter.register_post_accumulate_grad_hook(scale)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def sums_instead_of_means(run):
     model = nested(run)
     divide_by(run, model, 1.0)
@@ -377,7 +382,7 @@ def sums_instead_of_means(run):
     run.train(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def sums_divided_by_a_number(run):
     model = nested(run)
     divide_by(run, model, 8.0)
@@ -385,7 +390,7 @@ def sums_divided_by_a_number(run):
     run.train(model)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_traced="torch.compile to trace")
 def hsdp_sums_divided_by_a_number(run):
     model = nested(run, mesh=run.mesh(2, 2))
     divide_by(run, model, 8.0)
@@ -393,7 +398,9 @@ def hsdp_sums_divided_by_a_number(run):
     run.train(model)
 
 
-@THEME.behaviour(without_fsdp2="has a divisor of the sum, and no factor for the mean")
+@THEME.behaviour(
+    without_fsdp2="has a divisor of the sum, and no factor for the mean", without_traced="torch.compile to trace"
+)
 def means_times_a_factor(run):
     model = nested(run)
     run.tell(model, "set_gradient_scaling_factor", torch.tensor(0.25))
@@ -419,19 +426,19 @@ def losses_divided_by_the_number_of_micro_batches(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2)
 @sim.ranks(2, backends=("sim",))
-def test_accumulation(ctx, name):
-    THEME.check(ctx, name)
+def test_accumulation(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.parametrize("name", THEME.names(4))
+@THEME.contestants(4)
 @sim.ranks(4, backends=("sim",))
-def test_accumulation_on_four_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_accumulation_on_four_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("deep")
+@on_processes()
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_accumulation_on_processes(ctx):
-    THEME.check_all(ctx, 2)
+def test_accumulation_on_processes(ctx, contestant):
+    THEME.check_all(ctx, 2, contestant)

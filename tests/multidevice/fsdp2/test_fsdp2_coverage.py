@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp2_kit import BEHAVIOURS, FSDP2, ONE, OURS, Run, Theme, compare, loss_of
+from fsdp2_kit import BEHAVIOURS, CELLS, FSDP2, ONE, OURS, SAME_ORDER, Run, Theme, compare, loss_of
 
 import sim
 
@@ -38,9 +38,31 @@ def test_each_number_of_ranks_has_a_test():
         chosen = set()
         for name, test in vars(module).items():
             for mark in getattr(test, "pytestmark", []) if name.startswith("test_") else []:
-                if mark.name == "parametrize" and mark.args[0] == "name":
-                    chosen |= set(mark.args[1])
-        assert chosen == set(theme.checks), module.__name__
+                if mark.name == "parametrize" and mark.args[0] == ("name", "contestant"):
+                    chosen |= {case.values for case in mark.args[1]}
+        wanted = {(name, contestant) for name in theme.checks for contestant in ("fully_shard", *CELLS)}
+        assert chosen == wanted - {(name, "traced") for name in apart(theme)}, module.__name__
+
+
+def apart(theme):
+    """Behaviours whose ranks do not do the same; in a traced cell, which gathers what a rank reads, they may not."""
+    return [name for name, check in theme.checks.items() if check.without["traced"] == SAME_ORDER]
+
+
+def run_on_two_ranks(theme, name, contestant="fully_shard"):
+    def on_rank():
+        theme.check(sim.RankTest(torch.distributed.get_rank(), 2, "sim", torch.device("cpu")), name, contestant)
+
+    sim.run(on_rank, world_size=2)
+
+
+@pytest.mark.tier("test")
+def test_ranks_that_read_other_parameters_of_a_traced_cell_are_found():
+    cases = [(theme, name) for theme in themes().values() for name in apart(theme)]
+    assert len(cases) == 5
+    for theme, name in cases:
+        with pytest.raises(sim.CollectiveMismatch, match=SAME_ORDER):
+            run_on_two_ranks(theme, name, "traced")
 
 
 def test_memory_that_was_never_written_does_not_show():
@@ -49,11 +71,7 @@ def test_memory_that_was_never_written_does_not_show():
     torch.use_deterministic_algorithms(True)  # torch.empty is then full of NaN
     try:
         for name in ("parameters_that_some_ranks_use", "only_the_last_micro_batch_communicates"):
-
-            def on_rank(name=name):
-                checks[name].check(sim.RankTest(torch.distributed.get_rank(), 2, "sim", torch.device("cpu")), name)
-
-            sim.run(on_rank, world_size=2)
+            run_on_two_ranks(checks[name], name)
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -74,15 +92,11 @@ def test_a_difference_in_the_last_bit_is_found():
         compare(one, {"a": one["a"].float()}, torch.float64, FSDP2)
 
 
-def check_on_two_ranks(body, **options):
+def check_on_two_ranks(body, contestant="fully_shard", **options):
     theme = Theme()
     body.__name__ = "kept_after_forward"  # any name of the table
     theme.behaviour(**options)(body)
-
-    def on_rank():
-        theme.check(sim.RankTest(torch.distributed.get_rank(), 2, "sim", torch.device("cpu")), body.__name__)
-
-    sim.run(on_rank, world_size=2)
+    run_on_two_ranks(theme, body.__name__, contestant)
 
 
 @pytest.mark.tier("test")
@@ -111,6 +125,24 @@ def test_higher_costs_and_other_facts_are_found():
     for body, message in ((dear, "costs more"), (other, "other facts"), (nothing, "nothing was noted")):
         with pytest.raises(sim.RankFailed, match=message):
             check_on_two_ranks(body, one=False)
+    with pytest.raises(sim.RankFailed, match="hsdp gives other facts"):
+        check_on_two_ranks(other, "hsdp")
+
+
+def test_a_cell_that_does_otherwise_or_does_not_refuse_is_found():
+    def scaled(run):
+        run.note("loss", torch.full((1,), 1.0 if run.engine is OURS else 1.1))
+
+    def dear(run):
+        run.costs["bytes"] = 1 if run.engine is OURS else 2
+
+    for contestant in CELLS:
+        for body, message in ((scaled, f"loss is .* from {CELLS[contestant][0].name}"), (dear, "costs more")):
+            with pytest.raises(sim.RankFailed, match=message):
+                check_on_two_ranks(body, contestant)
+            check_on_two_ranks(body, contestant, without_hsdp=message)
+        with pytest.raises(sim.RankFailed, match="DID NOT RAISE"):
+            check_on_two_ranks(lambda run: run.note("one", torch.ones(1)), contestant, without_hsdp="mesh")
 
 
 def test_one_device_has_the_data_of_all_ranks():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fsdp2_kit import Block, Net, Theme, loss_of
+from fsdp2_kit import Block, Net, Theme, loss_of, on_processes
 from torch import nn
 
 import sim
@@ -128,7 +128,9 @@ def the_dtype_changes_after_wrapping(run):
     run.facts["dtypes"] = {p.dtype for p in model.parameters()}
 
 
-@THEME.behaviour(dtype=BF16, without_fsdp2="has no such option: gradients are in the parameters' dtype")
+@THEME.behaviour(
+    dtype=BF16, without_fsdp2="has no such option: gradients are in the parameters' dtype", without_hsdp="mp_policy"
+)
 def main_gradients_in_fp32(run):
     model = run.net(BF16)
     run.wrap_blocks(model, **({} if run.alone else {"mp_policy": run.policy(apply_grad_on_fp32_main_grad=True)}))
@@ -146,17 +148,17 @@ def main_gradients_in_fp32(run):
 # -- the dtypes of a policy ----------------------------------------------------------------------------------------
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def compute_in_bf16_reduce_in_fp32(run):
     trained(run, FP32, param_dtype=BF16, reduce_dtype=FP32)
 
 
-@THEME.behaviour(one=False, dtype=FP16)
+@THEME.behaviour(one=False, dtype=FP16, without_hsdp="mp_policy")
 def compute_in_fp16_reduce_in_fp32(run):
     trained(run, FP32, param_dtype=FP16, reduce_dtype=FP32)
 
 
-@THEME.behaviour(exact=False, one=False, dtype=BF16)
+@THEME.behaviour(exact=False, one=False, dtype=BF16, without_hsdp="mp_policy")
 def compute_and_reduce_in_bf16(run):
     trained(run, FP32, param_dtype=BF16)
 
@@ -181,28 +183,28 @@ def parameters_in_bf16_reduce_in_fp32(run):
     trained(run, BF16, reduce_dtype=FP32)
 
 
-@THEME.behaviour(4, one=False, dtype=BF16)
+@THEME.behaviour(4, one=False, dtype=BF16, without_hsdp="mp_policy")
 def reduce_in_bf16_over_both_axes(run):
     trained(run, FP32, param_dtype=BF16, reduce_dtype=FP32, mesh=run.mesh(2, 2))
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def outputs_in_another_dtype(run):
     trained(run, FP32, param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def inputs_are_not_cast(run):
     trained(run, FP32, data=BF16, param_dtype=BF16, reduce_dtype=FP32, cast_forward_inputs=False)
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def blocks_under_another_policy_than_the_root(run):
     blocks = {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32}
     trained(run, FP32, blocks=blocks, param_dtype=FP32, reduce_dtype=FP32)
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def norms_in_fp32_inside_of_bf16_blocks(run):
     model = run.net(FP32)
     for block in model.blocks:
@@ -212,7 +214,7 @@ def norms_in_fp32_inside_of_bf16_blocks(run):
     run.train(model, lambda step: loss_of(model, run.batch(step).float()))
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def only_inner_layers_under_a_policy(run):
     model = run.net(FP32)
     for block in model.blocks:
@@ -240,7 +242,7 @@ class Gathers(Block):
         return {"y": super().forward(batch.x + options["more"][0] + self.embed(batch.index) + self.shift.to(batch.x))}
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def casts_reach_into_containers_and_leave_integers(run):
     model = run.build(Gathers, FP32)
     run.wrap(model, mp_policy=run.policy(BF16, FP32, output_dtype=FP32))
@@ -278,7 +280,10 @@ KNOWS_DATACLASSES = torch.__version__ >= (2, 13)
 
 
 @THEME.behaviour(
-    one=not KNOWS_DATACLASSES, dtype=BF16, without_fsdp2="" if KNOWS_DATACLASSES else "does not look into dataclasses"
+    one=not KNOWS_DATACLASSES,
+    dtype=BF16,
+    without_fsdp2="" if KNOWS_DATACLASSES else "does not look into dataclasses",
+    without_hsdp="mp_policy",
 )
 def casts_reach_into_dataclasses(run):
     model = run.build(Stateful, FP32)
@@ -299,7 +304,7 @@ def casts_reach_into_dataclasses(run):
         assert run.facts["out 0"][1:] == ("mine", FP64, torch.int64)
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def casts_of_inputs_that_need_gradients(run):
     model = run.net(FP32)
     run.wrap_blocks(model, mp_policy=run.policy(BF16, FP32))
@@ -308,7 +313,7 @@ def casts_of_inputs_that_need_gradients(run):
     run.facts["input gradient"] = x.grad.dtype
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def low_precision_over_several_micro_batches(run):
     model = run.net(FP32)
     run.wrap_blocks(model, mp_policy=run.policy(BF16, FP32))
@@ -337,7 +342,7 @@ def autocast_around_a_sharded_model(run):
     run.train(model, loss)
 
 
-@THEME.behaviour(one=False, dtype=FP16)
+@THEME.behaviour(one=False, dtype=FP16, without_hsdp="mp_policy")
 def loss_scaling_in_fp16(run):
     """As a GradScaler does it: the gradients come scaled, and are divided after the reduction."""
     model = run.net(FP32)
@@ -351,7 +356,7 @@ def loss_scaling_in_fp16(run):
     run.note_model(model)
 
 
-@THEME.behaviour(one=False, dtype=BF16)
+@THEME.behaviour(one=False, dtype=BF16, without_hsdp="mp_policy")
 def unsharded_weights_have_the_compute_dtype(run):
     model = run.build(Net, FP32)
     run.wrap_blocks(model, mp_policy=run.policy(BF16, FP32))
@@ -365,19 +370,19 @@ def unsharded_weights_have_the_compute_dtype(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2)
 @sim.ranks(2, backends=("sim",))
-def test_dtypes(ctx, name):
-    THEME.check(ctx, name)
+def test_dtypes(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.parametrize("name", THEME.names(4))
+@THEME.contestants(4)
 @sim.ranks(4, backends=("sim",))
-def test_dtypes_on_four_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_dtypes_on_four_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("full")
+@on_processes("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_dtypes_on_processes(ctx):
-    THEME.check_all(ctx, 2)
+def test_dtypes_on_processes(ctx, contestant):
+    THEME.check_all(ctx, 2, contestant)

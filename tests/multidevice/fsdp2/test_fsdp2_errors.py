@@ -6,7 +6,7 @@ wrong kind of argument ends in whatever comes first in both.
 
 import pytest
 import torch
-from fsdp2_kit import FSDP2, OURS, Run, Theme
+from fsdp2_kit import FSDP2, OURS, Run, Theme, on_processes
 from torch import nn
 from torch.distributed.tensor import Replicate
 
@@ -20,18 +20,18 @@ def both_refuse(run, mistake, ours, theirs):
     """Each engine raises its kind; the other behaviours of the model are then as before."""
     if run.alone:
         return
-    wanted = ours if run.engine is OURS else theirs
+    wanted = ours if run.ours else theirs
     with pytest.raises(wanted) as caught:
         mistake()
     run.facts["refused"] = True
-    if run.engine is OURS and ours is not ANY:
+    if run.ours and ours is not ANY:
         assert type(caught.value) is ours  # an error of the arguments, and not one that happened inside
         lines = str(caught.value).splitlines()
         assert len(lines) >= 2, lines
         assert lines[-1].startswith("  try: "), lines
 
 
-def refusal(mistake, ours, theirs, ranks=2):
+def refusal(mistake, ours, theirs, **options):
     """A behaviour: `mistake(run, model)` is refused by both."""
 
     def body(run):
@@ -39,12 +39,12 @@ def refusal(mistake, ours, theirs, ranks=2):
         both_refuse(run, lambda: mistake(run, model), ours, theirs)
 
     body.__name__ = mistake.__name__
-    THEME.behaviour(ranks, one=False)(body)
+    THEME.behaviour(one=False, **options)(body)
     return mistake
 
 
-def refused(ours, theirs=None, ranks=2):
-    return lambda mistake: refusal(mistake, ours, theirs or ours, ranks)
+def refused(ours, theirs=None, **options):
+    return lambda mistake: refusal(mistake, ours, theirs or ours, **options)
 
 
 # -- modules -------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def a_parameter_in_two_units(run, model):
 # -- arguments -----------------------------------------------------------------------------------------------------
 
 
-@refused(ValueError)
+@refused(ValueError, without_hsdp="mesh")
 def a_mesh_of_three_axes(run, model):
     run.wrap(model, mesh=run.mesh(1, 1, 2, names=("a", "b", "c")))
 
@@ -99,22 +99,22 @@ def no_mesh(run, model):
     run.wrap(model, mesh=2)
 
 
-@refused(ValueError)
+@refused(ValueError, without_hsdp="reshard_after_forward")
 def resharding_to_no_divisor(run, model):
     run.wrap(model, reshard_after_forward=3)
 
 
-@refused(ValueError)
+@refused(ValueError, without_hsdp="reshard_after_forward")
 def resharding_to_a_word(run, model):
     run.wrap(model, reshard_after_forward="yes")
 
 
-@refused(ValueError, ANY)
+@refused(ValueError, ANY, without_hsdp="shard_placement_fn")
 def a_placement_that_is_no_shard(run, model):
     run.wrap(model, shard_placement_fn=lambda parameter: Replicate())
 
 
-@refused(ValueError, ANY)
+@refused(ValueError, ANY, without_hsdp="shard_placement_fn")
 def a_shard_of_a_dim_that_is_not_there(run, model):
     run.wrap(model, shard_placement_fn=lambda parameter: torch.distributed.tensor.Shard(3))
 
@@ -148,7 +148,7 @@ def a_forward_method_that_is_not_there(run, model):
     run.forward_method(run.wrap(model), "generate")
 
 
-@refused(RuntimeError)
+@refused(RuntimeError, without_traced="device meta is not on the expected")
 def parameters_still_on_meta(run, model):
     with torch.device("meta"):
         model = nn.Linear(5, 3)
@@ -178,7 +178,7 @@ def a_forward_that_fails(run):
     run.train(model)
 
 
-@THEME.behaviour(one=False)
+@THEME.behaviour(one=False, without_traced="DID NOT RAISE")
 def the_data_of_a_parameter_is_assigned(run):
     """FSDP2 goes on with the old values and says nothing; ours refuses the next forward, and names the parameter."""
     model = run.net()
@@ -187,7 +187,7 @@ def the_data_of_a_parameter_is_assigned(run):
     model.reshard()
     with torch.no_grad():
         model.head.weight.data = model.head.weight.detach() * 2
-    if run.engine is OURS:
+    if run.ours:
         with pytest.raises(RuntimeError, match=r"the data of 'head.weight' was assigned"):
             model(run.batch())
     else:
@@ -213,13 +213,13 @@ def test_a_face_that_does_not_refuse_is_found():
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2, tier="check")
 @sim.ranks(2, backends=("sim",))
-def test_errors(ctx, name):
-    THEME.check(ctx, name)
+def test_errors(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("full")
+@on_processes("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_errors_on_processes(ctx):
-    THEME.check_all(ctx, 2)
+def test_errors_on_processes(ctx, contestant):
+    THEME.check_all(ctx, 2, contestant)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_kit import Even, Net, Theme, loss_of, sgd
+from fsdp2_kit import Even, Net, Theme, loss_of, on_processes, sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -31,7 +31,7 @@ def laid_out(model):
 def one_axis_of_four_ranks(run):
     model = run.net()
     run.wrap_blocks(model)
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model)
 
 
@@ -39,7 +39,7 @@ def one_axis_of_four_ranks(run):
 def two_by_two(run):
     model = run.net()
     run.wrap_blocks(model, mesh=run.mesh(2, 2))
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model)
 
 
@@ -48,7 +48,7 @@ def axes_of_one_rank(run):
     for shape in ((1, 2), (2, 1)):
         model = run.net()
         run.wrap_blocks(model, mesh=run.mesh(*shape))
-        run.facts[f"layout {shape}"] = None if run.alone else laid_out(model)
+        run.layouts[f"layout {shape}"] = None if run.alone else laid_out(model)
         run.backward(loss_of(model, run.batch()))
         run.note_model(model, f"on {shape}")
 
@@ -59,17 +59,17 @@ def the_default_mesh(run):
     for block in model.blocks:
         run.wrap(block, **({} if run.alone else {"mesh": None}))
     run.wrap(model, **({} if run.alone else {"mesh": None}))
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="mesh")
 def a_slice_of_a_larger_mesh(run):
     """Two pairs of ranks that train apart, each over its half of a mesh with other axes."""
     model = run.net()
     mesh = run.mesh(2, 2, names=("other", "fsdp"))
     run.wrap_blocks(model, mesh=mesh["fsdp"])
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     index = run.ctx.rank % 2
     run.train(model, lambda step: loss_of(model, run.batch(step, part=(index, 2))))
 
@@ -108,7 +108,7 @@ def three_ranks(run):
     """No size is a multiple of three, and no quotient is exact."""
     model = run.net()
     run.wrap_blocks(model)
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model)
 
 
@@ -118,7 +118,7 @@ def fewer_rows_than_ranks(run):
     for layer in model:
         run.wrap(layer)
     run.wrap(model)
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model)
 
 
@@ -195,48 +195,54 @@ def last_dim(parameter):
     return Shard(parameter.dim() - 1)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="shard_placement_fn")
 def split_along_the_last_dim(run):
     model = run.build(Even)
     run.wrap_blocks(model, shard_placement_fn=last_dim)
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model, lambda step: loss_of(model, run.batch(step, width=8)))
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="shard_placement_fn")
 def split_along_the_last_dim_over_two_axes(run):
     model = run.build(Even)
     run.wrap_blocks(model, shard_placement_fn=last_dim, mesh=run.mesh(2, 2))
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model, lambda step: loss_of(model, run.batch(step, width=8)))
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="shard_placement_fn")
 def split_along_different_dims(run):
     def choose(parameter):
         return Shard(1) if parameter.dim() == 2 and parameter.shape[0] == 16 else None
 
     model = run.build(Even)
     run.wrap_blocks(model, shard_placement_fn=choose)
-    run.facts["layout"] = None if run.alone else laid_out(model)
+    run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model, lambda step: loss_of(model, run.batch(step, width=8)))
 
 
-@THEME.behaviour(4, without_fsdp2="backward of a Shard(1) that was split over fewer ranks: IndexError")
+@THEME.behaviour(
+    4,
+    without_fsdp2="backward of a Shard(1) that was split over fewer ranks: IndexError",
+    without_hsdp="shard_placement_fn",
+)
 def split_along_the_last_dim_and_over_fewer_ranks(run):
     model = run.build(Even)
     run.wrap_blocks(model, shard_placement_fn=last_dim, reshard_after_forward=2)
     run.train(model, lambda step: loss_of(model, run.batch(step, width=8)))
 
 
-@THEME.behaviour(dtype=torch.bfloat16, one=False)
+@THEME.behaviour(dtype=torch.bfloat16, one=False, without_hsdp="shard_placement_fn")
 def split_along_the_last_dim_in_bf16(run):
     model = run.build(Even, torch.float32)
     run.wrap_blocks(model, shard_placement_fn=last_dim, mp_policy=run.policy(torch.bfloat16, torch.float32))
     run.train(model, lambda step: loss_of(model, run.batch(step, width=8).float()))
 
 
-@THEME.behaviour(without_fsdp2="uneven sizes along a dim other than 0: NotImplementedError")
+@THEME.behaviour(
+    without_fsdp2="uneven sizes along a dim other than 0: NotImplementedError", without_hsdp="shard_placement_fn"
+)
 def split_unevenly_along_the_last_dim(run):
     model = run.net()
     run.wrap_blocks(model, shard_placement_fn=last_dim)
@@ -278,7 +284,7 @@ def tensor_parallel(run, hidden=8, shape=(2, 2), wrap=True, avg=True, **options)
         units = [*(block[name] for block in model.blocks for name in ("up", "down")), model]
         for unit in units:
             run.wrap(unit, mesh=over, **options)
-            if avg and run.engine.name == "ours":
+            if avg and run.ours:
                 unit.set_reduce_op_type("avg")  # a unit with DTensors has "sum" as its default
     return model
 
@@ -288,7 +294,7 @@ def with_part(run, model, tp=2, scale=1.0):
     return lambda step: loss_of(model, run.batch(step, part=(run.ctx.rank // tp, count))) * scale
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="mesh")
 def tensor_parallel_inside(run):
     model = tensor_parallel(run)
     if not run.alone:
@@ -296,32 +302,32 @@ def tensor_parallel_inside(run):
     run.train(model, with_part(run, model))
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="mesh")
 def tensor_parallel_with_uneven_parts(run):
     model = tensor_parallel(run, hidden=6)
     run.train(model, with_part(run, model))
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="mesh")
 def tensor_parallel_kept_after_forward(run):
     model = tensor_parallel(run, reshard_after_forward=False)
     run.train(model, with_part(run, model))
 
 
-@THEME.behaviour(4, dtype=torch.bfloat16, one=False)
+@THEME.behaviour(4, dtype=torch.bfloat16, one=False, without_hsdp="mesh")
 def tensor_parallel_in_bf16(run):
     model = tensor_parallel(run, mp_policy=run.policy(torch.bfloat16, torch.float32))
     model.float()
     run.train(model, lambda step: loss_of(model, run.batch(step, part=(run.ctx.rank // 2, 2)).float()))
 
 
-@THEME.behaviour(8)
+@THEME.behaviour(8, without_hsdp="mesh")
 def tensor_parallel_inside_of_two_axes(run):
     model = tensor_parallel(run, shape=(2, 2, 2))
     run.train(model, with_part(run, model))
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="mesh")
 def tensor_parallel_while_accumulating(run):
     model = tensor_parallel(run)
     optimizer = sgd(model)
@@ -337,7 +343,7 @@ def tensor_parallel_while_accumulating(run):
     run.note_model(model)
 
 
-@THEME.behaviour(4, exact=False)
+@THEME.behaviour(4, exact=False, without_hsdp="mesh")
 def tensor_parallel_clipped(run):
     """By the norm of the tensor-parallel weights; torch cannot stack norms of DTensors on several meshes.
 
@@ -355,14 +361,14 @@ def tensor_parallel_clipped(run):
     run.note_model(model)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="mesh")
 def tensor_parallel_sums_by_default(run):
     """Ours adds up the gradients of units with DTensors, FSDP2 takes the mean: the loss is divided instead."""
     model = tensor_parallel(run, avg=False)
-    if run.engine.name == "ours":
+    if run.ours:
         model.set_reduce_op_type("sum", recurse=False)  # the root has plain parameters only
     count = run.ctx.world_size // 2
-    divisor = count if run.engine.name == "ours" else 1
+    divisor = count if run.ours else 1
     optimizer = sgd(model)
     for step in range(2):
         optimizer.zero_grad()
@@ -373,7 +379,7 @@ def tensor_parallel_sums_by_default(run):
     run.note_model(model)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="mesh")
 def sequence_parallel_inside(run):
     """The norm's weight is a replicated DTensor, whose gradient comes as parts of a sum."""
     model = tensor_parallel(run, wrap=False)
@@ -384,7 +390,7 @@ def sequence_parallel_inside(run):
         units = [*(block[name] for block in model.blocks for name in ("up", "down")), model.head]
         for unit in units:
             run.wrap(unit, mesh=mesh["dp"])
-        if run.engine.name == "ours":
+        if run.ours:
             for unit in (model.norm, *units):
                 unit.set_reduce_op_type("avg")
 
@@ -410,7 +416,7 @@ def reduce_by_hand(run, parameter):
         parameter.grad.div_(run.ctx.world_size)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="ignored_params")
 def ignored_parameters(run):
     model = run.net()
     ignored = {model.scale, model.blocks[1].up.weight}
@@ -426,7 +432,7 @@ def ignored_parameters(run):
     run.note_model(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="ignored_params")
 def all_parameters_of_a_unit_are_ignored(run):
     model = run.net()
     ignored = set(model.blocks[1].parameters())
@@ -443,7 +449,7 @@ def all_parameters_of_a_unit_are_ignored(run):
 
 def replicated(run, model, mesh):
     """`scale` and a norm stay unsharded: ours reduces them; for FSDP2 they are ignored, and reduced by hand."""
-    name = "replicate_params" if run.engine.name == "ours" else "ignored_params"
+    name = "replicate_params" if run.ours else "ignored_params"
     for index, block in enumerate(model.blocks):
         run.wrap(block, mesh=mesh, **({name: set(block.norm.parameters())} if index == 1 else {}))
     run.wrap(model, mesh=mesh, **{name: {model.scale}})
@@ -469,21 +475,21 @@ def trained_with_replicas(run, mesh=None):
     return model
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="replicate_params")
 def replicated_parameters(run):
     model = trained_with_replicas(run)
-    for name, parameter in model.named_parameters() if run.engine.name == "ours" else ():
+    for name, parameter in model.named_parameters() if run.ours else ():
         whole = name in ("scale", "blocks.1.norm.weight", "blocks.1.norm.bias")
         assert parameter.placements == (Replicate() if whole else Shard(0),), name
         assert not whole or parameter.to_local().shape == parameter.shape, name
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="replicate_params")
 def replicated_parameters_over_two_axes(run):
     trained_with_replicas(run, run.mesh(2, 2))
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="replicate_params")
 def replicated_parameters_while_accumulating(run):
     model = run.net()
     by_hand = replicated(run, model, run.mesh())
@@ -509,7 +515,7 @@ def offloaded(run, model):
     return {"offload_policy": run.engine.policies.CPUOffloadPolicy(pin_memory=run.ctx.device_type != "cpu")}
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="offload_policy")
 def shards_on_the_host(run):
     model = run.net()
     run.wrap_blocks(model, **offloaded(run, model))
@@ -518,7 +524,7 @@ def shards_on_the_host(run):
     run.facts["gradients"] = {p.grad.device.type for p in model.parameters()} if not run.alone else None
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="offload_policy")
 def shards_on_the_host_while_accumulating(run):
     model = run.net()
     run.wrap_blocks(model, **offloaded(run, model))
@@ -532,7 +538,7 @@ def shards_on_the_host_while_accumulating(run):
     run.note_model(model)
 
 
-@THEME.behaviour(dtype=torch.bfloat16, one=False)
+@THEME.behaviour(dtype=torch.bfloat16, one=False, without_hsdp="offload_policy")
 def shards_on_the_host_in_bf16(run):
     model = run.net(torch.float32)
     run.wrap_blocks(model, mp_policy=run.policy(torch.bfloat16, torch.float32), **offloaded(run, model))
@@ -556,7 +562,7 @@ def made_on_the_meta_device(run):
 
 def fused(run, **options):
     """Options that ours has and FSDP2 has not; the numbers are the same."""
-    return options if run.engine.name == "ours" else {}
+    return options if run.ours else {}
 
 
 @THEME.behaviour()
@@ -566,7 +572,7 @@ def one_collective_per_unit(run):
     run.train(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="comm_fusion_zero_copy")
 def one_collective_per_unit_with_copies(run):
     model = run.net()
     run.wrap_blocks(model, **fused(run, comm_fusion=True, comm_fusion_zero_copy=False))
@@ -583,38 +589,37 @@ def one_collective_per_unit_over_two_axes(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2)
 @sim.ranks(2, backends=("sim",))
-def test_layouts(ctx, name):
-    THEME.check(ctx, name)
+def test_layouts(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.parametrize("name", THEME.names(3))
+@THEME.contestants(3)
 @sim.ranks(3, backends=("sim",))
-def test_layouts_on_three_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_layouts_on_three_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.parametrize("name", THEME.names(4))
+@THEME.contestants(4)
 @sim.ranks(4, backends=("sim",))
-def test_layouts_on_four_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_layouts_on_four_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("full")
-@pytest.mark.parametrize("name", THEME.names(8))
+@THEME.contestants(8, tier="full")
 @sim.ranks(8, backends=("sim",))
-def test_layouts_on_eight_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_layouts_on_eight_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("full")
+@on_processes("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_layouts_on_processes(ctx):
-    THEME.check_all(ctx, 2)
+def test_layouts_on_processes(ctx, contestant):
+    THEME.check_all(ctx, 2, contestant)
 
 
-@pytest.mark.tier("full")
+@on_processes("full")
 @sim.ranks(4, backends=("gloo", "gpu", "npu"))
-def test_layouts_on_four_processes(ctx):
-    THEME.check_all(ctx, 4)
+def test_layouts_on_four_processes(ctx, contestant):
+    THEME.check_all(ctx, 4, contestant)

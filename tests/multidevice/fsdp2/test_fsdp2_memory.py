@@ -21,6 +21,7 @@ from sim.kernel.context import current_context
 pytestmark = pytest.mark.tier("test")
 
 THEME = Theme()
+EACH = r"costs more|assert \d+ == "  # a traced cell gathers and reduces each parameter by itself, in each use
 WIDTH, BLOCKS = 64, 4
 BLOCK_BYTES = 4 * (WIDTH * 4 * WIDTH * 2 + 5 * WIDTH)  # two weights and two biases in fp32
 
@@ -102,7 +103,7 @@ def counted(run, model, when="", backwards=1):
 
 def stack(run, *, fuse=False, **options):
     model = run.build(Stack, torch.float32)
-    if fuse and run.engine.name == "ours":
+    if fuse and run.ours:
         options["comm_fusion"] = True
     return run.wrap_blocks(model, **options)
 
@@ -131,7 +132,7 @@ def memory_of_steps(run, model, body=one_step):
 # -- communication -------------------------------------------------------------------------------------------------
 
 
-@THEME.behaviour(4, one=False)
+@THEME.behaviour(4, one=False, without_traced=EACH)
 def collectives_of_a_step(run):
     model = stack(run)
     costs_of_steps(run, model)
@@ -139,19 +140,19 @@ def collectives_of_a_step(run):
     assert run.costs["reductions of step 1"] == BLOCKS + 1
 
 
-@THEME.behaviour(4, one=False)
+@THEME.behaviour(4, one=False, without_traced=EACH)
 def collectives_over_two_axes(run):
     costs_of_steps(run, stack(run, mesh=run.mesh(2, 2)))
 
 
-@THEME.behaviour(4, one=False)
+@THEME.behaviour(4, one=False, without_traced=EACH)
 def collectives_of_weights_kept_after_forward(run):
     model = stack(run, reshard_after_forward=False)
     costs_of_steps(run, model)
     assert run.costs["gathers of step 1"] == BLOCKS + 1
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def collectives_of_weights_kept_after_backward(run):
     model = stack(run, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
@@ -159,32 +160,32 @@ def collectives_of_weights_kept_after_backward(run):
     assert run.costs["gathers of step 1"] == 0
 
 
-@THEME.behaviour(4, one=False)
+@THEME.behaviour(4, one=False, without_hsdp="reshard_after_forward")
 def collectives_of_weights_split_over_fewer_ranks(run):
     costs_of_steps(run, stack(run, reshard_after_forward=2))
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_hsdp="mp_policy")
 def collectives_in_bf16(run):
     costs_of_steps(run, stack(run, mp_policy=run.policy(torch.bfloat16, torch.float32)))
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_hsdp="mp_policy")
 def collectives_of_reductions_in_bf16(run):
     costs_of_steps(run, stack(run, mp_policy=run.policy(torch.bfloat16)))
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_hsdp="shard_placement_fn")
 def collectives_along_the_last_dim(run):
     costs_of_steps(run, stack(run, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else None))
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def collectives_of_frozen_units(run):
     model = run.build(Stack, torch.float32)
     for block in model.blocks[:2]:
         block.requires_grad_(False)
-    run.wrap_blocks(model, **({"comm_fusion": True} if run.engine.name == "ours" else {}))
+    run.wrap_blocks(model, **({"comm_fusion": True} if run.ours else {}))
     costs_of_steps(run, model)
     assert run.costs["reductions of step 1"] == BLOCKS - 2 + 1
 
@@ -196,7 +197,7 @@ def accumulate(run, model, step, **flags):
         one_step(run, model, 10 * step + micro)
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def collectives_of_micro_batches(run):
     def body(run, model, step):
         accumulate(run, model, step, set_requires_gradient_sync=False)
@@ -205,7 +206,7 @@ def collectives_of_micro_batches(run):
     assert run.costs["reductions of step 1"] == BLOCKS + 1
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def collectives_of_micro_batches_that_keep_the_weights(run):
     def body(run, model, step):
         accumulate(run, model, step, set_requires_gradient_sync=False, set_reshard_after_backward=False)
@@ -214,7 +215,7 @@ def collectives_of_micro_batches_that_keep_the_weights(run):
     assert run.costs["gathers of step 1"] == BLOCKS + 1
 
 
-@THEME.behaviour(4, one=False)
+@THEME.behaviour(4, one=False, without_traced=EACH)
 def collectives_of_micro_batches_over_two_axes(run):
     def body(run, model, step):
         accumulate(run, model, step, set_requires_all_reduce=False)
@@ -222,7 +223,7 @@ def collectives_of_micro_batches_over_two_axes(run):
     costs_of_steps(run, stack(run, mesh=run.mesh(2, 2)), body, backwards=3)
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def collectives_of_an_evaluation(run):
     def body(run, model, step):
         with torch.no_grad():
@@ -233,11 +234,11 @@ def collectives_of_an_evaluation(run):
     costs_of_steps(run, stack(run), body)
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced="torch.compile to trace")
 def collectives_of_an_evaluation_that_keeps_the_weights(run):
     def body(run, model, step):
         model.set_reshard_after_forward(False)
-        for part in (*model.blocks, model) if run.engine.name == "ours" else ():
+        for part in (*model.blocks, model) if run.ours else ():
             part.unshard()  # ours keeps through forwards without gradients what was gathered by hand
         for _ in range(3):
             with torch.no_grad():
@@ -250,7 +251,7 @@ def collectives_of_an_evaluation_that_keeps_the_weights(run):
     assert run.costs["gathers of step 1"] == BLOCKS + 1
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def collectives_under_checkpointing(run):
     model = stack(run)
     model.recompute = True
@@ -259,7 +260,7 @@ def collectives_under_checkpointing(run):
     assert run.costs["reductions of step 1"] == BLOCKS + 1
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def collectives_of_two_forwards_before_a_backward(run):
     def body(run, model, step):
         (loss_of(model, run.batch(step).float()) + loss_of(model, run.batch(step + 5).float())).backward()
@@ -272,8 +273,9 @@ def gathers_are_ahead_of_their_units(run):
     """How many gathers each block has seen in the middle of its forward and of its backward: at least FSDP2's."""
     model = stack(run)
     for index, block in enumerate(model.blocks):
-        block.set_modules_to_forward_prefetch(list(model.blocks[index + 1 : index + 3]))
-        block.set_modules_to_backward_prefetch([model.blocks[i] for i in (index - 1, index - 2) if i >= 0])
+        before = [model.blocks[i] for i in (index - 1, index - 2) if i >= 0]
+        run.tell(block, "set_modules_to_forward_prefetch", list(model.blocks[index + 1 : index + 3]))
+        run.tell(block, "set_modules_to_backward_prefetch", before)
     seen = []
 
     def look(*_):
@@ -310,7 +312,7 @@ def memory_over_two_axes(run):
     memory_of_steps(run, stack(run, mesh=run.mesh(2, 2)))
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_hsdp="mp_policy")
 def memory_in_bf16(run):
     memory_of_steps(run, stack(run, mp_policy=run.policy(torch.bfloat16, torch.float32)))
 
@@ -327,7 +329,7 @@ def memory_under_checkpointing(run):
     memory_of_steps(run, model)
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def memory_of_micro_batches(run):
     def body(run, model, step):
         accumulate(run, model, step, set_requires_gradient_sync=False)
@@ -347,7 +349,7 @@ def memory_of_an_evaluation(run):
     assert run.costs["peak"] < parts + 3.5 * BLOCK_BYTES  # one block, the next, and a buffer of the gather
 
 
-@THEME.behaviour(2, one=False)
+@THEME.behaviour(2, one=False, without_traced=EACH)
 def memory_between_forward_and_backward(run):
     def body(run, model, step):
         loss = loss_of(model, run.batch(step).float())
@@ -368,16 +370,16 @@ def memory_between_forward_and_backward(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2)
 @sim.ranks(2, backends=("sim",))
-def test_memory(ctx, name):
-    THEME.check(ctx, name)
+def test_memory(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.parametrize("name", THEME.names(4))
+@THEME.contestants(4)
 @sim.ranks(4, backends=("sim",))
-def test_memory_on_four_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_memory_on_four_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
 @pytest.mark.sim

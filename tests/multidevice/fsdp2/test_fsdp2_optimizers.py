@@ -1,8 +1,7 @@
 """fully_shard against FSDP2: torch's optimizers, clipping, scaling and averaging on sharded parameters."""
 
-import pytest
 import torch
-from fsdp2_kit import Theme, loss_of
+from fsdp2_kit import Theme, loss_of, on_processes
 from torch import nn
 
 import sim
@@ -234,7 +233,7 @@ def weights_set_by_torchs_init(run):
     run.train(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="mixed torch.Tensor and DTensor")
 def a_penalty_on_the_weights(run):
     """The loss uses the parameters themselves, inside of the forward, where they are unsharded."""
     model = run.net()
@@ -247,21 +246,19 @@ def a_penalty_on_the_weights(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.tier("test")
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2)
 @sim.ranks(2, backends=("sim",))
-def test_optimizers(ctx, name):
-    THEME.check(ctx, name)
+def test_optimizers(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("full")
-@pytest.mark.parametrize("name", THEME.names(4))
+@THEME.contestants(4, tier="full")
 @sim.ranks(4, backends=("sim",))
-def test_optimizers_on_four_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_optimizers_on_four_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("deep")
+@on_processes()
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_optimizers_on_processes(ctx):
-    THEME.check_all(ctx, 2)
+def test_optimizers_on_processes(ctx, contestant):
+    THEME.check_all(ctx, 2, contestant)

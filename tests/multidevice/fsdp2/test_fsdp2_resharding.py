@@ -4,9 +4,8 @@ After `reshard_after_forward=False` or an evaluation, FSDP2 leaves unsharded par
 the shards: what the modules show is therefore compared where both gather by hand only.
 """
 
-import pytest
 import torch
-from fsdp2_kit import OURS, Theme, loss_of, sgd
+from fsdp2_kit import OURS, Theme, loss_of, on_processes, sgd
 
 import sim
 from hyper_parallel.core.fully_shard.unit import unit_of
@@ -41,18 +40,18 @@ def some_units_kept_after_forward(run):
     run.train(model)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_after_forward(run):
     run.train(nested(run, reshard_after_forward=2), steps=3)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_and_two_forwards(run):
     model = nested(run, reshard_after_forward=2)
     run.train(model, lambda step: loss_of(model, run.batch(step)) + loss_of(model, run.batch(step + 5)))
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_and_evaluation(run):
     model = nested(run, reshard_after_forward=2)
     optimizer = sgd(model)
@@ -66,7 +65,7 @@ def split_over_fewer_ranks_and_evaluation(run):
     run.note_model(model, "after")
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_while_accumulating(run):
     model = nested(run, reshard_after_forward=2)
 
@@ -79,7 +78,7 @@ def split_over_fewer_ranks_while_accumulating(run):
     run.train(model, loss)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_all_ranks_or_one_after_forward(run):
     """The two ends: as many ranks as there are is True, one rank is False."""
     model = run.net()
@@ -90,7 +89,7 @@ def split_over_all_ranks_or_one_after_forward(run):
     run.train(model)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_of_a_two_axis_mesh(run):
     run.train(nested(run, mesh=run.mesh(1, 4), reshard_after_forward=2))
 
@@ -198,7 +197,7 @@ def shown(model):
     return [(name, tuple(p.shape), type(p.data).__name__) for name, p in model.named_parameters()]
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def gathered_and_freed_by_hand(run):
     model = nested(run)
     for part in (model.blocks[1], model):
@@ -213,7 +212,7 @@ def gathered_and_freed_by_hand(run):
     run.train(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def gathered_by_a_handle(run):
     model = nested(run)
     optimizer = sgd(model)  # while the modules show the shards
@@ -228,7 +227,7 @@ def gathered_by_a_handle(run):
     run.train(model, optimizer=optimizer)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def gathered_ahead_and_nobody_waits(run):
     model = nested(run)
 
@@ -253,7 +252,7 @@ def freed_between_forward_and_backward(run):
     run.train(model, loss)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def gathered_between_forward_and_backward(run):
     model = nested(run)
 
@@ -266,12 +265,12 @@ def gathered_between_forward_and_backward(run):
     run.train(model, loss)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="is a list")
 def a_unit_of_several_modules_gathered_through_any(run):
     model = run.net()
     run.wrap([model.blocks[0], model.blocks[1]])
     run.wrap(model)
-    run.tell(model.blocks[1] if run.engine.name == "ours" else model.blocks[0], "unshard")
+    run.tell(model.blocks[1] if run.ours else model.blocks[0], "unshard")
     run.facts["shown"] = shown(model)
     run.tell(model.blocks[0], "reshard")
     run.train(model)
@@ -332,21 +331,19 @@ def prefetched_under_checkpointing(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.tier("test")
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2)
 @sim.ranks(2, backends=("sim",))
-def test_resharding(ctx, name):
-    THEME.check(ctx, name)
+def test_resharding(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("full")
-@pytest.mark.parametrize("name", THEME.names(4))
+@THEME.contestants(4, tier="full")
 @sim.ranks(4, backends=("sim",))
-def test_resharding_on_four_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_resharding_on_four_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("deep")
+@on_processes()
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_resharding_on_processes(ctx):
-    THEME.check_all(ctx, 2)
+def test_resharding_on_processes(ctx, contestant):
+    THEME.check_all(ctx, 2, contestant)

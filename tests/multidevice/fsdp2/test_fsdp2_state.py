@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2_kit import FSDP2, OURS, Even, Run, Theme, full, loss_of
+from fsdp2_kit import FSDP2, OURS, Even, Run, Theme, full, loss_of, on_processes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -54,7 +54,7 @@ def note_state(run, state, when=""):
     for name, value in state.items():
         run.note(f"{name} {when}", value)
     if not run.alone:
-        run.facts[f"state {when}"] = {name: describe(value) for name, value in state.items()}
+        run.layouts[f"state {when}"] = {name: describe(value) for name, value in state.items()}
 
 
 def shifted(model):
@@ -79,7 +79,7 @@ def keys_layouts_and_values_over_two_axes(run):
     note_state(run, model.state_dict())
 
 
-@THEME.behaviour(dtype=torch.bfloat16)
+@THEME.behaviour(dtype=torch.bfloat16, without_hsdp="mp_policy")
 def the_state_has_the_parameters_dtype(run):
     model = run.net(torch.float32)
     run.wrap_blocks(model, mp_policy=run.policy(torch.bfloat16, torch.float32))
@@ -127,8 +127,14 @@ def saved_after_an_evaluation(run):
     with torch.no_grad():
         model(run.batch())
     state = model.state_dict()
-    assert run.alone or all(isinstance(value, DTensor) for value in state.values())
+    loss = loss_of(model, run.batch())
+    between = model.state_dict()
+    for values in (state, between):
+        assert run.alone or all(isinstance(value, DTensor) for value in values.values())
     note_state(run, state)
+    note_state(run, between, "between forward and backward")
+    run.backward(loss)
+    run.note_model(model)
 
 
 @THEME.behaviour()
@@ -256,7 +262,7 @@ def state_of_the_optimizer(run):
         for key, value in values.items():
             run.note(f"{name} {key}", value)
             if not run.alone:
-                run.facts[f"{name} {key}"] = describe(value)
+                run.layouts[f"{name} {key}"] = describe(value)
 
 
 @THEME.behaviour()
@@ -368,19 +374,19 @@ def a_checkpoint_of_another_layout(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2)
 @sim.ranks(2, backends=("sim",))
-def test_state(ctx, name):
-    THEME.check(ctx, name)
+def test_state(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.parametrize("name", THEME.names(4))
+@THEME.contestants(4)
 @sim.ranks(4, backends=("sim",))
-def test_state_on_four_ranks(ctx, name):
-    THEME.check(ctx, name)
+def test_state_on_four_ranks(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("full")
+@on_processes("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_state_on_processes(ctx):
-    THEME.check_all(ctx, 2)
+def test_state_on_processes(ctx, contestant):
+    THEME.check_all(ctx, 2, contestant)

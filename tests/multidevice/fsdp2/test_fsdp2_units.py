@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from fsdp2_kit import FSDP2, Block, Net, Theme, loss_of, sgd
+from fsdp2_kit import FSDP2, SAME_ORDER, Block, Net, Theme, loss_of, on_processes, sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +41,7 @@ def a_unit_without_parameters(run):
     run.train(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="is a list")
 def a_list_keeps_the_root_most(run):
     model = run.net()
     run.wrap([model.blocks[0].up, model.blocks[0], model.blocks[1], model.blocks[1].norm])
@@ -49,7 +49,7 @@ def a_list_keeps_the_root_most(run):
     run.train(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="is a list")
 def a_list_of_modules_called_in_another_order(run):
     model = run.net()
     run.wrap([model.head, model.blocks[2], model.embed])
@@ -69,7 +69,7 @@ class Routed(Net):
         return self.head(x)
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="is a list")
 def a_list_of_which_some_modules_run(run):
     model = run.build(Routed)
     run.wrap([*model.blocks])
@@ -82,7 +82,7 @@ def a_list_of_which_some_modules_run(run):
         run.train(model, optimizer=optimizer, when=f"{chosen}")
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="is a list")
 def a_list_whose_last_module_is_called_apart(run):
     """The loss in chunks: the root's forward ends before the head of its last unit is called."""
 
@@ -165,7 +165,7 @@ def tied_in_one_unit(run):
         assert model.head.weight is model.embed.weight
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_hsdp="is a list")
 def tied_over_the_modules_of_a_list(run):
     model = run.net()
     model.blocks[2].up.weight = model.blocks[0].up.weight
@@ -261,7 +261,10 @@ def parameters_that_no_rank_uses(run):
     run.train(model)
 
 
-@THEME.behaviour(without_fsdp2="packs what has a gradient, so ranks send unequal sizes (optionally zeros since 2.13)")
+@THEME.behaviour(
+    without_fsdp2="packs what has a gradient, so ranks send unequal sizes (optionally zeros since 2.13)",
+    without_traced=SAME_ORDER,
+)
 def parameters_that_some_ranks_use(run):
     class Branches(nn.Module):
         def __init__(self):
@@ -311,7 +314,7 @@ ZEROS = "set_reduce_scatter_unused_params"
 NO_ZEROS = "" if hasattr(FSDPModule, ZEROS) else "packs what has a gradient: ranks send unequal sizes (before 2.13)"
 
 
-@THEME.behaviour(without_fsdp2=NO_ZEROS)
+@THEME.behaviour(without_fsdp2=NO_ZEROS, without_traced=SAME_ORDER)
 def an_inner_output_that_some_ranks_return(run):
     class Between(nn.Module):
         def __init__(self):
@@ -329,7 +332,7 @@ def an_inner_output_that_some_ranks_return(run):
     train_by_turns(run, model)
 
 
-@THEME.behaviour(without_fsdp2=NO_ZEROS)
+@THEME.behaviour(without_fsdp2=NO_ZEROS, without_traced=SAME_ORDER)
 def an_input_that_some_ranks_return(run):
     """Recomputation makes a second view of the input, whose base belongs to the graph of the first forward."""
 
@@ -354,7 +357,9 @@ def an_input_that_some_ranks_return(run):
     train_by_turns(run, model)
 
 
-@THEME.behaviour(without_fsdp2="leaves ranks out of the reduction that use none of the root's parameters")
+@THEME.behaviour(
+    without_fsdp2="leaves ranks out of the reduction that use none of the root's parameters", without_traced=SAME_ORDER
+)
 def an_inner_output_that_some_ranks_of_the_root_return(run):
     model = run.build(Optional)
     run.wrap(model.inner)
@@ -467,7 +472,9 @@ def a_forward_without_backward_in_between(run):
 def a_unit_runs_twice_in_a_forward(run):
     class Twice(Net):
         def forward(self, x):
-            x = self.embed(x) * self.scale
+            with torch.no_grad():
+                before = self.embed(x)
+            x = self.embed(x) * self.scale + before
             return self.head(self.blocks[2](self.blocks[0](self.blocks[1](self.blocks[0](x)))))
 
     model = run.build(Twice)
@@ -518,7 +525,7 @@ def a_unit_is_called_after_the_root(run):
 
     def loss(step):
         y = model(run.batch(step))
-        return y.square().mean() + loss_of(model.blocks[1], F.pad(y, (0, 4)))
+        return y.square().mean() + loss_of(model.blocks[1], F.pad(y, (0, 3)))
 
     run.train(model, loss)
 
@@ -778,7 +785,7 @@ def an_output_that_is_an_input(run):
     run.train(model, lambda step: sum(t.square().mean() for t in model(run.batch(step))))
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="torch.compile to trace")
 def methods_other_than_forward(run):
     class Codec(nn.Module):
         def __init__(self):
@@ -811,7 +818,7 @@ def methods_other_than_forward(run):
         run.losses.append(codec.encode(run.batch(5)).square().mean())
 
 
-@THEME.behaviour()
+@THEME.behaviour(without_traced="other facts")
 def hooks_of_the_user_on_modules(run):
     model = run.net()
     seen = run.facts.setdefault("seen", [])
@@ -869,14 +876,13 @@ def attention_with_one_tensor_for_all(run):
 # -- the tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.tier("test")
-@pytest.mark.parametrize("name", THEME.names(2))
+@THEME.contestants(2)
 @sim.ranks(2, backends=("sim",))
-def test_units(ctx, name):
-    THEME.check(ctx, name)
+def test_units(ctx, name, contestant):
+    THEME.check(ctx, name, contestant)
 
 
-@pytest.mark.tier("full")
+@on_processes("full")
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
-def test_units_on_processes(ctx):
-    THEME.check_all(ctx, 2)
+def test_units_on_processes(ctx, contestant):
+    THEME.check_all(ctx, 2, contestant)

@@ -138,15 +138,11 @@ def test_one_device(ctx):
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
 @sim.ranks(4, backends=NO_GLOO)
-def test_a_replicate_axis(ctx, shape):
-    wanted = train(ctx, net(ctx))
-    for level in LEVELS:
-        for backend in (None, "aot_eager") if shape == (2, 2) and level is LEVEL2 else (None,):
-            model = net(ctx)
-            wrap(model, mesh_of(ctx, *shape), level)
-            check_against_one_device(ctx, model, compiled(ctx, model, backend), wanted)
+def test_a_graph_over_a_replicate_axis(ctx):
+    model = net(ctx)
+    wrap(model, mesh_of(ctx, 2, 2), LEVEL2)
+    check_against_one_device(ctx, model, compiled(ctx, model, "aot_eager"), train(ctx, net(ctx)))
 
 
 def nested(model, mesh):
@@ -333,32 +329,19 @@ def test_level3_keeps_no_whole(ctx):
 class Checkpointed(Net):
     """The part between embed and head is computed again in backward."""
 
-    def __init__(self, **options):
-        super().__init__()
-        self.options = options
-
     def forward(self, x):
         x = self.embed(x) * self.scale + self.shift
         for block in self.blocks:
-            x = checkpoint(block, x, **self.options)
+            x = checkpoint(block, x, use_reentrant=False)
         return self.head(x)
 
 
 @pytest.mark.tier("deep")
 @sim.ranks(2, backends=NO_GLOO)
-def test_activation_checkpointing(ctx):
+def test_activation_checkpointing_in_a_graph(ctx):
     wanted = train(ctx, net(ctx))
-    for level in LEVELS:
-        for reentrant in (False, True):
-            for wrapping in (nested, lambda m, mesh, level=level: wrap(m, mesh, level)):
-                model = net(ctx, make=lambda r=reentrant: Checkpointed(use_reentrant=r))
-                wrapping(model, mesh_of(ctx))
-                check_against_one_device(ctx, model, model, wanted)
-    model = net(ctx)
-    wrap(model, mesh_of(ctx), LEVEL3)
-    check_against_one_device(ctx, model, lambda x: checkpoint(model, x, use_reentrant=False), wanted)
     for wrapping in (nested, lambda m, mesh: wrap(m, mesh, LEVEL2)):
-        model = net(ctx, make=lambda: Checkpointed(use_reentrant=False))
+        model = net(ctx, make=Checkpointed)
         wrapping(model, mesh_of(ctx))
         check_against_one_device(ctx, model, compiled(ctx, model, "aot_eager"), wanted)
 
@@ -411,54 +394,21 @@ def test_activation_checkpointing_still_saves_memory(ctx):
     assert len(kept) == 2  # computed twice
 
 
-class Odd(nn.Module):
-    """Modules that come at their weights in ways of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.GRU(8, 4, num_layers=2, bidirectional=True, batch_first=True)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.listed = nn.ParameterList([torch.eye(8), torch.linspace(0, 1, 8)])
-        self.named = nn.ParameterDict({"a": torch.linspace(1, 2, 8)})
-        self.unused = nn.Linear(8, 8)
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.rnn(x[:, None])[0]
-        x = self.attention(x, x, x)[0][:, 0]
-        x = x @ self.listed[0] + self.listed[1] * self.named["a"]
-        with torch.no_grad():
-            y = self.inner(x)  # gathered without gradient, and used with one below
-        return nn.functional.linear(x, self.inner.weight, self.inner.bias) + y
-
-
-@sim.ranks(2, backends=NO_GLOO)
-def test_odd_modules(ctx):
-    wanted = train(ctx, net(ctx, make=Odd))
-    for level in LEVELS:
-        model = net(ctx, make=Odd)
-        wrap(model, mesh_of(ctx), level)
-        check_against_one_device(ctx, model, model, wanted)
-        assert model.unused.weight.grad is None
-
-
 @pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
-def test_forwards_without_gradient_and_several_before_one_backward(ctx):
+def test_graphs_without_gradient_and_several_before_one_backward(ctx):
     plain = net(ctx)
     (plain(data(ctx, 0)).square().mean() + plain(data(ctx, 1)).square().mean()).backward()
-    for level in LEVELS:
-        for backend in (None, "aot_eager") if level is LEVEL3 else (None,):
-            model = net(ctx)
-            wrap(model, mesh_of(ctx), level)
-            call = compiled(ctx, model, backend)
-            first = call(data(ctx, 0, ctx.rank))
-            with torch.no_grad():
-                again = call(data(ctx, 0, ctx.rank))
-            assert_close({"": again}, {"": first.detach()})
-            assert not again.requires_grad
-            (first.square().mean() + call(data(ctx, 1, ctx.rank)).square().mean()).backward()
-            assert_close(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
+    model = net(ctx)
+    wrap(model, mesh_of(ctx), LEVEL3)
+    call = compiled(ctx, model, "aot_eager")
+    first = call(data(ctx, 0, ctx.rank))
+    with torch.no_grad():
+        again = call(data(ctx, 0, ctx.rank))
+    assert_close({"": again}, {"": first.detach()})
+    assert not again.requires_grad
+    (first.square().mean() + call(data(ctx, 1, ctx.rank)).square().mean()).backward()
+    assert_close(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
 
 
 @sim.ranks(2, backends=NO_GLOO)
@@ -538,49 +488,44 @@ def test_reduction_in_another_dtype(ctx):
 
 @pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
-def test_accumulation(ctx):
+def test_accumulation_in_a_graph(ctx):
     """Three micro-steps, the third of which is synced, against their sum on one device; and once more after that."""
     plain = net(ctx)
     for step in range(3):
         plain(data(ctx, step)).square().mean().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
-    for level in LEVELS:
-        for backend in (None, "aot_eager") if level is LEVEL2 else (None,):
-            model = net(ctx)
-            unit = wrap(model, mesh_of(ctx, 2, 2), level, accumulate=True)
-            call = compiled(ctx, model, backend)
-            for _ in range(2):
-                for step in range(3):
-                    unit.set_requires_grad_sync(step == 2)
-                    call(data(ctx, step, ctx.rank)).square().mean().backward()
-                    assert (model.embed.weight.grad is None) == (step < 2)
-                    of_shard_axis = Shard(0) if level is not LEVEL1 else Partial() if step < 2 else Replicate()
-                    of_replicas = Partial() if step < 2 else Replicate()
-                    assert model.embed.weight.acc_grad.placements == (of_replicas, of_shard_axis)
-                sums = {name: getattr(p, "acc_grad", None) for name, p in model.named_parameters()}
-                assert_close({name: None if g is None else full(g) for name, g in sums.items()}, wanted)
-                assert_close({n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}, wanted)
-                unit.zero_grads()
-                assert model.embed.weight.grad is model.embed.weight.acc_grad is None
+    model = net(ctx)
+    unit = wrap(model, mesh_of(ctx, 2, 2), LEVEL2, accumulate=True)
+    call = compiled(ctx, model, "aot_eager")
+    for _ in range(2):
+        for step in range(3):
+            unit.set_requires_grad_sync(step == 2, [unit])
+            call(data(ctx, step, ctx.rank)).square().mean().backward()
+            assert (model.embed.weight.grad is None) == (step < 2)
+            of_replicas = Partial() if step < 2 else Replicate()
+            assert model.embed.weight.acc_grad.placements == (of_replicas, Shard(0))
+        sums = {name: getattr(p, "acc_grad", None) for name, p in model.named_parameters()}
+        assert_close({name: None if g is None else full(g) for name, g in sums.items()}, wanted)
+        assert_close({n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}, wanted)
+        unit.zero_grads(set_to_none=True)
+        assert model.embed.weight.grad is model.embed.weight.acc_grad is None
 
 
 @pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
-def test_backwards_that_are_not_synced(ctx):
+def test_backwards_of_a_graph_that_are_not_synced(ctx):
     plain = net(ctx)
     for step in range(3):
         plain(data(ctx, step)).square().mean().backward()
-    for level in LEVELS:
-        for backend in (None, "aot_eager") if level is LEVEL1 else (None,):
-            model = net(ctx)
-            unit = wrap(model, mesh_of(ctx), level)
-            call = compiled(ctx, model, backend)
-            for step in range(3):
-                unit.set_requires_grad_sync(step != 1)
-                call(data(ctx, step, ctx.rank)).square().mean().backward()
-            assert_close(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
-            assert not hasattr(model.embed.weight, "acc_grad")
-            assert not unit.uses_sinks
+    model = net(ctx)
+    unit = wrap(model, mesh_of(ctx), LEVEL1)
+    call = compiled(ctx, model, "aot_eager")
+    for step in range(3):
+        unit.set_requires_grad_sync(step != 1, [unit])
+        call(data(ctx, step, ctx.rank)).square().mean().backward()
+    assert_close(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
+    assert not hasattr(model.embed.weight, "acc_grad")
+    assert not unit.uses_sinks
 
 
 @sim.ranks(2, backends=NO_GLOO)
@@ -590,7 +535,7 @@ def test_accumulation_in_another_dtype(ctx):
         model = nn.Linear(8, 8, bias=False).to(ctx.device, torch.bfloat16)
         unit = wrap(model, mesh_of(ctx), level, accumulate=True, reduce_dtype=torch.float32)
         for step, factor in enumerate((1.0, 2**-10, 2**-10)):
-            unit.set_requires_grad_sync(step == 2)
+            unit.set_requires_grad_sync(step == 2, [unit])
             model(torch.full((1, 8), factor, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
         wanted = torch.full((8, 8), 1 + 2 * 2**-10, device=ctx.device)
         assert torch.equal(full(model.weight.acc_grad), wanted), level
@@ -602,7 +547,8 @@ def accumulated(level, synced, accumulate=True):
     def build():
         ctx = sim_context()
         model = net(ctx)
-        wrap(model, mesh_of(ctx, 2, 2), level, accumulate=accumulate).set_requires_grad_sync(synced)
+        unit = wrap(model, mesh_of(ctx, 2, 2), level, accumulate=accumulate)
+        unit.set_requires_grad_sync(synced, [unit])
         return model(data(ctx, 0, ctx.rank)).square().mean()
 
     with sim.world(4) as world:
