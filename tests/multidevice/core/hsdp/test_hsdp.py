@@ -6,19 +6,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import measured, results, shorter
+from rounding_kit import results
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 from units_kit import assert_freed, assert_near, full, gradients, values
 
 import sim
 from hyper_parallel import full_tensor
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
-from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
-from hyper_parallel.core.fully_shard.unit import ShardedState, unit_of
 from hyper_parallel.core.hsdp.api import HSDPCell, hsdp, hsdp_sync_stream
 
 pytestmark = pytest.mark.tier("test")
@@ -112,11 +108,6 @@ def check_against_one_device(ctx, model, plain, **options):
     assert_close(params, wanted_params)
 
 
-def whole_bytes(module):
-    """Bytes that a cell holds of gathered parameters."""
-    return sum(bucket.unsharded_buffer.untyped_storage().nbytes() for bucket in unit_of(module).buckets)
-
-
 # -- the whole -----------------------------------------------------------------------------------------------------
 
 WAYS = [
@@ -168,24 +159,6 @@ def test_a_single_rank(ctx, level):
 @sim.ranks(6, backends=("sim",))
 def test_six_ranks_in_parts_of_two_and_three(ctx, level):
     check_ways(ctx, [{"threshold": 0, "shard_size": 3}, {"threshold": 0, "shard_size": 2}], level, (2, True))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, backends=NO_GLOO)
-def test_gradients_are_reduced_in_reduce_dtype(ctx, level):
-    wide, short = ctx.float_dtype, shorter(ctx.float_dtype)
-    for flag in (False, True):
-        options = {"threshold": 0, "reduce_dtype": short, "shard_size": 2, "enable_grad_accumulation": flag}
-        model = wrap(net(ctx), optimizer_level=level, **options)
-        plain = net(ctx)
-        model(batch(ctx, rank=ctx.rank)).square().mean().backward()
-        plain(batch(ctx)).square().mean().backward()
-        got, wanted = gradients(model), gradients(plain)
-        assert all(grad.dtype == wide for grad in got.values())
-        assert all(torch.equal(grad, grad.to(short).to(wide)) for grad in got.values())  # they have been through it
-        bound = torch.finfo(short).eps * 8 * max(grad.abs().max().item() for grad in wanted.values())
-        for name, grad in got.items():
-            assert 0 < (grad - wanted[name]).abs().max().item() <= bound, name
 
 
 # -- who holds what ------------------------------------------------------------------------------------------------
@@ -253,22 +226,6 @@ def test_only_what_is_strictly_smaller_than_the_threshold_stays_whole(ctx):
     default = hsdp(nn.Linear(128, 128).to(ctx.device))
     assert default.weight.hsdp_effective_shard_size == 4
     assert default.bias.hsdp_effective_shard_size == 1
-
-
-@sim.ranks(4, backends=NO_GLOO)
-def test_torch_clips_and_steps_what_is_split_as_asked_and_what_is_whole(ctx):
-    model, plain = wrap(net(ctx), threshold=1, shard_size=2), net(ctx)
-    assert {p.hsdp_effective_shard_size for p in model.parameters()} == {1, 2}
-    assert {tuple(p.device_mesh.shape) for p in model.parameters()} == {(2, 2)}
-    model(batch(ctx, rank=ctx.rank)).square().mean().backward()
-    plain(batch(ctx)).square().mean().backward()
-    for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_):
-        norms = [clip(m.parameters(), 0.1) for m in (model, plain)]
-        assert_close({"norm": full(norms[0])}, {"norm": norms[1]})
-    assert_close(gradients(model), gradients(plain))
-    for m in (model, plain):
-        torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True).step()
-    assert_close(values(model), values(plain))
 
 
 class TensorParallel(nn.Module):
@@ -344,22 +301,6 @@ def test_the_threshold_of_uneven_parts_is_that_of_the_largest(ctx):
 
 
 # -- what a level means --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(2, backends=NO_GLOO)
-def test_whole_weights_between_forward_and_backward(ctx, level):
-    model = wrap(net(ctx), threshold=0, optimizer_level=level)
-    for _ in range(2):
-        loss = model(batch(ctx, rank=ctx.rank)).square().mean()
-        held = [whole_bytes(block) > 0 for block in model.blocks]
-        assert held == [level != "level3"] * 3
-        loss.backward()
-        assert [whole_bytes(cell) for cell in (*model.blocks, model)] == [0] * 4
-    with torch.no_grad():
-        model(batch(ctx, rank=ctx.rank))
-    if level == "level3":
-        assert [whole_bytes(block) for block in model.blocks] == [0] * 3
 
 
 class Chain(nn.Module):
@@ -562,20 +503,6 @@ def test_acc_grad_of_half_precision_waits_in_fp32(ctx):
 
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=NO_GLOO)
-def test_zero_grads_in_the_middle_of_a_cycle(ctx, level):
-    for flag in (True, False):
-        model = hsdp(nn.Sequential(accumulating(ctx, level)), threshold=0, enable_grad_accumulation=flag)
-        inner = model[0]
-        for sync in (False, False):
-            micro_step(ctx, inner, sync)
-        model.zero_grads()  # of the outer cell: reaches all
-        assert inner.weight.acc_grad is None
-        micro_step(ctx, inner, sync=True)
-        assert elements(inner.weight.grad) == 2.5 * 0.5
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, backends=NO_GLOO)
 def test_acc_grad_is_no_alias_of_grad(ctx, level):
     model = accumulating(ctx, level)
     micro_step(ctx, model, sync=False)
@@ -607,28 +534,6 @@ def test_no_acc_grad_unless_asked_for(ctx):
             model(torch.ones(1, 4, device=ctx.device)).sum().backward()
             assert getattr(model.weight, "acc_grad", None) is None
             assert (model.weight.grad is None) == (not sync)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, backends=NO_GLOO)
-def test_a_parameter_that_only_one_micro_step_of_one_rank_uses(ctx, level):
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.always, self.once, self.never = (nn.Linear(4, 4, bias=False) for _ in range(3))
-
-        def forward(self, x, *, once):
-            return self.always(x) + (self.once(x) if once else 0)
-
-    model = Sometimes().to(ctx.device)
-    hsdp(model, threshold=0, shard_size=2, optimizer_level=level, enable_grad_accumulation=True)
-    for micro in range(3):
-        model.set_requires_grad_sync(micro == 2)
-        model(torch.ones(1, 4, device=ctx.device), once=micro == 1 and ctx.rank == 2).sum().backward()
-    assert elements(model.always.weight.grad) == 3
-    assert elements(model.once.weight.grad) == 0.25
-    assert model.never.weight.grad is None
-    assert getattr(model.never.weight, "acc_grad", None) is None
 
 
 # -- asynchronous reductions ---------------------------------------------------------------------------------------
@@ -700,32 +605,6 @@ def test_grad_scale(ctx, level):
         assert_close(gradients(model), {name: grad * scale for name, grad in gradients(plain).items()})
 
 
-HAS_DATA = (ShardedState.UNSHARDING, ShardedState.UNSHARDED)
-
-
-@sim.ranks(2, backends=NO_GLOO)
-def test_prefetch_cells(ctx):
-    model = wrap(net(ctx), threshold=0, optimizer_level="level3")
-    first, second, third = model.blocks
-    first.set_forward_prefetch_cells((third, second))
-    second.set_forward_prefetch_cells([])
-    third.set_backward_prefetch_cells([first])
-    seen = {}
-
-    def look(name):
-        seen[name] = [unit_of(block).state in HAS_DATA for block in model.blocks]
-
-    first.norm.register_forward_hook(lambda *_: look("first forward"))
-    third.down.register_full_backward_pre_hook(lambda *_: look("third backward"))
-    for step in range(3):
-        model(batch(ctx, rank=ctx.rank)).square().mean().backward()
-        assert seen["first forward"] == [True, True, True]
-        assert seen["third backward"] == [step > 0, False, True]  # in its first backward none is gathered ahead
-    check_against_one_device(ctx, wrap(net(ctx), threshold=0), net(ctx))
-    model.zero_grads()
-    check_against_one_device(ctx, model, net(ctx))
-
-
 # -- with other APIs, levels and libraries -------------------------------------------------------------------------
 
 
@@ -753,107 +632,6 @@ def test_cells_and_units_in_one_model(ctx):
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-@sim.ranks(4, backends=NO_GLOO)
-def test_a_model_of_which_one_cell_is_wrapped(ctx):
-    model, plain = net(ctx), net(ctx)
-    hsdp(model.blocks[1], threshold=0)
-    model(batch(ctx, rank=ctx.rank)).square().mean().backward()
-    plain(batch(ctx)).square().mean().backward()
-    names = [name for name, _ in plain.named_parameters() if name.startswith("blocks.1.")]
-    got, wanted = gradients(model), gradients(plain)
-    assert_close({name: got[name] for name in names}, {name: wanted[name] for name in names})
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, backends=NO_GLOO)
-def test_state_dicts(ctx, level):
-    model = wrap(net(ctx), threshold=1, shard_size=2, optimizer_level=level)
-    train(ctx, model, rank=ctx.rank, steps=1)
-    held = values(model)
-    loss = model(batch(ctx, rank=ctx.rank)).square().mean()
-    sharded = {name: value.clone() for name, value in model.state_dict().items()}  # between forward and backward
-    loss.backward()
-    assert list(sharded) == list(net(ctx).state_dict())
-    assert all(isinstance(value, DTensor) for value in sharded.values())
-    unsharded = {name: full(value) for name, value in get_model_state_dict(model).items()}
-    for way, state in (
-        ({"threshold": 0}, sharded),
-        ({"threshold": 1, "shard_size": 2, "optimizer_level": "level3"}, sharded),
-        ({"threshold": 0, "shard_size": 4, "comm_fusion": True}, unsharded),
-    ):
-        other = wrap(net(ctx), **way)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        result = other.load_state_dict(state)
-        assert not result.missing_keys
-        assert not result.unexpected_keys
-        assert all(torch.equal(value, held[name]) for name, value in values(other).items())
-        again = other(batch(ctx, rank=ctx.rank)).square().mean()
-        assert torch.equal(again, loss)
-
-
-class Shared(nn.Module):
-    """A tied weight, a frozen layer, one that is never used, and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(8, 16)
-        self.head = nn.Linear(16, 8, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.unused = nn.Linear(16, 16)
-        self.register_buffer("shift", torch.tensor(0.5))
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.frozen(self.embed(tokens)) + self.shift))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, backends=NO_GLOO)
-def test_tied_frozen_and_unused_parameters(ctx, level):
-    torch.manual_seed(0)
-    plain = Shared().to(ctx.device, ctx.float_dtype)
-    model = hsdp(copy.deepcopy(plain), threshold=0, shard_size=2, optimizer_level=level, comm_fusion=True)
-    assert model.head.weight is model.embed.weight
-    tokens = torch.arange(2 * ctx.world_size, device=ctx.device) % 7
-    model(tokens[2 * ctx.rank :][:2]).square().mean().backward()
-    plain(tokens).square().mean().backward()
-    assert model.head.weight is model.embed.weight
-    assert_close(gradients(model), gradients(plain))
-    assert model.unused.weight.grad is None
-    assert model.frozen.weight.grad is None
-    assert not model.frozen.weight.requires_grad
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@sim.ranks(2, backends=NO_GLOO)
-def test_activation_checkpointing(ctx, reentrant):
-    def call(block, x):
-        return checkpoint(block, x, use_reentrant=reentrant)
-
-    for level in LEVELS:
-        model = wrap(net(ctx, call=call), threshold=0, optimizer_level=level, enable_grad_accumulation=True)
-        check_against_one_device(ctx, model, net(ctx), micros=2)
-        assert_freed(model)
-
-
-@pytest.mark.tier("full")
-@sim.ranks(2, backends=NO_GLOO)
-def test_evaluation_between_steps(ctx):
-    def evaluate(model):
-        model.eval()
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                model(batch(ctx, 5))
-        model.train()
-
-    for level in LEVELS:
-        for fusion in (False, True):
-            model = wrap(net(ctx), threshold=0, optimizer_level=level, comm_fusion=fusion, comm_async=fusion)
-            check_against_one_device(ctx, model, net(ctx), between=evaluate, sync=hsdp_sync_stream)
-
-
 @pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_a_model_made_on_meta(ctx):
@@ -871,55 +649,6 @@ def test_a_model_made_on_meta(ctx):
         check_against_one_device(ctx, model, net(ctx))
         assert model.head.weight.hsdp_effective_shard_size == 2
         assert model.head.weight.no_decay
-
-
-class Kinds(nn.Module):
-    """Two dtypes, a complex and an integer parameter, one without elements, one that is not contiguous."""
-
-    def __init__(self, wide):
-        super().__init__()
-        self.wide, self.short = wide, shorter(wide)
-        self.single = nn.Linear(16, 16).to(self.short)
-        self.phase = nn.Parameter(torch.randn(4, 2, dtype=wide.to_complex()))
-        self.count = nn.Parameter(torch.arange(8), requires_grad=False)
-        self.none = nn.Parameter(torch.zeros(0, 3, dtype=wide))
-        self.turned = nn.Parameter(torch.randn(16, 16, dtype=wide).t())
-
-    def forward(self, x):
-        x = self.single(x.to(self.short)).to(self.wide) @ self.turned + self.none.sum()
-        return x * (self.phase * self.phase.conj()).real.sum() + self.count.sum() * 0.01
-
-
-def kinds_alone():
-    torch.manual_seed(1)
-    model, ctx = Kinds(torch.float32), sim.RankTest(0, 4, "sim", torch.device("cpu"))
-    for _ in range(2):
-        model(batch(ctx, dtype=torch.float32)).square().mean().backward()
-    return {n: g for n, g in gradients(model).items() if g is not None and g.numel()}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, backends=NO_GLOO)
-def test_parameters_of_every_kind(ctx, level):
-    for fusion in (False, True):
-        torch.manual_seed(1)
-        plain = Kinds(ctx.float_dtype).to(ctx.device)
-        model = copy.deepcopy(plain)
-        hsdp(model, threshold=0, optimizer_level=level, comm_fusion=fusion, enable_grad_accumulation=True)
-        for micro in range(2):
-            model.set_requires_grad_sync(micro == 1)
-            model(batch(ctx, rank=ctx.rank)).square().mean().backward()
-            plain(batch(ctx)).square().mean().backward()
-        got, wanted = gradients(model), gradients(plain)
-        assert {name: grad is None for name, grad in got.items()} == {n: grad is None for n, grad in wanted.items()}
-        largest = max(grad.abs().max().item() for grad in wanted.values() if grad is not None and grad.numel())
-        for name, grad in wanted.items():
-            if grad is not None and grad.numel():
-                assert got[name].dtype == grad.dtype
-                bound = torch.finfo(torch.float32).eps * 2**12 * grad.abs().max()  # all that went before is in fp32
-                if ctx.float_dtype is not torch.float64:  # and here in fp16
-                    bound = measured(kinds_alone) * largest
-                assert (got[name] - grad).abs().max() <= bound, name
 
 
 class Scaled(nn.Module):

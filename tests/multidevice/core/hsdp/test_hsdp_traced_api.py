@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from rounding_kit import is_late, is_stand_in, results, shorter
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from units_kit import assert_near, compiled, full, gradients, values
 
 import sim
-from hyper_parallel.core.fully_shard.api import fully_shard, get_model_state_dict, load_state_dict
+from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_, get_total_norm
 from hyper_parallel.core.fully_shard.unit import unit_of
 from hyper_parallel.core.hsdp.api import HSDPCell, hsdp, hsdp_sync_stream
@@ -216,28 +215,6 @@ def test_grad_scale(ctx):
             assert_close(gradients(model), gradients(plain), 0.25)
             if flag:
                 assert_close({"acc": full(model.head.weight.acc_grad)}, {"acc": plain.head.weight.grad}, 0.25)
-
-
-@pytest.mark.tier("full")
-@sim.ranks(4, backends=NO_GLOO)
-def test_gradients_are_reduced_in_reduce_dtype(ctx):
-    plain = net(ctx)
-    plain(batch(ctx)).square().mean().backward()
-    wide, short = ctx.float_dtype, shorter(ctx.float_dtype)
-    largest = max(grad.abs().max().item() for grad in gradients(plain).values() if grad is not None)
-    for level in LEVELS:
-        for flag in (False, True):
-            options = {"threshold": 0, "shard_size": 2, "reduce_dtype": short}
-            model = wrap(net(ctx), optimizer_level=level, enable_grad_accumulation=flag, **options)
-            backward(ctx, model)
-            for name, wanted in gradients(plain).items():
-                got = gradients(model)[name]
-                if wanted is None:
-                    assert got is None
-                    continue
-                assert got.dtype == wide
-                assert torch.equal(got, got.to(short).to(wide))  # it has been through the short one
-                assert 0 < (got - wanted).abs().max().item() <= torch.finfo(short).eps * 8 * largest, name
 
 
 @pytest.mark.tier("full")
@@ -450,38 +427,6 @@ def test_prefetch_setters_take_traced_cells(ctx):
 # -- state ---------------------------------------------------------------------------------------------------------
 
 
-@sim.ranks(4, backends=NO_GLOO)
-def test_state_dicts(ctx):
-    plain = net(ctx)
-    wanted = plain.state_dict()
-    model = wrap(net(ctx), threshold=0, shard_size=2, optimizer_level="level3")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    assert model.load_state_dict(wanted).missing_keys == []
-    held = model.state_dict()
-    assert list(held) == list(wanted)
-    assert {name: full(value).tolist() for name, value in held.items()} == {k: v.tolist() for k, v in wanted.items()}
-    assert held["blocks.0.up.weight"].placements == (Replicate(), Shard(0))
-    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert all(type(value) is torch.Tensor for value in gathered.values())
-    assert {k: v.tolist() for k, v in gathered.items()} == {k: v.tolist() for k, v in wanted.items()}
-    # To another layout, to the other form, and to the other API.
-    others = [wrap(net(ctx), threshold=1), hsdp(net(ctx), threshold=0), fully_shard(net(ctx)), net(ctx)]
-    for other in others:
-        with torch.no_grad():
-            for p in other.parameters():
-                p.zero_()
-        load_state_dict(other, held if isinstance(next(other.parameters()), DTensor) else gathered)
-        assert_close(values(other), values(plain))
-    for nothing in (torch.zeros(16, WIDTH, device="meta"), torch.zeros(16, WIDTH, dtype=ctx.float_dtype).to_sparse()):
-        with pytest.raises(ValueError, match=r"cannot load 'blocks.1.up.weight': got a .*(meta|sparse)"):
-            model.load_state_dict({"scale": torch.zeros(()), "blocks.1.up.weight": nothing}, strict=False)
-        assert full(model.scale.detach()) == 1.5  # nothing has been copied
-    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
-        model.load_state_dict({**held, "other": torch.zeros(1)})
-
-
 @sim.ranks(2, backends=NO_GLOO)
 def test_a_model_made_on_meta(ctx):
     plain = net(ctx)
@@ -535,31 +480,6 @@ def test_another_dtype_that_a_graph_would_round_is_an_error(ctx):
             model.set_requires_grad_sync(True)
         call(torch.full((1, WIDTH), 1 / 3)).sum().backward()
         assert torch.equal(full(model.weight.grad), torch.full((WIDTH, WIDTH), 1 / 3))
-
-
-class Either(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-
-    def forward(self, x, first):
-        return self.one(x) if first else self.other(x)
-
-
-@sim.ranks(2, backends=NO_GLOO)
-def test_the_synced_step_reduces_what_it_does_not_reach(ctx):
-    plain = Either().to(ctx.device, ctx.float_dtype)
-    for p in plain.parameters():
-        dist.broadcast(p.data, src=0)
-    for flag in (False, True):
-        model = copy.deepcopy(plain)
-        hsdp(model, threshold=0, enable_grad_accumulation=flag, use_eager_hook=False)
-        plain.zero_grad()
-        for micro in range(2):
-            model.set_requires_grad_sync(micro == 1)
-            model(batch(ctx, micro, ctx.rank), micro == 0).square().mean().backward()
-            plain(batch(ctx, micro), micro == 0).square().mean().backward()
-        assert_close(gradients(model), gradients(plain))
 
 
 @sim.ranks(2, backends=("gpu",))
@@ -657,16 +577,7 @@ class Tied(nn.Module):
 
 
 @sim.ranks(2, backends=NO_GLOO)
-def test_a_weight_that_another_module_shares(ctx):
-    torch.manual_seed(0)
-    plain = Tied().to(ctx.device, ctx.float_dtype)
-    model = copy.deepcopy(plain)
-    hsdp(model, threshold=0, use_eager_hook=False)
-    assert model.head.weight is model.block.weight
-    backward(ctx, model)
-    backward_all(ctx, plain)
-    assert_close(gradients(model), gradients(plain))
-
+def test_a_weight_that_a_module_of_another_unit_shares(ctx):
     for wrap in (hsdp, lambda m: hsdp(m, use_eager_hook=False), fully_shard):
         model = Tied().to(ctx.device, ctx.float_dtype)
         hsdp(model.block, threshold=0, use_eager_hook=False)
