@@ -133,7 +133,7 @@ def check_ways(ctx, ways, level, accumulate):
 
 
 @pytest.mark.tier("full", each=4)
-@pytest.mark.parametrize("accumulate", [(1, True), (3, True), (2, False)], ids=str)
+@pytest.mark.parametrize("accumulate", [(3, True), (2, False)], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=NO_GLOO)
 def test_one_device_on_four_ranks(ctx, level, accumulate):

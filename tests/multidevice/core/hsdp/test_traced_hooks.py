@@ -131,7 +131,7 @@ def check_against_one_device(ctx, model, call, wanted):
 def test_one_device(ctx):
     wanted = train(ctx, net(ctx))
     for level, backends in ((LEVEL1, ["eager"]), (LEVEL2, ["aot_eager"]), (LEVEL3, ["eager", "aot_eager"])):
-        for backend in (None, *backends):
+        for backend in backends:
             model = net(ctx)
             wrap(model, mesh_of(ctx), level)
             check_against_one_device(ctx, model, compiled(ctx, model, backend), wanted)
