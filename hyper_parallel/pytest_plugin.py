@@ -25,6 +25,7 @@ MARKERS = MappingProxyType(
 )
 SIMULATED_BACKENDS = MappingProxyType({"gloo": "gloo", "nccl": "gpu", "hccl": "npu"})  # what --sim-backend runs
 _DEVICES = MappingProxyType({"gpu": "cuda", "npu": "npu"})
+_WANTED = pytest.StashKey[dict[str, bool]]()  # whether the bodies of a backend make items
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,11 +91,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _wanted(backends: tuple[str, ...], config: pytest.Config) -> tuple[str, ...]:
-    return tuple(
-        backend
-        for backend in backends
-        if backend not in _DEVICES or _asked_for(backend, config) or _is_here(_DEVICES[backend])
-    )
+    wanted = config.stash.setdefault(_WANTED, {})
+    for backend in backends:
+        if backend not in wanted:
+            of_a_device = backend in _DEVICES
+            wanted[backend] = not of_a_device or _asked_for(backend, config) or _is_here(_DEVICES[backend])
+    return tuple(backend for backend in backends if wanted[backend])
 
 
 def _asked_for(backend: str, config: pytest.Config) -> bool:

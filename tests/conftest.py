@@ -8,6 +8,7 @@ much for their tier; CPU time, because wall time depends on the load of the mach
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -22,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 from hypothesis import settings
 
-# A file may import a kit of another room.
+# A file may import a kit of another room. Last on the path, because all that is not of this suite is looked up first.
 _ROOMS = (
     path.parent for top in ("unit", "multidevice", "property") for path in Path(__file__).parent.glob(f"{top}/**/*.py")
 )
-sys.path[:0] = sorted({str(room) for room in _ROOMS} - set(sys.path))
+sys.path += sorted({str(room) for room in _ROOMS} - set(sys.path))
 
 TIERS = ("check", "test", "full", "deep")
 # CPU seconds up to which an item is placed in a tier, and above which one that is there is too slow. The second is far
@@ -47,6 +49,10 @@ COST = "cpu_s"
 RANKS_COST = "ranks_cpu_s"  # of the processes that ran a body, see sim/testing/processes.py
 TIER = pytest.StashKey[str]()
 STARTED = pytest.StashKey[tuple[float, float]]()
+CACHES: dict[str, list[Any]] = {}  # of each module that was loaded when the last test of a file had run
+
+# Building all commands takes twenty times as long as reading the words of one call.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # Before torch is loaded, here and in all processes that tests start: a worker has a core, or less. With a thread for
 # each core, those that wait for the next small matrix product spin meanwhile, which was up to two thirds of the CPU
@@ -115,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Leave what is imported and collected out of every collection of garbage, now and later: it lives until the end.
+    """Leave what is imported and collected out of every collection of garbage: it lives until the end.
 
     Python's collector would walk over all of it a dozen times while it grows.
     """
@@ -124,7 +130,6 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
         gc.freeze()
 
 
@@ -149,12 +154,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def forget_caches() -> None:
     """Clear every `functools.cache` of a function of this folder."""
     folder = str(FOLDER)
-    for module in list(sys.modules.values()):
-        if not (getattr(module, "__file__", None) or "").startswith(folder):
-            continue
-        for value in list(vars(module).values()):
-            if hasattr(value, "cache_clear") and getattr(value, "__module__", "") == module.__name__:
-                value.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name not in CACHES:
+            ours = (getattr(module, "__file__", None) or "").startswith(folder)
+            values = list(vars(module).values()) if ours else []
+            CACHES[name] = [each for each in values if hasattr(each, "cache_clear") and each.__module__ == name]
+        for cache in CACHES[name]:
+            cache.cache_clear()
 
 
 # -- what items cost -------------------------------------------------------------------------------------------------
