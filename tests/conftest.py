@@ -59,7 +59,8 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 # time of files that train on the main thread.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)  # the same for all who change code
+# Derandomized: the same for all who change code.
+settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, max_examples=EXAMPLES["full"])
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=EXAMPLES["test"])
 settings.register_profile("deep", deadline=None, print_blob=True, max_examples=EXAMPLES["deep"])
 

@@ -1,7 +1,4 @@
-"""Costs of plans, against counts of single elements and against the obvious plans; nothing is executed here.
-
-1,000 examples by default and 50,000 with --hypothesis-profile=deep.
-"""
+"""Costs of plans, against counts of single elements and against the obvious plans; nothing is executed here."""
 
 import itertools
 import math

@@ -1,7 +1,4 @@
-"""Gradients through `redistribute`: those of a single device, whatever the layouts on the way.
-
-300 examples by default and 15,000 with --hypothesis-profile=deep.
-"""
+"""Gradients through `redistribute`: those of a single device, whatever the layouts on the way."""
 
 import math
 from typing import NamedTuple

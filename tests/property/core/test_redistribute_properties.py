@@ -1,7 +1,6 @@
 """Plans executed on simulated ranks: right values, the bytes that were predicted, back again, and as torch does it.
 
-1,950 examples by default and 97,500 with --hypothesis-profile=deep; `test_redistribute_bounds` and
-`test_redistribute_gradients` have 1,300 and 65,000 more.
+Costs are in `test_redistribute_bounds`, gradients in `test_redistribute_gradients`.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Programs of the simulator against the trainer's own steps in the real world: operations, communication, memory.
 
 The trainer builds its model, its pipeline and its optimizer by its own functions; the simulator records one rank of
-each kind, without values. 10 examples by default; 400 with --hypothesis-profile=deep.
+each kind, without values.
 """
 
 from __future__ import annotations
