@@ -89,9 +89,8 @@ class Corpus:
 
     def largest(self) -> int:
         """Return the largest id."""
-        return int(
-            max(np.maximum(part, -1 - part.astype(np.int64)).max(initial=0) for part in (self.train, self.valid))
-        )
+        parts = self.train, self.valid
+        return max(max(int(part.max(initial=0)), -1 - int(part.min(initial=0))) for part in parts)
 
 
 def windows_that_count(text: Tokens, seq_len: int) -> npt.NDArray[np.int64]:
