@@ -68,6 +68,7 @@ def run_of(folder: Path) -> Config:
     return run.with_changes("parallel", {"tp": 2})
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in FOUND]

@@ -683,6 +683,7 @@ def test_the_house_keeps(rule: str) -> None:
     )
 
 
+@pytest.mark.tier("test")
 def test_figures_stay_within_their_bounds_or_debts() -> None:
     """A figure above its bound only gets smaller. To lower the debts: python tests/unit/project/test_architecture.py"""
     debts = json.loads(DEBTS.read_text())["figures"]

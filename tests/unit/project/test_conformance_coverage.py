@@ -23,7 +23,7 @@ import sim
 from sim.comm.process_group import SimProcessGroup
 from sim.testing.ranks import RankTest
 
-pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.tier("test"), pytest.mark.sim, pytest.mark.filterwarnings("ignore")]
 
 FOLDER = Path(__file__).parents[2] / "multidevice/conformance"
 

@@ -175,6 +175,7 @@ def test_troubleshooting_quotes_what_errors_say():
     assert min(max(map(len, pieces)) for pieces in error_texts(page).values()) >= 9, "too short to be found"
 
 
+@pytest.mark.tier("full")
 def test_an_error_that_nobody_raises_is_noticed():
     assert unknown_errors("### `cannot infer dp_shard: world_size=... is not dividable by`\n") != []
 

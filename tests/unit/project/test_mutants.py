@@ -85,6 +85,7 @@ LIVE = {
 }
 
 
+@pytest.mark.tier("test")
 def test_mutants_are_killed_by_the_items_that_call_them(tmp_path):
     changes = {name: (old, new) for name, (old, new, _) in KILLED.items()} | LIVE
     tables = [
