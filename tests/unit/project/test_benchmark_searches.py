@@ -98,7 +98,7 @@ def asked(model: str, devices: int) -> Question:
 
 
 @pytest.mark.tier("full")
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_no_candidate_of_a_small_space_beats_its_search(data):
     hold_search_against_all("llama-tiny", 2, data)
