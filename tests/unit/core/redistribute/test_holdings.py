@@ -13,11 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
+import sim
 from hyper_parallel.core import redistribute
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.redistribute.api import read_grad_layout
 from hyper_parallel.core.redistribute.holdings import (
     Holding,
+    _ruler,
     boxes,
     coordinate,
     cut,
@@ -379,6 +383,26 @@ def test_what_nodes_cut_by_hand():
     assert (first.sizes, first.names) == ((2, 4), ("a", "a"))
     assert cut_at_nodes(*sides(flat("a"), flat(), (7,)), 4)[0].sizes == (8,)  # 7 rows are split otherwise by two
     assert cut_at_nodes(*sides(flat("a"), flat(), (16,)), 3)[0].sizes == (8,)  # 3, 3 and 2 are no equal pieces
+
+
+def test_nothing_of_an_empty_dim_lies_below_a_point():
+    ruler = _ruler(0, (2, 2), (((0, 1), (1,)),))
+    assert ruler.below(np.array([[0, 3]])).tolist() == [[0, 0]]
+
+
+# -- the layout of gradients -------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_may_be_laid_out_over_axes_of_other_names():
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parts = Layout.from_device_mesh(mesh)(("dp", "tp"), "None")
+        wanted = Layout.from_device_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",)))("ranks", "None")
+        assert read_grad_layout("cannot take parts", wanted, parts, (8, 3)) == wanted
+        with pytest.raises(ValueError, match="grad_layout gives rank 1 "):  # chunks of 2, 2, 1, 0, not of 2, 1, 1, 1
+            read_grad_layout("cannot take parts", wanted, parts, (5, 3))
+
+    sim.run(body, 4)
 
 
 # -- below the reader, tuples of ints ----------------------------------------------------------------------------------
