@@ -163,10 +163,6 @@ def _checkpoint() -> dict[str, str]:
     }
 
 
-def _links() -> dict[str, str]:
-    return {"links": f"{_conditions()}.\n\n{redistribute.link_table()}"}
-
-
 def _mesh(*, long: bool = False) -> dict[str, str]:
     rounds = f"the median of {mesh.ROUNDS} processes each"
     return {
@@ -204,7 +200,6 @@ PARTS = {
     "experts": _experts,
     "muon": _muon,
     "redistribute": _redistribute,
-    "links": _links,
     "checkpoint": _checkpoint,
     "verify": _verify,
     "proofs": _proofs,

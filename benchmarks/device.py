@@ -45,11 +45,11 @@ from benchmarks import TOLD, attention, experts, mesh_here, redistribute
 from benchmarks.engine import Protocol, Result, contest, engines, timed
 from benchmarks.toy import Shape, batch, build, step
 from hyper_parallel.core.common.drawing import blank_figure
+from hyper_parallel.core.machine.description import Machine, find_machine, machine_of_device
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.platform.accelerator import torch_npu_is_installed
 from hyper_parallel.trainer.config import ParallelConfig
-from sim.mesh.hardware import Hardware, find_hardware, hardware_of_device
 from sim.mesh.pricing.measure import measure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -495,11 +495,11 @@ def predicted(place: Place) -> Iterator[Found]:
         yield from aim(f"median error of predicted {what}, {len(off[what])} runs", median, most)
 
 
-def _described(place: Place) -> Hardware:
+def _described(place: Place) -> Machine:
     """The description by the device's name, else what is measured."""
     if place.small:
-        return find_hardware("laptop-cpu")
-    return hardware_of_device(get_platform(place.device).name()) or measure(1, place.device, steps=False)
+        return find_machine("laptop-cpu")
+    return machine_of_device(get_platform(place.device).name()) or measure(1, place.device, steps=False)
 
 
 def _what(case: mesh_here.Case) -> Row:
@@ -513,7 +513,7 @@ def _step_of(case: mesh_here.Case, steps: int) -> Row:
     return {"measured, ms": statistics.median(found["steps"]) * 1e3, "measured, MB": found["allocated"] / 1e6}
 
 
-def _beside(case: mesh_here.Case, described: Hardware, row: Row) -> Row:
+def _beside(case: mesh_here.Case, described: Machine, row: Row) -> Row:
     made = mesh_here.predict(case, described)
     milliseconds = made.time.step.value * 1e3
     return {

@@ -40,9 +40,9 @@ from benchmarks.engine_counts import Traffic
 from benchmarks.shard import _with_styles
 from hyper_parallel.core.fully_shard.api import fully_shard as fully_shard_of_ours
 from hyper_parallel.core.init.api import init_parameters
+from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.mesh import parallel_dims
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.redistribute.cost import topology
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import ExpertsConfig
 from hyper_parallel.platform import get_platform
@@ -309,6 +309,7 @@ def row(mesh: str, run: Config, rivals: tuple[str, ...]) -> str:
 # -- changes of the library, before and after ------------------------------------------------------------------------
 
 PER_NODE = 4
+MACHINE = find_machine("h100-sxm").with_figures(node__devices=PER_NODE)
 """Ranks of a node, where it matters which these are."""
 
 
@@ -388,7 +389,7 @@ def footprint(run: Config, ranks: int, older: Callable[[], AbstractContextManage
         state = sum(_bytes(value) for each in trainer.optimizer.state.values() for value in each.values())
         return record.memory_bytes or 0, live() - built[rank] - state, record.loss
 
-    with sim.world(ranks, device="npu", topology=topology("h100", PER_NODE)) as world:
+    with sim.world(ranks, device="npu", machine=MACHINE) as world:
         with older():
             experts = world.run(build)
         first = world.run(step)[0][2]

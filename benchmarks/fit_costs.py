@@ -1,11 +1,11 @@
-"""Fits the curves of matmuls and collectives to published tables: writes sim/mesh/data/calibration.toml.
+"""Fits the curves of matmuls and collectives to published tables: writes core/machine/data/calibration.toml.
 
     python -m benchmarks.fit_costs            # prints the errors, fitted and held out
     python -m benchmarks.fit_costs --write    # and writes the file
 
 A third of the rows, drawn by their number, is held out: no fit sees it. Few parameters, each with a meaning (see
-`compute_cost.py` and `comm_cost.py` in `sim/mesh/pricing`), by coordinate descent on the mean and 90th percentile of
-the absolute logarithm of predicted over published.
+`compute_cost.py` in `sim/mesh/pricing` and `links.py` in `core/machine`), by coordinate descent on the mean and 90th
+percentile of the absolute logarithm of predicted over published.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sim.mesh.hardware import Hardware, find_hardware
-from sim.mesh.pricing.calibration import DATA, Calibration, load_calibration
-from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
+from hyper_parallel.core.machine.calibration import DATA, Calibration, load_calibration
+from hyper_parallel.core.machine.description import Machine, find_machine
+from hyper_parallel.core.machine.links import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import matmul_seconds
 from sim.mesh.pricing.measure_fit import Measurement, descend, loss_of, spread_in, summary
 
@@ -72,7 +72,7 @@ def fit(
 # -- matmuls ---------------------------------------------------------------------------------------------------------
 
 
-def matmul_rows(published: str, hardware: Hardware) -> list[Measurement]:
+def matmul_rows(published: str, hardware: Machine) -> list[Measurement]:
     def predict(row: dict[str, Any]) -> Callable[[Params], float]:
         shape = (row["batch"], row["m"], row["n"], row["k"])
         peak, cores, bandwidth = hardware.peak("bf16"), hardware.cores, hardware.memory_bandwidth
@@ -90,7 +90,7 @@ def fit_matmuls() -> list[Fit]:
         ("hopper", "H100 SXM", "h100-sxm", 794.0 / 989.4, f"openxla/xla default_matmul_perf_table; {best}"),
         ("blackwell", "B200", "b200", 1745.0 / 2250, f"openxla/xla default_matmul_perf_table; {best}"),
     ):
-        rows = matmul_rows(published, find_hardware(name))
+        rows = matmul_rows(published, find_machine(name))
         tried = []
         for quantised in (0.0, 0.5, 1.0):
             start = {"floor_us": 5.0, "rate": 0.95, "prologue": 250, "edge": 16, "stream": 0.85}
@@ -104,7 +104,7 @@ def fit_matmuls() -> list[Fit]:
 # -- collectives -----------------------------------------------------------------------------------------------------
 
 
-def links_of(hardware: Hardware, op: str, params: Params, known: Calibration) -> Links:
+def links_of(hardware: Machine, op: str, params: Params, known: Calibration) -> Links:
     """Return the links of a node whose curve of one operation is on trial."""
     curves = {**known.section("links", hardware.links), op: params}
     return Links(
@@ -125,7 +125,7 @@ def seconds_of(row: dict[str, Any]) -> float | None:
 
 
 def node_rows(
-    published: Sequence[str], op: str, hardware: Hardware, known: Calibration, switched: bool | None
+    published: Sequence[str], op: str, hardware: Machine, known: Calibration, switched: bool | None
 ) -> list[Measurement]:
     """Return the rows of collectives within a node; switched: those in which the switch computes, or the others."""
     made = []
@@ -159,7 +159,7 @@ BOUNDS = {
 
 
 def fit_links(known: Calibration) -> list[Fit]:
-    h100, a100 = find_hardware("h100-sxm"), find_hardware("a100-80gb")
+    h100, a100 = find_machine("h100-sxm"), find_machine("a100-80gb")
     start = {"efficiency": 0.8, "pair_loss": 0.2, "base_us": 15, "hop_us": 1.0, "ramp_us": 20, "power": 0.8}
     xla = "openxla/xla default_collective_perf_table (sm_90)"
     torch = "stas00/ml-engineering, network: 8 x H200"
@@ -187,7 +187,7 @@ def fit_links(known: Calibration) -> list[Fit]:
     return fits
 
 
-def fabric_rows(chosen: Callable[[dict[str, Any]], bool], hardware: Hardware, known: Calibration) -> list[Measurement]:
+def fabric_rows(chosen: Callable[[dict[str, Any]], bool], hardware: Machine, known: Calibration) -> list[Measurement]:
     made = []
     for row in read_rows("collectives.json"):
         seconds = seconds_of(row)
@@ -215,8 +215,8 @@ def fit_fabrics(known: Calibration) -> list[Fit]:
     # Two nodes exchange halves, so only the run of four nodes says how much of the adapters' rate a ring attains.
     ring = {**start, "efficiency": 0.912}
     free = {"base_us": (10, 300), "ramp_us": (1, 900), "power": (0.5, 0.95), "small_share": (0.03, 1)}
-    p5 = fabric_rows(lambda row: row.get("inter_bw_gbits_s_per_node") == 3200, find_hardware("h100-sxm"), known)
-    p4 = fabric_rows(lambda row: row.get("inter_bw_gbits_s_per_node") == 400, find_hardware("a100-80gb"), known)
+    p5 = fabric_rows(lambda row: row.get("inter_bw_gbits_s_per_node") == 3200, find_machine("h100-sxm"), known)
+    p4 = fabric_rows(lambda row: row.get("inter_bw_gbits_s_per_node") == 400, find_machine("a100-80gb"), known)
     aws = "nccl-tests, awsome-distributed-training"
     return [
         fit(
@@ -234,7 +234,7 @@ def fit_fabrics(known: Calibration) -> list[Fit]:
 
 HEAD = """\
 # Written by `python -m benchmarks.fit_costs --write`; change that, not this.
-# Each section: fitted figures (what they mean: compute_cost.py and comm_cost.py), the rows that they were
+# Each section: fitted figures (what they mean: compute_cost.py and links.py), the rows that they were
 # fitted to and those held out, and of both the median, 90th percentile and worst |predicted / published - 1|.
 """
 
@@ -287,7 +287,7 @@ def run() -> list[Fit]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--write", action="store_true", help="write sim/mesh/data/calibration.toml")
+    parser.add_argument("--write", action="store_true", help="write hyper_parallel/core/machine/data/calibration.toml")
     options = parser.parse_args()
     fits = run()
     print(f"{'curve':38s} {'rows':>9s}   fitted: median, p90, worst; held out; all from 1 MiB; figures")

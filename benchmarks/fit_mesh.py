@@ -2,7 +2,7 @@
 
 Only rows that are not held out are used (`benchmarks/published/data/held_out.toml`). What is fitted is little: for each
 family of devices, the share of the best matmul's rate that hours of training attain; nothing belongs to a row or a
-model. The result is `sim/mesh/data/fit.toml`, with its evidence; what is of a framework goes into
+model. The result is `hyper_parallel/core/machine/data/fit.toml`, with its evidence; what is of a framework goes into
 `benchmarks/published/data/fit.toml`.
 """
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sim.mesh
 from benchmarks.published.compare import (
     CACHE,
     Outcome,
@@ -31,11 +30,12 @@ from benchmarks.published.compare import (
 )
 from benchmarks.published.conventions import FOLDER
 from benchmarks.published.rows import Case, Row, case_of, is_held_out, read_rows
+from hyper_parallel.core.machine.calibration import DATA
 from sim.mesh.estimate import LEVELS, Z80
 
 OUTCOMES = Path(__file__).parent.parent / "docs" / "generated" / "validation.jsonl"
-SPREADS = Path(sim.mesh.__file__).parent / "data" / "spreads.toml"
-FIT = Path(sim.mesh.__file__).parent / "data" / "fit.toml"
+SPREADS = DATA / "spreads.toml"
+FIT = DATA / "fit.toml"
 OF_FRAMEWORKS = FOLDER / "fit.toml"
 KEPT = (
     "id", "kind", "source", "source_ref", "date", "framework", "hw_device", "hw_mem_gib", "hw_peak_bf16_tflops",

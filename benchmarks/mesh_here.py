@@ -42,6 +42,7 @@ from benchmarks.mesh_probe import status_bytes
 from hyper_parallel.core.init import api as init
 from hyper_parallel.core.init import filling
 from hyper_parallel.core.init.tiles import FillTarget
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.platform import get_platform
@@ -49,7 +50,6 @@ from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfi
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from sim.mesh.estimate import Estimate, estimate_job
-from sim.mesh.hardware import Hardware
 from sim.mesh.job import Job
 from sim.mesh.pricing.measure import measure
 
@@ -257,7 +257,7 @@ def _watched(case: Case) -> dict[str, Any]:
 # -- predicted -------------------------------------------------------------------------------------------------------
 
 
-def predict(case: Case, hardware: Hardware) -> Estimate:
+def predict(case: Case, hardware: Machine) -> Estimate:
     """Estimate what a case needs.
 
     Args:

@@ -122,7 +122,7 @@ def estimate(task: Task, phases: Phases) -> dict[str, float]:
     job = sim.mesh.Job(sim.mesh.find_model(task.model), dims, task.batch, task.seq_len, recipe)
     programs = sim.mesh.trace(job, every_layer=task.how == "every layer")
     phases.ends("trace")
-    made = sim.mesh.price(programs, job, sim.mesh.find_hardware(task.hardware))
+    made = sim.mesh.price(programs, job, sim.mesh.find_machine(task.hardware))
     phases.ends("price")
     return {"step": made.time.step.value, "peak": float(made.memory.peak)}
 

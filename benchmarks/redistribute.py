@@ -29,7 +29,8 @@ import torch.multiprocessing as mp
 import hyper_parallel as hp
 import sim
 from benchmarks.engine import timed
-from hyper_parallel.core.redistribute import lower_bound, plan, topology
+from hyper_parallel.core.machine import find_machine
+from hyper_parallel.core.redistribute import lower_bound, plan
 from hyper_parallel.core.redistribute.bounds import torch_plan
 
 MESHES = ((2, 4), (2, 2, 2), (4, 2, 2))
@@ -243,7 +244,7 @@ def planning_table() -> str:
     }
     lines = ["| 4,096 ranks, (8, 8, 8, 8) | new pair, ms | known pair, us |", "|---|--:|--:|"]
     for name, (src, dst) in pairs.items():
-        for on in (None, topology("h100")):
+        for on in (None, find_machine("h100-sxm")):
             new = min(_once(src, dst, (8192 + 64 * turn, 8192), on) for turn in range(7))
             known = _per_call(lambda src=src, dst=dst, on=on: plan(src, dst, (8192, 8192), torch.float32, on))  # type: ignore[misc]
             priced = "bytes" if on is None else on.name
@@ -289,59 +290,3 @@ def _no_op() -> list[tuple[str, float, float]]:
             ours = _per_call(functools.partial(hp.redistribute, x, *arguments))
             found.append((f"given {how}{', with a gradient to come' if wants else ''}", ours, theirs))
     return found
-
-
-# -- links -----------------------------------------------------------------------------------------------------------
-
-
-LINK_SIZES = (64, 16 * 1024, 1024 * 1024, 16 * 1024 * 1024)
-
-
-def link_seconds(ranks: int) -> dict[int, float]:
-    """Median seconds of an all_to_all by bytes sent per rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_link_rank, (ranks, folder), nprocs=ranks)
-        return {int(size): took for size, took in json.loads(Path(folder, "seconds.json").read_text()).items()}
-
-
-def _link_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    found = {}
-    for size in LINK_SIZES:
-        elements = size // 4 // (ranks - 1) * ranks  # a rank keeps one part of its own
-        give, take = torch.ones(elements), torch.empty(elements)
-        times = []
-        for _ in range(60 if size < 1 << 20 else 15):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_to_all_single(take, give)
-            took = torch.tensor([time.perf_counter() - start])
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            times.append(took.item())
-        found[size] = float(np.median(times[3:]))
-    if rank == 0:
-        Path(folder, "seconds.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def link_table() -> str:
-    """Return what `link_seconds` measured, and the figures of this machine for `Link`.
-
-    An all_to_all of n ranks in which each sends b bytes is taken to last latency + per_rank (n - 1) + b / bandwidth.
-    Medians of many calls on the slowest rank, for 2 and 4 ranks and 64 B to 16 MiB; the latencies are those of the
-    smallest size, the bandwidth that of the largest, of 4 ranks.
-    """
-    found = {ranks: link_seconds(ranks) for ranks in (2, 4)}
-    lines = ["| all_to_all, sent per rank | 2 processes | 4 processes |", "|---|--:|--:|"]
-    for size in LINK_SIZES:
-        lines.append(f"| {size:,} B | {found[2][size] * 1e6:,.0f} us | {found[4][size] * 1e6:,.0f} us |")
-    small, large = LINK_SIZES[0], LINK_SIZES[-1]
-    per_rank = max((found[4][small] - found[2][small]) / 2, 0.0)
-    latency = found[2][small] - per_rank
-    if latency < 0:  # more ranks than cores: a line through the origin
-        latency, per_rank = 0.0, (found[2][small] + 3 * found[4][small]) / 10
-    bandwidth = large / (found[4][large] - found[4][small])
-    lines += ["", f"Link(latency={latency:.1e}, per_rank={per_rank:.1e}, bandwidth={bandwidth:.2e})"]
-    return "\n".join(lines)

@@ -29,8 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 
 from benchmarks.engine_counts import Memory, watch_memory
+from hyper_parallel.core.machine.description import find_machine
 from sim.kernel.context import current_rank
-from sim.mesh.hardware import find_hardware
 from sim.mesh.memory import replay_memory
 from sim.mesh.replay.allocator import AllocatorRules
 from sim.script.estimate import RecordedScript, record_script
@@ -97,7 +97,7 @@ def record(
     launch = Launch(str(script), arguments=arguments, nproc=nproc, show=())
     source = read_script(launch)
     assert source is not None
-    recorded = record_script(launch, source, find_hardware(hardware), (rank,), warmup, steps)
+    recorded = record_script(launch, source, find_machine(hardware), (rank,), warmup, steps)
     assert isinstance(recorded, RecordedScript)
     return recorded
 

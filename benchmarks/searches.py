@@ -19,13 +19,13 @@ from typing import Any, TypeGuard
 
 from benchmarks.published.predict import figures_of, hardware_of, job_of, load_figures
 from benchmarks.published.rows import Case, case_of, read_rows
+from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.estimate import estimate
-from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
 from sim.mesh.recordings.library import recordings
-from sim.mesh.searching.bounds import guess_memory, guess_seconds, least_memory, machine_of
+from sim.mesh.searching.bounds import guess_memory, guess_seconds, least_memory, rates_of
 from sim.mesh.searching.candidates import enumerate_candidates
 from sim.mesh.searching.explore import NothingFits
 from sim.mesh.searching.ranking import Found, SearchResult
@@ -88,7 +88,7 @@ class Question:
 
     name: str
     model: ModelSpec
-    hardware: Hardware
+    hardware: Machine
     devices: int
     global_batch: int
     seq_len: int
@@ -153,7 +153,7 @@ def questions() -> Iterator[Question]:
         (64, 128, Recipe(checkpointing="selective")),
     ):
         named = Candidate(ParallelDims(dp_shard=devices, world_size=devices), recipe, batch // devices)
-        model, hardware = find_model("llama3-8b"), find_hardware("h100-sxm")
+        model, hardware = find_model("llama3-8b"), find_machine("h100-sxm")
         name = f"llama3-8b on {devices} x h100-sxm, {batch} x 8,192"
         yield Question(name, model, hardware, devices, batch, 8192, default_recipes(), (named,))
     cases = {one.id: (row, one) for row in read_rows() if isinstance(one := case_of(row), Case)}
@@ -296,7 +296,7 @@ def _plain(question: Question, pool: Sequence[Candidate], known: _Known) -> Iter
 
 def _draw(question: Question, pool: Sequence[Candidate], known: _Known, count: int) -> Iterator[Found]:
     """Yield drawn candidates: one from all, one from those that promise most, in turn."""
-    space, machine, limit = question.space, machine_of(question.hardware), question.hardware.memory_bytes
+    space, machine, limit = question.space, rates_of(question.hardware), question.hardware.memory_bytes
     small = [one for one in pool if guess_memory(space.shape, one, space.seq_len) <= limit] or list(pool)
     small.sort(key=lambda one: guess_seconds(space.shape, one, space.seq_len, machine))
     promising = small[: max(count, round(_PROMISING * len(small)))]
@@ -323,7 +323,7 @@ def wrong_guesses(answers: Iterable[Answer]) -> str:
     """
     errors, pairs, wrong = [], 0, 0
     for said in answers:
-        question, shape, machine = said.question, said.question.space.shape, machine_of(said.question.hardware)
+        question, shape, machine = said.question, said.question.space.shape, rates_of(said.question.hardware)
         groups = (said.result.found, said.result.too_large, said.named, said.plain, said.drawn)
         known = {one.candidate: one for group in groups for one in group if one is not None}
         kept = [one for one in known.values() if not one.candidate.recipe.activations.offload]

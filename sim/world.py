@@ -23,7 +23,7 @@ from hyper_parallel.core.common.checks import check_choice, check_least, read_in
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.tables import as_html
 from hyper_parallel.core.common.torch_compat import clear_sharding_caches
-from hyper_parallel.core.redistribute.cost import Topology
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.platform.accelerator import torch_npu_is_installed
 from sim.comm.group import Network
@@ -68,8 +68,9 @@ _NOT_ALIVE = {"new": "has not begun", "running": "runs something already", "ende
 
 
 class Checks(TypedDict, total=False):
-    """What a world looks at while its ranks run; also keyword arguments of `sim.ranks`."""
+    """The machine and the checks of a world; also keyword arguments of `sim.ranks`."""
 
+    machine: str | Machine | None
     check_races: bool
     check_replicas: bool
     check_identity: bool
@@ -82,7 +83,6 @@ class Options(Checks, total=False):
     init: bool
     intraop_threads: int | None
     pin: int | None
-    topology: str | Topology | None
     cost: Cost | None
     schedule: Sequence[int] | None
     faults: Sequence[Fault]
@@ -104,11 +104,11 @@ class WorldOptions:
         intraop_threads: Threads torch uses inside of one operation; None leaves torch's setting. One makes
             results independent of the machine's number of cores.
         pin: Processor to bind the rank threads to; since one runs at a time, switching gets cheaper. Linux only.
-        topology: What links the ranks, by name ("h100", "a100", "ascend-910b", "laptop") or as a
-            `hyper_parallel.core.redistribute.cost.Topology`: communication takes virtual time by its model.
-            None: it takes none.
+        machine: The ranks' machine: a name (`hyper-parallel hardware`), a file, or a `core.machine.Machine`.
+            Redistributions are planned for it, and communication takes virtual time by its prices. None:
+            plans are those of an unnamed machine of one node, and communication takes no time.
         cost: Seconds of an operation (`all_reduce`, ..., `send`) and a
-            `hyper_parallel.core.redistribute.cost.Load`, in place of the topology's own model.
+            `hyper_parallel.core.machine.Load`, in place of the machine's prices.
         check_races: Look at every operation of every rank, and raise `sim.InFlightBufferRace` where one
             touches a buffer that an operation in flight reads or writes. Takes about twice the time.
         check_replicas: Compare copies that layouts say are equal, at each step of an optimizer and each
@@ -147,7 +147,7 @@ class WorldOptions:
     init: bool = True
     intraop_threads: int | None = 1
     pin: int | None = None
-    topology: str | Topology | None = None
+    machine: str | Machine | None = None
     cost: Cost | None = None
     check_races: bool = False
     check_replicas: bool = False
@@ -187,17 +187,17 @@ class World:
         world_size: Number of ranks.
         options: How it is to be.
         scheduler: Lets its ranks run.
-        trace: What the ranks have communicated so far.
+        trace: The ranks' communication so far.
         network: What they share to communicate.
         host: What they share of the process.
         contexts: What each of them has of its own.
-        faults: What goes wrong in it, and when.
+        faults: Its faults, and when they happen.
     """
 
     def __init__(self, world_size: int, options: WorldOptions) -> None:
         self.world_size = world_size
         self.options = options
-        pricing, references = CommPricing(options.topology, options.cost), SharedReferences(check_own(options.own))
+        pricing, references = CommPricing(options.machine, options.cost), SharedReferences(check_own(options.own))
         schedule = None if options.schedule is None else iter(tuple(options.schedule))
         self.scheduler = self._new_scheduler(schedule)
         self.trace = self._new_trace()
@@ -229,6 +229,7 @@ class World:
             device=options.device,
             map_device=options.map_device,
             intraop_threads=options.intraop_threads,
+            machine=pricing.machine,
         )
         self.host.watching = [each.watching for each in (races, partials) if each is not None]
         base = {k: v for k, v in os.environb.items() if not k.startswith(b"TORCHELASTIC_")}
@@ -582,12 +583,12 @@ def world(world_size: int, **options: Unpack[Options]) -> World:
 
     Args:
         world_size: Number of ranks, 1 to 65,536.
-        **options: Those of `WorldOptions`: `seed`, `topology`, `check_races`, `faults` ...
+        **options: Those of `WorldOptions`: `seed`, `machine`, `check_races`, `faults` ...
 
     Raises:
-        ValueError: A world size out of range, an unknown topology, a package that cannot be copied, and
+        ValueError: A world size out of range, an unknown machine, a package that cannot be copied, and
             what `WorldOptions` refuses.
-        TypeError: A world size that is no int, a topology, a cost or a fault that is none, or an option that there is
+        TypeError: A world size that is no int, a machine, a cost or a fault that is none, or an option that there is
             not.
     """
     asked = "cannot make a world"

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sim.mesh
 from benchmarks.published.compare import CACHE, Compared, Outcome, known, publication, run, wanted, write_outcomes
 from benchmarks.published.conventions import FOLDER, tomllib
 from benchmarks.published.predict import Simulator
 from benchmarks.published.rows import read_rows
+from hyper_parallel.core.machine.calibration import DATA, load_calibration
 from sim.mesh.estimate import LEVELS, Z80
-from sim.mesh.pricing.calibration import load_calibration
 
 __all__ = ["Summary", "fitted", "ordered_pairs", "page", "summary", "validate"]
 
-FITS = (Path(sim.mesh.__file__).parent / "data" / "fit.toml", FOLDER / "fit.toml")
+FITS = (DATA / "fit.toml", FOLDER / "fit.toml")
 """What was fitted of devices, and of frameworks."""
 APART = 0.05
 """Configurations whose truths are nearer than this are not asked to be in order."""
@@ -211,7 +210,7 @@ _KNOWN = """Their sources were read once more. Where they name no cause, none is
   without it they are 35 and 26 % too fast. The 78 below 0.1 ms are 48 % too slow with it and 4 % without: they are
   over before power limits the clock. A limit on the best rate alone (0.49 of the peak, and nothing of smaller
   products) makes the four runs 1.8 % off at the mean in place of 2.9, but those held out of torchtitan a third in
-  place of a quarter: it is not in estimates. Its attention is (`sim/mesh/data/curves.toml`). Products of many small
+  place of a quarter: it is not in estimates. Its attention is (`core/machine/data/curves.toml`). Products of many small
   experts are slower than estimates have them: half as fast with fewer than 256 rows in each, nearly as fast from 2,000
   on. Its A100 is the PCIe one, which attains a tenth less than estimates have for SXM. AIConfigurator's tables are not
   to be had in Git (LFS) but for 32 products of a B200, which a burst computes 1.6 to 2 times as fast as estimates say.
@@ -286,8 +285,8 @@ def _by_source(outcomes: Sequence[Outcome], name: str, unit: str, pick: Pick) ->
     return "\n".join(lines)
 
 
-_EVIDENCE = """How wide a step's interval is depends on what is known of such steps (`sim/mesh/data/spreads.toml`): by
-kernels, and by how many runs of the same framework on the same family of devices are not held out: ten and more
+_EVIDENCE = """How wide a step's interval is depends on what is known of such steps (`core/machine/data/spreads.toml`):
+by kernels, and by how many runs of the same framework on the same family of devices are not held out: ten and more
 (often), fewer (seldom), only those of other frameworks (never), none (nothing). The widths are fitted by
 
     python -m benchmarks.fit_mesh --spreads --write

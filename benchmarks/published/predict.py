@@ -19,13 +19,13 @@ from benchmarks.published.compare import Prediction, publication, wanted
 from benchmarks.published.conventions import FOLDER, tomllib
 from benchmarks.published.gpt import GPTConfig, GPTSpec
 from benchmarks.published.rows import Case, case_of, is_held_out, read_rows
+from hyper_parallel.core.machine.calibration import Calibration, load_calibration
+from hyper_parallel.core.machine.description import Machine, find_machine
 from sim.mesh.cost import ring_kernel_of
 from sim.mesh.estimate import Z80, Estimate, kernels_of, price, pricing_of, step_spread
-from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import ClassMemory
 from sim.mesh.models import find_model
-from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.program import Program
 from sim.mesh.recipe import Recipe
 from sim.mesh.replay.timeline import replay_time
@@ -84,9 +84,9 @@ def _ring_kernel(case: Case) -> str:
     return ring_kernel_of(hardware_of(case, load_figures()), load_figures())
 
 
-def hardware_of(case: Case, calibration: Calibration) -> Hardware:
+def hardware_of(case: Case, calibration: Calibration) -> Machine:
     """Return the description of a case's device, with the network of its cluster and the kernels of its time."""
-    hardware = replace(find_hardware(case.hardware), allocator=case.allocator)
+    hardware = replace(find_machine(case.hardware), allocator=case.allocator)
     kernel = case.attention_kernel or ("flash2" if hardware.family == "hopper" else None)  # torch's before 2.11
     hardware = hardware if kernel is None else hardware.with_attention(kernel)
     if hardware.family == "hopper" and not case.framework.startswith("torchtitan"):
@@ -102,7 +102,7 @@ def hardware_of(case: Case, calibration: Calibration) -> Hardware:
 def figures_of(case: Case, calibration: Calibration) -> Calibration:
     """Return the figures that hold for a case: what is known of its framework stands over what is of the device."""
     own = calibration.section("framework", case.framework)
-    hardware = find_hardware(case.hardware)
+    hardware = find_machine(case.hardware)
     changes: dict[str, Any] = {
         f"estimate.{hardware.family}.framework": dict(runs_seen().get((case.framework, hardware.family), {}))
     }
@@ -148,7 +148,7 @@ def runs_seen() -> Mapping[tuple[str, str], Mapping[str, int]]:
     for row in wanted(read_rows()):
         case = case_of(row)
         if isinstance(case, Case) and case.measured.tokens_per_second and not is_held_out(row):
-            seen[case.framework, find_hardware(case.hardware).family].update(kernels_of(job_of(case)))
+            seen[case.framework, find_machine(case.hardware).family].update(kernels_of(job_of(case)))
     return seen
 
 

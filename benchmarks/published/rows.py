@@ -75,7 +75,7 @@ class Case:
         attention_kernel: see frameworks.toml; None: the device's usual one.
         framework: its name in frameworks.toml.
         measured: the truth.
-        allocator: how torch's is set: see `Hardware.allocator`.
+        allocator: how torch's is set: see `Machine.allocator`.
         notes: where the case is not quite the run.
         source: where it was published.
         is_held_out: whether no fit has seen it.

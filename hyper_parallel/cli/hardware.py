@@ -26,15 +26,15 @@ def list_hardware(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     with mistakes_as_messages():
-        from sim.mesh.hardware import FOLDER_VARIABLE, find_hardware, hardware_names
+        from hyper_parallel.core.machine.description import FOLDER_VARIABLE, find_machine, machine_names
 
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("name", no_wrap=True)
         for column in ("devices per node", "memory", "its bandwidth", "bf16", "in a node", "between nodes"):
             table.add_column(column, justify="right", no_wrap=True)
         table.add_column("")
-        for name in hardware_names():
-            found = find_hardware(name)
+        for name in machine_names():
+            found = find_machine(name)
             table.add_row(
                 name,
                 str(found.devices_per_node),
@@ -56,9 +56,9 @@ def list_hardware(context: typer.Context) -> None:
 def show(name: Annotated[str, typer.Argument(help="A name from the list, or the path of a TOML file.")]) -> None:
     """Show every figure of a description, with its source and how good the evidence is."""
     with mistakes_as_messages():
-        from sim.mesh.hardware import find_hardware
+        from hyper_parallel.core.machine.description import find_machine
 
-        found = find_hardware(name)
+        found = find_machine(name)
         print_wide(f"{found.name}: {found.title}")
         print_wide(
             f"family {found.family}; {found.links} in a node ({found.topology}), {found.fabric} between nodes; "

@@ -24,7 +24,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Of the tensor.")] = "float32",
     hardware: Annotated[
         str | None,
-        typer.Option(help="h100, a100, ascend-910b or laptop, to take the least time; default: the fewest bytes."),
+        typer.Option(help="A name such as h100-sxm, or a file, to take the least time; default: the fewest bytes."),
     ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="If not the usual number for the hardware.")] = None,
     max_extra_bytes: Annotated[
@@ -40,17 +40,20 @@ def plan(
         if hardware is None and ranks_per_node is not None:
             raise ValueError(
                 f"cannot place ranks on nodes: --ranks-per-node {ranks_per_node} is given without --hardware\n"
-                f"  try: --hardware h100 --ranks-per-node {ranks_per_node}"
+                f"  try: --hardware h100-sxm --ranks-per-node {ranks_per_node}"
             )
         from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
+        from hyper_parallel.core.machine import find_machine
         from hyper_parallel.core.redistribute import plan as plan_redistribution
-        from hyper_parallel.core.redistribute import topology
         from hyper_parallel.core.redistribute.show import draw_plan
 
-        axes, on = parse_mesh(mesh), None if hardware is None else topology(hardware, ranks_per_node)
+        axes, on = parse_mesh(mesh), None if hardware is None else find_machine(hardware)
+        if on is not None and ranks_per_node is not None:
+            on = on.with_figures(node__devices=ranks_per_node)
         src, dst = parse_layout(axes, source), parse_layout(axes, target)
         steps = plan_redistribution(
             src, dst, parse_shape(shape), parse_dtype(dtype), on, max_extra_bytes=max_extra_bytes
         )
-        drawn = draw_plan(steps, device_type="cpu" if hardware == "laptop" else "cuda", steps_only=steps_only)
+        kind = "cpu" if on is not None and on.family == "cpu" else "cuda"
+        drawn = draw_plan(steps, device_type=kind, steps_only=steps_only)
     stdout_console().print(drawn)

@@ -239,21 +239,21 @@ def hardware_here(device_type: str | None = None, named: str | None = None) -> A
     measure = "hyper-parallel hardware measure"
     if named is None and platform.device_type == "cpu" and not MEASURED.exists():  # without importing the simulator
         raise ValueError(explain(asked, "it was not measured", f"no {MEASURED}", measure))
-    from sim.mesh.hardware import find_hardware, hardware_of_device
+    from hyper_parallel.core.machine.description import find_machine, machine_of_device
     from sim.mesh.pricing.measure import cpu_name
 
     if named is not None:
-        found = find_hardware(named)
+        found = find_machine(named)
         if found.backend != platform.backend:
             blame = f"{found.name} communicates by {found.backend}, and the ranks of this run by {platform.backend}"
             raise ValueError(explain("this run is on other hardware", blame, f"hardware: {named}", measure))
         return found
     if platform.device_type == "cpu":
-        found = find_hardware(MEASURED)
+        found = find_machine(MEASURED)
         if not found.title.startswith(cpu_name()):
             raise ValueError(explain(asked, f"{MEASURED} describes another machine", found.title, measure))
         return found
-    known = hardware_of_device(platform.name())
+    known = machine_of_device(platform.name())
     if known is None:
         raise ValueError(explain(asked, "no description has its name", "hyper-parallel hardware", "--hardware FILE"))
     return known
@@ -308,9 +308,9 @@ def check_run(run: Config, sim: int | None) -> Config:
         world_size, local_ranks = place.world_size, place.local_world_size
     platform = get_platform(run.train.device)
     if run.train.hardware is not None:  # also where nothing is predicted
-        from sim.mesh.hardware import find_hardware
+        from hyper_parallel.core.machine.description import find_machine
 
-        find_hardware(run.train.hardware)
+        find_machine(run.train.hardware)
     dims = plan_run(run, world_size)
     check_platform(run, platform)
     check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")

@@ -40,6 +40,9 @@ def simulate(
     device: Annotated[
         _MappedDevice | None, typer.Option(help="The device that all ranks share; npu may be a simulated one.")
     ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="What the ranks stand for, such as h100-sxm: plans and virtual time are its.")
+    ] = None,
     env: Annotated[list[str] | None, typer.Option(metavar="K=V", help="A variable for every rank.")] = None,
     own: Annotated[str, typer.Option(metavar="NAMES", help="Packages of which each rank gets a copy: a,b")] = "",
     show: Annotated[str, typer.Option(metavar="RANKS", help="Whose standard output: 0, or 0,3, or all.")] = "0",
@@ -73,6 +76,7 @@ def simulate(
             seed=seed,
             map_device=None if map_device is None else map_device.value,
             device=None if device is None else device.value,
+            hardware=hardware,
             env=env or (),
             own=own,
             show=show,

@@ -271,6 +271,7 @@ def verify_subject(
     steps: int = 1,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool = True,
+    machine: str | None = None,
 ) -> bool:
     """Compare the ranks with one device over some optimizer steps, and print the report; return whether all is well.
 
@@ -283,20 +284,10 @@ def verify_subject(
     from sim import verify_plan
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
-    prove = partial(
-        verify_plan,
-        subject.model_fn,
-        subject.inputs,
-        subject.mesh,
-        subject.plan,
-        parallelize=subject.parallelize,
-        input_layouts=subject.input_layouts,
-        dtype=subject.dtype,
-        seed=subject.seed,
-        steps=steps,
-        loss_fn=loss_fn,
-        optimizer_fn=optimizer_fn,
-    )
+    asked: dict[str, Any] = {"dtype": subject.dtype, "seed": subject.seed, "steps": steps, "machine": machine}
+    asked |= {"parallelize": subject.parallelize, "input_layouts": subject.input_layouts}
+    asked |= {"loss_fn": loss_fn, "optimizer_fn": optimizer_fn}
+    prove = partial(verify_plan, subject.model_fn, subject.inputs, subject.mesh, subject.plan, **asked)
     try:
         return show_proof(console, "\n".join(subject.lines()), prove, everything)
     except (ValueError, TypeError):

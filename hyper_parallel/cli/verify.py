@@ -76,7 +76,7 @@ def verify(
     of_plan["--model"] = model if model is not None and ":" in model else None
     named = [name for name, value in of_plan.items() if value is not None]
     run_options = {name: value for section in given for name, value in given[section].items()}
-    only_of_run = [name for name in run_options if name not in ("seq_len", "seed", "steps")]
+    only_of_run = [name for name in run_options if name not in ("seq_len", "seed", "steps", "hardware")]
     if config is not None or devices is not None or start_from is not None or only_of_run:
         with mistakes_as_messages():
             if named:
@@ -131,6 +131,7 @@ def verify(
             subject,
             everything,
             steps=int(run_options.get("steps", 1)),
+            machine=run_options.get("hardware"),
             loss_fn=None if loss is None else named_object("--loss", loss),
             optimizer_fn=True if optimizer is None else named_object("--optimizer", optimizer),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -14,12 +15,18 @@ import torch
 from torch._C import _distributed_c10d
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.platform.attention import AttentionKernel, gpu_attention, npu_attention
 from hyper_parallel.platform.platform import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
 
 _ALLOCATIONS = 100_000  # kept of a recording, the last ones: the last steps, in a file of some 100 MB
 
 # The common part of cuda and npu: everything that torch's device modules spell the same -------------------------------
+
+
+@functools.cache
+def _usual(name: str) -> Machine:
+    return find_machine(name)
 
 
 class AcceleratorPlatform(Platform):
@@ -30,12 +37,18 @@ class AcceleratorPlatform(Platform):
     2.11 does not have. All names used here were checked in torch 2.11 to 2.15 and in torch_npu 2.11 to 2.14.
     """
 
+    usual_machine: str
+
     def __init__(self) -> None:
         self._module: Any = torch.get_device_module(self.device_type)
 
     def name(self) -> str:
         """Return the device's name for people, such as "NVIDIA H200"."""
         return str(self._module.get_device_name())
+
+    def machine(self) -> Machine:
+        """Return the usual one of the kind: ranks whose devices have other names must not plan differently."""
+        return _usual(self.usual_machine)
 
     def is_available(self) -> bool:
         """Tell whether at least one such device can be used now."""
@@ -154,6 +167,7 @@ class CudaPlatform(AcceleratorPlatform):
 
     device_type = "cuda"
     backend = "nccl"
+    usual_machine = "h100-sxm"
 
     def __init__(self) -> None:
         if torch.version.cuda is None and torch.version.hip is None:
@@ -198,6 +212,7 @@ class NpuPlatform(AcceleratorPlatform):
 
     device_type = "npu"
     backend = "hccl"
+    usual_machine = "ascend-910b"
 
     def __init__(self) -> None:
         _import_torch_npu()

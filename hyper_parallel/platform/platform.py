@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.machine.description import Machine, one_node
 from hyper_parallel.platform.attention import AttentionKernel
 
 __all__ = [
@@ -213,6 +214,10 @@ class Platform(ABC):
     @abstractmethod
     def name(self) -> str:
         """Return the device's name for people, such as "NVIDIA H200"."""
+
+    def machine(self) -> Machine:
+        """Return the machine that redistributions are planned for, alike on all ranks; by default an unnamed one."""
+        return one_node()
 
     @abstractmethod
     def is_available(self) -> bool:

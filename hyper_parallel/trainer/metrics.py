@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,40 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_parallel.core.machine.description import peak_flops
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.platform import Platform
-
-_PEAKS = (  # the first that is found in the device's name counts
-    (r"A[18]00\b", 312e12),
-    (r"H[18]00\b.*PCIe", 756e12),
-    (r"H100\b.*NVL", 835e12),
-    (r"H([18]00|200)\b", 989e12),
-    (r"H20\b", 148e12),
-    (r"B200\b", 2250e12),
-    (r"L40S\b", 362e12),
-    (r"MI250X?\b", 191.5e12),
-    (r"MI3(00|25)X\b", 1307e12),
-    (r"Ascend910B2", 376e12),
-    (r"Ascend910B3", 313e12),
-    (r"Ascend910B4", 280e12),
-)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOPs per second that a device is sold with; None for one that is not in the table.
-
-    >>> peak_flops("NVIDIA H200"), peak_flops("CPU (x86_64, 8 cores)")
-    (989000000000000.0, None)
-
-    Sources: NVIDIA's data sheets of A100, H100 (SXM, PCIe, NVL), H200, H20, HGX B200 and L40S, half of what they give
-    "with sparsity"; A800 and H800 compute like A100 and H100. AMD's of MI250X, of which torch sees each half as a
-    device, MI300X and MI325X. Huawei's Atlas 800T A2: 8 x 376, 313 or 280 TFLOPS in fp16, as bf16, which is 24 or 20
-    cores x 8192 FLOPs x the clock; other variants of the 910 are left out.
-
-    Args:
-        device_name: as `Platform.name()` says it.
-    """
-    return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
 
 
 def model_flops_utilisation(
@@ -52,7 +20,7 @@ def model_flops_utilisation(
 ) -> float | None:
     """Return MFU: the model's FLOPs that a run computes, by the peak of all its devices; None for unknown devices.
 
-    >>> model_flops_utilisation(1e6, 989e6, "NVIDIA H100 80GB HBM3", world_size=2)
+    >>> model_flops_utilisation(1e6, 989.4e6, "NVIDIA H100 80GB HBM3", world_size=2)
     0.5
 
     Activation recompute does not count as work (Chowdhery et al. 2022, PaLM, appendix B). The peak is that of bf16,

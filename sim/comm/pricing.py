@@ -7,9 +7,11 @@ when the cost function says so, and `wait` moves the clock of each member to tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.redistribute.cost import Load, Topology, seconds, topology
+from hyper_parallel.core.machine.description import Machine, find_machine
+from hyper_parallel.core.machine.links import Load, load_seconds
 from sim.comm.collectives import Call
 from sim.kernel.clock import check_seconds
 
@@ -22,24 +24,22 @@ class CommPricing:
 
     >>> CommPricing(None).of_message(0, 1, 2**20)
     0.0
-    >>> round(CommPricing("h100").of_message(0, 1, 2**20) * 1e6)  # microseconds
-    17
+    >>> round(CommPricing("h100-sxm").of_message(0, 1, 2**20) * 1e6)  # microseconds
+    21
 
     Args:
-        on: The topology that is priced, or its name; None: communication is free.
-        cost: Seconds of an operation and a load, in place of the topology's own model.
+        on: The machine whose prices count, or its name or file; None: communication is free.
+        cost: Seconds of an operation and a load, in place of the machine's prices.
     """
 
-    def __init__(self, on: str | Topology | None, cost: Cost | None = None) -> None:
-        found = topology(on) if isinstance(on, str) else on
+    def __init__(self, on: str | Machine | None, cost: Cost | None = None) -> None:
+        self.machine = None if on is None else find_machine(on)
         asked = "cannot price the communication of a world"
-        check(asked, (Topology, "str | None"), "sim.world(8, topology='h100')", topology=found)
         check(asked, "callable | None", "sim.world(8, cost=lambda op, load: 1e-6)", cost=cost)
-        if cost is None and found is not None:
-            model: Topology = found
-            cost = lambda op, load: seconds(op, load, model)  # noqa: E731
+        if cost is None and self.machine is not None:
+            cost = partial(load_seconds, self.machine.prices)
         self._cost = cost
-        self._per_node = found.ranks_per_node if found is not None else None
+        self._per_node = None if self.machine is None else self.machine.devices_per_node
 
     def of_collective(self, calls: Sequence[Call], ranks: tuple[int, ...]) -> float:
         """Seconds of a collective that `ranks` have called."""

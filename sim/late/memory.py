@@ -82,7 +82,7 @@ class Owned(NamedTuple):
     Attributes:
         allocation: Its memory; None while it has none.
         room: The bytes with which it was made.
-        gone: Releases it when nobody has it any more.
+        gone: Releases it with its last reference.
     """
 
     allocation: Allocation | None
@@ -93,7 +93,7 @@ class Owned(NamedTuple):
 class DeviceMemory:
     """The caching allocator of one rank's device.
 
-    As that of CUDA and of Ascend: memory that is given back may be used again at once behind the work of the stream on
+    As that of CUDA and of Ascend: freed memory may be used again at once behind the work of the stream on
     which it was allocated, and `record_stream` says of which other streams' work it has to wait for. Whoever reads it
     before he has written it, or after he has given it back, reads poison.
 

@@ -13,12 +13,12 @@ _LIMIT = 1024  # tasks that wait at most, as a real device's launch queue is fin
 
 
 class Lane:
-    """A queue whose tasks run in order: a stream of a device, or that of a process group on it.
+    """A queue whose tasks run in order: a stream of a device, or a process group's on it.
 
     Attributes:
         index: Its number in the world.
         rank: Whose device it is of.
-        title: What messages call it.
+        title: Its name in messages.
         tail: The last task that was issued to it.
         issued: How many there were.
     """
@@ -39,7 +39,7 @@ class LateTask:
     Attributes:
         lane: Where it was issued.
         number: Its place there, from 1.
-        what: What it is called in messages.
+        what: Its name in messages.
         line: The user's line that has issued it.
         run: Does the work; None: there is none, or it is done.
         missing: How many tasks, or other conditions, have to come before.
@@ -69,7 +69,7 @@ class LateTask:
 class LateQueue:
     """All tasks of a world that wait to run.
 
-    Nothing runs before somebody waits for it. Then the lanes are put into an order that is drawn, and of the tasks that
+    Nothing runs before a wait for it. Then the lanes are put into an order that is drawn, and of the tasks that
     may run, the one of the first lane does, again and again. So one lane may be far ahead of another, or far behind.
 
     >>> queue = LateQueue(seed=1)
@@ -120,7 +120,7 @@ class LateQueue:
 
         Args:
             lane: Where it goes.
-            what: What messages call it.
+            what: Its name in messages.
             line: The user's line.
             run: The work.
             after: What has to have run before, besides.
@@ -192,7 +192,7 @@ class LateQueue:
         self._order.clear()
 
     def advance(self) -> None:
-        """Run one task, if one may run: somebody asks whether something is done."""
+        """Run one task, if one may run, for a question whether something is done."""
         if self._ready:
             with self._within():
                 self._run_one()

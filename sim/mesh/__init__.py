@@ -13,12 +13,12 @@ replayed, in time and in memory; `report` and `explain` say what came of it.
 True
 """
 
+from hyper_parallel.core.machine.calibration import Calibration, load_calibration
+from hyper_parallel.core.machine.description import Machine, find_machine, machine_names
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.estimate import Estimate, Quantity, estimate, estimate_run, price
-from sim.mesh.hardware import Hardware, find_hardware, hardware_names
 from sim.mesh.job import Job
 from sim.mesh.models import find_model, model_names
-from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.searching.budget import fit_activations
 from sim.mesh.searching.ranking import SearchResult
@@ -42,9 +42,9 @@ __all__ = [
     "find_model",
     "model_names",
     # On what
-    "Hardware",
-    "find_hardware",
-    "hardware_names",
+    "Machine",
+    "find_machine",
+    "machine_names",
     "Calibration",
     "load_calibration",
     # In two steps: what depends on the program, and what on the hardware

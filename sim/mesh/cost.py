@@ -1,8 +1,8 @@
 """Prices: seconds of each operation and communication of a program on a hardware.
 
->>> from sim.mesh.hardware import find_hardware
+>>> from hyper_parallel.core.machine.description import find_machine
 >>> from sim.mesh.program import Op
->>> pricing = Pricing(find_hardware("h100-sxm"))
+>>> pricing = Pricing(find_machine("h100-sxm"))
 >>> matmul = Op("aten.mm", "matmul", 2 * 4096**3, (), (), "bfloat16", (1, 4096, 4096, 4096), 0, 0)
 >>> price = pricing.op(matmul)
 >>> 150e-6 < price.seconds < 200e-6, price.grade, price.bound
@@ -17,18 +17,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.common.errors import explain
-from sim.mesh.hardware import Hardware
-from sim.mesh.pricing.calibration import Calibration, load_calibration
-from sim.mesh.pricing.comm_cost import (
+from hyper_parallel.core.machine.calibration import Calibration, load_calibration
+from hyper_parallel.core.machine.description import Machine
+from hyper_parallel.core.machine.file import GRADES
+from hyper_parallel.core.machine.links import (
     COLLECTIVES,
-    Links,
     NodeSpread,
     collective_seconds,
     message_seconds,
     spread_of,
 )
 from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_seconds, stream_seconds
-from sim.mesh.pricing.hardware_file import GRADES
 from sim.mesh.program import HOST_COPIES, MEMORY_KINDS, Comm, CommGroup, Event, Op, Place
 
 _ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "fp8": 1}
@@ -56,7 +55,7 @@ def _of_curve(curve: str, figure: str) -> str:
     return "calibrated" if curve in ("measured", "calibrated") else weakest(curve, figure)
 
 
-def ring_kernel_of(hardware: Hardware, calibration: Calibration | None = None) -> str:
+def ring_kernel_of(hardware: Machine, calibration: Calibration | None = None) -> str:
     """Return whose fused attention computes the blocks of a ring on a hardware, see `Job`."""
     if hardware.family == "cpu":
         return "cpu"
@@ -71,7 +70,7 @@ class Pricing:
 
     Args:
         hardware: what it runs on.
-        calibration: figures of kernels and links; None: those of `sim/mesh/data`.
+        calibration: figures of kernels and links; None: those of `hyper_parallel/core/machine/data`.
         attention: kernels of attention, where a program does not say: `flash1`, `flash2`, `flash3`, `cudnn`;
             None: what torch takes on the device.
         graphs: whether the host replays captured graphs, instead of issuing each operation.
@@ -84,7 +83,7 @@ class Pricing:
 
     def __init__(
         self,
-        hardware: Hardware,
+        hardware: Machine,
         calibration: Calibration | None = None,
         *,
         attention: str | None = None,
@@ -103,20 +102,8 @@ class Pricing:
         self._attention = self.calibration.of(hardware, "attention", hardware.family)
         self._kernels = attention or str(self._attention.get("default", "flash2"))
         self._check_kernels(self._kernels)
-        self._fabric = self.calibration.of(hardware, "fabric", hardware.fabric)
         self._offload = self.calibration.of(hardware, "offload")
-        self.links = Links(
-            intra=hardware.value("intra.bandwidth"),
-            mesh=hardware.topology == "mesh",
-            devices=hardware.devices_per_node,
-            in_switch=hardware.figures["intra.in_switch"].value if "intra.in_switch" in hardware.figures else None,
-            in_switch_from=hardware.value("intra.in_switch_from", 2),
-            inter=hardware.value("inter.bandwidth"),
-            taper=hardware.value("inter.taper", 0.0),
-            curves=self.calibration.of(hardware, "links", hardware.links),
-            fabric=self._fabric,
-            trees=hardware.backend == "nccl",
-        )
+        self.links = hardware.links_with(self.calibration)
         figures = self.calibration.of(hardware, "host")
         each = float(figures["dtensor"]) if host == "dtensor" else 1.0
         plain = self._host(figures, "op")
@@ -268,7 +255,7 @@ class Pricing:
         links, hardware = self.links, self.hardware
         if comm.op not in COLLECTIVES:
             seconds, bound = message_seconds(links, comm.size * sharing, same_node=same)
-            curve = links.curves.get("send", links.curve("all_gather")) if same else self._fabric
+            curve = links.curves.get("send", links.curve("all_gather")) if same else self.links.fabric
         elif spread.ranks == 1:  # a copy
             seconds, bound = stream_seconds(self._memory, 2.0 * comm.size, hardware.memory_bandwidth)
             curve = self._memory
@@ -279,9 +266,9 @@ class Pricing:
             if pattern == "gather" and comm.messages == spread.ranks and abs(comm.moved - even) > spread.ranks:
                 op = "broadcast"  # nccl makes one of each tensor of an uneven list, one after the other in one launch
             seconds, bound = collective_seconds(links, op, comm.size * sharing, spread, moved)
-            curve = links.curve(comm.op) if spread.nodes == 1 else self._fabric
+            curve = links.curve(comm.op) if spread.nodes == 1 else self.links.fabric
         if comm.messages > 1:
-            seconds += (comm.messages - 1) * float(self._fabric.get("each_message_us", 0)) * 1e-6
+            seconds += (comm.messages - 1) * float(self.links.fabric.get("each_message_us", 0)) * 1e-6
         grade = _of_curve(curve["grade"], hardware.grade("intra.bandwidth" if spread.nodes == 1 else "inter.bandwidth"))
         return Price(seconds, grade, bound, float(curve.get("spread", 0)))
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.common.tables import as_html
+from hyper_parallel.core.machine.calibration import Calibration, load_calibration
+from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import Config
 from sim.mesh.cost import Pricing, ring_kernel_of, weakest
 from sim.mesh.explain import explain as explain_estimate
-from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import ClassMemory, replay_memory, with_workspaces
 from sim.mesh.models import find_model
-from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.program import Program
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.replay.allocator import PLAIN, AllocatorRules
@@ -157,7 +157,7 @@ class Estimate:
     """
 
     job: Job
-    hardware: Hardware
+    hardware: Machine
     memory: MemoryEstimate
     time: TimeEstimate
     timeline: Timeline
@@ -211,7 +211,7 @@ def estimate(
     dims: ParallelDims,
     batch: int,
     seq_len: int,
-    hardware: str | Path | Hardware,
+    hardware: str | Path | Machine,
     recipe: Recipe | None = None,
     *,
     layers_per_stage: Sequence[int] | None = None,
@@ -232,7 +232,7 @@ def estimate(
         dims: the degrees of parallelism.
         batch: sequences per step on each data-parallel rank: the global batch over dp_replicate * dp_shard * ep.
         seq_len: tokens of a sequence.
-        hardware: a name (`sim.mesh.hardware_names`), the path of a TOML file, or a `sim.mesh.Hardware`.
+        hardware: a name (`sim.mesh.machine_names`), the path of a TOML file, or a `sim.mesh.Machine`.
         recipe: precision, recomputation, sharding, schedule.
         layers_per_stage: of a pipeline; None: balanced.
         calibration: figures to price with; None: those of the package.
@@ -242,7 +242,7 @@ def estimate(
         UnknownOperation: an operation that there is no price for.
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
-    find_hardware(hardware)  # an unknown name is reported first
+    find_machine(hardware)  # an unknown name is reported first
     job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, sizes)
     return estimate_job(job, hardware, calibration)
 
@@ -250,7 +250,7 @@ def estimate(
 def estimate_run(
     run: Config,
     devices: int,
-    hardware: str | Path | Hardware,
+    hardware: str | Path | Machine,
     *,
     routing: Routing | None = None,
     calibration: Calibration | None = None,
@@ -266,7 +266,7 @@ def estimate_run(
     Args:
         run: what `hyper_parallel.trainer.train` is given, or `load_config` reads.
         devices: that it would run on, a rank on each.
-        hardware: a name of `hardware_names()`, the path of a file, or a `Hardware`.
+        hardware: a name of `machine_names()`, the path of a file, or a `Machine`.
         routing: how tokens go to experts; None: evenly.
         calibration: figures to price with; None: those of the package.
 
@@ -278,15 +278,15 @@ def estimate_run(
     return estimate_job(Job.of_run(run, devices, routing=routing), hardware, calibration)
 
 
-def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibration | None = None) -> Estimate:
+def estimate_job(job: Job, hardware: str | Path | Machine, calibration: Calibration | None = None) -> Estimate:
     """Trace a job, and estimate it on a hardware; see `estimate`."""
-    found = find_hardware(hardware)
+    found = find_machine(hardware)
     job = job_on(job, found, calibration)
     with collector_paused():
         return price(trace(job), job, found, calibration)
 
 
-def job_on(job: Job, hardware: Hardware, calibration: Calibration | None = None) -> Job:
+def job_on(job: Job, hardware: Machine, calibration: Calibration | None = None) -> Job:
     """Return a job as a hardware runs it: with its kernels, where a trace depends on which they are."""
     recipe = job.recipe
     if hardware.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
@@ -294,7 +294,7 @@ def job_on(job: Job, hardware: Hardware, calibration: Calibration | None = None)
     return dataclasses.replace(job, recipe=recipe, ring_kernel=ring_kernel_of(hardware, calibration))
 
 
-def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Calibration | None = None) -> Estimate:
+def price(programs: list[Program], job: Job, hardware: Machine, calibration: Calibration | None = None) -> Estimate:
     """Estimate what has been traced already, on a hardware.
 
     Args:
@@ -341,7 +341,7 @@ def step_spread(general: Mapping[str, Any], kernels: Sequence[str]) -> float:
     return max(float(spreads[kind][level_of(own.get(kind, 0), family.get(kind, 0))]) for kind in kernels)
 
 
-def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pricing:
+def pricing_of(recipe: Recipe, hardware: Machine, figures: Calibration) -> Pricing:
     """Return the prices of what a recipe does.
 
     Torch runs schedules of several stages per rank by lists of actions, in which a receive stands where its sender has
@@ -353,7 +353,7 @@ def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pric
     return Pricing(hardware, figures, graphs=graphs, tp_overlap=overlap, posts_early=early, host=host)
 
 
-def memory_of(programs: Sequence[Program], hardware: Hardware, general: Mapping[str, Any]) -> MemoryEstimate:
+def memory_of(programs: Sequence[Program], hardware: Machine, general: Mapping[str, Any]) -> MemoryEstimate:
     """Replay the memory of each class of ranks.
 
     Args:
@@ -379,7 +379,7 @@ def memory_of(programs: Sequence[Program], hardware: Hardware, general: Mapping[
 def time_of(
     timeline: Timeline,
     world_size: int,
-    hardware: Hardware,
+    hardware: Machine,
     general: Mapping[str, Any],
     at_peak: float,
     tokens: float,

@@ -520,17 +520,17 @@ class Recipe:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in, as torch's."""
+        """The dtype of computation."""
         return _TORCH[self.param_dtype]
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """What gradients are reduced in, as torch's."""
+        """The dtype in which gradients are reduced."""
         return _TORCH[self.reduce_dtype]
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """What the optimizer's weights are kept in, as torch's."""
+        """The dtype of the optimizer's weights."""
         return self.dtype if self.master == "none" or self.dtype == torch.float64 else torch.float32
 
     @property

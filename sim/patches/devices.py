@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import platform
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.machine.description import one_node
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
 from sim.explain.errors import SimError
@@ -388,6 +389,7 @@ def _provide(device_type: str | None) -> Platform | None:
             return None  # the others are what they are on a machine
         device: Platform = CudaPlatform() if context.host.device == "cuda" else NpuPlatform()
         device.compares_collectives = True
+        device.machine = lambda: context.host.machine or one_node()  # type: ignore[method-assign]
         return device
     if context is None or device_type not in (None, "cpu", context.host.map_device):
         return None

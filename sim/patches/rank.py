@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.platform.cpu import CpuPlatform
 from sim.comm.group import Endpoint, Network
 from sim.kernel.context import current_context
@@ -36,8 +37,15 @@ class SimPlatform(CpuPlatform):
 
     compares_collectives = True
 
-    def __init__(self, where: str | None = None, stands_for: str | None = None, backend: str = "sim") -> None:
+    def __init__(
+        self,
+        where: str | None = None,
+        stands_for: str | None = None,
+        backend: str = "sim",
+        machine: Machine | None = None,
+    ) -> None:
         self.backend = backend
+        self._machine = machine
         self._where = where
         self._stands_for = stands_for
 
@@ -54,6 +62,10 @@ class SimPlatform(CpuPlatform):
     def gathers_uneven(self) -> bool:
         """Whether this stands for a device that does, likewise."""
         return self._stands_for == "cuda"
+
+    def machine(self) -> Machine:
+        """Return the machine that the world was made with."""
+        return self._machine or super().machine()
 
     def name(self) -> str:
         """Return "simulated rank"."""
@@ -100,6 +112,7 @@ class Host:
         device: Where tensors are made, if not on the CPU.
         map_device: The kind of device whose place the CPU takes.
         intraop_threads: Threads that torch uses inside of one operation; None: as many as the process.
+        machine: The ranks' machine, for plans of redistributions; None: an unnamed one.
 
     Attributes:
         contexts: The ranks that are run.
@@ -122,6 +135,7 @@ class Host:
         device: str | None,
         map_device: str | None,
         intraop_threads: int | None,
+        machine: Machine | None,
     ) -> None:
         self.number = number
         self.network = network
@@ -131,13 +145,16 @@ class Host:
         self.device = device
         self.map_device = map_device
         self.intraop_threads = intraop_threads
+        self.machine = machine
         self.contexts: list[RankContext] = []
         self.folder = ""
         self.op_handlers: Any = None
         self.settings: dict[Setting, Any] = {}
         self.process_threads = 1
         self.watching: Sequence[Callable[[Endpoint], AbstractContextManager[None]]] = ()
-        self.platform: Callable[[], SimPlatform] = lambda: SimPlatform(device, self.map_device, network.backend)
+        self.platform: Callable[[], SimPlatform] = lambda: SimPlatform(
+            device, self.map_device, network.backend, self.machine
+        )
 
 
 class RankContext(Endpoint):

@@ -416,10 +416,6 @@ def _whole(result: torch.Tensor, given: _Given) -> torch.Tensor:
     return result.fill_(0 if high is None else (int(low) + int(high) - 1) // 2)
 
 
-def _permutation(result: torch.Tensor, given: _Given) -> torch.Tensor:
-    return result.copy_(torch.arange(len(result)))
-
-
 def _chosen(result: torch.Tensor, given: _Given) -> torch.Tensor:
     """Indices that `multinomial` may draw: the first ones, with replacement all the first."""
     first = (given["self"] > 0).int().argsort(dim=-1, descending=True, stable=True)
@@ -456,6 +452,6 @@ _MEANS: Mapping[Any, Callable[[Any, _Given], Any]] = {
     _aten.random_: _whole,
     _aten.randint: _whole,
     _aten.randint_like: _whole,
-    _aten.randperm: _permutation,
+    _aten.randperm: lambda result, given: result.copy_(torch.arange(len(result))),
     _aten.multinomial: _chosen,
 }

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hyper_parallel.core.activations.offload import OffloadedBlock
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.machine import Machine
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
 from hyper_parallel.platform import get_platform
@@ -85,6 +86,7 @@ class Task:
     second: Mapping[str, Any] | None = None
     shared: SharedDraws | None = None
     device: str = "cpu"
+    machine: str | Machine | None = None
 
     @property
     def values(self) -> list[Mapping[str, Any]]:
@@ -442,7 +444,7 @@ def cotangents(run: Run, seed: int) -> dict[str, torch.Tensor]:
     """Return a random tensor for each output that can be differentiated: the gradient of what would follow."""
     drawn = {}
     for index, (way, tensor) in enumerate(run.outputs):
-        if _can_be_differentiated(tensor):
+        if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
             generator = torch.Generator().manual_seed(seed + 7 * index)
             parts = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor  # compared as pairs
             drawn[way] = torch.randn(parts.shape, generator=generator, dtype=torch.float64).to(parts.dtype)
@@ -615,10 +617,6 @@ def _whole(value: Any, rounded: torch.dtype, dtype: torch.dtype, device: str = "
 
 def _given(task: Task, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(values.values()), {}) if task.positional else ((), dict(values))
-
-
-def _can_be_differentiated(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _like(output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

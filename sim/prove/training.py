@@ -80,7 +80,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
     dims = plan_run(run, world_size)
     degrees = {name: getattr(dims, name) for name in _DEGREES}
     if world_size > MOST_RANKS:
-        degrees = {name: _few(degree) for name, degree in degrees.items()}
+        degrees = {name: degree if degree < 3 else 3 if degree % 2 else 2 for name, degree in degrees.items()}
     ulysses = run.parallel.ulysses_degree
     if ulysses is not None and dims.cp > 1 and world_size > MOST_RANKS:
         if 1 < ulysses < dims.cp:
@@ -117,10 +117,6 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
             continue
         return found, few.world_size, tuple(_said(run, found, dims, few))
     raise ValueError(explain(_ASKED, "no small run of its kind was found", dims.summary(), "sim.verify_plan"))
-
-
-def _few(degree: int) -> int:
-    return degree if degree < 3 else 3 if degree % 2 else 2
 
 
 def _few_on_a_node(run: Config, dims: ParallelDims, few: ParallelDims) -> int | None:
@@ -285,8 +281,9 @@ def _unsharded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _steps_of(run: Config, world_size: int, perturbed: int | None = None) -> list[_Steps]:
-    kind = run.train.device
-    options = WorldOptions(seed=run.train.seed, device=None if kind == "cpu" else kind, check_races=world_size > 1)
+    device = None if run.train.device == "cpu" else run.train.device
+    hardware = run.train.hardware
+    options = WorldOptions(seed=run.train.seed, device=device, machine=hardware, check_races=world_size > 1)
     with World(world_size, options) as world:
         return world.run(_take_steps, args=(run, world_size, perturbed))
 
@@ -320,7 +317,7 @@ def verify_run(run: Config, world_size: int) -> Report:
     can move it by: one device runs again, perturbed in every operation (`sim.prove.bound.Perturbed`).
 
     Args:
-        run: what `train` is given.
+        run: what `train` is given; redistributions are planned for its `train.hardware`, if it names one.
         world_size: number of its ranks.
 
     Returns:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.machine import Machine
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from sim.explain.errors import CollectiveMismatch, RankFailed, SimError
 from sim.prove.bound import Perturbed
@@ -55,6 +56,7 @@ def verify_plan(
     seed: int = 0,
     steps: int | None = None,
     train: bool = True,
+    machine: str | Machine | None = None,
 ) -> Report:
     """Compare a parallel model, rank by rank, with the same model on one device; name the first place where they part.
 
@@ -115,6 +117,7 @@ def verify_plan(
             each. None: one; and with an optimizer, where that is cheap, a second one with other inputs, as in
             `verify_step`. In 16 bits there is none, as its bounds would be too wide.
         train: whether models are in training mode.
+        machine: of the ranks, as in `sim.world`: its plans of redistributions are the ones that are proved.
 
     Returns:
         The rows that were compared and the first that is wrong; print it, or call `raise_if_bug()`.
@@ -137,7 +140,7 @@ def verify_plan(
     chosen = adamw if optimizer_fn is True else optimizer_fn or None
     task = Task(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
-        loss_fn, chosen, dtype, seed, steps or 1, train,
+        loss_fn, chosen, dtype, seed, steps or 1, train, machine=machine,
     )  # fmt: skip
 
     def prove(task: Task) -> Report:
@@ -154,7 +157,7 @@ def _proved(task: Task, said: Declarations, is_varied: bool) -> Report:
     steps = _references(task, _make(task.model_fn, task.seed))
 
     def make() -> None:
-        with world(math.prod(task.mesh.mesh_shape), seed=task.seed, check_replicas=True) as w:
+        with world(math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, check_replicas=True) as w:
             Ranks(task, w).make()
 
     try:
@@ -185,7 +188,8 @@ def _compared(
     mesh = task.mesh
     judge = Judge(mesh)
     watched = mutant is None and task.shared is None  # once for each proof
-    with world(math.prod(mesh.mesh_shape), seed=task.seed, check_races=watched) as w, put_in(w, mutant):
+    made = world(math.prod(mesh.mesh_shape), seed=task.seed, machine=task.machine, check_races=watched)
+    with made as w, put_in(w, mutant):
         ranks = Ranks(task, w, mutant)
         try:
             ranks.forward()
@@ -246,7 +250,9 @@ def _compared(
 
 def _on_device(task: Task, steps: _Steps, said: Declarations, grads: Sequence[Mapping[str, torch.Tensor]]) -> Report:
     """Take the steps on devices, with races looked for, and compare once all of them are over."""
-    with world(math.prod(task.mesh.mesh_shape), seed=task.seed, device=task.device, check_races=True) as w:
+    with world(
+        math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, device=task.device, check_races=True
+    ) as w:
         ranks = Ranks(task, w)
         ranks.forward()
         ranks.backward(grads)

@@ -1,4 +1,4 @@
-"""Compilers, data workers and other ranks' shards, which an estimate of a script goes without, and offload's copies."""
+"""Compilers, data workers and other ranks' shards, left out of a script's estimate, and offload's copies."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ from rich.text import Text
 
 from hyper_parallel.cli.kit import DOES_NOT_FIT, check_can_draw, check_can_write
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.machine.calibration import load_calibration
+from hyper_parallel.core.machine.description import Machine, find_machine
 from sim.comm.trace import Event
 from sim.kernel.context import current_rank
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import MemoryEstimate, TimeEstimate, memory_of, time_of
-from sim.mesh.hardware import Hardware, find_hardware
-from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Op, Program
 from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import compute_note, memory_dict, memory_notes, memory_table, percent, terms_dict, time_table
@@ -45,7 +45,7 @@ from sim.script.launch import (
     read_script,
     script_folder_first,
 )
-from sim.script.options import Launch, add_options, launch_of
+from sim.script.options import Launch, launch_of, new_parser
 from sim.script.recording import EnoughSteps, NeedsRank, ScriptRecorder, StandIn, recorders_in_place
 from sim.world import WorldOptions
 
@@ -75,7 +75,7 @@ class ScriptEstimate:
     """
 
     title: str
-    hardware: Hardware
+    hardware: Machine
     world_size: int
     steps: int
     memory: MemoryEstimate
@@ -91,8 +91,9 @@ class ScriptEstimate:
         notes = [compute_note(self), f"{percent(self.time.mfu.value)} of the device's peak"]
         if self.unpriced:
             notes.append(f"priced by the bytes they move, as nothing else is known of them: {', '.join(self.unpriced)}")
+        ranks = ", ".join(str(program.rank) for program in self.programs)
         return Group(
-            Text(f"{self.title}\n{_steps_said(self.steps)}, rank {_ranks_said(self.programs)}"),
+            Text(f"{self.title}\n{self.steps} step{'s' * (self.steps > 1)} recorded, rank {ranks}"),
             Text(),
             Text("Memory of a rank, where it is fullest", style="bold"),
             memory_table(self),
@@ -140,14 +141,6 @@ class ScriptEstimate:
         }
 
 
-def _steps_said(steps: int) -> str:
-    return f"{steps} step{'s' * (steps > 1)} recorded"
-
-
-def _ranks_said(programs: Sequence[Program]) -> str:
-    return ", ".join(str(program.rank) for program in programs)
-
-
 @dataclass(frozen=True)
 class RecordedScript:
     """What ranks of a script do in its steps.
@@ -175,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = vars(_parser().parse_args(arguments))
     own = {name: asked.pop(name) for name in ("hardware", "ranks", "warmup", "steps", "json", "trace", "plot")}
     try:
-        hardware = find_hardware(own["hardware"])
+        hardware = find_machine(own["hardware"])
         asked["map_device"] = asked["map_device"] or _device_of(hardware)
         launch = launch_of(f"{_COMMAND} --hardware {shlex.quote(own['hardware'])}", most=MAX_LONE_RANKS, **asked)
         ranks = _ranks(own["ranks"], launch.nproc)
@@ -210,13 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND,
-        description="Estimate memory and time of an unmodified torchrun script's steps, on any number of devices.",
-        epilog=f"example: {_COMMAND} --nproc 1024 --hardware h100-sxm train.py --batch 4",
-        allow_abbrev=False,
-    )
-    add_options(parser)
+    about = "Estimate memory and time of an unmodified torchrun script's steps, on any number of devices."
+    parser = new_parser(_COMMAND, about, "--nproc 1024 --hardware h100-sxm train.py --batch 4")
     group = parser.add_argument_group("what is estimated")
     group.add_argument("--hardware", required=True, help="a name, such as h100-sxm, or the path of a TOML file")
     group.add_argument("--ranks", default="0", help="ranks to run: 0 (default), 0,3 or all")
@@ -228,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _device_of(hardware: Hardware) -> str | None:
+def _device_of(hardware: Machine) -> str | None:
     """The device that scripts for a hardware name."""
     return {"nccl": "cuda", "hccl": "npu"}.get(hardware.backend)
 
@@ -254,7 +242,7 @@ def _check_steps(warmup: int, steps: int) -> None:
 
 
 def record_script(
-    launch: Launch, source: ScriptSource, hardware: Hardware, ranks: Sequence[int], warmup: int, steps: int
+    launch: Launch, source: ScriptSource, hardware: Machine, ranks: Sequence[int], warmup: int, steps: int
 ) -> RecordedScript | int:
     """Run a script on some ranks of its world, and return what they do; or the exit code of one that failed.
 
@@ -277,7 +265,7 @@ def record_script(
 
 
 def _run(
-    launch: Launch, source: ScriptSource, hardware: Hardware, ranks: Sequence[int], warmup: int, steps: int
+    launch: Launch, source: ScriptSource, hardware: Machine, ranks: Sequence[int], warmup: int, steps: int
 ) -> RecordedScript | int | set[int]:
     """Run the script as some ranks of its world.
 
@@ -287,6 +275,8 @@ def _run(
     """
     on_accelerator = hardware.family != "cpu"
     recorders = {rank: ScriptRecorder(rank, warmup, steps, on_accelerator=on_accelerator) for rank in ranks}
+    for recorder in recorders.values():
+        recorder.machine = hardware
     options = WorldOptions(
         seed=launch.seed,
         init=False,
@@ -335,7 +325,7 @@ def _where(error: BaseException, launch: Launch) -> str:
     return f"  operation: {operation}{who}\n  try: {hint}\n"
 
 
-def _place_on_node(world: FewRanksWorld, hardware: Hardware) -> None:
+def _place_on_node(world: FewRanksWorld, hardware: Machine) -> None:
     """Let a rank know its number on its node."""
     each = min(hardware.devices_per_node, world.world_size)
     for context in world.contexts:
@@ -365,7 +355,7 @@ def _too_few(launch: Launch, recorder: ScriptRecorder) -> str:
 # -- pricing -------------------------------------------------------------------------------------------------------
 
 
-def estimate_script(recorded: RecordedScript, launch: Launch, hardware: Hardware, steps: int) -> ScriptEstimate:
+def estimate_script(recorded: RecordedScript, launch: Launch, hardware: Machine, steps: int) -> ScriptEstimate:
     """Price and replay what a script does."""
     programs = recorded.programs
     figures = load_calibration()
@@ -395,7 +385,7 @@ def estimate_script(recorded: RecordedScript, launch: Launch, hardware: Hardware
     )
 
 
-def _seconds_at_peak(program: Program, hardware: Hardware) -> float:
+def _seconds_at_peak(program: Program, hardware: Machine) -> float:
     flops: defaultdict[str, int] = defaultdict(int)
     for segment, _ in program.segments_in_order():
         for event in segment.events:

@@ -45,7 +45,7 @@ def report_failure(error: BaseException, nproc: int, map_device: str | None, rep
         text += f"\n{error}\n"
     elif "\n  replay: " not in str(error):
         text += f"  replay: {replay}\n"
-    print(text + (_device_hint(cause, map_device) or where), end="", file=sys.stderr)
+    print(text + (device_hint(cause, map_device, "--map-device {}", "a script") or where), end="", file=sys.stderr)
     return FAILURE
 
 
@@ -73,10 +73,6 @@ def _leave_out_our_lines(part: traceback.TracebackException | None) -> None:
             _leave_out_our_lines(member)
         _leave_out_our_lines(part.__cause__)
         part = part.__context__
-
-
-def _device_hint(error: object, map_device: str | None) -> str:
-    return device_hint(error, map_device, "--map-device {}", "a script")
 
 
 def exit_hint(end: SystemExit) -> str:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_script(launch: Launch) -> int:
-    """Run the script on the ranks, report what goes wrong on the error output, and return the exit code."""
+    """Run the script on the ranks, report its errors on the error output, and return the exit code."""
     source = read_script(launch)
     if source is None:
         return FAILURE
@@ -54,6 +54,7 @@ def run_script(launch: Launch) -> int:
             launch.nproc,
             seed=launch.seed,
             init=False,
+            machine=launch.hardware,
             check_races=launch.check_races,
             check_replicas=launch.check_replicas,
             check_identity=launch.check_identity,

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.machine import find_machine
 from sim.patches.devices import KINDS
 from sim.script.modules import find_module
 from sim.script.packages import check_own
 from sim.world import MAX_RANKS
 
-__all__ = ["IGNORED", "Launch", "add_options", "launch_of", "parse"]
+__all__ = ["HARDWARE_HELP", "IGNORED", "Launch", "launch_of", "new_parser", "parse"]
 
 IGNORED = (
     *("master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "node-rank"),
@@ -44,6 +45,7 @@ class Launch:
         check_races: As in `sim.world`.
         check_replicas: As in `sim.world`.
         check_identity: As in `sim.world`.
+        hardware: What the ranks stand for, `machine` of `sim.world`.
         own: Packages of which each rank gets a copy, besides the built-in ones.
         show: The ranks whose standard output is shown; None: all.
         command: What a person types to start this, up to the options.
@@ -60,6 +62,7 @@ class Launch:
     check_races: bool = False
     check_replicas: bool = False
     check_identity: bool = True
+    hardware: str | None = None
     own: tuple[str, ...] = ()
     show: tuple[int, ...] | None = (0,)
     command: str = "python -m sim run"
@@ -79,6 +82,7 @@ class Launch:
             options += ["--env", f"{name}={value}"]
         options += ["--check-races"] * self.check_races + ["--check-replicas"] * self.check_replicas
         options += [] if self.check_identity else ["--check-identity", "off"]
+        options += ["--hardware", self.hardware] if self.hardware else []
         options += ["--own", ",".join(self.own)] if self.own else []
         if self.is_module:
             options.append("-m")
@@ -102,13 +106,9 @@ def parse(arguments: Sequence[str] | None = None, command: str = "python -m sim 
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=command,
-        description="Run an unmodified torchrun script on simulated ranks, in this process and on the CPU.",
-        epilog=f"example: {command} --nproc 8 --seed 5 train.py --steps 10",
-        allow_abbrev=False,
-    )
-    add_options(parser)
+    about = "Run an unmodified torchrun script on simulated ranks, in this process and on the CPU."
+    parser = new_parser(command, about, "--nproc 8 --seed 5 train.py --steps 10")
+    parser.add_argument("--hardware", help=HARDWARE_HELP)
     parser.add_argument("--device", choices=KINDS, help="the device that all ranks share; npu may be a simulated one")
     parser.add_argument("--check-races", action="store_true", help="look for buffers touched before the wait")
     parser.add_argument("--check-replicas", action="store_true", help="compare copies before steps of optimizers")
@@ -124,8 +124,13 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what every command that runs a script is asked: which one, on how many ranks, and what each rank has."""
+HARDWARE_HELP = "the ranks' machine, for plans and virtual time: a name, such as h100-sxm, or a TOML file"
+
+
+def new_parser(command: str, about: str, example: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every command that runs a script: which one, and on how many ranks."""
+    epilog = f"example: {command} {example}"
+    parser = argparse.ArgumentParser(prog=command, description=about, epilog=epilog, allow_abbrev=False)
     parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", type=int, required=True, help="ranks")
     parser.add_argument("--seed", type=int, default=0, help="fixes the interleaving of the ranks (0)")
     parser.add_argument("--map-device", choices=KINDS, help="put on the CPU what the script puts on this device")
@@ -135,6 +140,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script", help="a Python file that torchrun could start; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser
 
 
 def launch_of(
@@ -153,6 +159,7 @@ def launch_of(
     check_races: bool = False,
     check_replicas: bool = False,
     check_identity: str = "on",
+    hardware: str | None = None,
     nnodes: str = "1",
     most: int = MAX_RANKS,
 ) -> Launch:
@@ -172,6 +179,8 @@ def launch_of(
         _check_module(script, nproc, command)
     else:
         _check_script(script, nproc, command)
+    if hardware is not None:
+        find_machine(hardware)
     packages = tuple(filter(None, own.split(",")))
     check_own(packages, "--own")
     return Launch(
@@ -186,6 +195,7 @@ def launch_of(
         check_races=check_races,
         check_replicas=check_replicas,
         check_identity=check_identity == "on",
+        hardware=hardware,
         own=packages,
         show=_shown(show, nproc),
         command=command,

@@ -52,7 +52,7 @@ from sim.script.launch import (
     read_script,
     script_folder_first,
 )
-from sim.script.options import Launch, add_options, launch_of
+from sim.script.options import HARDWARE_HELP, Launch, launch_of, new_parser
 from sim.world import World, world
 
 __all__ = ["main", "mesh_of_groups", "verify_script"]
@@ -99,13 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND,
-        description="Compare the steps of an unmodified torchrun script, on simulated ranks, with those of one device.",
-        epilog=f"example: {_COMMAND} --nproc 8 --reference one_device.py train.py --batch 4",
-        allow_abbrev=False,
-    )
-    add_options(parser)
+    about = "Compare the steps of an unmodified torchrun script, on simulated ranks, with those of one device."
+    parser = new_parser(_COMMAND, about, "--nproc 8 --reference one_device.py train.py --batch 4")
+    parser.add_argument("--hardware", help=HARDWARE_HELP)
     group = parser.add_argument_group("what is compared")
     group.add_argument(
         "--reference",
@@ -282,7 +278,7 @@ class _ScriptTask:
                 execute_script(source.code, source.package)
 
         watched = launch is self.launch and seed is None and mutant is None and not numbers
-        options: dict[str, Any] = {"map_device": launch.map_device, "own": launch.own}
+        options: dict[str, Any] = {"map_device": launch.map_device, "machine": launch.hardware, "own": launch.own}
         options |= {"check_races": watched, "check_replicas": compares}
         ranks = world(launch.nproc, seed=launch.seed, init=False, **options)
         ranks.replay = launch.replay()

@@ -48,7 +48,7 @@ def ranks(
     Args:
         world_size: Number of ranks, at least 1.
         backends: Which backends to make, of `sim`, `gloo`, `gpu`, `npu`.
-        **checks: `check_races` and `check_replicas` as in `sim.world`; on the `sim` backend only.
+        **checks: `machine`, `check_races` and `check_replicas` as in `sim.world`; on the `sim` backend only.
 
     Raises:
         ValueError: A world size below 1 or an unknown backend.

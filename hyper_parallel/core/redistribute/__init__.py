@@ -14,7 +14,7 @@ holdings      who holds what between two steps
 steps         a step as data: who sends what, and the copies and buffers that this takes
 builder       the step between two holdings
 candidates    the ways there are, made of steps
-cost          the seconds of a step on a topology
+cost          the seconds of a step on a machine
 plan          the cheapest of the ways, in bounded memory
 execute       a plan carried out on one rank
 chunks        a computation between two redistributions, cut so that one chunk travels while another is computed
@@ -24,19 +24,15 @@ show          plans as text, beside torch's
 
 from hyper_parallel.core.redistribute.api import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from hyper_parallel.core.redistribute.bounds import lower_bound
-from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Link, Topology, topology
 from hyper_parallel.core.redistribute.execute import execute
 from hyper_parallel.core.redistribute.gradients import PendingRedistribute
 from hyper_parallel.core.redistribute.plan import Plan, plan
 from hyper_parallel.core.redistribute.steps import Step
 
 __all__ = [
-    "BYTES_ONLY",
-    "Link",
     "PendingRedistribute",
     "Plan",
     "Step",
-    "Topology",
     "distribute_tensor",
     "execute",
     "from_local",
@@ -45,5 +41,4 @@ __all__ = [
     "plan",
     "redistribute",
     "to_local",
-    "topology",
 ]

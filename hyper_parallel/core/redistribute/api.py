@@ -21,8 +21,8 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.device_mesh import axes_of, check_ascending, mesh_among, reorder_axes
-from hyper_parallel.core.redistribute.cost import Topology
 from hyper_parallel.core.redistribute.gradients import FromLocal, PendingRedistribute, moved, moving, take_part, unmoved
 
 LayoutLike = Layout | DeviceMesh | Sequence[Any]
@@ -36,7 +36,7 @@ def redistribute(
     placements: Sequence[Any] | None = None,
     *,
     async_op: Literal[False] = False,
-    topology: Topology | None = None,
+    machine: str | Machine | None = None,
     max_extra_bytes: int | None = None,
 ) -> DTensor: ...
 
@@ -48,7 +48,7 @@ def redistribute(
     placements: Sequence[Any] | None = None,
     *,
     async_op: Literal[True],
-    topology: Topology | None = None,
+    machine: str | Machine | None = None,
     max_extra_bytes: int | None = None,
 ) -> PendingRedistribute: ...
 
@@ -60,7 +60,7 @@ def redistribute(
     placements: Sequence[Any] | None = None,
     *,
     async_op: bool = False,
-    topology: Topology | None = None,
+    machine: str | Machine | None = None,
     max_extra_bytes: int | None = None,
 ) -> DTensor | PendingRedistribute:
     """Return the same tensor in another layout; all ranks of both meshes call it.
@@ -69,7 +69,7 @@ def redistribute(
         y = redistribute(x, ("None", "tp"))  # on the mesh of x
         y = redistribute(x, mesh, [Shard(0), Replicate()])
 
-    Forward: the cheapest plan on the topology, see `plan`. Backward: the cheapest plan from the gradient's layout to
+    Forward: the cheapest plan on the machine, see `plan`. Backward: the cheapest plan from the gradient's layout to
     that of x. Where x has a sum pending, every rank along it gets the full gradient, unless the gradient has one
     pending, too. Strided shards, as torch's views make them, are gathered by torch first; so are pending norms reduced.
 
@@ -79,7 +79,8 @@ def redistribute(
         placements: beside a mesh, torch's placements or alias entries.
         async_op: return at once, with the first collective under way; `wait()` on what is returned gives the DTensor.
             Until then x is being read and must not be changed.
-        topology: what the plan is priced on. Default: by the type of device.
+        machine: what the plan is priced on, a description or its name. Default: the usual one of
+            the device's kind; on simulated ranks `machine` of the world.
         max_extra_bytes: see `plan`. Where no plan for the gradient meets it, the one that needs the least memory does.
 
     Returns:
@@ -97,9 +98,9 @@ def redistribute(
         check(asked, "bool", async_op=async_op)
     x = check_dtensor(asked, x)
     mesh = x.device_mesh
-    if layout is mesh and _is_where_it_should_be(x, placements, async_op, topology, max_extra_bytes):
+    if layout is mesh and _is_where_it_should_be(x, placements, async_op, machine, max_extra_bytes):
         return unmoved(x)
-    target, terms = read_layout(asked, layout, placements, mesh), (topology, max_extra_bytes)
+    target, terms = read_layout(asked, layout, placements, mesh), (machine, max_extra_bytes)
     return moving(x, target, terms) if async_op else moved(x, target, terms)
 
 

@@ -19,8 +19,8 @@ from hyper_parallel.core.dtensor import ownership
 from hyper_parallel.core.dtensor.convert import to_placements
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.redistribute import cost
-from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
 from hyper_parallel.core.redistribute.holdings import Counts
 from hyper_parallel.core.redistribute.transition import LayoutSide, MeshTransition, Transition, on_one_mesh, read
 
@@ -162,7 +162,7 @@ class TorchStep:
         group_size: ranks along that axis.
         recv_bytes: bytes that each rank receives, in mesh position order.
         peak_extra_bytes: an estimate of the most that a rank holds meanwhile besides the plan's source and result.
-        seconds: its time on the topology, what torch copies within a rank included.
+        seconds: its time on the machine, what torch copies within a rank included.
     """
 
     kind: str
@@ -219,7 +219,7 @@ class TorchPlan:
 
     @property
     def seconds(self) -> float:
-        """The modelled time on the topology."""
+        """The modelled time on the machine."""
         return sum(step.seconds for step in self.steps)
 
 
@@ -228,7 +228,7 @@ def torch_plan(
     dst: Layout,
     global_shape: Sequence[int],
     dtype: torch.dtype,
-    topology: Topology | None = None,
+    machine: str | Machine | None = None,
     *,
     device_type: str = "cuda",
 ) -> TorchPlan:
@@ -250,16 +250,17 @@ def torch_plan(
         dst: where it should be.
         global_shape: the full tensor's sizes, in elements.
         dtype: the tensor's.
-        topology: what the steps are priced on; None: bytes only.
+        machine: what the steps are priced on, a description, or its name or file; None: bytes only.
         device_type: on "cpu" torch gathers and chunks where it otherwise exchanges.
 
     Raises:
         TypeError: a size that is no int, or another argument of another kind.
-        ValueError: a layout without an assignment, or that a tensor of this shape cannot have.
+        ValueError: a layout without an assignment, or that a tensor of this shape cannot have; an unknown machine.
     """
     asked = "cannot plan as torch does"
     check(asked, "dtype", dtype=dtype)
     check(asked, "str", device_type=device_type)
+    on = None if machine is None else find_machine(machine)
     shape = check_shape(global_shape)
     splits = src.splits(len(shape))
     dst.splits(len(shape))
@@ -273,7 +274,6 @@ def torch_plan(
     moves = _ask(src.mesh_shape, before, after, shape, dtype, device_type)
     if isinstance(moves, str):
         return TorchPlan(src.rank_list, refused=moves)
-    on = BYTES_ONLY if topology is None else topology
     counter = _Counter(src, shape, dtype.itemsize, on, device_type == "cpu")
     return TorchPlan(src.rank_list, tuple(counter.steps(splits, moves)))
 
@@ -381,7 +381,7 @@ class _Counter:
     mesh: Layout
     shape: tuple[int, ...]
     itemsize: int
-    topology: Topology
+    machine: Machine | None
     on_cpu: bool
 
     def steps(self, splits: ownership.Splits, moves: Sequence[_Move]) -> Iterator[TorchStep]:
@@ -419,13 +419,13 @@ class _Counter:
         inter_node = moved * (size - intra_node) // (size - 1)
         group = size if load.kind in COLLECTIVES else 1
         priced = cost.Load(group, min(intra_node, group), moved, inter_node, int(load.copied.max()) * self.itemsize)
-        seconds = cost.seconds(load.kind, priced, self.topology)
+        seconds = cost.seconds(load.kind, priced, self.machine)
         peak = int(extra.max()) * self.itemsize
         return TorchStep(load.kind, self.mesh.alias_name[axis], size, received, peak, seconds)
 
     def _ranks_per_node(self, axis: int) -> int:
         """Return how many ranks along an axis share a node, at least."""
-        size, per_node = self.mesh.mesh_shape[axis], self.topology.ranks_per_node
+        size, per_node = self.mesh.mesh_shape[axis], cost.ranks_per_node(self.machine)
         if per_node is None:
             return size
         nodes = np.array(self.mesh.rank_list).reshape(self.mesh.mesh_shape) // per_node

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from hyper_parallel.core.dtensor.ownership import split_points
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.holdings import Counts, Holding, Located, coordinate, edges
 from hyper_parallel.core.redistribute.steps import Fill, Kind, Step
@@ -15,17 +16,17 @@ from hyper_parallel.core.redistribute.transition import MeshTransition
 
 
 class Builder:
-    """Makes the steps of one transition, priced on one topology.
+    """Makes the steps of one transition, priced on one machine.
 
     Args:
         task: the transition.
-        on: the topology.
+        on: the machine; None: bytes count alone.
     """
 
-    def __init__(self, task: MeshTransition, on: cost.Topology) -> None:
+    def __init__(self, task: MeshTransition, on: Machine | None) -> None:
         self.task = task
         self.on = on
-        self.nodes = cost.Nodes(task.ranks, task.sizes, on.ranks_per_node)
+        self.nodes = cost.Nodes(task.ranks, task.sizes, cost.ranks_per_node(on))
 
     # -- steps without communication -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.builder import Builder
 from hyper_parallel.core.redistribute.holdings import Counts, Holding, Located, coordinate, extent
@@ -23,12 +24,12 @@ from hyper_parallel.core.redistribute.steps import Fill, Step, price
 from hyper_parallel.core.redistribute.transition import LayoutSide, MeshTransition, Transition, on_one_mesh
 
 
-def candidates(transition: Transition, on: cost.Topology) -> tuple[range | tuple[int, ...], list[list[Step]]]:
+def candidates(transition: Transition, on: Machine | None) -> tuple[range | tuple[int, ...], list[list[Step]]]:
     """Return the ranks that take part, and every way considered; the first moves the fewest bytes.
 
     The ranks are those of the mesh, in its order, or of both meshes, sorted.
     """
-    task = on_one_mesh(transition, on.ranks_per_node)
+    task = on_one_mesh(transition, cost.ranks_per_node(on))
     if task is None:
         return transition.ranks, list(_between_meshes(transition, on))
     return task.ranks, list(ways(task, Builder(task, on)))
@@ -239,10 +240,10 @@ def _scatter_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step
     spread = (*task.reduces, *task.replica_axes)
     settled = _settled(task)
     aimed = [task.wanted_axes]
-    if not builder.on.counts_bytes_only and not task.wanted_axes & {*spread} <= settled:
+    if builder.on is not None and not task.wanted_axes & {*spread} <= settled:
         aimed.append(settled)  # more bytes, but no rank has to do with more of them than its share
     for wanted in aimed:
-        between = _reducers(task, spread, wanted, anew=builder.on.inter is None)
+        between = _reducers(task, spread, wanted, anew=not builder.nodes.spans_nodes(range(len(task.sizes))))
         first = builder.reduce_into(task.source, between, task.reduces)
         for rest in _from_reducers(task, builder, between):
             yield [first, *rest]
@@ -414,7 +415,7 @@ def _with(held: Holding, dim: int, chain: tuple[int, ...]) -> Holding:
 # moves what is missing; what many ranks of the destination need may be scattered among them first and gathered there.
 
 
-def _between_meshes(transition: Transition, on: cost.Topology) -> Iterator[list[Step]]:
+def _between_meshes(transition: Transition, on: Machine | None) -> Iterator[list[Step]]:
     """Yield the ways from a layout on one mesh to a layout on another."""
     ranks, size = transition.ranks, transition.itemsize
     names = tuple(dict.fromkeys((*transition.before.names, *transition.after.names)))
@@ -428,7 +429,7 @@ def _between_meshes(transition: Transition, on: cost.Topology) -> Iterator[list[
 # -- on each of the meshes -------------------------------------------------------------------------------------------
 
 
-def _openings(transition: Transition, on: cost.Topology) -> Iterator[tuple[LayoutSide, list[Step]]]:
+def _openings(transition: Transition, on: Machine | None) -> Iterator[tuple[LayoutSide, list[Step]]]:
     """Yield layouts after all reductions, each with the steps to it: spread over the ranks that had copies, or not."""
     before = transition.before
     if not before.pending:
@@ -439,7 +440,7 @@ def _openings(transition: Transition, on: cost.Topology) -> Iterator[tuple[Layou
         yield target, _cheapest(replace(transition, after=target), on)
 
 
-def _closings(transition: Transition, on: cost.Topology) -> Iterator[tuple[LayoutSide, list[Step]]]:
+def _closings(transition: Transition, on: Machine | None) -> Iterator[tuple[LayoutSide, list[Step]]]:
     """Yield the layouts to exchange into, each with the steps from there to the destination."""
     after = transition.after
     yield after, []
@@ -447,7 +448,7 @@ def _closings(transition: Transition, on: cost.Topology) -> Iterator[tuple[Layou
     replicas = tuple(axis for axis in after.live if axis not in used)
     if not replicas or transition.scalar or after.pending:
         return
-    intra_node = cost.Nodes(after.ranks, after.sizes, on.ranks_per_node).intra_node_axes(replicas)
+    intra_node = cost.Nodes(after.ranks, after.sizes, cost.ranks_per_node(on)).intra_node_axes(replicas)
     for axes in dict.fromkeys([replicas, intra_node]):
         if axes:
             spread = _spread(after, axes)
@@ -463,8 +464,8 @@ def _spread(side: LayoutSide, axes: tuple[int, ...]) -> LayoutSide:
     return replace(side.reduced, splits=(*side.splits[:dim], chain, *side.splits[dim + 1 :]))
 
 
-def _cheapest(transition: Transition, on: cost.Topology) -> list[Step]:
-    task = on_one_mesh(transition, on.ranks_per_node)
+def _cheapest(transition: Transition, on: Machine | None) -> list[Step]:
+    task = on_one_mesh(transition, cost.ranks_per_node(on))
     assert task is not None, "both layouts are on one mesh"
     return min(ways(task, Builder(task, on)), key=lambda steps: price(steps, on))
 
@@ -483,7 +484,7 @@ def _made_pending(side: LayoutSide, itemsize: int) -> list[Step]:
 
 
 def _exchange(
-    before: Located, after: Located, ranks: tuple[int, ...], itemsize: int, on: cost.Topology, names: tuple[str, ...]
+    before: Located, after: Located, ranks: tuple[int, ...], itemsize: int, on: Machine | None, names: tuple[str, ...]
 ) -> list[Step]:
     """Return the exchange over the ranks of both meshes, a local slice where nothing moves, or nothing."""
     have, need = _boxes(before, ranks), _boxes(after, ranks)
@@ -498,7 +499,7 @@ def _exchange(
     owners //= math.prod(at for at in _ways(before.holding))
     sent = np.maximum(askers * held - both, 0) // owners * itemsize
     moved = int(max(received.max(), sent.max()))
-    per_node = cost.Nodes(ranks, (len(ranks),), on.ranks_per_node).share((0,))
+    per_node = cost.Nodes(ranks, (len(ranks),), cost.ranks_per_node(on)).share((0,))
     inter_node = 0 if per_node == len(ranks) else moved
     load = cost.Load(len(ranks), per_node, moved, inter_node, int((received + sent).max()))
     return [Step("all_to_all", names, len(ranks), received, cost.seconds("all_to_all", load, on), before, after,

@@ -21,14 +21,15 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.core.dtensor.spelling import is_strided
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.device_mesh import axes_of
-from hyper_parallel.core.redistribute.cost import Topology, default_topology
 from hyper_parallel.core.redistribute.execute import Working, drive, start
 from hyper_parallel.core.redistribute.plan import TooTight, plan
 from hyper_parallel.core.redistribute.transition import LINEAR
+from hyper_parallel.platform import get_platform
 
-Terms = tuple[Topology | None, int | None]
-"""The topology and the limit of memory that a redistribution was asked for with."""
+Terms = tuple[str | Machine | None, int | None]
+"""The machine and the limit of memory that a redistribution was asked for with."""
 
 ANY: Terms = (None, None)
 
@@ -66,8 +67,8 @@ def _is_there(x: DTensor, target: Layout, terms: Terms) -> bool:
 def _started(x: DTensor, target: Layout, terms: Terms) -> PendingRedistribute:
     x = _readable(x)
     src = Layout.of(x)
-    topology, limit = terms
-    on = topology if topology is not None else default_topology(x.device_mesh.device_type)
+    machine, limit = terms
+    on = machine if machine is not None else get_platform(x.device_mesh.device_type).machine()
     steps = plan(src, target, x.shape, x.dtype, on, max_extra_bytes=limit)
     with torch.no_grad():
         working = start(steps, on_mesh_device(local_tensor(x), x.device_mesh), _mesh_for_groups(src, target))

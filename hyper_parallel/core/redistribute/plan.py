@@ -1,6 +1,6 @@
 """A redistribution as data: which steps lead from one layout to another, and what they cost.
 
-`plan` looks at a dozen ways (`candidates`), prices them on a topology, and keeps the cheapest. It uses global facts
+`plan` looks at a dozen ways (`candidates`), prices them on a machine, and keeps the cheapest. It uses global facts
 only, so every rank derives the same plan; and it is a pure function, so plans are cached.
 """
 
@@ -13,12 +13,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
-from hyper_parallel.core.common.checks import check, check_shape, read_int
+from hyper_parallel.core.common.checks import check_shape, read_int
 from hyper_parallel.core.common.errors import explain, readable_bytes
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.candidates import candidates
-from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
 from hyper_parallel.core.redistribute.holdings import Counts, Located, extent
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 from hyper_parallel.core.redistribute.transition import Transition, read
@@ -33,7 +33,7 @@ class Plan:
         dst: the layout it leads to, likewise.
         global_shape: the tensor's sizes, in elements.
         dtype: the tensor's.
-        topology: what it was priced on.
+        machine: what it was priced on; None: bytes count alone.
         ranks: the ranks that take part, in the order in which bytes are listed: of the mesh, or of both, sorted.
         steps: what is done, in order; none when every rank has what it needs.
         before: what each rank holds of the source.
@@ -44,7 +44,7 @@ class Plan:
     dst: Layout
     global_shape: tuple[int, ...]
     dtype: torch.dtype
-    topology: Topology
+    machine: Machine | None
     ranks: range | tuple[int, ...]
     steps: tuple[Step, ...]
     before: Located
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """The modelled time on the plan's topology."""
+        """The modelled time on the plan's machine."""
         return sum(step.seconds for step in self.steps)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ def plan(
     dst: Layout,
     global_shape: Sequence[int],
     dtype: torch.dtype,
-    topology: Topology | None = None,
+    machine: str | Machine | None = None,
     *,
     max_extra_bytes: int | None = None,
 ) -> Plan:
@@ -112,28 +112,28 @@ def plan(
     >>> plan(mesh(), mesh("dp", "tp"), (8, 8), torch.float32).num_collectives  # a slice of what is there
     0
 
-    With a topology that has no latency, which is what None means, a plan moves the fewest bytes there are; see
-    `lower_bound`. With another one, it takes the least modelled time: small tensors in fewer steps, slow links used
-    as few times as pays off.
+    Without a machine, a plan moves the fewest bytes there are; see `lower_bound`. With one, it takes the least
+    modelled time: small tensors in fewer steps, slow links used as few times as pays off.
 
     Args:
         src: where the tensor is.
         dst: where it should be; its mesh may be another one.
         global_shape: the full tensor's sizes, in elements.
         dtype: its dtype.
-        topology: see `cost.topology`; None: the fewest bytes.
+        machine: a description, or its name or file, see `find_machine`; None: the fewest bytes.
         max_extra_bytes: the most memory that a rank may use besides its part of the source and of the result; larger
             exchanges are cut into rounds. None: no limit.
 
     Raises:
-        TypeError: a shape, dtype, topology or limit of the wrong type.
+        TypeError: a shape, dtype, machine or limit of the wrong type.
         ValueError: a layout without an assignment, or that does not fit the shape; several kinds of reduction pending;
-            a limit that no plan meets.
+            a limit that no plan meets; an unknown machine.
     """
-    if not _is_hashable((src, dst, global_shape, dtype, topology, max_extra_bytes)):  # a list as shape, or a mistake
-        _check(src, dst, global_shape, dtype, topology, max_extra_bytes)
+    on = None if machine is None else find_machine(machine)  # not kept by name: a file may change
+    if not _is_hashable((src, dst, global_shape, dtype, max_extra_bytes)):  # a list as shape, or a mistake
+        _check(src, dst, global_shape, dtype, max_extra_bytes)
         global_shape = check_shape(global_shape)
-    return _cached(src, dst, global_shape, dtype, topology, max_extra_bytes)
+    return _cached(src, dst, global_shape, dtype, on, max_extra_bytes)
 
 
 def _is_hashable(key: object) -> bool:
@@ -150,11 +150,11 @@ def _cached(
     dst: Layout,
     shape: Sequence[int],
     dtype: torch.dtype,
-    topology: Topology | None,
+    on: Machine | None,
     max_extra_bytes: int | None,
 ) -> Plan:
-    transition = _check(src, dst, shape, dtype, topology, max_extra_bytes)
-    shape, on = tuple(shape), topology or BYTES_ONLY
+    transition = _check(src, dst, shape, dtype, max_extra_bytes)
+    shape = tuple(shape)
     ranks, ways = candidates(transition, on)
     # Equal layouts share an entry, so the plan shows them in one way, however the first caller wrote them.
     src, dst = (layout.with_mesh(None).placement_to_tensor_map(len(shape)) for layout in (src, dst))
@@ -168,12 +168,9 @@ def _cached(
     return Plan(src, dst, shape, dtype, on, ranks, steps, transition.before.held, transition.after.held)
 
 
-def _check(
-    src: Layout, dst: Layout, global_shape: object, dtype: object, topology: object, max_extra_bytes: object
-) -> Transition:
+def _check(src: Layout, dst: Layout, global_shape: object, dtype: object, max_extra_bytes: object) -> Transition:
     asked = "cannot plan a redistribution"
     transition = read(asked, src, dst, global_shape, dtype)
-    check(asked, (Topology, "None"), 'topology("h100")', topology=topology)
     if max_extra_bytes is not None:
         read_int(asked, "max_extra_bytes", max_extra_bytes, 0, "max_extra_bytes=2**28, or None")
     return transition
@@ -202,13 +199,13 @@ class TooTight(ValueError):
         self.least = least
 
 
-def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Topology, seen: str) -> list[Step]:
+def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Machine | None, seen: str) -> list[Step]:
     """Return the cheapest way that stays within a limit, its exchanges cut into as many rounds as that takes.
 
     Args:
         limit: the most bytes that a rank may hold besides its part of source and result.
         ways: the ways to choose from.
-        on: the topology.
+        on: the machine; None: bytes count alone.
         seen: the line of the error message that shows what was asked.
 
     Raises:
@@ -231,7 +228,7 @@ def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Topology, se
     return best
 
 
-def _fit(step: Step, limit: int, on: Topology) -> Step:
+def _fit(step: Step, limit: int, on: Machine | None) -> Step:
     """Return the step in as few rounds as keep it within a limit, or that which takes the least if none do."""
     if step.peak_extra_bytes <= limit or not step.communicates or step.kind == "all_reduce":
         return step
@@ -249,7 +246,7 @@ def _fit(step: Step, limit: int, on: Topology) -> Step:
     return finest
 
 
-def _cut(step: Step, rounds: int, on: Topology) -> Step:
+def _cut(step: Step, rounds: int, on: Machine | None) -> Step:
     """Return the step in rounds, each of which takes its latency; together they move the same bytes.
 
     Rounds are exchanges, which pack what they send, and go between nodes from rank to rank: no ring does that for them.
@@ -258,7 +255,7 @@ def _cut(step: Step, rounds: int, on: Topology) -> Step:
     assert load is not None, "only what communicates is cut"
     load = load._replace(copied=max(load.copied, int(step.recv_bytes.max()) + step.sent_most))
     once = max(step.seconds, cost.seconds("all_to_all", load, on))
-    return replace(step, rounds=rounds, seconds=once + (rounds - 1) * cost.latency(load, on))
+    return replace(step, rounds=rounds, seconds=once + (rounds - 1) * cost.latency("all_to_all", load, on))
 
 
 def _numbers(most: int) -> Iterator[int]:

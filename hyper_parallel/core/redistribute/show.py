@@ -44,7 +44,7 @@ def draw_plan(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False
     >>> print(draw_plan(plan(mesh("tp", "None"), mesh(("dp", "tp"), "None"), (8, 8), torch.float32)).splitlines()[-1])
     received per rank on average: ours 32 B, torch 128 B, least possible 32 B; torch / ours: 4.00
 
-    Times are shown if the plan was made for a topology that has latencies.
+    Times are shown if the plan was made for a machine.
 
     Args:
         plan: what `plan` returned.
@@ -52,7 +52,7 @@ def draw_plan(plan: Plan, *, device_type: str = "cuda", steps_only: bool = False
         steps_only: leave out everything but our steps.
     """
     if steps_only:
-        return str(View(_steps(plan, timed=not plan.topology.counts_bytes_only)))
+        return str(View(_steps(plan, timed=plan.machine is not None)))
     return str(plan_view(plan, device_type))
 
 
@@ -63,11 +63,9 @@ def plan_view(plan: Plan, device_type: str = "cuda") -> View:
         plan: what `plan` returned.
         device_type: what torch would run on.
     """
-    timed = not plan.topology.counts_bytes_only
+    timed = plan.machine is not None
     on = f", {_node(plan)}" if timed else ""
-    theirs = torch_plan(
-        plan.src, plan.dst, plan.global_shape, plan.dtype, plan.topology if timed else None, device_type=device_type
-    )
+    theirs = torch_plan(plan.src, plan.dst, plan.global_shape, plan.dtype, plan.machine, device_type=device_type)
     refused = None if theirs.refused is None else Text(f"refuses: {theirs.refused}")
     least = lower_bound(plan.src, plan.dst, plan.global_shape, plan.dtype)
     return View(
@@ -158,9 +156,11 @@ def shape_words(shape: Sequence[int]) -> str:
 
 
 def _node(plan: Plan) -> str:
-    on = plan.topology
-    nodes = "one node" if on.ranks_per_node is None else f"{on.ranks_per_node} ranks per node"
-    return f"times modelled for {on.name}, {nodes}"
+    assert plan.machine is not None, "times are shown"
+    one = max(plan.ranks) < plan.machine.devices_per_node
+    return (
+        f"times modelled for {plan.machine}, {'one node' if one else f'{plan.machine.devices_per_node} ranks per node'}"
+    )
 
 
 def _comparison(plan: Plan, theirs: TorchPlan, least: npt.NDArray[Any]) -> str:

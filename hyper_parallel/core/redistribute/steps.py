@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyper_parallel.core.redistribute.cost import Load, Topology
+from hyper_parallel.core.machine.description import Machine
+from hyper_parallel.core.redistribute.cost import Load
 from hyper_parallel.core.redistribute.holdings import (
     Counts,
     Intervals,
@@ -47,7 +48,7 @@ class Step:
         axes: names of the axes it runs over, in mesh order; () for a local step; between two meshes, of both.
         group_size: ranks that take part in it together.
         recv_bytes: what each rank receives, in the order of the plan's ranks.
-        seconds: its time on the plan's topology.
+        seconds: its time on the plan's machine.
         load: what that is modelled from; None for a local step.
         before: what the ranks hold before it.
         after: what they hold after it.
@@ -145,14 +146,12 @@ class Fill:
     over: int = 1
 
 
-def price(steps: Sequence[Step], on: Topology) -> tuple[float, ...]:
-    """Return what ways are compared by, smaller is better: without latencies bytes come first, else time does."""
+def price(steps: Sequence[Step], on: Machine | None) -> tuple[float, ...]:
+    """Return what ways are compared by, smaller is better: without a machine bytes come first, else time does."""
     received = sum(int(step.recv_bytes.sum()) for step in steps)
     count = sum(step.rounds for step in steps if step.communicates)
     time = float(f"{sum(step.seconds for step in steps):.9g}")  # sums that differ by rounding are equal
-    if not on.counts_bytes_only:
-        return time, received, count
-    return (received, count, time) if on.inter is None else (received, time, count)
+    return (received, count, time) if on is None else (time, received, count)
 
 
 def with_kept(steps: Sequence[Step]) -> list[Step]:

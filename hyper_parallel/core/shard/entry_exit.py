@@ -36,10 +36,10 @@ from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
 from hyper_parallel.core.dtensor.spelling import is_strided
 from hyper_parallel.core.redistribute.api import redistribute
-from hyper_parallel.core.redistribute.cost import default_topology
 from hyper_parallel.core.redistribute.execute import drive, start
 from hyper_parallel.core.redistribute.gradients import FromLocal, back_to, cotangents, refuse_ambiguous
 from hyper_parallel.core.redistribute.plan import plan
+from hyper_parallel.platform import get_platform
 
 
 @runs_eagerly
@@ -212,7 +212,7 @@ def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: to
         with torch.no_grad():
             shard = waited_for(redistribute(build(local, src, shape), dst)._local_tensor)
         return local if is_set_to(shard, local) else shard
-    steps = plan(src, dst, shape, local.dtype, default_topology(mesh.device_type))
+    steps = plan(src, dst, shape, local.dtype, get_platform(mesh.device_type).machine())
     if not steps.steps and local.numel():
         return local
     return drive(start(steps, local, mesh))  # also of no steps: an empty shard may get another shape
@@ -442,7 +442,7 @@ class _Regather:
             raise RuntimeError(explain(asked, blame, seen, "no in-place change, or a plan without reshard_inputs"))
         mesh = self._src.mesh
         assert mesh is not None, "noted with a mesh"
-        steps = plan(self._src, self._dst, self._shape, self._held.dtype, default_topology(mesh.device_type))
+        steps = plan(self._src, self._dst, self._shape, self._held.dtype, get_platform(mesh.device_type).machine())
         with torch.no_grad():
             self._working = start(steps, self._held, mesh)
             try:

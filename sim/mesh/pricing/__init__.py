@@ -1,6 +1,5 @@
-"""Prices of kernels and communication: figures of devices and links, fitted, published or assumed.
+"""Prices of kernels, and measurements of a device: `core/machine` has the figures, and the prices of collectives.
 
 measure -> measure_steps -> profiled
-measure -> measure_fit -> comm_cost, compute_cost
-calibration, measure_fit -> hardware_file
+measure -> measure_fit -> compute_cost
 """

@@ -3,7 +3,7 @@
 A matmul is cut in tiles, of which each core computes one at a time: its time is that of its waves of tiles, each as
 long as its inner dimension and a fixed prologue, and larger tiles reuse more of what they read. The library takes the
 tiling that is over first. No matmul is faster than the best one measured, than its bytes allow, or than a kernel's
-floor. Figures: `sim/mesh/data/calibration.toml`.
+floor. Figures: `hyper_parallel/core/machine/data/calibration.toml`.
 """
 
 from __future__ import annotations

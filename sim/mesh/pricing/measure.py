@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.checks import check_int, read_int
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.platform import get_platform
-from sim.mesh.hardware import Hardware
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
 from sim.mesh.pricing.measure_steps import step_samples, timed_steps
 
@@ -47,7 +47,7 @@ def measure(
     *,
     threads: int | None = None,
     steps: bool = True,
-) -> Hardware:
+) -> Machine:
     """Measure this machine.
 
     Args:

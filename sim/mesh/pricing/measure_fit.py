@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sim.mesh.hardware import Hardware, find_hardware, hardware_of_device
-from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
+from hyper_parallel.core.machine.description import Machine, find_machine, machine_of_device
+from hyper_parallel.core.machine.file import Figure
+from hyper_parallel.core.machine.links import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
-from sim.mesh.pricing.hardware_file import Figure
 
 # Fits the few figures of a curve to times: coordinate descent on the relative error, which outliers do not rule -------
 
@@ -101,7 +101,7 @@ Sample = dict[str, Any]
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 
-def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: int) -> Hardware:
+def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: int) -> Machine:
     """Fit a description to what was measured.
 
     Args:
@@ -156,7 +156,7 @@ def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: i
     add("intra.bandwidth", fastest, "B/s", "measured" if links else "assumed", source if links else "assumed")
     add("inter.bandwidth", 125e6, "B/s", "assumed", "assumed: 1 Gbit/s Ethernet")
     like = {"cpu": "laptop-cpu", "cuda": "h100-sxm", "npu": "ascend-910b"}[machine["device"]]
-    base = hardware_of_device(machine["title"]) or find_hardware(like)  # for its family, links, fabric and backend
+    base = machine_of_device(machine["title"]) or find_machine(like)  # for its family, links, fabric and backend
     title = f"{machine['title']}, {share}, as measured"
     return replace(base, name="measured", title=title, figures=figures, curves=curves)
 

@@ -14,12 +14,12 @@ from functools import cache
 from typing import NamedTuple
 
 from hyper_parallel.core.activations.api import ActivationPolicy
+from hyper_parallel.core.machine.description import Machine
+from hyper_parallel.core.machine.links import Links, NodeSpread, collective_seconds
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.metrics import least_kept
 from sim.mesh.cost import Pricing
-from sim.mesh.hardware import Hardware
-from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -32,7 +32,7 @@ _COUNTED = 0.6  # of communication over tp that goes along with the products bes
 
 
 @dataclass(frozen=True)
-class Machine:
+class Rates:
     """What bounds need of the hardware.
 
     Attributes:
@@ -416,7 +416,7 @@ def _under_way_on(candidate: Candidate, rank: int) -> float:
     return min(parts, begun / each)
 
 
-def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
+def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Rates) -> float:
     """Return about how long a step takes, to order candidates by.
 
     Compute at a part of the peak, the smaller the fewer tokens a micro-batch has and the more ranks share it, in a
@@ -456,7 +456,7 @@ def _waits(candidate: Candidate) -> int:
     return ranks - 1 + (each - 1) * missing
 
 
-def _of_tokens(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine, compute: float) -> float:
+def _of_tokens(shape: Shape, candidate: Candidate, seq_len: int, machine: Rates, compute: float) -> float:
     """Communication of activations along tp, ep and cp that compute does not hide."""
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     again = 4 / 3 if recipe.activations.kind == "full" else 1.0
@@ -488,7 +488,7 @@ def _of_tokens(shape: Shape, candidate: Candidate, seq_len: int, machine: Machin
     return exposed
 
 
-def message_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
+def message_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Rates) -> float:
     """Return seconds that a micro-batch takes at least from one stage to the next, on the fastest of these links."""
     dims, recipe = candidate.dims, candidate.recipe
     speed = machine.inside if dims.world_size // dims.pp < machine.devices_per_node else machine.between
@@ -511,7 +511,7 @@ def _layers_in_head(shape: Shape) -> float:
     return head / max(1.0, (shape.parameters - 2 * head) / max(shape.layers, 1))
 
 
-def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: float) -> float:
+def _of_weights(shape: Shape, candidate: Candidate, machine: Rates, compute: float) -> float:
     """Communication of weights and gradients that compute does not hide, a block at a time."""
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     shards = dims.dp_shard * dims.ep * dims.cp
@@ -538,13 +538,13 @@ def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: f
 
 
 @cache
-def machine_of(hardware: Hardware) -> Machine:
+def rates_of(hardware: Machine) -> Rates:
     """Return what bounds need of the hardware."""
-    return Machine(
+    return Rates(
         flops=hardware.peak("bf16"),
         devices_per_node=hardware.devices_per_node,
         inside=hardware.value("intra.bandwidth"),
         between=hardware.value("inter.bandwidth"),
         links=Pricing(hardware).links,
-        link=hardware.value("host.link", Machine.link),
+        link=hardware.value("host.link", Rates.link),
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.estimate import Estimate, estimate_job
-from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe
@@ -26,7 +26,7 @@ def fit_activations(
     dims: ParallelDims,
     batch: int,
     seq_len: int,
-    hardware: str | Path | Hardware,
+    hardware: str | Path | Machine,
     memory_limit: float | None = None,
     recipe: Recipe | None = None,
     *,
@@ -46,7 +46,7 @@ def fit_activations(
         dims: the degrees of parallelism.
         batch: sequences per step on each data-parallel rank.
         seq_len: tokens of a sequence.
-        hardware: name, file or `Hardware`.
+        hardware: name, file or `Machine`.
         memory_limit: bytes on a device, with what torch's allocator reserves and what lies outside of it; None: what
             the hardware has.
         recipe: the rest of it; what it says of checkpointing is not read.
@@ -60,16 +60,16 @@ def fit_activations(
         ValueError: as `estimate`; no policy fits.
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
-    device = find_hardware(hardware)
+    device = find_machine(hardware)
     job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, sizes)
     return fit_job(job, device, memory_limit)
 
 
 def fit_job(
     job: Job,
-    hardware: str | Path | Hardware,
+    hardware: str | Path | Machine,
     memory_limit: float | None = None,
-    estimator: Callable[[Job, Hardware], Estimate] = estimate_job,
+    estimator: Callable[[Job, Machine], Estimate] = estimate_job,
 ) -> Estimate:
     """Estimate a job with the fastest activation policy that fits; see `fit_activations`.
 
@@ -79,7 +79,7 @@ def fit_job(
         memory_limit: bytes on a device; None: what the hardware has.
         estimator: of a job.
     """
-    device = find_hardware(hardware)
+    device = find_machine(hardware)
     return _Fitting(job, device, device.memory_within("cannot fit activations", memory_limit), estimator).run()
 
 
@@ -107,7 +107,7 @@ class _Fitting:
     """One choice of a policy."""
 
     def __init__(
-        self, job: Job, hardware: Hardware, limit: float, estimator: Callable[[Job, Hardware], Estimate]
+        self, job: Job, hardware: Machine, limit: float, estimator: Callable[[Job, Machine], Estimate]
     ) -> None:
         self.job, self.hardware, self.limit, self.estimator = job, hardware, limit, estimator
         self.most = max(len(part.layers) for part in job.stages())

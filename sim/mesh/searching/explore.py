@@ -21,7 +21,7 @@ from hyper_parallel.core.common.errors import explain
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import gib
-from sim.mesh.searching.bounds import Machine, guess_memory, guess_seconds, least_memory
+from sim.mesh.searching.bounds import Rates, guess_memory, guess_seconds, least_memory
 from sim.mesh.searching.candidates import enumerate_candidates
 from sim.mesh.searching.floors import Floors
 from sim.mesh.searching.ranking import Found, SearchResult, chance_faster
@@ -55,7 +55,7 @@ class Exploration:
     """
 
     space: Space
-    machine: Machine
+    machine: Rates
     limit_bytes: float
     limit: int | None
     title: str

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.cost import Pricing, ring_kernel_of
-from sim.mesh.hardware import Hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.program import COMPUTE, MEMORY_KINDS, Op, Program
 from sim.mesh.recipe import Recipe
 from sim.mesh.replay.timeline import replay_time
-from sim.mesh.searching.bounds import held_by_model, machine_of, message_seconds
+from sim.mesh.searching.bounds import held_by_model, message_seconds, rates_of
 from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 from sim.mesh.spec import ModelSpec
 from sim.mesh.tracing.stitch import Action, orders
@@ -102,7 +102,7 @@ class Floors:
         seq_len: tokens of a sequence.
     """
 
-    def __init__(self, model: ModelSpec, shape: Shape, hardware: Hardware, seq_len: int) -> None:
+    def __init__(self, model: ModelSpec, shape: Shape, hardware: Machine, seq_len: int) -> None:
         self.model, self.shape, self.hardware, self.seq_len = model, shape, hardware, seq_len
         self._known: dict[Any, Floor] = {}
         self._copies: dict[Any, _Copies] = {}
@@ -167,7 +167,7 @@ class Floors:
         forward = [part * sum(floor.forward[one.start : one.stop]) for one in stages]
         backward = [part * sum(floor.backward[one.start : one.stop]) + (again + added) * len(one) for one in stages]
         backward[-1] += part * floor.head
-        message = message_seconds(shape, candidate, self.seq_len, machine_of(self.hardware))
+        message = message_seconds(shape, candidate, self.seq_len, rates_of(self.hardware))
         return least_time(candidate, forward, backward, message)
 
     def _recomputed(self, candidate: Candidate, floor: Floor, part: float) -> float:

@@ -8,10 +8,10 @@ from typing import Any
 
 from hyper_parallel.core.common.checks import check_listed
 from hyper_parallel.core.common.errors import explain, nearest
-from sim.mesh.hardware import Hardware, find_hardware
+from hyper_parallel.core.machine.description import Machine, find_machine
 from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import machine_of
+from sim.mesh.searching.bounds import rates_of
 from sim.mesh.searching.explore import Exploration, Progress
 from sim.mesh.searching.floors import Floors
 from sim.mesh.searching.ranking import SearchResult
@@ -20,7 +20,7 @@ from sim.mesh.searching.space import Candidate, Space, default_recipes, shape_of
 
 def search(
     model: Model,
-    hardware: str | Path | Hardware,
+    hardware: str | Path | Machine,
     num_devices: int,
     global_batch: int,
     memory_limit: float | None = None,
@@ -49,7 +49,7 @@ def search(
 
     Args:
         model: name, config or `Custom`.
-        hardware: name, file or `Hardware`.
+        hardware: name, file or `Machine`.
         num_devices: ranks.
         global_batch: sequences of a step, over all ranks.
         memory_limit: bytes on a device; None: what the hardware has.
@@ -69,7 +69,7 @@ def search(
         ValueError: arguments that do not fit; nothing can be placed, or nothing fits into memory: the message says what
             comes closest.
     """
-    device, spec = find_hardware(hardware), find_model(model)
+    device, spec = find_machine(hardware), find_model(model)
     _check(num_devices=num_devices, global_batch=global_batch, seq_len=seq_len, limit=1 if limit is None else limit)
     for number in tp_chunks:
         _check(tp_chunks=number)
@@ -112,7 +112,7 @@ def search(
         )
 
     chunks = tuple(tp_chunks)
-    exploration = Exploration(space, machine_of(device), limit_bytes, limit, title, floors, chunks)
+    exploration = Exploration(space, rates_of(device), limit_bytes, limit, title, floors, chunks)
     return exploration.run(one, progress or _silent)
 
 

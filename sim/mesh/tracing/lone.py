@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.core.common.checks import MOST_LISTED
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.cpu import HostEvent, HostStream
 from sim.comm.collectives import Call
@@ -39,9 +40,11 @@ class Listener:
 
     Attributes:
         has_host: whether the rank's device has a host with other memory, to which it copies.
+        machine: for plans of redistributions; None: an unnamed one of one node.
     """
 
     has_host = False
+    machine: Machine | None = None
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
         """The rank copies from its host to its device."""
@@ -66,7 +69,7 @@ class Listener:
         """A send or receive has been issued; `pair` is this rank and the other one."""
 
     def on_delivery(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """What another rank sends has come."""
+        """A message of another rank has arrived."""
 
     def on_wait(self, waitable: Waitable) -> None:
         """The rank waits for one of these."""
@@ -93,7 +96,7 @@ class _LonePlatform(SimPlatform):
     """A device with streams, whose work the listener follows; its memory is that of tensors without values."""
 
     def __init__(self, listener: Listener) -> None:
-        super().__init__(stands_for="cuda")
+        super().__init__(stands_for="cuda", machine=listener.machine)
         self._listener = listener
         asked = "copy_to_device copy_to_host attention new_stream current_stream use_stream new_event"
         for name in asked.split():  # the listener answers as it is asked

@@ -241,7 +241,7 @@ class Faults(Observer):
 
 
 class SlowedPricing(CommPricing):
-    """Pricing with one link that is slower than the topology's."""
+    """Pricing with one link that is slower than the machine's."""
 
     def __init__(self, base: CommPricing, trigger: Trigger, faults: Faults) -> None:
         self._base = base

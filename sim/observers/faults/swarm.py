@@ -74,7 +74,7 @@ def swarm(
             argument: `(1, 8)`, `(4, 2)` ... on 8 ranks.
         check: Called after each run that has not raised, with the world and the results.
         allow: What a run may raise.
-        **options: Of `sim.world`, such as `topology`.
+        **options: Of `sim.world`, such as `machine`.
 
     Returns:
         The number of runs.

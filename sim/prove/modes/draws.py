@@ -248,7 +248,11 @@ class _Matching:
         for is_same in (True, False):
             for place, held_by in list(theirs.items()):
                 for key, source in list(sources.items()):
-                    if (key == place) != is_same or not _are_alike(key, place) or not self._is_sharp(source):
+                    if (
+                        (key == place) != is_same
+                        or (key[1].rstrip("_"), key[3]) != (place[1].rstrip("_"), place[3])
+                        or not self._is_sharp(source)
+                    ):
                         continue
                     assert source.given is not None
                     held = self._held(held_by, source.given, self._limit(source))
@@ -388,11 +392,6 @@ class _Matching:
             owned[rank] = [self.ranks[rank][place].place for place in named]
             self.shared.ranks[rank].update(zip(owned[rank], parts, strict=True))
         self.shared.pairs.append((list(places), owned))
-
-
-def _are_alike(one: DrawPlace, other: DrawPlace) -> bool:
-    """Whether two draws are of the same operation, in the same step."""
-    return (one[1].rstrip("_"), one[3]) == (other[1].rstrip("_"), other[3])
 
 
 def _singly(uses: _Uses) -> dict[DrawPlace, _Drawn]:

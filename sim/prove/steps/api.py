@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.machine import Machine
 from sim.observers.races import look
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh, unit_roundoff
@@ -57,6 +58,7 @@ def verify_step(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     steps: int | None = None,
+    machine: str | Machine | None = None,
 ) -> Report:
     """Compare a training step of one's own, on simulated ranks, with the same step on one device.
 
@@ -118,6 +120,7 @@ def verify_step(
             a million parameters, a second one with the batch's rows in another order. In it, floating values that are
             all equal are moved, and masks, lengths and labels let rows, and ranks, count differently. A note says what
             is new, and whether the program takes it.
+        machine: as in `verify_plan`.
 
     Returns:
         The report, as of `verify_plan`.
@@ -154,6 +157,7 @@ def verify_step(
         dtype,
         seed,
         steps or 1,
+        machine=machine,
     )
     if steps is not None or dtype.itemsize < 4:
         return proved_once(batch, _proved(task))
@@ -200,12 +204,21 @@ class _StepTask:
     second: Any = None  # what the second step is given, in place of the batch
     shared: SharedDraws | None = None  # random numbers, in place of their means
     device: str = "cpu"  # of the ranks
+    machine: str | Machine | None = None  # what they stand for
 
     def references(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
         """Take the steps on one device, plainly and perturbed, the latter with the choices of the first."""
         expected = self._on_one(None, taken)
         same = {key: choice.indices for key, choice in expected.choices.items()}
-        bad = next((name for step in expected.steps for name, grad in step.gradients.items() if _is_nan(grad)), None)
+        bad = next(
+            (
+                name
+                for step in expected.steps
+                for name, grad in step.gradients.items()
+                if grad is not None and grad.isnan().any()
+            ),
+            None,
+        )
         if bad is not None:
             blame = "one device computes nan, and nan cannot be compared"
             raise ValueError(explain(_ASKED, blame, f"nan in the gradient of {bad}", "a batch with finite results"))
@@ -314,13 +327,13 @@ class _StepTask:
                 record.uses, record.choices = {}, {}
 
         def make_again() -> None:
-            with world(math.prod(self.mesh.mesh_shape), seed=self.seed, check_replicas=True) as ranks:
+            with world(size, seed=self.seed, machine=self.machine, check_replicas=True) as ranks:
                 ranks.run(make)
 
-        moves = self.device != "cpu"
+        moves, size = self.device != "cpu", math.prod(self.mesh.mesh_shape)
         watched = mutant is None and self.shared is None
         options: dict[str, Any] = {"device": self.device if moves else None, "check_races": watched}
-        with world(math.prod(self.mesh.mesh_shape), seed=self.seed, **options) as ranks:
+        with world(size, seed=self.seed, machine=self.machine, **options) as ranks:
             with put_in(ranks, mutant):
                 ranks.run(make)
                 roots = [made_by[rank][1] for rank in sorted(made_by)]
@@ -380,10 +393,6 @@ class _StepTask:
         task = self if self.second is None else replace(self, second=None, steps=1)
         expected, moved = task.references()
         return run_mutants(mutants_of(events, names), lambda mutant: task.compared(expected, moved, mutant), most)
-
-
-def _is_nan(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and bool(tensor.isnan().any())
 
 
 def _modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:

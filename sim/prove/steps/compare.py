@@ -591,7 +591,8 @@ class LoopComparison:
             return row
         sentence = f"the ranks hold {pending_words(found.found)}, and nothing reduced it"
         hint = f"all_reduce over {' and '.join(found.found.partial)}"
-        if row.kind == "gradient" and _are_sums_of_copies(found, found.found):
+        partial = found.found.partial  # only the sum of what all ranks hold alike would be right
+        if row.kind == "gradient" and {*partial.values()} == {"sum"} and {*partial} <= {*found.alike}:
             sentence, hint = divided_words(found.found)
         return replace(row, verdict="bug", sentence=sentence, suggestion=found.suggestion or hint)
 
@@ -605,11 +606,6 @@ def _renamed(tensors: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, 
 def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:
     """Whether a bound is so wide that a fault could hide below it; `scale`: of the largest tensor of the kind."""
     return found.bound > max(_COARSE * largest(full), _TINY * scale)
-
-
-def _are_sums_of_copies(found: Finding, layout: Layout) -> bool:
-    """Whether only the sum of what all ranks hold alike would be right."""
-    return set(layout.partial.values()) == {"sum"} and set(layout.partial) <= set(found.alike)
 
 
 def _blamed(rows: Sequence[ReportRow], first: ReportRow) -> ReportRow:

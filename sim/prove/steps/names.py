@@ -352,7 +352,7 @@ def _fused(parts: Mapping[int, torch.Tensor], free: Mapping[str, torch.Tensor]) 
                 (name, length)
                 for name, full in free.items()
                 if name not in names and full.dim() == first.dim()
-                for length in _lengths(full.shape[dim], len(parts))
+                for length in [full.shape[dim] // n for n in range(1, len(parts) + 1) if full.shape[dim] % n == 0]
                 if at + length <= first.shape[dim] and _holds(full, first.narrow(dim, at, length), dim)
             )
             name, length = next(fits, ("", 0))
@@ -363,10 +363,6 @@ def _fused(parts: Mapping[int, torch.Tensor], free: Mapping[str, torch.Tensor]) 
         if at == first.shape[dim] and len(names) > 1:
             return tuple(names), dim
     return None
-
-
-def _lengths(size: int, most: int) -> list[int]:
-    return [size // count for count in range(1, most + 1) if size % count == 0]
 
 
 def _holds(full: torch.Tensor, part: torch.Tensor, dim: int) -> bool:

@@ -431,7 +431,9 @@ class LoopWatch:
             return False
         before = steps[-2].updates if len(steps) > 1 else self.record.initial
         named = ((before[name], each) for name, each in self.parameters().items() if name in before)
-        return any(each.requires_grad and _has_moved(each, value) for value, each in named)
+        # Parts of other shapes are of a parameter that is gathered.
+        pairs = [(each, value) for value, each in named if each.requires_grad and local_of(each).shape == value.shape]
+        return not all(_is_equal(each, value) for each, value in pairs)
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -473,11 +475,6 @@ def _is_equal(parameter: nn.Parameter, value: torch.Tensor) -> bool:
         own = copy_of(parameter)
         settle(parameter.device)
     return own.shape == value.shape and torch.equal(own, value)
-
-
-def _has_moved(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Return True if a parameter has other values; parts of other shapes are of one that is gathered."""
-    return local_of(parameter).shape == value.shape and not _is_equal(parameter, value)
 
 
 def _params_of(optimizer: Any) -> set[int]:

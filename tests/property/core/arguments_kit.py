@@ -18,7 +18,7 @@ from hyper_parallel.core.checkpoint import Checkpointer, read_metadata, save_che
 from hyper_parallel.core.context_parallel import ContextParallel, SequenceSplit
 from hyper_parallel.core.fully_shard import DataParallelMeshDims
 from hyper_parallel.core.pipeline import Pipeline
-from hyper_parallel.core.redistribute import Link, plan
+from hyper_parallel.core.redistribute import plan
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama, export_huggingface
 from hyper_parallel.trainer.config import Config, TrainConfig, config_text
 from hyper_parallel.trainer.data import RecordLoader
@@ -393,13 +393,10 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "stage_slices": lambda g: {"num_layers": 4, "schedule": "1f1b", "rank": 0, "ranks": 2},
     "stages_of_rank": lambda g: {"schedule": "1f1b", "rank": 0, "ranks": 2},
     # redistribution
-    "Link": lambda g: {"latency": 0.0, "per_rank": 0.0, "bandwidth": 1e9},
-    "Topology": lambda g: {"name": "mine", "intra": Link(0.0, 0.0, 1e9)},
     "execute": lambda g: {"plan": plan(g.split, g.layout(), (4, 4), torch.float32), "local": torch.ones(2, 4)},
     "lower_bound": lambda g: {"src": g.split, "dst": g.layout(), "global_shape": (4, 4), "dtype": torch.float32},
     "plan": lambda g: {"src": g.split, "dst": g.layout(), "global_shape": (4, 4), "dtype": torch.float32},
     "torch_plan": lambda g: {"src": g.split, "dst": g.layout(), "global_shape": (4, 4), "dtype": torch.float32},
-    "topology": lambda g: {"name": "h100"},
     # models
     "Llama": lambda g: {"config": DENSE},
     "Llama.build": lambda g: (Llama, {"config": DENSE}),

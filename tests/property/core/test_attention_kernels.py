@@ -21,6 +21,7 @@ from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.activations.api import checkpointed
 from hyper_parallel.core.context_parallel import ContextParallel, attention
 from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined
+from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.platform import attention_operators, get_platform
@@ -35,7 +36,6 @@ from hyper_parallel.platform.attention import (
 from sim.late.switch import why_not
 from sim.mesh.cost import ring_kernel_of
 from sim.mesh.estimate import estimate
-from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.program import Op
@@ -320,7 +320,7 @@ NAMED = ("h100-sxm", "a100-80gb", "b200", "ascend-910b", "laptop-cpu")
 
 
 def test_whose_attention_a_hardware_has() -> None:
-    found = {name: ring_kernel_of(find_hardware(name)) for name in NAMED}
+    found = {name: ring_kernel_of(find_machine(name)) for name in NAMED}
     assert found == {
         "h100-sxm": "cudnn",
         "a100-80gb": "flash",

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from machine_kit import Made, machine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import Link, Topology, plan, topology
+from hyper_parallel.core.machine import find_machine
+from hyper_parallel.core.redistribute import plan
 from hyper_parallel.core.redistribute.execute import _run, drive
 from hyper_parallel.core.redistribute.steps import moves, price
 from sim.strategies import layouts, meshes, shapes
@@ -26,7 +28,7 @@ from sim.strategies import layouts, meshes, shapes
 pytestmark = pytest.mark.sim
 
 EXECUTE = "hyper_parallel.core.redistribute.execute"
-SLOW = Topology("slow between", Link(1e-6, 1e-7, 1e9), Link(1e-6, 1e-7, 1e6), 2)
+SLOW = machine("slow between", Made(1e-6, 1e-7, 1e9), Made(1e-6, 1e-7, 1e6), 2)
 
 
 def examples(share):
@@ -50,7 +52,8 @@ def transitions(draw, max_ranks=12, *, src=False, dst=False, other_mesh=False):
     return draw(layouts(mesh, shape, partial=src)), draw(layouts(target, shape, partial=dst)), shape
 
 
-TOPOLOGIES = st.sampled_from([None, topology("laptop"), topology("h100", 2), topology("ascend-910b", 4), SLOW])
+NAMED = (("laptop-cpu", 2**31), ("h100-sxm", 2), ("ascend-910b", 4))
+MACHINES = st.sampled_from([None, SLOW, *(find_machine(name).with_figures(node__devices=n) for name, n in NAMED)])
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -136,21 +139,21 @@ DTYPES = st.sampled_from([torch.float32, torch.int8])
 
 
 @examples(3)
-@given(transitions(src=True, dst=True) | transitions(8, src=True, other_mesh=True), TOPOLOGIES, BACKENDS, DTYPES)
+@given(transitions(src=True, dst=True) | transitions(8, src=True, other_mesh=True), MACHINES, BACKENDS, DTYPES)
 def test_no_rank_holds_more_than_the_plan_says(case, on, backend, dtype):
     averages = "avg" in {*case[0].partial.values(), *case[1].partial.values()}  # of int8 these are refused
-    check_memory(case, backend, torch.float32 if averages else dtype, topology=on)
+    check_memory(case, backend, torch.float32 if averages else dtype, machine=on)
 
 
 @pytest.mark.tier("full")
 @examples(3)
-@given(transitions(src=True) | transitions(8, other_mesh=True), TOPOLOGIES, BACKENDS, st.floats(0, 1))
+@given(transitions(src=True) | transitions(8, other_mesh=True), MACHINES, BACKENDS, st.floats(0, 1))
 def test_no_rank_holds_more_than_the_limit(case, on, backend, share):
     free = plan(*case, torch.float32, on)
     assume(free.peak_extra_bytes)
     limit = round(share * free.peak_extra_bytes)
     try:
-        steps = check_memory(case, backend, torch.float32, topology=on, max_extra_bytes=limit)
+        steps = check_memory(case, backend, torch.float32, machine=on, max_extra_bytes=limit)
     except ValueError as refusal:
         assert f"max_extra_bytes={limit}: even in the smallest rounds" in str(refusal)  # noqa: PT017
     else:
@@ -185,7 +188,7 @@ def test_the_plan_of_memory_is_no_guess():
 
 @pytest.mark.tier("full")
 @examples(2)
-@given(transitions(src=True), TOPOLOGIES, st.floats(0, 1))
+@given(transitions(src=True), MACHINES, st.floats(0, 1))
 def test_rounds_move_the_same_and_take_longer(case, on, share):
     free = plan(*case, torch.float32, on)
     assume(free.peak_extra_bytes)
@@ -193,7 +196,7 @@ def test_rounds_move_the_same_and_take_longer(case, on, share):
         cut = plan(*case, torch.float32, on, max_extra_bytes=round(share * free.peak_extra_bytes))
     except ValueError:
         return
-    assert price(cut.steps, cut.topology) >= price(free.steps, free.topology)
+    assert price(cut.steps, on) >= price(free.steps, on)
     for step in cut.steps:
         if step.rounds == 1:
             continue
@@ -208,12 +211,15 @@ def test_rounds_move_the_same_and_take_longer(case, on, share):
 @examples(3)
 @given(st.data())
 def test_nodes_of_one_rank_or_of_all_make_no_difference(data):
-    """One node has no slow links, and nodes of one rank have no others: with one kind of link, prices are equal."""
+    """One node has no slow links, and nodes of one rank have no others: with one kind of link, prices are equal.
+
+    Between nodes without hops, of which a tree has fewer than a ring within a node.
+    """
     case = data.draw(transitions(src=True))
     ranks = len(case[0].rank_list)
     assume(ranks > 1)
-    near, far = Link(2e-6, 1e-7, 1e8), Link(3e-6, 2e-7, 1e7)
-    all_near = Topology("near", near), Topology("near", near, far, ranks)
-    all_far = Topology("far", far), Topology("far", near, far, 1)
+    near, far = Made(2e-6, 1e-7, 1e8), Made(3e-6, 0.0, 1e7)
+    all_near = machine("near", near), machine("near", near, far, ranks)
+    all_far = machine("far", far), machine("far", near, far, 1)
     for one, other in (all_near, all_far):
         assert plan(*case, torch.float32, one).seconds == pytest.approx(plan(*case, torch.float32, other).seconds)

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from machine_kit import Made, machine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import Link, Plan, Topology, execute, plan, topology
+from hyper_parallel.core.machine import find_machine
+from hyper_parallel.core.redistribute import Plan, execute, plan
 from hyper_parallel.core.redistribute.bounds import torch_plan
 from hyper_parallel.core.redistribute.plan import _cached
 from sim.strategies import AXIS_NAMES, layouts, meshes, shapes
@@ -48,8 +50,8 @@ DTYPES = {
     "min": (torch.float32, torch.bfloat16, torch.int64),
     "prod": (torch.float32, torch.bfloat16, torch.int64),
 }
-SLOW_BETWEEN = Link(1e-9, 0.0, 1e6)  # so slow, and so soon, that tensors of a few bytes are worth many steps
-SLOW = [Topology("slow", Link(1e-9, 0.0, 1e9), SLOW_BETWEEN, per_node, multi_rail=per_node > 2) for per_node in (2, 4)]
+SLOW_BETWEEN = Made(1e-9, 0.0, 1e6)  # so slow, and so soon, that tensors of a few bytes are worth many steps
+SLOW = [machine("slow", Made(1e-9, 0.0, 1e9), SLOW_BETWEEN, per_node) for per_node in (2, 4)]
 
 
 class Case(NamedTuple):
@@ -211,23 +213,23 @@ def test_two_meshes(case):
 
 
 @st.composite
-def topologies(draw):
-    name = draw(st.sampled_from(["h100", "a100", "ascend-910b", "laptop", "slow", "bytes"]))
+def machines(draw):
+    name = draw(st.sampled_from(["h100-sxm", "a100-80gb", "ascend-910b", "laptop-cpu", "slow", None]))
     if name == "slow":
         return draw(st.sampled_from(SLOW))
-    return topology(name, None if name in ("laptop", "bytes") else draw(st.sampled_from([1, 2, 4, 8])))
+    return name and find_machine(name).with_figures(node__devices=draw(st.sampled_from([1, 2, 4, 8])))
 
 
 @examples(2)
-@given(cases(src=True, dst=True), topologies())
+@given(cases(src=True, dst=True), machines())
 def test_plans_that_save_time(case, on):
-    check(case, topology=on)
+    check(case, machine=on)
 
 
 @examples(1)
-@given(cases(12, src=True, other_mesh=True), topologies())
+@given(cases(12, src=True, other_mesh=True), machines())
 def test_plans_between_meshes_that_save_time(case, on):
-    check(case, topology=on)
+    check(case, machine=on)
 
 
 @examples(1)
@@ -286,7 +288,7 @@ def written_out(steps):
 
 
 @examples(1)
-@given(cases(8, src=True, dst=True) | cases(6, src=True, other_mesh=True), cases(8), topologies() | st.none())
+@given(cases(8, src=True, dst=True) | cases(6, src=True, other_mesh=True), cases(8), machines() | st.none())
 def test_every_rank_picks_the_same_plan(case, other, on):
     parts, full = parts_of(case, whole_of(case)), whole_of(case)
 

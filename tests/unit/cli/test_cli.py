@@ -39,7 +39,7 @@ from hyper_parallel.trainer.report import (
     read_log,
     traffic_table,
 )
-from sim.mesh import UnknownOperation, estimate_run, find_hardware
+from sim.mesh import UnknownOperation, estimate_run, find_machine
 from sim.mesh.pricing.measure import cpu_name
 from sim.script import estimate as script_estimate
 from sim.script import launch, options
@@ -499,7 +499,7 @@ def test_a_run_without_a_prediction_trains_and_says_why_in_a_line(
     said: str,
 ) -> None:
     if written is not None:
-        find_hardware("laptop-cpu").write(Path("hardware.toml"))
+        find_machine("laptop-cpu").write(Path("hardware.toml"))
         text = re.sub(r'^title = ".*"', f'title = "{written}"', Path("hardware.toml").read_text(), flags=re.M)
         Path("out").mkdir()
         Path("out/hardware.toml").write_text(text)
@@ -525,7 +525,7 @@ def test_hardware_that_nothing_describes_is_refused_also_where_nothing_is_predic
 
 def test_a_cpu_that_was_measured_is_found() -> None:
     title = f"{cpu_name()}, 2 processes of 1 cores, as measured"
-    replace(find_hardware("laptop-cpu"), title=title).write(Path("measured.toml"))
+    replace(find_machine("laptop-cpu"), title=title).write(Path("measured.toml"))
     Path("out").mkdir()
     Path("measured.toml").rename("out/hardware.toml")
     code, output = invoke("train", "tiny.toml")

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from hyper_parallel import cli
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import lower_bound, plan, show, topology
+from hyper_parallel.core.machine import find_machine
+from hyper_parallel.core.redistribute import lower_bound, plan, show
 from hyper_parallel.core.redistribute.bounds import torch_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))
@@ -95,9 +96,9 @@ def test_our_steps_and_torch_s_side_by_side():
 
 def test_no_time_without_hardware_and_one_with():
     assert " us" not in output_of()
-    output = output_of(hardware="h100", ranks_per_node="4")
-    assert "\nhyper_parallel, times modelled for h100, 4 ranks per node\n" in output
-    on = topology("h100", 4)
+    output = output_of(hardware="h100-sxm", ranks_per_node="4")
+    assert "\nhyper_parallel, times modelled for h100-sxm, 4 ranks per node\n" in output
+    on = find_machine("h100-sxm").with_figures(node__devices=4)
     ours = plan(MESH("tp", None), MESH(("dp", "tp"), None), (16, 8), torch.float32, on)
     theirs = torch_plan(ours.src, ours.dst, (16, 8), torch.float32, on)
     for title, modelled in (("hyper_parallel", ours), ("torch ", theirs)):
@@ -109,10 +110,15 @@ def test_no_time_without_hardware_and_one_with():
 def test_on_a_laptop_torch_gathers_where_it_otherwise_exchanges():
     kinds = {
         hardware: [row[1] for row in rows_of(output_of(target="-,tp", hardware=hardware), "torch ")[1:-1]]
-        for hardware in ("h100", "laptop")
+        for hardware in ("h100-sxm", "laptop-cpu")
     }
-    assert kinds == {"h100": ["all_to_all"], "laptop": ["all_gather"]}
-    assert "laptop, one node\n" in output_of(hardware="laptop")
+    assert kinds == {"h100-sxm": ["all_to_all"], "laptop-cpu": ["all_gather"]}
+
+
+def test_a_node_that_has_all_ranks_is_one_node():
+    assert "for laptop-cpu, 2 ranks per node\n" in output_of(hardware="laptop-cpu")
+    assert "for laptop-cpu, 7 ranks per node\n" in output_of(hardware="laptop-cpu", ranks_per_node="7")
+    assert "for laptop-cpu, one node\n" in output_of(hardware="laptop-cpu", ranks_per_node="8")
 
 
 def test_steps_only():
@@ -142,7 +148,7 @@ def test_dtypes_count():
 def test_the_text_reads_well_in_a_pipe_and_in_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    output = output_of(hardware="h100")
+    output = output_of(hardware="h100-sxm")
     assert "\x1b" not in output
     assert [line for line in output.splitlines() if line != line.rstrip()] == []
     assert "extra memory" in output, "no cell is cut or folded"
@@ -168,13 +174,12 @@ def test_nothing_received_by_us_is_no_ratio():
         ({"target": "dp,dp"}, ["axis 'dp' is used for dim 0 already", "\n  dp,dp\n     ^^\n"]),
         ({"source": "dp,tp,-"}, ["entry 2, not split, is for a dim that a tensor of ndim 2 does not have", "try: "]),
         ({"dtype": "flaot32"}, ["no dtype is called 'flaot32'", "try: 'float32'"]),
-        ({"hardware": "h10"}, ["cannot find a topology called 'h10'", "try: 'h100'"]),
-        ({"ranks_per_node": "8"}, ["--ranks-per-node 8 is given without --hardware", "try: --hardware h100"]),
+        ({"hardware": "h100"}, ["cannot find the hardware 'h100'", "try: 'h100-sxm', or the path of a TOML file"]),
+        ({"ranks_per_node": "8"}, ["--ranks-per-node 8 is given without --hardware", "try: --hardware h100-sxm"]),
         (
-            {"hardware": "a100", "ranks_per_node": "0"},
-            ["ranks_per_node must be a finite number of at least 1", "try: ranks_per_node=1"],
+            {"hardware": "a100-80gb", "ranks_per_node": "0"},
+            ["cannot change 'node.devices' of a100-80gb: a figure is above 0", "given: 0", "try: leave it out"],
         ),
-        ({"hardware": "laptop", "ranks_per_node": "2"}, ["'laptop' has one node only", "try: "]),
         ({"max_extra_bytes": "0", "target": "-,tp"}, ["max_extra_bytes", "try: "]),
         ({"source": "-,-; tp=sum", "target": "dp,tp", "dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "try: "]),
         ({"shape": "99999999999999999999,4"}, ["more than 8 ranks' bytes can be counted for", "try: "]),

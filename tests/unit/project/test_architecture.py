@@ -157,9 +157,10 @@ _REDISTRIBUTE = ["core.redistribute", *_DTENSOR]
 _SHARDING = ["core.init", "core.shard", "core.fully_shard", *_REDISTRIBUTE]
 _PARALLELISMS = ["core.context_parallel", "core.expert_parallel", "core.pipeline", "core.checkpoint", "core.optim"]
 _PARALLELISMS += ["core.activations"]
-LEAVES = ("platform", "core.common", "core.mesh")
+LEAVES = ("platform", "core.common", "core.machine", "core.mesh")
 MAY_IMPORT = {
     "core.common": [],
+    "core.machine": [],
     "core.mesh": [],
     "platform": [],
     "core.dtensor": [],

@@ -9,9 +9,9 @@ import pytest
 from benchmarks import mesh, mesh_here, mesh_probe
 from benchmarks.mesh_here import Case, Measured
 from benchmarks.mesh_probe import Cost, Task
+from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.trainer.config import ParallelConfig
-from sim.mesh.hardware import find_hardware
 from sim.mesh.program import HostWait, Op
 
 TINY = LlamaConfig(
@@ -95,7 +95,7 @@ def test_cases_are_what_the_trainer_runs():
 @pytest.mark.tier("test")
 def test_a_row_of_this_machine():
     case = Case(ParallelConfig(dp_shard=1, tp=2), TINY, 2, 32)
-    made = mesh_here.predict(case, find_hardware("laptop-cpu"))
+    made = mesh_here.predict(case, find_machine("laptop-cpu"))
     measured = Measured((0.1, 0.3, 0.2), made.memory.peak, 2 * made.memory.peak)
     cells = [cell.strip() for cell in mesh_here._row(case, measured, [made, made]).strip("|").split("|")]
     assert cells[0] == "2, tp=2"
@@ -108,7 +108,7 @@ def test_a_row_of_this_machine():
 def test_what_is_predicted_is_the_trainers_step():
     """It waits for the device, and its blocks are not compiled as wholes."""
     case = Case(ParallelConfig(dp_shard=1, compile=True), TINY, 2, 32)
-    (program,) = mesh_here.predict(case, find_hardware("laptop-cpu")).programs
+    (program,) = mesh_here.predict(case, find_machine("laptop-cpu")).programs
     events = [event for segment, _ in program.segments_in_order() for event in segment.events]
     assert any(isinstance(event, HostWait) for event in events)
     places = [program.places[event.place] for event in events if isinstance(event, Op)]
@@ -122,5 +122,5 @@ def test_a_case_is_trained_and_its_memory_is_near():
     measured = mesh_here.run_case(case, steps=2, warmup=1)
     assert len(measured.steps) == 2
     assert measured.step > 0
-    predicted = mesh_here.predict(case, find_hardware("laptop-cpu")).memory.peak
+    predicted = mesh_here.predict(case, find_machine("laptop-cpu")).memory.peak
     assert predicted == pytest.approx(measured.allocated, rel=0.25)

@@ -11,11 +11,11 @@ from mesh_fakes import fake_estimate
 from benchmarks import searches
 from benchmarks.published.rows import Case, case_of, read_rows
 from benchmarks.searches import Answer, Question, answer, questions, table
+from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.mesh.hardware import find_hardware
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import guess_memory, guess_seconds, machine_of
+from sim.mesh.searching.bounds import guess_memory, guess_seconds, rates_of
 from sim.mesh.searching.candidates import enumerate_candidates
 from sim.mesh.searching.explore import NothingFits
 from sim.mesh.searching.ranking import Found, SearchResult
@@ -28,7 +28,7 @@ TWO = Recipe(microbatches=2, reduce_each=True), Recipe(checkpointing="full")
 
 
 def small(model: str, devices: int, batch: int, room: int | None = None, recipes=PLAIN) -> Question:
-    hardware = find_hardware("a100-80gb")
+    hardware = find_machine("a100-80gb")
     if room is not None:  # beside what is taken before the first tensor
         taken = hardware.context_bytes + hardware.bytes_per_group
         hardware = hardware.with_memory(usable_gib=(taken + room) / 2**30)
@@ -114,7 +114,7 @@ def test_no_candidate_of_a_space_beats_its_search(model, devices, data):
 
 def hold_search_against_all(model: str, devices: int, data: st.DataObject) -> None:
     """On a drawn device: what is left out by a bound, or as another one must be faster, is estimated, too."""
-    hardware = find_hardware(data.draw(st.sampled_from(("a100-80gb", "h100-sxm", "ascend-910b"))))
+    hardware = find_machine(data.draw(st.sampled_from(("a100-80gb", "h100-sxm", "ascend-910b"))))
     # A model this small is short of no memory and leaves all devices idle: they are slowed down, and get less of it.
     slower = st.floats(0, 4).map(lambda power: 10**-power)
     figures = ("peak.bf16", "device.bandwidth", "intra.bandwidth", "inter.bandwidth", "host.op")
@@ -185,7 +185,7 @@ def test_what_beats_a_search_is_seen(monkeypatch):
 def test_guesses_are_held_against_estimates():
     question = small("llama3-8b", 8, 8)
     fast, slow = (faked(question, Recipe(checkpointing=level)) for level in ("none", "full"))
-    shape, machine = question.space.shape, machine_of(question.hardware)
+    shape, machine = question.space.shape, rates_of(question.hardware)
     off = [abs(guess_memory(shape, one.candidate, 128) / one.estimate.memory.peak - 1) for one in (fast, slow)]
     guesses = [guess_seconds(shape, one.candidate, 128, machine) for one in (fast, slow)]
     assert guesses[0] < guesses[1]

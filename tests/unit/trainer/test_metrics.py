@@ -17,10 +17,11 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 import sim
+from hyper_parallel.core.machine.description import peak_flops
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer import report
-from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation, peak_flops
+from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.report import (
     JsonlLog,
     Prediction,
@@ -75,11 +76,11 @@ def test_counting_touches_no_generator_and_simulated_ranks_may_do_it() -> None:
     [
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA A800 80GB PCIe", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
         ("NVIDIA H20", 148),
         ("NVIDIA B200", 2250),
         ("NVIDIA L40S", 362),

@@ -22,7 +22,7 @@ from sim.late.switch import why_not
 
 late = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DEPTH, WIDTH, ROWS = 8, 64, 512
-WITHOUT_CUBLAS = mesh.find_hardware("h100-sxm").with_figures(device__workspace=0)  # as the late device is
+WITHOUT_CUBLAS = mesh.find_machine("h100-sxm").with_figures(device__workspace=0)  # as the late device is
 POLICIES = ("none", "full", "offload", "full offload", "offload every 2", "full offload first 3")
 
 

@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.mesh.device_mesh import OwnerMesh
-from hyper_parallel.core.redistribute import execute, from_local, full_tensor, plan, redistribute, topology
+from hyper_parallel.core.redistribute import execute, from_local, full_tensor, plan, redistribute
 
 pytestmark = pytest.mark.tier("test")
 
@@ -168,8 +169,8 @@ def test_three_axes(ctx):
         (WIDE("tp", partial={"dp": "min"}), WIDE("dp"), (5, 3)),
     ]:
         check(ctx, src, dst, shape)
-        for nodes in (topology("h100", 4), topology("a100", 2)):  # other plans, which take less time there
-            check(ctx, src, dst, shape, on=nodes)
+        for name, per_node in (("h100-sxm", 4), ("a100-80gb", 2)):  # other plans, which take less time there
+            check(ctx, src, dst, shape, on=find_machine(name).with_figures(node__devices=per_node))
 
 
 @sim.ranks(8)

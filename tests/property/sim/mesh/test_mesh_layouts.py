@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_parallel import from_local, full_tensor, redistribute, to_local
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.machine.description import one_node
 from hyper_parallel.core.redistribute import execute, plan
-from hyper_parallel.core.redistribute.cost import default_topology
 from sim.mesh.tracing.lone import LoneWorld
 from sim.strategies import layouts, meshes, shapes
 
@@ -253,7 +253,7 @@ def test_a_large_world_sends_what_its_plan_says(data):
 
     seen = alone(body, 4096, rank)
     assert seen.result == tuple(torch.empty(shape, device="meta")[dst.local_slice(shape, rank)].shape)
-    steps = plan(src, dst, shape, torch.float32, default_topology("cpu"))
+    steps = plan(src, dst, shape, torch.float32, one_node())
     assert sum(event.recv_bytes for event in seen.events) == steps.recv_bytes[rank]
     assert all(event.rank == rank and rank in event.group for event in seen.events)
     assert all(one.order < other.order for one, other in itertools.pairwise(seen.events))

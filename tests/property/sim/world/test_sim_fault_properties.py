@@ -159,7 +159,7 @@ def lost(log: list[faults.Happening]) -> set[int]:
 @given(case=cases(), seed=SEEDS)
 def test_every_rank_finishes_or_raises(body: Callable[[], Any], case: tuple[int, Plan], seed: int) -> None:
     world_size, plan = case
-    found, _, log, _ = outcome(body, world_size, plan, seed, topology="laptop")
+    found, _, log, _ = outcome(body, world_size, plan, seed, machine="laptop-cpu")
     if isinstance(found, str):
         assert lost(log) or any(isinstance(each.fault, faults.Drop) for each in log)
         assert found.startswith("RankFailed[RankLost]: ")

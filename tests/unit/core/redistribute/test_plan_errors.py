@@ -1,6 +1,5 @@
 """Errors of planning: four parts, before anything is planned or communicated."""
 
-import math
 import re
 
 import pytest
@@ -9,10 +8,11 @@ import torch.distributed as dist
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import Link, Topology, execute, lower_bound, plan, topology
+from hyper_parallel.core.machine import machine_names
+from hyper_parallel.core.redistribute import execute, lower_bound, plan
+from hyper_parallel.core.redistribute.bounds import torch_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))
-LINK = Link(1e-5, 1e-6, 1e9)
 FLOAT = torch.float32
 ON = "on dp=2, tp=4"
 
@@ -21,13 +21,11 @@ LAYOUT_HINT = 'Layout((2, 4), ("dp", "tp"))("dp", "None")'
 SHAPE_HINT = "tensor.shape, such as (8, 4)"
 DTYPE_HINT = "a tensor of another dtype, such as x.to(torch.float32)"
 BOTH = f"from: () {ON}   to: () {ON}"
-MINE, LINK_HINT, TOGETHER = "cannot describe the topology 'mine'", "Link(2e-5, 1e-6, 25e9)", "inter and ranks_per_node"
-NAMES = "'h100', 'a100', 'ascend-910b', 'laptop', 'bytes'"
-KNOWN = f"known: {NAMES}".replace("'", "")
+ANY_FILE = "or the path of a TOML file"
+KNOWN = f"known: {', '.join(machine_names())}"
 MIXED = "sum over 'dp', max over 'tp' pending, and the order in which to take them is nowhere said"
 SUMS = "one kind, such as partial={'dp': 'sum', 'tp': 'sum'}"
 TWO_KINDS = MESH(partial={"dp": "sum", "tp": "max"})
-FINITE = "it needs finite latencies, in seconds, from 0 up and a bandwidth, in bytes per second, above 0"
 
 
 def between(src, dst, dtype=FLOAT, verb=plan):
@@ -150,79 +148,34 @@ MISTAKES = {
         ValueError,
         (PLACE, "global_shape[0] must be at least 0", "global_shape[0]: -1", "tensor.shape, such as (8, 4)"),
     ),
-    "a topology misspelt": (
-        lambda: topology("h10"),
-        ValueError,
-        ("cannot find a topology called 'h10'", "there is none of that name", KNOWN, "'h100'"),
-    ),
-    "a topology unheard of": (
-        lambda: topology(None),
-        ValueError,
-        ("cannot find a topology called None", "there is none of that name", KNOWN, f"one of {NAMES}"),
-    ),
-    "nodes of a topology without": (
-        lambda: topology("laptop", 4),
-        ValueError,
-        ("cannot set the ranks per node", "'laptop' has one node only", "ranks_per_node: 4", "topology('laptop')"),
-    ),
-    "no ranks on a node": (
-        lambda: topology("h100", 0),
+    "a machine misspelt": (
+        lambda: plan(MESH(), MESH(), (8,), FLOAT, "ascend-910"),
         ValueError,
         (
-            "cannot describe the topology 'h100'",
-            "ranks_per_node must be a finite number of at least 1",
-            "ranks_per_node: 0",
-            "ranks_per_node=1",
+            "cannot find the hardware 'ascend-910'",
+            "nothing has that name",
+            KNOWN,
+            f"'ascend-910b', {ANY_FILE}",
         ),
     ),
-    "links between nodes without nodes": (
-        lambda: Topology("mine", LINK, LINK),
+    "torch on a machine misspelt": (
+        lambda: torch_plan(MESH(), MESH(), (8,), FLOAT, "h100-smx"),
         ValueError,
         (
-            MINE,
-            f"{TOGETHER} go together",
-            f"inter: {LINK!r}   ranks_per_node: None",
-            f"inter={LINK_HINT}, ranks_per_node=8",
+            "cannot find the hardware 'h100-smx'",
+            "nothing has that name",
+            KNOWN,
+            f"'h100-sxm', {ANY_FILE}",
         ),
     ),
-    "nodes without links between them": (
-        lambda: Topology("mine", LINK, ranks_per_node=8),
-        ValueError,
+    "a machine's links": (
+        lambda: plan(MESH(), MESH(), (8,), FLOAT, {"intra": 1e9}),
+        TypeError,
         (
-            MINE,
-            f"{TOGETHER} go together",
-            "inter: None   ranks_per_node: 8",
-            f"inter={LINK_HINT}, ranks_per_node=8",
-        ),
-    ),
-    "memory that stands still": (
-        lambda: Topology("mine", LINK, memory_bandwidth=0),
-        ValueError,
-        (MINE, "memory_bandwidth is not a number above 0", "memory_bandwidth: 0", "memory_bandwidth=2e12"),
-    ),
-    "a latency below 0": (
-        lambda: Link(-1e-6, 0.0, 1e9),
-        ValueError,
-        ("cannot describe a link", FINITE, "Link(latency=-1e-06, per_rank=0.0, bandwidth=1000000000.0)", LINK_HINT),
-    ),
-    "a latency without end": (
-        lambda: Link(0.0, math.inf, 1e9),
-        ValueError,
-        ("cannot describe a link", FINITE, "Link(latency=0.0, per_rank=inf, bandwidth=1000000000.0)", LINK_HINT),
-    ),
-    "no bandwidth": (
-        lambda: Link(0.0, 0.0, 0.0),
-        ValueError,
-        ("cannot describe a link", FINITE, "Link(latency=0.0, per_rank=0.0, bandwidth=0.0)", LINK_HINT),
-    ),
-    "a bandwidth that is no number": (
-        lambda: Link(0.0, 0.0, math.nan),
-        ValueError,
-        (
-            "cannot describe a link",
-            "it needs finite latencies, in seconds, from 0 up and a bandwidth, in bytes per second, above 0",
-            "Link(latency=0.0, per_rank=0.0, bandwidth=nan)",
-            LINK_HINT,
+            "cannot find the hardware",
+            "hardware is a dict, not a name, a path or a Machine",
+            "hardware: {'intra': 1000000000.0}",
+            "'h100-sxm'",
         ),
     ),
     "to execute without ranks": (

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard, _redistribute
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import bounds, plan, topology
+from hyper_parallel.core.machine import find_machine
+from hyper_parallel.core.redistribute import bounds, plan
 from hyper_parallel.core.redistribute.bounds import NO_PLANNER, torch_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))
@@ -137,7 +138,7 @@ def test_a_mix_of_sums_and_averages_is_reduced():
 
 
 def test_steps_are_priced_like_our_own():
-    on = topology("h100", 4)
+    on = find_machine("h100-sxm").with_figures(node__devices=4)
     src, dst = MESH(("dp", "tp"), "None"), MESH()
     gather = torch_plan(src, dst, (1024, 1024), F32, on).steps
     near = plan(MESH("tp"), MESH(), (1024, 1024), F32, on)

@@ -37,7 +37,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
     ("call", "asked", "hint"),
     [
         (lambda: sim.run(print, 2, chek_races=True), "make a world", "check_races or check_replicas"),
-        (lambda: sim.world(2, toplogy="h100"), "make a world", "topology"),
+        (lambda: sim.world(2, machne="h100-sxm"), "make a world", "machine"),
         (lambda: sim.run(print, 2, xyz=1), "make a world", "one of these"),
         (lambda: sim.ranks(2, backend=("sim",)), "run a test on several ranks", "backends"),
         (lambda: sim.swarm(print, 2, map_devices="cuda"), "make a world", "map_device or device"),

@@ -85,7 +85,7 @@ def test_a_tensor_that_no_memory_could_hold():
         dist.all_reduce(x)
         return x.numel()
 
-    with sim.world(4, topology="h100", device="meta") as world:
+    with sim.world(4, machine="h100-sxm", device="meta") as world:
         assert world.run(body) == [1 << 40] * 4
         assert world.now > 1.0
 

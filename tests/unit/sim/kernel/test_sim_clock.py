@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sim
-from hyper_parallel.core.redistribute.cost import Link, Load, Topology, seconds, topology
+from hyper_parallel.core.machine import Load, find_machine
+from hyper_parallel.core.machine.links import NodeSpread, collective_seconds, message_seconds
 from sim.kernel import clock, scheduler
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
@@ -110,7 +111,7 @@ def test_clocks_go_on_from_run_to_run():
 
 
 @pytest.mark.tier("test")
-def test_the_topologys_model():
+def test_the_prices_of_a_machine():
     def body() -> None:
         dist.all_reduce(torch.ones(1 << 20))
         dist.broadcast(torch.ones(1 << 20), src=0)
@@ -118,27 +119,27 @@ def test_the_topologys_model():
             x = torch.ones(1 << 20)
             dist.send(x, 8) if dist.get_rank() == 0 else dist.recv(x, 0)
 
-    on, size = topology("h100"), 4 << 20
-    for on_what in ("h100", on):
-        reduce, broadcast, message = ran(body, 16, topology=on_what).trace.of_rank(0)
-        moved = 2 * size * 15 // 16
-        assert reduce.end - reduce.start == pytest.approx(
-            seconds("all_reduce", Load(16, 8, moved, moved * 8 // 15, 0), on)
+    on, size, spread = find_machine("h100-sxm"), 4 << 20, NodeSpread(ranks=16, nodes=2, most=8)
+    for on_what in ("h100-sxm", on):
+        reduce, broadcast, message = ran(body, 16, machine=on_what).trace.of_rank(0)
+        found = [event.end - event.start for event in (reduce, broadcast, message)]
+        assert found == pytest.approx(
+            [
+                collective_seconds(on.prices, "all_reduce", size, spread)[0],
+                collective_seconds(on.prices, "broadcast", size, spread)[0],
+                message_seconds(on.prices, size, same_node=False)[0],
+            ]
         )
-        assert broadcast.end - broadcast.start == pytest.approx(
-            seconds("broadcast", Load(16, 8, size, size * 8 // 15, 0), on)
-        )
-        assert message.end - message.start == pytest.approx(seconds("send", Load(2, 1, size, size, 0), on))
-    alone = Topology("mine", Link(1.0, 0.0, 1e30))
-    assert ran(dist.barrier, 2, topology=alone).now == 1.0
-    assert ran(dist.barrier, 1, topology=alone).now == 0.0
+    far = on.with_figures(node__devices=1)
+    assert ran(dist.barrier, 2, machine=far).now > ran(dist.barrier, 2, machine=on).now > 0.0
+    assert ran(dist.barrier, 1, machine=on).now == 0.0
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"topology": "h1000"}, ValueError, "cannot find a topology called 'h1000'"),
-        ({"topology": 3}, TypeError, "topology is an int, not a Topology or a str or None"),
+        ({"machine": "h1000"}, ValueError, "cannot find the hardware 'h1000'"),
+        ({"machine": 3}, TypeError, "hardware is a int, not a name, a path or a Machine"),
         ({"cost": 3}, TypeError, "cost is an int, not something to call or None"),
     ],
 )

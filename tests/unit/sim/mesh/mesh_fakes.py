@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.mesh.hardware import find_hardware
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import guess_seconds, least_memory, machine_of
+from sim.mesh.searching.bounds import guess_seconds, least_memory, rates_of
 from sim.mesh.searching.space import Candidate, shape_of
 
 
@@ -41,10 +41,10 @@ def fake_estimate(
     layers_per_stage: tuple[int, ...] | None = None,
 ) -> Any:
     """Answer with the bound of memory, times `scale`, and the guess of time."""
-    device, spec = find_hardware(hardware), find_model(model)
+    device, spec = find_machine(hardware), find_model(model)
     shape, candidate = shape_of(spec, seq_len), Candidate(dims, recipe, batch, layers_per_stage)
     least = least_memory(shape, candidate, seq_len)
-    seconds = guess_seconds(shape, candidate, seq_len, machine_of(device))
+    seconds = guess_seconds(shape, candidate, seq_len, rates_of(device))
     allocated = int(least * scale)
     shares = {"activations": 0.4, "parameters": 0.2, "optimizer": 0.2, "gradients": 0.1, "logits": 0.08, "inputs": 0.02}
     classes = [

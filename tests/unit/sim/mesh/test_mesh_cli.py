@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import sim.mesh.pricing.measure  # noqa: F401
 from hyper_parallel import cli
 from hyper_parallel.cli.estimate import arranged_run
+from hyper_parallel.core.machine.description import find_machine, machine_names
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import (
     Config,
@@ -31,7 +32,6 @@ from hyper_parallel.trainer.config import (
     load_config,
 )
 from hyper_parallel.trainer.report import prediction_table, read_log
-from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.pricing.measure import cpu_name
@@ -475,7 +475,7 @@ def test_the_walk_of_the_docs_from_a_search_to_training(monkeypatch: pytest.Monk
     block = WALK.read_text().partition("hyper-parallel hardware measure   ")[2].partition("```")[0]
     (_, *commands) = [line.partition("#")[0].split() for line in block.strip().splitlines()]
     assert [words[1] for words in commands] == ["search", "verify", "--nproc-per-node", "plot"]
-    here = replace(find_hardware("laptop-cpu"), title=f"{cpu_name()}, as measured elsewhere")
+    here = replace(find_machine("laptop-cpu"), title=f"{cpu_name()}, as measured elsewhere")
     monkeypatch.setattr(sys.modules["sim.mesh.pricing.measure"], "measure", lambda *_, **__: here)
     assert invoke("hardware", "measure")[0] == 0
     for words in commands:
@@ -535,17 +535,17 @@ def test_an_interrupted_search_prints_what_it_has(number: int, monkeypatch: pyte
 def test_the_list_of_hardware() -> None:
     code, output = invoke("hardware")
     assert code == 0, output
-    assert [line.split()[0] for line in output.splitlines()[1:]][: len(hardware_names())] == hardware_names()
+    assert [line.split()[0] for line in output.splitlines()[1:]][: len(machine_names())] == machine_names()
     assert "…" not in output
 
 
-@pytest.mark.parametrize("name", hardware_names())
+@pytest.mark.parametrize("name", machine_names())
 def test_every_description_can_be_shown(name: str) -> None:
     code, output = invoke("hardware", "show", name)
     assert code == 0, output
     assert output.startswith(f"{name}: ")
     assert "device.memory" in output
-    sources = {figure.source for figure in find_hardware(name).figures.values()}
+    sources = {figure.source for figure in find_machine(name).figures.values()}
     assert all(source.split()[0] in output for source in sources)
 
 
@@ -560,7 +560,7 @@ def test_measuring_writes_a_file_that_estimates_take(monkeypatch: pytest.MonkeyP
 
     def measured(processes: int = 2, device: str | None = None, **_: Any) -> Any:
         passed.append((processes, device))
-        return find_hardware("laptop-cpu" if "laptop-cpu" in hardware_names() else "a100-40gb")
+        return find_machine("laptop-cpu" if "laptop-cpu" in machine_names() else "a100-40gb")
 
     monkeypatch.setattr(sys.modules["sim.mesh.pricing.measure"], "measure", measured)
     code, output = invoke("hardware", "measure", "--write", "out/mine.toml", "--processes", "3", "--device", "npu")

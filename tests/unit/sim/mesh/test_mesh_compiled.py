@@ -15,15 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.activations import ActivationPolicy
+from hyper_parallel.core.machine.calibration import load_calibration
+from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import Block, LlamaConfig, causal_attention
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from sim.mesh.estimate import price
-from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
-from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Op, Place
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
@@ -283,7 +283,7 @@ def test_modes_of_selective_checkpointing_cost_the_host(policy: str, of_run: boo
     assert not [name for name in hidden if hidden[name] and "backward" in name]
     assert hidden["aten.mm"] == {"none": 0, "full": 6, "selective": 0, "alternate": 3}[policy]
     figures = load_calibration().replace({"host.op_us": 1e4})
-    step = price(programs, job, find_hardware("h200"), figures).time.step.value
+    step = price(programs, job, find_machine("h200"), figures).time.step.value
     each = [1e-2 * (1 if not seen else 10.4 if recomputes else 6.3) for _, recomputes, seen in found.elements()]
     assert step == pytest.approx(sum(each), rel=0.02), "the host bounds it"
 

@@ -7,13 +7,13 @@ import random
 import pytest
 
 from benchmarks import fit_costs
+from hyper_parallel.core.machine.calibration import load_calibration
+from hyper_parallel.core.machine.description import find_machine, machine_names
+from hyper_parallel.core.machine.links import COLLECTIVES, NodeSpread, collective_seconds, spread_of
 from sim.mesh.cost import Pricing, UnknownOperation, weakest
-from sim.mesh.hardware import find_hardware, hardware_names
-from sim.mesh.pricing.calibration import load_calibration
-from sim.mesh.pricing.comm_cost import COLLECTIVES, NodeSpread, collective_seconds, spread_of
 from sim.mesh.program import Comm, CommGroup, Free, Op, Place, Touch
 
-HARDWARE = hardware_names()
+HARDWARE = machine_names()
 MIB = 2**20
 
 
@@ -42,7 +42,7 @@ def group(n, stride=1):
 
 @pytest.fixture(scope="module")
 def pricing():
-    return Pricing(find_hardware("h100-sxm"))
+    return Pricing(find_machine("h100-sxm"))
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def pricing():
 
 @pytest.mark.parametrize("name", HARDWARE)
 def test_no_matmul_beats_the_peak_or_the_memory(name):
-    hardware = find_hardware(name)
+    hardware = find_machine(name)
     pricing, draw = Pricing(hardware), random.Random(1)
     for _ in range(200):
         m, n, k = (2 ** draw.randint(0, 14) + draw.randint(0, 3) for _ in range(3))
@@ -68,13 +68,13 @@ ALONE = load_calibration().replace({"matmul.blackwell.sustained": 1.0})
 
 @pytest.mark.parametrize("name", ["h100-sxm", "a100-80gb", "b200", "ascend-910b"])
 def test_a_larger_matmul_takes_longer_and_attains_more(name):
-    pricing = Pricing(find_hardware(name), ALONE)
+    pricing = Pricing(find_machine(name), ALONE)
     sizes = [2**i for i in range(6, 15)]
     seconds = [pricing.op(matmul(size, size, size)).seconds for size in sizes]
     assert seconds == sorted(seconds)
     rates = [size**3 / took for size, took in zip(sizes, seconds, strict=True)]
     assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(rates))
-    assert 0.7 < 2 * rates[-1] / find_hardware(name).peak("bfloat16") < 0.9
+    assert 0.7 < 2 * rates[-1] / find_machine(name).peak("bfloat16") < 0.9
 
 
 def test_each_dimension_of_a_matmul_counts(pricing):
@@ -96,20 +96,20 @@ def test_dtypes(pricing):
     fp32 = pricing.op(matmul(8192, 8192, 8192, dtype="float32")).seconds
     assert 0.5 * halves[0] < fp8 < 0.6 * halves[0]  # the best fp8 matmul attains 72 %, the best in bf16 80 %
     assert fp32 > 10 * halves[0]
-    a100 = Pricing(find_hardware("a100-80gb"))
+    a100 = Pricing(find_machine("a100-80gb"))
     assert a100.op(matmul(512, 512, 512, dtype="float8_e4m3fn")) == a100.op(matmul(512, 512, 512))
 
 
 def test_sustained_lowers_matmuls_and_attention(pricing):
     known = load_calibration().replace({"matmul.hopper.sustained": 0.5})
-    slower = Pricing(find_hardware("h100-sxm"), known)
+    slower = Pricing(find_machine("h100-sxm"), known)
     for op in (matmul(8192, 8192, 8192), attention(8192)):
         assert slower.op(op).seconds == pytest.approx(2 * pricing.op(op).seconds, rel=0.02)
     of_one = load_calibration().replace({"device.h200.matmul.sustained": 0.5})
-    assert Pricing(find_hardware("h100-sxm"), of_one).op(matmul(512, 512, 512)) == pricing.op(matmul(512, 512, 512))
-    ratio = Pricing(find_hardware("h200"), of_one).op(matmul(8192, 8192, 8192)).seconds
+    assert Pricing(find_machine("h100-sxm"), of_one).op(matmul(512, 512, 512)) == pricing.op(matmul(512, 512, 512))
+    ratio = Pricing(find_machine("h200"), of_one).op(matmul(8192, 8192, 8192)).seconds
     assert ratio == pytest.approx(2 * pricing.op(matmul(8192, 8192, 8192)).seconds, rel=0.02)
-    b200 = find_hardware("b200")  # whose attention has a figure of its own
+    b200 = find_machine("b200")  # whose attention has a figure of its own
     assert Pricing(b200, ALONE).op(attention(8192)) == Pricing(b200).op(attention(8192))
     assert (
         Pricing(b200, ALONE).op(matmul(8192, 8192, 8192)).seconds < Pricing(b200).op(matmul(8192, 8192, 8192)).seconds
@@ -133,7 +133,7 @@ def test_sustained_lowers_matmuls_and_attention(pricing):
     ],
 )
 def test_attention_on_blackwell(kernels, heads, length, size, causal, backward, published):
-    pricing = Pricing(find_hardware("b200").with_attention(kernels))
+    pricing = Pricing(find_machine("b200").with_attention(kernels))
     op = attention(length, causal, size, backward)._replace(shape=(1, heads, heads, length, length, size, int(causal)))
     flops = (10 if backward else 4) * heads * length**2 * size / (2 if causal else 1)
     assert flops / pricing.op(op).seconds / 1e12 == pytest.approx(published, rel=0.15)
@@ -141,7 +141,7 @@ def test_attention_on_blackwell(kernels, heads, length, size, causal, backward, 
 
 def test_heads_that_do_not_start_at_16_bytes(pricing):
     known = load_calibration().replace({"matmul.hopper.unaligned": 0.1})
-    slower = Pricing(find_hardware("h100-sxm"), known)
+    slower = Pricing(find_machine("h100-sxm"), known)
 
     def ratio(batch, n, k, dtype="bfloat16"):
         op = Op("aten.bmm", "matmul", 2 * batch * 2048 * n * k, (), (), dtype, (batch, 2048, n, k), 0, 0)
@@ -184,7 +184,7 @@ def test_heads_that_do_not_start_at_16_bytes(pricing):
     ],
 )
 def test_attention_comes_as_close_to_the_peak_as_published(kernels, length, size, causal, backward, published):
-    pricing = Pricing(find_hardware("h100-sxm").with_attention(kernels))
+    pricing = Pricing(find_machine("h100-sxm").with_attention(kernels))
     sequences = 16384 // length  # as the papers do: 16k tokens, 2048 wide
     op = attention(length, causal, size, backward)._replace(
         shape=(sequences, 2048 // size, 2048 // size, length, length, size, int(causal))
@@ -195,7 +195,7 @@ def test_attention_comes_as_close_to_the_peak_as_published(kernels, length, size
 
 
 def test_attention_kernels(pricing):
-    h100 = find_hardware("h100-sxm")
+    h100 = find_machine("h100-sxm")
     with_flash2 = Pricing(h100, attention="flash2").op(attention(8192)).seconds
     assert Pricing(h100, attention="flash3").op(attention(8192)).seconds < 0.7 * with_flash2
     assert pricing.op(attention(8192)).seconds < 0.8 * with_flash2  # cuDNN's, which torch takes from 2.11 on
@@ -217,7 +217,7 @@ def test_a_causal_attention_takes_half(pricing):
 
 @pytest.mark.parametrize("kind", ["memory", "random", "optimizer", "fused"])
 def test_kernels_that_move_bytes(pricing, kind):
-    h100 = find_hardware("h100-sxm")
+    h100 = find_machine("h100-sxm")
     small, large = pricing.op(stream(16, kind)), pricing.op(stream(2**31, kind))
     assert small.bound == "latency"
     assert 1e-6 < small.seconds < 5e-6
@@ -247,16 +247,16 @@ def test_kernels_take_as_long_as_on_an_h200(what):
     number, name, kind, measured, moved, elements = OF_AN_H200[what]
     shape = (int(elements),) if elements else ()
     op = stream(moved, kind)._replace(name=name, shape=shape)
-    seconds = number * Pricing(find_hardware("h200")).op(op).seconds
+    seconds = number * Pricing(find_machine("h200")).op(op).seconds
     assert seconds * 1e6 == pytest.approx(measured, rel=0.12)
 
 
 def test_published_kernels_of_ascend():
     """hw-native-sys/pto-isa: matmuls on 24 cores, and torch_npu's attention of one head on a 910B2 of 354 TFLOP/s."""
-    pricing = Pricing(find_hardware("ascend-910b-376"))
+    pricing = Pricing(find_machine("ascend-910b-376"))
     for size, published in ((1536, 38.8e-6), (3072, 206.7e-6), (6144, 1506e-6), (7680, 3168e-6)):
         assert pricing.op(matmul(size, size, size, dtype="float16")).seconds == pytest.approx(published, rel=0.12)
-    pricing = Pricing(find_hardware("ascend-910b-376").with_peak(354))
+    pricing = Pricing(find_machine("ascend-910b-376").with_peak(354))
     for length, published in ((8192, 353e-6), (16384, 1118e-6), (32768, 3646e-6)):
         one_head = attention(length)._replace(shape=(1, 1, 1, length, length, 128, 0))
         assert pricing.op(one_head).seconds == pytest.approx(published, rel=0.2)
@@ -293,7 +293,7 @@ def test_an_unknown_operation_is_an_error_that_names_it(pricing, kind):
 @pytest.mark.parametrize("name", HARDWARE)
 @pytest.mark.parametrize("op", sorted(COLLECTIVES))
 def test_more_bytes_take_longer_and_no_link_is_beaten(name, op):
-    hardware = find_hardware(name)
+    hardware = find_machine(name)
     pricing = Pricing(hardware)
     for n, stride in ((2, 1), (8, 1), (16, 1), (64, 1), (8, 8), (64, 8)):
         seconds = [pricing.comm(comm(op, size), group(n, stride)).seconds for size in (0, 2**10, MIB, 64 * MIB, 2**32)]
@@ -322,14 +322,14 @@ def test_the_switch_computes_all_reduces_of_many_ranks_only(pricing):
 
 
 def test_a_mesh_of_links_gains_with_each_rank():
-    pricing = Pricing(find_hardware("ascend-910b"))
+    pricing = Pricing(find_machine("ascend-910b"))
     rates = [2**34 / pricing.comm(comm("all_gather", 2**34), group(n)).seconds / 1e9 for n in (2, 4, 8)]
     assert rates == pytest.approx([38, 76, 152], rel=0.05)  # published: 38, 64, 149
 
 
 def test_over_nodes_a_mesh_of_links_has_those_between_the_ranks_of_one_node():
     """Two ranks on each of two nodes: one link carries three quarters of the tensor, of two ranks alone a half."""
-    pricing = Pricing(find_hardware("ascend-910b"))
+    pricing = Pricing(find_machine("ascend-910b"))
     two = pricing.comm(comm("all_gather", 2**34), group(2))
     over_nodes = pricing.comm(comm("all_gather", 2**34), CommGroup("dp", (0, 1, 8, 9)))
     assert over_nodes.bound == "link"
@@ -349,13 +349,13 @@ def test_groups_of_many_nodes_use_the_adapters_of_their_ranks(pricing):
 def test_dgx_plateaus():
     """NVIDIA: 192 GB/s of bus bandwidth between DGX A100, 370 between DGX H100."""
     for name, published in (("a100-80gb", 192), ("h100-sxm", 370)):
-        seconds = Pricing(find_hardware(name)).comm(comm("all_reduce", 2**36), group(128)).seconds
+        seconds = Pricing(find_machine(name)).comm(comm("all_reduce", 2**36), group(128)).seconds
         assert 2 * 2**36 * 127 / 128 / seconds / 1e9 == pytest.approx(published, rel=0.06)
 
 
 def test_all_reduces_of_many_nodes():
     """64 MiB: 217 GB/s on 4 nodes, 112 on 512; 16 GiB: about 350 on all (stas00/ml-engineering)."""
-    pricing = Pricing(find_hardware("h100-sxm"))
+    pricing = Pricing(find_machine("h100-sxm"))
 
     def bus(size, nodes):
         n = 8 * nodes
@@ -401,7 +401,7 @@ def test_nccl_gathers_along_trees_where_nodes_have_one_rank_each(pricing):
         assert seconds(op, MIB, 65536, 8) < 0.75 * seconds(op, MIB, 65536, 8, rings)
         assert seconds(op, 2**33, 16, 8) == seconds(op, 2**33, 16, 8, rings)  # large ones are as fast as rings
     assert seconds("all_reduce", MIB, 65536, 8) == seconds("all_reduce", MIB, 65536, 8, rings)
-    assert not Pricing(find_hardware("ascend-910b")).links.trees
+    assert not Pricing(find_machine("ascend-910b")).links.trees
 
 
 def test_messages(pricing):
@@ -412,7 +412,7 @@ def test_messages(pricing):
 
 def test_a_message_over_a_mesh_of_links_takes_one_of_them():
     """As each rank does that gathers with one other."""
-    pricing = Pricing(find_hardware("ascend-910b"))
+    pricing = Pricing(find_machine("ascend-910b"))
     sent = pricing.comm(comm("send", 2**33, 1), CommGroup("pp", ()), rank=0).seconds
     assert sent == pytest.approx(pricing.comm(comm("all_gather", 2**34), group(2)).seconds, rel=0.05)
 
@@ -438,8 +438,8 @@ def test_copies_between_host_and_device_take_their_link(pricing):
     assert seconds("copy_to_device_pageable", 10**9).seconds > 2 * pinned.seconds
     assert seconds("copy_to_device_pageable", 10**9).grade == "assumed"
     assert seconds("copy_to_device", 4).seconds > 1e-6
-    assert seconds("copy_to_device", 10**9, Pricing(find_hardware("a100-80gb"))).seconds > 1.9 * pinned.seconds
-    hardware = find_hardware("h100-sxm")
+    assert seconds("copy_to_device", 10**9, Pricing(find_machine("a100-80gb"))).seconds > 1.9 * pinned.seconds
+    hardware = find_machine("h100-sxm")
     unknown = {name: figure for name, figure in hardware.figures.items() if name != "host.link"}
     assumed = seconds("copy_to_device", 10**9, Pricing(dataclasses.replace(hardware, figures=unknown)))
     assert assumed.grade == "assumed"
@@ -453,7 +453,7 @@ def test_the_host_computes_as_fast_as_its_memory(pricing):
     price = pricing.op(stream(10**9, "on_host"))
     assert 10**9 / 76.8e9 < price.seconds < 3 * 10**9 / 76.8e9
     assert (price.grade, price.bound) == ("assumed", "host")
-    faster = Pricing(find_hardware("h100-sxm").with_figures(host__bandwidth=153.6e9))
+    faster = Pricing(find_machine("h100-sxm").with_figures(host__bandwidth=153.6e9))
     assert faster.op(stream(10**9, "on_host")).seconds == pytest.approx(price.seconds / 2)
 
 
@@ -492,7 +492,7 @@ def test_where_ranks_lie():
     assert spread_of((), 8) == NodeSpread(0, 1, 1)
     near, far = range(8), range(0, 16, 2)  # of tp, as the innermost axis of the mesh, and inside of pp
     assert spread_of(far, 8) == NodeSpread(8, 2, 4)
-    pricing = Pricing(find_hardware("h100-sxm"))
+    pricing = Pricing(find_machine("h100-sxm"))
     times = [pricing.comm(comm("all_reduce", 2**26), CommGroup("tp", ranks)).seconds for ranks in (near, far)]
     assert times[0] < 0.6 * times[1]
 
@@ -501,17 +501,17 @@ def test_where_ranks_lie():
 
 
 def test_the_host_issues_events(pricing):
-    assert pricing.host_seconds(matmul(1, 1, 1)) == pytest.approx(find_hardware("h100-sxm").value("host.op"))
+    assert pricing.host_seconds(matmul(1, 1, 1)) == pytest.approx(find_machine("h100-sxm").value("host.op"))
     assert pricing.host_seconds(comm("all_reduce", 1)) == pytest.approx(
-        find_hardware("h100-sxm").value("host.collective")
+        find_machine("h100-sxm").value("host.collective")
     )
     assert pricing.host_seconds(Free(1)) == 0
-    graphs = Pricing(find_hardware("h100-sxm"), graphs=True)
+    graphs = Pricing(find_machine("h100-sxm"), graphs=True)
     assert graphs.host_seconds(matmul(1, 1, 1)) < 1e-6
-    tensors = Pricing(find_hardware("h100-sxm"), host="dtensor")
+    tensors = Pricing(find_machine("h100-sxm"), host="dtensor")
     assert 8 < tensors.host_seconds(matmul(1, 1, 1)) / pricing.host_seconds(matmul(1, 1, 1)) < 13
     assert tensors.host_seconds(comm("all_reduce", 1)) == pricing.host_seconds(comm("all_reduce", 1))
-    assert Pricing(find_hardware("h100-sxm"), graphs=True, host="dtensor").host_seconds(matmul(1, 1, 1)) < 1e-6
+    assert Pricing(find_machine("h100-sxm"), graphs=True, host="dtensor").host_seconds(matmul(1, 1, 1)) < 1e-6
     op, places = matmul(1, 1, 1), [Place("forward", watched=watched) for watched in (False, True)]
     assert pricing.host_seconds(op, places[0]) == pricing.host_seconds(op)
     assert graphs.host_seconds(op, places[1]) == graphs.host_seconds(op), "nothing is dispatched"
@@ -520,20 +520,20 @@ def test_the_host_issues_events(pricing):
     more = tensors.host_seconds(op, places[1]) - tensors.host_seconds(op)
     assert more == pytest.approx(modes[0] - pricing.host_seconds(op)), "a mode hands a DTensor's operation on once"
     known = load_calibration().replace({"host.op_us": 3.0})
-    assert Pricing(find_hardware("h100-sxm"), known).host_seconds(matmul(1, 1, 1)) == pytest.approx(3e-6)
+    assert Pricing(find_machine("h100-sxm"), known).host_seconds(matmul(1, 1, 1)) == pytest.approx(3e-6)
 
 
 def test_grades_and_intervals(pricing):
     assert weakest("measured", "calibrated") == "calibrated"
     assert pricing.op(matmul(512, 512, 512)).grade == "calibrated"
     assert pricing.op(stream(64)).grade == "calibrated"  # a measured share of the datasheet's bandwidth
-    assert Pricing(find_hardware("b200")).op(stream(64)).grade == "assumed"
+    assert Pricing(find_machine("b200")).op(stream(64)).grade == "assumed"
     assert pricing.comm(comm("all_gather", MIB), group(8)).grade == "calibrated"
-    assert Pricing(find_hardware("ascend-910c-superpod")).comm(comm("all_gather", MIB), group(8)).grade == "assumed"
+    assert Pricing(find_machine("ascend-910c-superpod")).comm(comm("all_gather", MIB), group(8)).grade == "assumed"
 
 
 def test_figures_of_a_device_stand_over_those_of_its_family():
-    h100 = find_hardware("h100-sxm")
+    h100 = find_machine("h100-sxm")
     own = dataclasses.replace(h100, curves={"matmul": {"cap": 0.4}, "links": {"all_gather": {"efficiency": 0.4}}})
     assert Pricing(own).op(matmul(8192, 8192, 8192)).seconds > 1.9 * Pricing(h100).op(matmul(8192, 8192, 8192)).seconds
     gathered = [Pricing(one).comm(comm("all_gather", 2**30), group(8)).seconds for one in (own, h100)]
@@ -579,7 +579,7 @@ def test_every_section_says_its_grade_and_source():
 )
 def test_published_matmuls(name, published, median, worst_tenth):
     """Through the price itself, of rows that no fit has seen."""
-    pricing = Pricing(find_hardware(name), ALONE)
+    pricing = Pricing(find_machine(name), ALONE)
     off = []
     for row in fit_costs.read_rows("gemm.json"):
         if row["hardware"] == published and row.get("m") and int(row["id"][1:]) % 3 == 0:
@@ -596,7 +596,7 @@ def test_published_matmuls(name, published, median, worst_tenth):
 )
 def test_published_collectives_of_a_node(name, published, median):
     """From 1 MiB on, through the price itself, of rows that no fit has seen."""
-    pricing, off = Pricing(find_hardware(name)), []
+    pricing, off = Pricing(find_machine(name)), []
     for row in fit_costs.read_rows("collectives.json"):
         seconds = fit_costs.seconds_of(row)
         ring = (row.get("algorithm") or "").startswith("Ring")
@@ -612,7 +612,7 @@ def test_published_collectives_of_a_node(name, published, median):
 
 def test_published_collectives_between_nodes():
     for name, gbits, fabric, median in (("h100-sxm", 3200, "efa", 0.12), ("a100-80gb", 400, "efa-v1", 0.08)):
-        pricing = Pricing(find_hardware(name).with_network(gbits / 64, fabric))
+        pricing = Pricing(find_machine(name).with_network(gbits / 64, fabric))
         off = []
         for row in fit_costs.read_rows("collectives.json"):
             if row.get("inter_bw_gbits_s_per_node") == gbits and row.get("n_nodes") == 2 and row["size_bytes"] >= 16384:

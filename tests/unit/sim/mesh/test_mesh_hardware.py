@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from sim.mesh.hardware import FOLDER_VARIABLE, Hardware, fabric_kind, find_hardware, hardware_names
-from sim.mesh.pricing.hardware_file import FIGURES, GRADES
+from hyper_parallel.core.machine.description import FOLDER_VARIABLE, Machine, fabric_kind, find_machine, machine_names
+from hyper_parallel.core.machine.file import FIGURES, GRADES
 
 NAMES = ["a100-40gb", "a100-80gb", "ascend-910b", "ascend-910b-376", "ascend-910c-superpod", "b200"]
 NAMES += ["h100-96gb-500w", "h100-sxm", "h200", "laptop-cpu"]
@@ -49,12 +49,12 @@ def write(tmp_path):
 
 
 def test_what_ships_has_these_names():
-    assert hardware_names() == NAMES
+    assert machine_names() == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_figure_has_a_source_a_grade_and_a_sensible_size(name):
-    hardware = find_hardware(name)
+    hardware = find_machine(name)
     assert hardware.name == name
     assert hardware.title
     assert all(figure.source.strip() for figure in hardware.figures.values())
@@ -68,17 +68,17 @@ def test_every_figure_has_a_source_a_grade_and_a_sensible_size(name):
 
 
 def test_known_figures():
-    h100, a100 = find_hardware("h100-sxm"), find_hardware("a100-80gb")
+    h100, a100 = find_machine("h100-sxm"), find_machine("a100-80gb")
     assert (h100.peak("bfloat16"), h100.peak("float8_e4m3fn"), h100.memory_bandwidth) == (989.4e12, 1978.9e12, 3.35e12)
     assert (a100.peak("float16"), a100.peak("float8_e4m3fn"), a100.memory_bandwidth) == (312e12, 312e12, 2.039e12)
     assert a100.computed_as("float8_e5m2") == "bf16"
-    assert find_hardware("h100-96gb-500w").memory_bytes == int(95.04 * 2**30)
-    assert find_hardware("ascend-910b").topology == "mesh"
+    assert find_machine("h100-96gb-500w").memory_bytes == int(95.04 * 2**30)
+    assert find_machine("ascend-910b").topology == "mesh"
 
 
 def test_a_description_is_found_once_and_travels():
-    h100 = find_hardware("h100-sxm")
-    assert find_hardware(h100) is h100
+    h100 = find_machine("h100-sxm")
+    assert find_machine(h100) is h100
     again = pickle.loads(pickle.dumps(h100))
     assert again == h100
     assert hash(again) == hash(h100)
@@ -86,13 +86,13 @@ def test_a_description_is_found_once_and_travels():
 
 
 def test_a_network_of_another_kind():
-    h100 = find_hardware("h100-sxm").with_network(12.5, "4x100Gb/s Omni-Path per node")
+    h100 = find_machine("h100-sxm").with_network(12.5, "4x100Gb/s Omni-Path per node")
     assert (h100.value("inter.bandwidth"), h100.fabric, h100.grade("inter.bandwidth")) == (
         12.5e9,
         "omni-path",
         "datasheet",
     )
-    assert find_hardware("h100-sxm").value("inter.bandwidth") == 50e9
+    assert find_machine("h100-sxm").value("inter.bandwidth") == 50e9
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_kind_of_a_network_is_read_from_its_description(words, kind):
 
 
 def test_other_memory_peak_and_node():
-    h100 = find_hardware("h100-sxm").with_memory(usable_gib=64, bandwidth_tbytes_s=2).with_peak(494.7)
+    h100 = find_machine("h100-sxm").with_memory(usable_gib=64, bandwidth_tbytes_s=2).with_peak(494.7)
     assert (h100.memory_bytes, h100.memory_bandwidth) == (64 * 2**30, 2e12)
     assert h100.peak("float8_e4m3fn") == pytest.approx(1978.9e12 / 2)
     assert h100.with_figures(node__devices=4).devices_per_node == 4
@@ -126,36 +126,36 @@ def test_other_memory_peak_and_node():
 
 def test_an_unknown_name():
     with pytest.raises(ValueError, match=r"(?s)cannot find the hardware 'h10-sxm'.*known: a100-40gb.*try: 'h100-sxm'"):
-        find_hardware("h10-sxm")
+        find_machine("h10-sxm")
     with pytest.raises(TypeError, match="hardware is a int"):
-        find_hardware(100)
+        find_machine(100)
 
 
 def test_an_unknown_figure():
     with pytest.raises(ValueError, match="it has no such figure"):
-        find_hardware("h100-sxm").value("peak.fp4")
+        find_machine("h100-sxm").value("peak.fp4")
     with pytest.raises(ValueError, match="cannot tell how fast h100-sxm computes in int4"):
-        find_hardware("h100-sxm").peak("int4")
+        find_machine("h100-sxm").peak("int4")
 
 
 def test_a_users_file(write, monkeypatch):
     path = write(GOOD)
-    mine = find_hardware(path)
+    mine = find_machine(path)
     assert (mine.name, mine.title, mine.devices_per_node) == ("mine", "Mine", 4)
     assert mine.value("inter.bandwidth") == 50e9
     assert mine.figures["device.memory"].source == "the vendor's sheet"
     assert mine.figures["device.usable_memory"].source == "torch"
-    assert find_hardware(str(path)) == mine
+    assert find_machine(str(path)) == mine
     monkeypatch.setenv(FOLDER_VARIABLE, str(path.parent))
-    assert "mine" in hardware_names()
-    assert find_hardware("mine") == mine
+    assert "mine" in machine_names()
+    assert find_machine("mine") == mine
 
 
 def test_what_is_written_is_read_again(tmp_path):
     for name in NAMES:
-        hardware = find_hardware(name)
-        again = find_hardware(hardware.write(tmp_path / f"{name}.toml"))
-        assert isinstance(again, Hardware)
+        hardware = find_machine(name)
+        again = find_machine(hardware.write(tmp_path / f"{name}.toml"))
+        assert isinstance(again, Machine)
         assert again == hardware
 
 
@@ -183,7 +183,7 @@ def test_what_is_written_is_read_again(tmp_path):
 def test_mistakes_in_a_file(write, old, new, message):
     assert old in GOOD
     with pytest.raises(ValueError, match=message) as caught:
-        find_hardware(write(GOOD.replace(old, new, 1)))
+        find_machine(write(GOOD.replace(old, new, 1)))
     first, *rest = str(caught.value).splitlines()
     assert first.startswith("cannot read the hardware")
     assert rest[-1].startswith("  try: ")
@@ -193,9 +193,9 @@ def test_a_byte_order_mark_is_no_part_of_a_description(write, tmp_path):
     marked = tmp_path / "marked"
     marked.mkdir()
     (marked / "mine.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
-    assert find_hardware(marked / "mine.toml") == find_hardware(write(GOOD))
+    assert find_machine(marked / "mine.toml") == find_machine(write(GOOD))
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
-        find_hardware(tmp_path / "none.toml")
+        find_machine(tmp_path / "none.toml")

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 import sim
+from hyper_parallel.core.machine.description import find_machine
+from hyper_parallel.core.machine.links import Links, NodeSpread, collective_seconds
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import estimate_run
-from sim.mesh.hardware import find_hardware
 from sim.mesh.pricing import measure_steps
-from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.measure import _MATMULS, _Clock, _matmuls, measure, merged_samples
 from sim.mesh.pricing.measure_fit import OPS, Measurement, descend, fit_hardware, quantile, summary
@@ -133,10 +133,10 @@ def test_the_probes_communicate_what_hccl_takes():
 
 @pytest.mark.tier("full")
 def test_this_machine(tmp_path):
-    hardware = measure(2 if find_hardware("laptop-cpu").devices_per_node == 2 else 1, "cpu", seconds=1e-4, steps=False)
+    hardware = measure(2 if find_machine("laptop-cpu").devices_per_node == 2 else 1, "cpu", seconds=1e-4, steps=False)
     assert hardware.peak("float32") > 1e8
     assert hardware.memory_bandwidth > 1e7
-    again = find_hardware(hardware.write(tmp_path / "here.toml"))
+    again = find_machine(hardware.write(tmp_path / "here.toml"))
     assert again.figures == hardware.figures
     pricing = Pricing(again)
     for op in OPS:
@@ -154,7 +154,7 @@ def test_what_steps_take_beside_kernels_is_the_hosts():
     pricing = Pricing(hardware)
     assert pricing.overlap_slowdown == 1.5
     assert pricing.is_synchronous
-    assert not Pricing(find_hardware("h100-sxm")).is_synchronous
+    assert not Pricing(find_machine("h100-sxm")).is_synchronous
 
 
 def test_communication_takes_of_a_cpu_what_gloo_was_busy_in_all_processes():
@@ -174,8 +174,8 @@ def test_communication_takes_of_a_cpu_what_gloo_was_busy_in_all_processes():
         assert fitted.work_seconds(comm, far) == fitted.work_seconds(comm, near)
         assert fitted.comm(comm, far).seconds > 5 * fitted.comm(comm, near, rank=0).seconds
     assert fitted.work_seconds(gather._replace(op="copy_to_host"), near) == 0
-    assert Pricing(find_hardware("laptop-cpu")).work_seconds(gather, near) == 0  # nobody has measured it
-    assert Pricing(find_hardware("h100-sxm")).work_seconds(gather, near) == 0
+    assert Pricing(find_machine("laptop-cpu")).work_seconds(gather, near) == 0  # nobody has measured it
+    assert Pricing(find_machine("h100-sxm")).work_seconds(gather, near) == 0
 
 
 def test_the_host_of_a_cpu_adds_to_what_it_computes():

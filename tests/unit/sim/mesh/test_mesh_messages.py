@@ -18,13 +18,13 @@ from benchmarks.published.megatron import (
     multiply_experts_in_float8,
 )
 from hyper_parallel import ParallelDims
+from hyper_parallel.core.machine.calibration import load_calibration
+from hyper_parallel.core.machine.description import find_machine
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import pricing_of
-from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.models import find_model
-from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Alloc, Comm, Free, HostWait, Op, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.replay.timeline import replay_time
@@ -90,7 +90,7 @@ def test_a_host_that_waits_for_messages():
 
 def test_a_host_that_waits_issues_late_what_the_device_could_have_begun():
     slow = load_calibration().replace({"host.op_us": 100.0})
-    hardware = find_hardware("a100-80gb")
+    hardware = find_machine("a100-80gb")
     plain, waits = programs(gpt_tiny(), 1), programs(gpt_tiny(), 1, conventions=BLOCKING)
     fast = load_calibration().replace({"host.op_us": 0.0, "host.collective_us": 0.0})
     assert replay_time(waits, Pricing(hardware, slow)).step > 1.2 * replay_time(plain, Pricing(hardware, slow)).step
@@ -324,7 +324,7 @@ def test_gradients_are_copied_before_the_first_weight_is_updated():
 
 @pytest.mark.tier("full")
 def test_receives_that_are_issued_early_hide_messages():
-    hardware, figures = find_hardware("h100-sxm"), load_calibration().replace({"host.op_us": 0.0})
+    hardware, figures = find_machine("h100-sxm"), load_calibration().replace({"host.op_us": 0.0})
     recipe = Recipe(param_dtype="fp32", microbatches=8, zero=1, schedule="interleaved")
     dims = ParallelDims(pp=2, world_size=2)
     made = trace(Job(find_model("llama-tiny"), dims, 8, 64, recipe))

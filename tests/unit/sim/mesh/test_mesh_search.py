@@ -21,13 +21,13 @@ from mesh_fakes import fake_estimate, quantity
 from torch import nn
 
 from benchmarks.published.gpt import GPTConfig, GPTSpec, gpt_tiny
+from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.cost import Pricing, UnknownOperation
 from sim.mesh.estimate import estimate
-from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.program import Comm, CommGroup
@@ -38,8 +38,8 @@ from sim.mesh.searching.bounds import (
     guess_memory,
     guess_seconds,
     least_memory,
-    machine_of,
     message_seconds,
+    rates_of,
 )
 from sim.mesh.searching.budget import NoPolicyFits, fit_job
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
@@ -51,8 +51,8 @@ from sim.mesh.searching.space import Candidate, Rejected, Shape, Space, default_
 from sim.mesh.spec import Custom, ModelSpec
 
 GIB = 2**30
-H100_BYTES = find_hardware("h100-sxm").memory_bytes
-H100 = machine_of(find_hardware("h100-sxm"))
+H100_BYTES = find_machine("h100-sxm").memory_bytes
+H100 = rates_of(find_machine("h100-sxm"))
 
 
 def space(model: Any = "llama3-8b", devices: int = 64, batch: int = 128, seq_len: int = 8192, **rest: Any) -> Space:
@@ -347,10 +347,10 @@ def test_the_guess_of_weights_over_nodes_has_the_adapters_of_all_their_devices()
 )
 def test_guesses_price_a_collective_as_estimates_do(hardware: str, op: str, size: int, ranks: int, stride: int) -> None:
     """How the group lies on the nodes is counted in the one, and follows from numbers in the other."""
-    device = find_hardware(hardware)
+    device = find_machine(hardware)
     group = CommGroup("dp_shard", range(0, ranks * stride, stride))
     price = Pricing(device).comm(Comm(op, 0, size, 0, "bfloat16", 0, 0, 0), group)
-    assert machine_of(device).collective(op, size, ranks, stride) == price.seconds
+    assert rates_of(device).collective(op, size, ranks, stride) == price.seconds
 
 
 @functools.cache
@@ -396,7 +396,7 @@ def test_the_guess_orders_layouts_of_gpt_39b_as_estimates_do() -> None:
         ({"dp_shard": 32, "tp": 8, "pp": 2}, 12, interleaved),
         ({"dp_shard": 32, "tp": 4, "pp": 4}, 12, interleaved),
     )
-    machine, sizes = machine_of(find_hardware("a100-80gb")), {"heads": 64, "kv_heads": 64, "head_dim": 128}
+    machine, sizes = rates_of(find_machine("a100-80gb")), {"heads": 64, "kv_heads": 64, "head_dim": 128}
     shape = Shape(48, 8192, 32768, vocab=50688, parameters=39_091_847_168, flops_per_token=244e9, gated=False, **sizes)
     guesses = []
     for degrees, parts, schedule in layouts:
@@ -422,7 +422,7 @@ def test_no_estimate_needs_less_than_the_bound(
 ) -> None:
     dims = ParallelDims(**degrees, world_size=4)
     # The bound is of tensors; models this small need less than the workspaces.
-    hardware = find_hardware("h100-sxm").with_figures(device__workspace=0)
+    hardware = find_machine("h100-sxm").with_figures(device__workspace=0)
     found = estimate(model, dims, batch, 128, hardware, Recipe(**recipe))
     bound = least_memory(shape_of(find_model(model), 128), Candidate(dims, Recipe(**recipe), batch), 128)
     assert 0.2 * found.memory.peak < bound <= found.memory.peak
@@ -875,7 +875,7 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
 )
 def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, recipe: dict[str, Any]) -> None:
     model, dims = find_model("llama-tiny"), ParallelDims(**degrees, world_size=4)
-    hardware = find_hardware("h100-sxm").with_figures(device__bandwidth=1e10)  # or the host takes more than any floor
+    hardware = find_machine("h100-sxm").with_figures(device__bandwidth=1e10)  # or the host takes more than any floor
     recipe = dict(recipe)
     layers = recipe.pop("layers", None)
     candidate = Candidate(dims, Recipe(**recipe), batch, layers)
@@ -896,7 +896,7 @@ def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, re
 def test_a_floor_knows_what_an_estimate_has_computed_again() -> None:
     """Another way to shard computes the same again: what one estimate had is no longer bounded."""
     model, ways = find_model("llama-tiny"), ({"dp_shard": 4}, {"dp_replicate": 4})
-    hardware = find_hardware("h100-sxm").with_figures(device__bandwidth=1e10)  # or the host takes more than any floor
+    hardware = find_machine("h100-sxm").with_figures(device__bandwidth=1e10)  # or the host takes more than any floor
     recipe = Recipe(checkpointing="full", microbatches=1)
     one, other = (Candidate(ParallelDims(**degrees, world_size=4), recipe, 4) for degrees in ways)
     floors = Floors(model, shape_of(model, 128), hardware, 128)

@@ -34,10 +34,10 @@ from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.predict import figures_of, load_figures, prediction_of, runs_seen
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
 from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
+from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import Z80, Quantity, estimate_job, memory_of, price, step_spread
-from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.models import find_model
@@ -204,7 +204,7 @@ def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed()
         found = [at for at, event in enumerate(events) if isinstance(event, Comm)]
         assert [events[at] for at in found] == [comm._replace(stream=0) for comm in comms]
         assert all(events[at + 1] == Wait(events[at].handle, 0) for at in found)
-    hardware = find_hardware("h100-sxm")
+    hardware = find_machine("h100-sxm")
     before, after = (price([program], job, hardware).time.step.value for program in (plain, changed))
     assert after > before
 
@@ -306,10 +306,10 @@ def test_modules_fetch_their_weights_and_the_host_waits_for_them():
                 ahead.add(issued - came)
         assert products == 4 * (4 + 4 + 8) + 1 + 2
         assert ahead == ({0, 1} if live else {0}), "the next one at most, and only beside a small one"
-        before, after = (price([one], job, find_hardware("a100-80gb")).time.step.value for one in (plain, changed))
+        before, after = (price([one], job, find_machine("a100-80gb")).time.step.value for one in (plain, changed))
         assert after > before
     host = [event for event in events if isinstance(event, Op) and event.kind == "host" and event.shape]
-    pricing = Pricing(find_hardware("a100-80gb"))
+    pricing = Pricing(find_machine("a100-80gb"))
     assert pricing.host_seconds(host[0]) == ranks * pricing.host_seconds(host[0]._replace(shape=()))
 
 
@@ -467,7 +467,7 @@ def test_an_allocator_whose_segments_grow_reserves_less():
     one, two = 100 * 2**20, 200 * 2**20
     key, events = ("forward", 0, "only"), [Alloc(1, one, 0), Free(1), Alloc(2, two, 0), Free(2)]
     program = Program(0, 1, 1, segments={key: Segment(*key, events)}, order=[(key, 0)])
-    hardware = find_hardware("h100-sxm")
+    hardware = find_machine("h100-sxm")
     caching, growing = (
         memory_of([program], replace(hardware, allocator=name), {}).reserved for name in ("caching", "expandable")
     )
@@ -532,7 +532,7 @@ def test_intervals_know_what_was_seen():
     def spread(kernels=("dense",), known=figures, **changes):
         found = case_of({**ROWS["m0063"], **changes})
         family = hardware_family(found)
-        return step_spread(figures_of(found, known).of(find_hardware(found.hardware), "estimate", family), kernels)
+        return step_spread(figures_of(found, known).of(find_machine(found.hardware), "estimate", family), kernels)
 
     strange = figures.replace({"estimate.blackwell.seen": {}})
     assert spread() < spread(framework="somebody's") == spread(hw_device="B200")
@@ -581,7 +581,7 @@ def test_intervals_of_memory_know_what_was_seen():
 
     def spread(row):
         found = case_of(row)
-        hardware = find_hardware(found.hardware)
+        hardware = find_machine(found.hardware)
         return memory_of([], hardware, figures_of(found, figures).of(hardware, "estimate", hardware.family)).spread
 
     kept = [case_of(ROWS[one.id]) for one in kept_outcomes() if one.memory and not one.is_held_out]
@@ -594,7 +594,7 @@ def test_intervals_of_memory_know_what_was_seen():
     row = ROWS["m0063"]
     assert spread(row) < spread({**row, "hw_device": "A100 SXM4 80GB"}) < spread({**row, "hw_device": "B200"})
     assert spread({**row, "framework": "somebody's"}) == spread({**row, "hw_device": "B200"})
-    a100, ascend = (find_hardware(name) for name in ("a100-80gb", "ascend-910b"))
+    a100, ascend = (find_machine(name) for name in ("a100-80gb", "ascend-910b"))
     known, unknown = (memory_of([], one, figures.of(one, "estimate", one.family)).spread for one in (a100, ascend))
     assert 0 < 2 * known < unknown
 
@@ -603,17 +603,17 @@ def test_intervals_of_memory_know_what_was_seen():
 def test_a_step_on_a_device_never_seen_and_with_experts_is_less_sure():
     job = Job(find_model("llama-tiny"), ParallelDims(), 1, 16, Recipe())
     programs = trace(job)
-    h100 = find_hardware("h100-sxm")
+    h100 = find_machine("h100-sxm")
     seen, unseen = (price(programs, job, one).time.step for one in (h100, replace(h100, family="rubin")))
     moe = Job(find_model("moe-tiny"), ParallelDims(), 1, 16, Recipe())  # the same step, as if it was of experts
-    experts = price(programs, moe, find_hardware("h100-sxm")).time.step
+    experts = price(programs, moe, find_machine("h100-sxm")).time.step
     assert experts.value == seen.value
     above = [one.high / one.value - 1 for one in (seen, experts, unseen)]
     assert min(above[1:]) > 1.5 * above[0] > 0
 
 
 def hardware_family(found):
-    return find_hardware(found.hardware).family
+    return find_machine(found.hardware).family
 
 
 def test_a_device_that_is_not_known_is_skipped_with_the_reason():

@@ -277,7 +277,7 @@ def test_it_takes_no_virtual_time():
         sim.advance(float(dist.get_rank()))
         sim.check_replicas(torch.ones(2), group=dist.group.WORLD)
 
-    with sim.world(3, topology="a100") as world:
+    with sim.world(3, machine="a100-80gb") as world:
         world.run(body)
         assert [world.clock(rank) for rank in range(3)] == [0.0, 1.0, 2.0]
 

@@ -228,7 +228,7 @@ def test_steps_where_no_time_has_passed():
 
 
 def test_virtual_time_where_some_has_passed():
-    bars, timed = lay_out(traced(pipeline, topology="h100"))
+    bars, timed = lay_out(traced(pipeline, machine="h100-sxm"))
     assert timed
     for bar in bars:
         assert bar.waits <= bar.left < bar.right
@@ -238,9 +238,9 @@ def test_virtual_time_where_some_has_passed():
 # -- chrome ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topology", [None, "a100"])
-def test_chrome(tmp_path, topology):
-    trace = traced(pipeline, topology=topology)
+@pytest.mark.parametrize("machine", [None, "a100-80gb"])
+def test_chrome(tmp_path, machine):
+    trace = traced(pipeline, machine=machine)
     trace.to_chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
@@ -284,10 +284,10 @@ def test_arrows_join_the_members_of_an_operation(tmp_path):
 
 @pytest.mark.tier("test")
 @pytest.mark.parametrize("color", ["op", "axis"])
-@pytest.mark.parametrize("topology", [None, "h100"])
-def test_plot(tmp_path, color, topology):
+@pytest.mark.parametrize("machine", [None, "h100-sxm"])
+def test_plot(tmp_path, color, machine):
     pytest.importorskip("matplotlib")
-    traced(pipeline, topology=topology).plot(tmp_path / "trace.png", color=color)
+    traced(pipeline, machine=machine).plot(tmp_path / "trace.png", color=color)
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -99,7 +99,7 @@ def test_arguments_are_drawn_too():
         rows = random.choice([size for size in range(1, world_size + 1) if world_size % size == 0])
         return ((rows, world_size // rows),)
 
-    sim.swarm(body, (4, 6), mesh, {"scale": 2.0}, seeds=range(40), max_faults=0, topology="laptop")
+    sim.swarm(body, (4, 6), mesh, {"scale": 2.0}, seeds=range(40), max_faults=0, machine="laptop-cpu")
     assert seen == {(1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (6, 1)}
 
 

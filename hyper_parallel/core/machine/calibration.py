@@ -2,7 +2,7 @@
 
 Four files, the later over the earlier: `curves.toml` (published by others, or assumed), `calibration.toml` (fitted
 to tables of matmuls and collectives by `benchmarks/fit_costs.py`), `fit.toml` (fitted to published training runs) and
-`spreads.toml` (how far estimates of these are off), all in `sim/mesh/data`. A section such as `[matmul.hopper]` has
+`spreads.toml` (how far estimates of these are off), all in `core/machine/data`. A section such as `[matmul.hopper]` has
 figures, the `grade` of their evidence, its `source`, and `spread`: the standard deviation of the logarithm of measured
 over predicted.
 """
@@ -13,16 +13,23 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hyper_parallel.core.common.errors import explain, nearest
-from sim.mesh.pricing.hardware_file import tomllib
+from hyper_parallel.core.machine.file import tomllib
 
-if TYPE_CHECKING:
-    from sim.mesh.hardware import Hardware
-
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parent / "data"
 FILES = ("curves.toml", "calibration.toml", "fit.toml", "spreads.toml")
+
+
+class _Device(Protocol):
+    """What a calibration reads of a machine."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def curves(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Calibration:
             here = here.get(name, {})
         return here
 
-    def of(self, hardware: Hardware, *path: str) -> dict[str, Any]:
+    def of(self, hardware: _Device, *path: str) -> dict[str, Any]:
         """Return the section of a device: that of its family, with what is known of the device itself over it.
 
         Args:

@@ -16,27 +16,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-COLLECTIVES = {
-    "all_gather": "gather",
-    "all_gather_single": "gather",
-    "all_gather_into_tensor": "gather",
-    "all_gather_coalesced": "gather",
-    "reduce_scatter": "gather",
-    "reduce_scatter_single": "gather",
-    "reduce_scatter_tensor": "gather",
-    "reduce_scatter_coalesced": "gather",
-    "all_reduce": "reduce",
-    "all_reduce_coalesced": "reduce",
-    "all_to_all": "exchange",
-    "all_to_all_single": "exchange",
-    "broadcast": "one",
-    "reduce": "one",
-    "scatter": "gather",
-    "gather": "gather",
-    "barrier": "sync",
-}
+COLLECTIVES = MappingProxyType(
+    {
+        "all_gather": "gather",
+        "all_gather_single": "gather",
+        "all_gather_into_tensor": "gather",
+        "all_gather_coalesced": "gather",
+        "reduce_scatter": "gather",
+        "reduce_scatter_single": "gather",
+        "reduce_scatter_tensor": "gather",
+        "reduce_scatter_coalesced": "gather",
+        "all_reduce": "reduce",
+        "all_reduce_coalesced": "reduce",
+        "all_to_all": "exchange",
+        "all_to_all_single": "exchange",
+        "broadcast": "one",
+        "reduce": "one",
+        "scatter": "gather",
+        "gather": "gather",
+        "barrier": "sync",
+    }
+)
 """How each operation moves data: it is priced as others of its pattern."""
 
 _PAT_DOUBLING_US, _PAT_RANK_US, _PAT_SHARE = 4.0, 2.8, 0.75
@@ -49,7 +52,9 @@ _CHUNK = 4 * 2**20 / 8
 in 8 steps, one a chunk (DEFAULT_BUFFSIZE of src/init.cc, NCCL_STEPS of src/include/devcomm.h, BROADCAST_CHUNKSTEPS of
 src/include/collectives.h, 2.9.9). A channel is taken to have one device's share of the adapters."""
 
-_CURVE_OF = {"gather": "all_gather", "reduce": "all_reduce", "exchange": "all_to_all", "one": "broadcast"}
+_CURVE_OF = MappingProxyType(
+    {"gather": "all_gather", "reduce": "all_reduce", "exchange": "all_to_all", "one": "broadcast"}
+)
 
 
 class NodeSpread(NamedTuple):
@@ -135,8 +140,49 @@ class Links:
         return self.inter * float(self.fabric[share]) * left
 
 
+class Load(NamedTuple):
+    """What the busiest rank of a collective moves, in bytes.
+
+    Attributes:
+        ranks: ranks in the group.
+        per_node: of them, how many share a node; all of them when the group is within one.
+        moved: the larger of sent and received.
+        inter_node: of `moved`, what goes between nodes when each rank talks to each directly.
+        copied: what is packed and unpacked in memory.
+    """
+
+    ranks: int
+    per_node: int
+    moved: int
+    inter_node: int
+    copied: int
+
+
+def load_seconds(links: Links, op: str, load: Load) -> float:
+    """Return the seconds of a collective, or of a message (`send`, `permute`), of which the bytes moved are known.
+
+    Args:
+        links: that it goes over.
+        op: one of `COLLECTIVES`, or a message.
+        load: what it moves; copies in memory are not counted.
+    """
+    n, pattern = load.ranks, COLLECTIVES.get(op)
+    if n == 1:
+        return 0.0
+    if pattern is None:
+        return message_seconds(links, load.moved, same_node=load.per_node == n)[0]
+    size = load.moved if pattern == "one" else load.moved * n / ((n - 1) * (2 if pattern == "reduce" else 1))
+    spread = NodeSpread(n, math.ceil(n / load.per_node), load.per_node)
+    return collective_seconds(links, op, size, spread, load.moved, load.inter_node)[0]
+
+
 def collective_seconds(
-    links: Links, op: str, size: float, spread: NodeSpread, moved: float | None = None
+    links: Links,
+    op: str,
+    size: float,
+    spread: NodeSpread,
+    moved: float | None = None,
+    crossing: float | None = None,
 ) -> tuple[float, str]:
     """Return the seconds of a collective, and what bounds it: `latency`, `link` or `network`.
 
@@ -146,6 +192,7 @@ def collective_seconds(
         size: bytes of the full buffer, as nccl-tests counts.
         spread: how its group lies.
         moved: bytes that the busiest rank sends or receives, where that is not what `size` says: of uneven exchanges.
+        crossing: of the bytes of an exchange, those that go between nodes; None: as many as to ranks that lie evenly.
     """
     pattern, n = COLLECTIVES[op], spread.ranks
     curve, fabric = links.curve(op), links.fabric
@@ -166,7 +213,7 @@ def collective_seconds(
         return _seconds(base * 1e-6, wire, within, curve, "link")
     adapter = links.between(spread, "exchange" if pattern == "exchange" else "efficiency")
     if pattern == "exchange":
-        outside = (n - spread.most) / max(n - 1, 1)
+        outside = (n - spread.most) / max(n - 1, 1) if crossing is None else crossing / wire if wire else 0.0
         across = adapter / outside if outside else math.inf
         within = within / (1 - outside) if outside < 1 and inside else math.inf
     elif pattern == "reduce" and spread.nodes == 2:  # two nodes exchange halves: each sends the buffer once

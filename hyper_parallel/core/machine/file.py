@@ -23,6 +23,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.common.errors import explain, nearest
@@ -32,15 +33,17 @@ tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else 
 GRADES = ("measured", "calibrated", "datasheet", "assumed")
 """Evidence of a figure, the best first: measured on the device, fitted to measurements, its maker's word, assumed."""
 
-_SI = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_UNITS: dict[str, dict[str, float]] = {
-    "B": {f"{k}B": v for k, v in _SI.items()} | {f"{k}iB": 1024.0**i for i, k in enumerate("KMGT", start=1)},
-    "B/s": {f"{k}B/s": v for k, v in _SI.items()} | {f"{k}bit/s": v / 8 for k, v in _SI.items()},
-    "FLOP/s": {f"{k}FLOP/s": v for k, v in _SI.items()},
-    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
-    "1": {"1": 1.0, "%": 0.01},
-    "W": {"W": 1.0},
-}
+_SI = MappingProxyType({"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15})
+_UNITS: Mapping[str, dict[str, float]] = MappingProxyType(
+    {
+        "B": {f"{k}B": v for k, v in _SI.items()} | {f"{k}iB": 1024.0**i for i, k in enumerate("KMGT", start=1)},
+        "B/s": {f"{k}B/s": v for k, v in _SI.items()} | {f"{k}bit/s": v / 8 for k, v in _SI.items()},
+        "FLOP/s": {f"{k}FLOP/s": v for k, v in _SI.items()},
+        "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+        "1": {"1": 1.0, "%": 0.01},
+        "W": {"W": 1.0},
+    }
+)
 
 
 class Figure(NamedTuple):
@@ -75,37 +78,39 @@ class Kind(NamedTuple):
     zero: bool = False
 
 
-FIGURES: dict[str, Kind] = {
-    "device.memory": Kind("B", True, "memory of a device, as it is sold"),
-    "device.usable_memory": Kind("B", True, "memory of a device that programs can have"),
-    "device.bandwidth": Kind("B/s", True, "of its memory"),
-    "device.cores": Kind("1", True, "that each compute a tile of a matmul at a time"),
-    "device.power": Kind("W", False, "power limit"),
-    "device.workspace": Kind("B", False, "of matrix products, for each thread and stream", zero=True),
-    "peak.bf16": Kind("FLOP/s", False, "dense bf16 matmuls"),
-    "peak.fp16": Kind("FLOP/s", False, "dense fp16 matmuls"),
-    "peak.fp32": Kind("FLOP/s", True, "fp32 matmuls with full precision"),
-    "peak.tf32": Kind("FLOP/s", False, "dense TF32 matmuls"),
-    "peak.fp64": Kind("FLOP/s", False, "fp64 matmuls"),
-    "peak.fp8": Kind("FLOP/s", False, "dense fp8 matmuls"),
-    "node.devices": Kind("1", True, "devices of a node"),
-    "intra.bandwidth": Kind("B/s", True, "a device to the others of its node, one direction, all its links"),
-    "intra.in_switch": Kind("B/s", False, "bus bandwidth of an all_reduce that the switch computes"),
-    "intra.in_switch_from": Kind("1", False, "ranks from which the switch computes all_reduces"),
-    "inter.bandwidth": Kind("B/s", True, "a device's share of its node's network adapters, one direction"),
-    "inter.taper": Kind("1", False, "bandwidth lost at each doubling of nodes", zero=True),
-    "host.op": Kind("s", True, "the host's time to issue an operation", zero=True),
-    "host.collective": Kind("s", True, "the host's time to issue a communication", zero=True),
-    "host.link": Kind("B/s", False, "between a device and its host, one direction"),
-    "host.memory": Kind("B", False, "a device's share of its host's memory"),
-    "host.bandwidth": Kind("B/s", False, "a device's share of the bandwidth of its host's memory"),
-    "context.bytes": Kind("B", False, "memory of the driver's context", zero=True),
-    "context.per_group": Kind("B", False, "memory of a communicator", zero=True),
-}
+FIGURES: Mapping[str, Kind] = MappingProxyType(
+    {
+        "device.memory": Kind("B", True, "memory of a device, as it is sold"),
+        "device.usable_memory": Kind("B", True, "memory of a device that programs can have"),
+        "device.bandwidth": Kind("B/s", True, "of its memory"),
+        "device.cores": Kind("1", True, "that each compute a tile of a matmul at a time"),
+        "device.power": Kind("W", False, "power limit"),
+        "device.workspace": Kind("B", False, "of matrix products, for each thread and stream", zero=True),
+        "peak.bf16": Kind("FLOP/s", False, "dense bf16 matmuls"),
+        "peak.fp16": Kind("FLOP/s", False, "dense fp16 matmuls"),
+        "peak.fp32": Kind("FLOP/s", True, "fp32 matmuls with full precision"),
+        "peak.tf32": Kind("FLOP/s", False, "dense TF32 matmuls"),
+        "peak.fp64": Kind("FLOP/s", False, "fp64 matmuls"),
+        "peak.fp8": Kind("FLOP/s", False, "dense fp8 matmuls"),
+        "node.devices": Kind("1", True, "devices of a node"),
+        "intra.bandwidth": Kind("B/s", True, "a device to the others of its node, one direction, all its links"),
+        "intra.in_switch": Kind("B/s", False, "bus bandwidth of an all_reduce that the switch computes"),
+        "intra.in_switch_from": Kind("1", False, "ranks from which the switch computes all_reduces"),
+        "inter.bandwidth": Kind("B/s", True, "a device's share of its node's network adapters, one direction"),
+        "inter.taper": Kind("1", False, "bandwidth lost at each doubling of nodes", zero=True),
+        "host.op": Kind("s", True, "the host's time to issue an operation", zero=True),
+        "host.collective": Kind("s", True, "the host's time to issue a communication", zero=True),
+        "host.link": Kind("B/s", False, "between a device and its host, one direction"),
+        "host.memory": Kind("B", False, "a device's share of its host's memory"),
+        "host.bandwidth": Kind("B/s", False, "a device's share of the bandwidth of its host's memory"),
+        "context.bytes": Kind("B", False, "memory of the driver's context", zero=True),
+        "context.per_group": Kind("B", False, "memory of a communicator", zero=True),
+    }
+)
 """The figures of a description by name, `section.key` in the file."""
 
 _TEXTS = ("name", "title", "family", "links", "topology", "fabric", "allocator", "backend")
-_CHOICES = {"topology": ("switch", "mesh"), "allocator": ("caching", "expandable", "none")}
+_CHOICES = MappingProxyType({"topology": ("switch", "mesh"), "allocator": ("caching", "expandable", "none")})
 
 
 class _File:
@@ -132,8 +137,8 @@ class _File:
         return ValueError(explain(f"cannot read the hardware {self.path}{at}", blame, seen, hint))
 
 
-def read_hardware_file(path: Path) -> dict[str, Any]:
-    """Read a description; what comes back are arguments of `Hardware`.
+def read_machine_file(path: Path) -> dict[str, Any]:
+    """Read a description; what comes back are arguments of `Machine`.
 
     Raises:
         ValueError: the file is missing or is not TOML; an unknown or missing key; a figure without a number, unit,
@@ -169,7 +174,7 @@ def read_hardware_file(path: Path) -> dict[str, Any]:
     return made
 
 
-def write_hardware_file(
+def write_machine_file(
     path: Path, texts: Mapping[str, str], figures: Mapping[str, Figure], curves: Mapping[str, Any]
 ) -> None:
     """Write a description."""

@@ -1,45 +1,57 @@
 """Descriptions of devices, nodes and networks as data, each figure with its source.
 
->>> h100 = find_hardware("h100-sxm")
+>>> h100 = find_machine("h100-sxm")
 >>> h100.devices_per_node, h100.peak("bfloat16") / 1e12, h100.figures["device.bandwidth"].grade
 (8, 989.4, 'datasheet')
 
-The descriptions are the TOML files of `sim/mesh/data/hardware`; a user's own lie in the folder that the environment
+The descriptions are the TOML files of `core/machine/data/hardware`; a user's own lie in the folder that the environment
 variable `HYPER_PARALLEL_HARDWARE` names, or anywhere, named by path.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hyper_parallel.core.common.errors import explain, nearest
-from sim.mesh.pricing.hardware_file import FIGURES, Figure, read_hardware_file, write_hardware_file
+from hyper_parallel.core.machine.calibration import Calibration, load_calibration
+from hyper_parallel.core.machine.file import FIGURES, Figure, read_machine_file, write_machine_file
+from hyper_parallel.core.machine.links import COLLECTIVES, Links
 
 FOLDER_VARIABLE = "HYPER_PARALLEL_HARDWARE"
 _OWN = Path(__file__).parent / "data" / "hardware"
-_DTYPES = {
+_DTYPES = MappingProxyType({
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32", "float64": "fp64",
     "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float8_e4m3fnuz": "fp8", "float8_e5m2fnuz": "fp8",
-}  # fmt: skip
+})  # fmt: skip
 # What a device without a figure of its own for a dtype computes it as.
-_INSTEAD = {"fp16": ("bf16",), "bf16": ("fp16", "fp32"), "fp8": ("bf16",), "tf32": ("fp32",), "fp64": ("fp32",)}
-_FABRICS = {
-    "infiniband": ("infiniband", "ndr", "hdr", " ib", "ib "),
-    "efa-v1": ("efa-v1", "p4d", "efa 400", "efa, 400", "400gb/s efa"),
-    "efa": ("efa",),
-    "roce": ("roce", "rdma"),
-    "omni-path": ("omni-path", "omnipath", "opa"),
-    "ub": ("unified bus", "ub"),
-    "gloo": ("gloo",),
-    "ethernet": ("ethernet", "tcp"),
-}
-# How torch names devices. Variants on other boards (PCIe, NVL) have other links and clocks, and are not among them.
-_DEVICES = (
+_INSTEAD = MappingProxyType(
+    {"fp16": ("bf16",), "bf16": ("fp16", "fp32"), "fp8": ("bf16",), "tf32": ("fp32",), "fp64": ("fp32",)}
+)
+_FABRICS = MappingProxyType(
+    {
+        "infiniband": ("infiniband", "ndr", "hdr", " ib", "ib "),
+        "efa-v1": ("efa-v1", "p4d", "efa 400", "efa, 400", "400gb/s efa"),
+        "efa": ("efa",),
+        "roce": ("roce", "rdma"),
+        "omni-path": ("omni-path", "omnipath", "opa"),
+        "ub": ("unified bus", "ub"),
+        "gloo": ("gloo",),
+        "ethernet": ("ethernet", "tcp"),
+    }
+)
+# How torch names devices; the first that is found counts. Variants on other boards (PCIe, NVL) have other links and
+# clocks: no description, and the dense bf16 FLOP/s that they are sold with. Sources: NVIDIA's data sheets, half of what
+# they give "with sparsity"; A800 and H800 compute like A100 and H100. AMD's of MI250X, of which torch sees each half as
+# a device, MI300X and MI325X. Huawei's Atlas 800T A2: 8 x 280 TFLOP/s in fp16, as bf16.
+_DEVICES: tuple[tuple[str, str | float], ...] = (
     (r"\bA100-SXM\d-40GB", "a100-40gb"),
     (r"\bA100-SXM\d-80GB", "a100-80gb"),
     (r"\bH100 80GB HBM3$", "h100-sxm"),
@@ -47,11 +59,23 @@ _DEVICES = (
     (r"\bB200$", "b200"),
     (r"^Ascend910B2$", "ascend-910b-376"),
     (r"^Ascend910B3$", "ascend-910b"),
+    (r"A[18]00\b", 312e12),
+    (r"H[18]00\b.*PCIe", 756e12),
+    (r"H100\b.*NVL", 835e12),
+    (r"H([18]00|200)\b", 989.4e12),
+    (r"H20\b", 148e12),
+    (r"B200\b", 2250e12),
+    (r"L40S\b", 362e12),
+    (r"MI250X?\b", 191.5e12),
+    (r"MI3(00|25)X\b", 1307e12),
+    (r"Ascend910B2", 376e12),
+    (r"Ascend910B3", 313e12),
+    (r"Ascend910B4", 280e12),
 )
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Machine:
     """A device, the node that it sits in and the network between nodes.
 
     Attributes:
@@ -80,7 +104,15 @@ class Hardware:
     curves: Mapping[str, Any] = field(default_factory=dict)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.links, self.fabric, tuple(self.figures.items())))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is computed from them: hashes of text differ between processes."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __str__(self) -> str:
         return self.name
@@ -158,7 +190,7 @@ class Hardware:
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s of dense matmuls in a dtype, named as torch or as in `peak.bf16`.
 
-        >>> find_hardware("a100-80gb").peak("float8_e4m3fn") / 1e12  # computed as bf16
+        >>> find_machine("a100-80gb").peak("float8_e4m3fn") / 1e12  # computed as bf16
         312.0
         """
         return self.value("peak." + self.computed_as(dtype))
@@ -175,10 +207,10 @@ class Hardware:
         seen = f"known: {', '.join(known)}"
         raise ValueError(explain(f"cannot tell how fast {self.name} computes in {dtype}", "no figure", seen, known[0]))
 
-    def with_figures(self, grade: str = "assumed", source: str = "given by the caller", **values: float) -> Hardware:
+    def with_figures(self, grade: str = "assumed", source: str = "given by the caller", **values: float) -> Machine:
         """Return it with other figures, in basic units; dots of a name are written as two underscores.
 
-        >>> find_hardware("h100-sxm").with_figures(node__devices=4).devices_per_node
+        >>> find_machine("h100-sxm").with_figures(node__devices=4).devices_per_node
         4
         """
         names = {name.replace("__", "."): float(value) for name, value in values.items()}
@@ -197,7 +229,7 @@ class Hardware:
         fabric: str | None = None,
         grade: str = "datasheet",
         source: str = "given by the caller",
-    ) -> Hardware:
+    ) -> Machine:
         """Return it with another network between nodes.
 
         Args:
@@ -217,7 +249,7 @@ class Hardware:
         usable_gib: float | None = None,
         bandwidth_tbytes_s: float | None = None,
         source: str = "given by the caller",
-    ) -> Hardware:
+    ) -> Machine:
         """Return it with other memory: GiB that programs can have, TB/s."""
         changes: dict[str, float] = {}
         if usable_gib is not None:
@@ -226,20 +258,41 @@ class Hardware:
             changes["device__bandwidth"] = bandwidth_tbytes_s * 1e12
         return self.with_figures("datasheet", source, **changes)
 
-    def with_attention(self, kernels: str) -> Hardware:
+    def with_attention(self, kernels: str) -> Machine:
         """Return it with other kernels of attention: those of its family in `curves.toml`, such as `flash3`."""
         return replace(
             self, curves={**self.curves, "attention": {**self.curves.get("attention", {}), "default": kernels}}
         )
 
+    def links_with(self, calibration: Calibration) -> Links:
+        """Return what groups of its devices communicate over, by the curves of a calibration."""
+        in_switch = self.figures.get("intra.in_switch")
+        return Links(
+            intra=self.value("intra.bandwidth"),
+            mesh=self.topology == "mesh",
+            devices=self.devices_per_node,
+            in_switch=None if in_switch is None else in_switch.value,
+            in_switch_from=self.value("intra.in_switch_from", 2),
+            inter=self.value("inter.bandwidth"),
+            taper=self.value("inter.taper", 0.0),
+            curves=calibration.of(self, "links", self.links),
+            fabric=calibration.of(self, "fabric", self.fabric),
+            trees=self.backend == "nccl",
+        )
+
+    @cached_property
+    def prices(self) -> Links:
+        """What its collectives take, as everything prices them that is given no calibration of its own."""
+        return self.links_with(load_calibration())
+
     def write(self, path: str | Path) -> Path:
-        """Write it to a TOML file that `find_hardware` reads; returns the path."""
+        """Write it to a TOML file that `find_machine` reads; returns the path."""
         names = ("title", "family", "links", "topology", "fabric", "allocator", "backend")
         texts = {name: str(getattr(self, name)) for name in names}
-        write_hardware_file(Path(path), texts, self.figures, self.curves)
+        write_machine_file(Path(path), texts, self.figures, self.curves)
         return Path(path)
 
-    def with_peak(self, bf16_tflops: float, source: str = "given by the caller") -> Hardware:
+    def with_peak(self, bf16_tflops: float, source: str = "given by the caller") -> Machine:
         """Return it with another peak of bf16 and fp16 matmuls; other dtypes are scaled alike."""
         factor = bf16_tflops * 1e12 / self.peak("bf16")
         changes = {
@@ -267,30 +320,30 @@ def fabric_kind(words: str, otherwise: str = "ethernet") -> str:
     return otherwise
 
 
-def hardware_names() -> list[str]:
-    """Return the names that `find_hardware` knows, in order; a user's own are among them.
+def machine_names() -> list[str]:
+    """Return the names that `find_machine` knows, in order; a user's own are among them.
 
-    >>> [name for name in hardware_names() if name.startswith("a100")]
+    >>> [name for name in machine_names() if name.startswith("a100")]
     ['a100-40gb', 'a100-80gb']
     """
     return sorted(_files())
 
 
-def find_hardware(hardware: str | Path | Hardware) -> Hardware:
+def find_machine(hardware: str | Path | Machine) -> Machine:
     """Return the description of a name, a TOML file, or the description itself.
 
     Args:
-        hardware: a name of `hardware_names`, the path of a TOML file, or what this function has returned.
+        hardware: a name of `machine_names`, the path of a TOML file, or what this function has returned.
 
     Raises:
         ValueError: no such name, with the nearest; a file that is missing or that says something odd, with the line.
-        TypeError: neither a name, a path nor a Hardware.
+        TypeError: neither a name, a path nor a Machine.
     """
-    if isinstance(hardware, Hardware):
+    if isinstance(hardware, Machine):
         return hardware
     given: object = hardware
     if not isinstance(given, (str, Path)):
-        blame = f"hardware is a {type(hardware).__name__}, not a name, a path or a Hardware"
+        blame = f"hardware is a {type(hardware).__name__}, not a name, a path or a Machine"
         raise TypeError(explain("cannot find the hardware", blame, f"hardware: {hardware!r}", "'h100-sxm'"))
     files = _files()
     if str(hardware) in files:
@@ -298,24 +351,70 @@ def find_hardware(hardware: str | Path | Hardware) -> Hardware:
     elif isinstance(hardware, Path) or hardware.endswith(".toml") or os.sep in hardware:
         path = Path(hardware)
     else:
-        known = hardware_names()
+        known = machine_names()
         seen = f"known: {', '.join(known)}"
-        hint = f"{nearest(hardware, known)}, or the path of a TOML file"
+        begin = [name for name in known if name.startswith(hardware)]
+        hint = f"{nearest(hardware, begin or known)}, or the path of a TOML file"
         raise ValueError(explain(f"cannot find the hardware {hardware!r}", "nothing has that name", seen, hint))
-    read = read_hardware_file(path)
-    return Hardware(name=read.pop("name", path.stem), **read)
+    return _read(path, path.stat().st_mtime_ns if path.exists() else 0)
 
 
-def hardware_of_device(device_name: str) -> Hardware | None:
+@functools.cache
+def _read(path: Path, changed: int) -> Machine:
+    read = read_machine_file(path)
+    return Machine(name=read.pop("name", path.stem), **read)
+
+
+@functools.cache
+def one_node() -> Machine:
+    """Return what ranks stand for where no machine was named: one node of any size.
+
+    Its links are alike for all operations, so that plans are no device's in particular: 350 us for each further rank
+    and 0.9 GB/s, what gloo took for an exchange over loopback, of 2 and 4 processes on 2 cores.
+    """
+    figures: dict[str, Any] = {
+        "intra__bandwidth": 0.9e9,
+        "inter__bandwidth": 0.9e9,
+        "device__bandwidth": 8e9,
+        "node__devices": 2**31,
+    }
+    link = {"efficiency": 1.0, "base_us": 0.0, "hop_us": 350.0, "pair_loss": 0.0, "ramp_us": 0.0}
+    return replace(
+        find_machine("laptop-cpu").with_figures(**figures),
+        name="unnamed",
+        title="One node of unnamed devices",
+        curves={"links": dict.fromkeys(set(COLLECTIVES) | {"send"}, link)},
+    )
+
+
+def machine_of_device(device_name: str) -> Machine | None:
     """Return the description of a device by the name that torch gives it; None where none is known.
 
-    >>> print(hardware_of_device("NVIDIA H100 80GB HBM3"), hardware_of_device("NVIDIA H100 PCIe"))
+    >>> print(machine_of_device("NVIDIA H100 80GB HBM3"), machine_of_device("NVIDIA H100 PCIe"))
     h100-sxm None
 
     Args:
         device_name: as `torch.cuda.get_device_name` returns it, or `torch.npu.get_device_name`.
     """
-    return next((find_hardware(name) for sign, name in _DEVICES if re.search(sign, device_name)), None)
+    found = _known_of(device_name)
+    return find_machine(found) if isinstance(found, str) else None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the dense bf16 FLOPs per second that a device is sold with; None for one that is not known.
+
+    >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H100 PCIe"), peak_flops("CPU (x86_64, 8 cores)")
+    (989400000000000.0, 756000000000000.0, None)
+
+    Args:
+        device_name: as `Platform.name()` says it.
+    """
+    found = _known_of(device_name)
+    return find_machine(found).peak("bf16") if isinstance(found, str) else found
+
+
+def _known_of(device_name: str) -> str | float | None:
+    return next((known for pattern, known in _DEVICES if re.search(pattern, device_name)), None)
 
 
 def _files() -> dict[str, Path]:

@@ -1,0 +1,14 @@
+"""One description of a machine, and the price of a collective on it, for all that plans, simulates or estimates.
+
+    description -> file, calibration, links
+
+description   a machine: devices, nodes, links, peaks, memory; found by name, by file or by the name of a device
+file          reads and writes one as TOML, each figure with unit, source and grade
+calibration   measured and fitted curves of kernels and links
+links         seconds of a collective or a message
+"""
+
+from hyper_parallel.core.machine.description import Machine, find_machine, machine_names, machine_of_device
+from hyper_parallel.core.machine.links import Load, load_seconds
+
+__all__ = ["Load", "Machine", "find_machine", "load_seconds", "machine_names", "machine_of_device"]
