@@ -5,6 +5,7 @@ from fsdp2_kit import Theme, loss_of, on_processes
 from torch import nn
 
 import sim
+from hyper_parallel.core.fully_shard.clip import get_total_norm
 
 THEME = Theme()
 
@@ -178,12 +179,14 @@ def clipped_by_value(run):
     run.note_model(model)
 
 
-@THEME.behaviour()
+@THEME.behaviour(exact=False)
 def norms_of_parts_of_the_model(run):
     model = nested(run)
     run.backward(loss_of(model, run.batch()))
     for name, part in (("blocks", model.blocks), ("head", model.head)):
-        run.note(name, nn.utils.get_total_norm([p.grad for p in part.parameters()]))
+        norm = nn.utils.get_total_norm([p.grad for p in part.parameters()])
+        run.note(name, norm)
+        run.note(f"{name}, by our function", get_total_norm(part) if run.ours else norm)
 
 
 @THEME.behaviour()

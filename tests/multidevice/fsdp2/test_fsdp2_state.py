@@ -229,6 +229,10 @@ def refuses_missing_and_unexpected_keys(run):
 def loads_plain_values(run):
     model = nested(run)
     model.load_state_dict(shifted(model))
+    empty = torch.zeros(4, 7, dtype=run.dtype)
+    for nothing in (empty.to("meta"), empty.to_sparse()) if run.ours else ():  # refused before anything is copied
+        with pytest.raises(ValueError, match=r"cannot load 'head.weight': got a .*(meta|sparse)"):
+            model.load_state_dict({"scale": torch.zeros(1), "head.weight": nothing}, strict=False)
     run.train(model)
 
 
