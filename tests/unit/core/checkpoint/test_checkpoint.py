@@ -1251,3 +1251,12 @@ def test_names_are_those_of_the_model_before_it_was_wrapped():
     assert list(optimizer_tensors(wrapped, optimizer)[0]) == [
         f"optimizer.{name}.momentum_buffer" for name, _ in plain.named_parameters()
     ]
+
+
+def test_a_row_that_is_longer_than_the_buffer_is_read_in_parts(tmp_path):
+    saved, part = torch.arange(4.0 * 5 * 6).view(4, 5, 6), torch.empty(2, 3, 2)
+    (tmp_path / "box").write_bytes(b"head" + saved.numpy().tobytes())
+    with (tmp_path / "box").open("rb") as file:
+        few = torch.empty(2 * 6 * 4, dtype=torch.uint8)  # two of the five rows of a matrix
+        reader_module._copy_range(file.fileno(), 4, saved.shape, (1, 1, 3), part.shape, part, few)
+    assert part.equal(saved[1:3, 1:4, 3:5])
