@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama
-from hyper_parallel.models.hf_folder import check_normalizers, load_by_transformers, read_settings
+from hyper_parallel.models.hf_folder import check_normalizers, inside, load_by_transformers, read_settings
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
 from hyper_parallel.trainer.config import Config, DataConfig, TrainConfig
 from hyper_parallel.trainer.data import load_tokenizer
@@ -425,6 +425,8 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_read_by_its_links(read: Any, fold
     read(snapshot)
     (folder.parent / "linked").symlink_to(snapshot)
     read(folder.parent / "linked")
+    with pytest.raises(ValueError, match="is outside of the folder"):
+        inside("cannot read", snapshot, f"../../blobs/{0:040x}")  # links of the cache lead there, and no name
     blobs.rename(home.parent / "blobs")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(next((home.parent / "blobs").iterdir()))

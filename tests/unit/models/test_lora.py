@@ -273,6 +273,14 @@ def test_any_model_of_transformers_is_trained_from_its_folder_and_exported(
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+def test_the_scale_is_alpha_in_ranks() -> None:
+    assert (LoraConfig(rank=4, alpha=16).scale, LoraConfig(rank=16, alpha=4).scale, LoraConfig(rank=4).scale) == (
+        4,
+        0.25,
+        2,
+    )
+
+
 def test_what_cannot_be_adapted_is_refused_before_a_step(base: Path, trained: Path) -> None:
     with pytest.raises(ValueError, match="the weights that they stand beside would be random"):
         train(RUN)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel import platform as public
 from hyper_parallel.platform import (
@@ -222,11 +223,28 @@ def test_cpu_answers_without_any_device() -> None:
     assert repr(cpu) == "CpuPlatform(device_type='cpu', backend='gloo')"
 
 
+class Copies(TorchDispatchMode):
+    """Notes of each copy whether the host goes on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.non_blocking.append(bool((args[2:] or [(kwargs or {}).get("non_blocking")])[0]))
+        return func(*args, **(kwargs or {}))
+
+
 def test_copies_between_host_and_device_are_copies() -> None:
     cpu, source = get_platform("cpu"), torch.arange(6.0).view(2, 3)
     copy = cpu.copy_to_host(source, pinned=False, wait=True)
     assert torch.equal(copy, source)
     assert copy.data_ptr() != source.data_ptr()
+    for wait in (True, False):
+        with Copies() as copies:
+            cpu.copy_to_host(source, pinned=False, wait=wait)
+        assert copies.non_blocking == [not wait]
     target = torch.zeros(2, 3, dtype=torch.bfloat16)
     cpu.copy_to_device(target, source, pinned=False)
     assert torch.equal(target.float(), source)

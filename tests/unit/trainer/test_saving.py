@@ -361,6 +361,15 @@ def test_a_run_goes_back_to_a_step_that_is_asked_for(
     assert go_on(config.with_changes("train", {"steps": 6}), 2).first_step == 6, "the newest again"
 
 
+def test_saving_needs_a_folder() -> None:
+    for keep, asked in (
+        (CheckpointConfig(every=2), "every 2 steps"),
+        (CheckpointConfig(background=True), "in the background"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot save {asked}: no folder is given"):
+            train(replace(TINY, checkpoint=keep))
+
+
 def test_going_back_needs_a_folder_to_go_back_in() -> None:
     for keep, message in (
         (CheckpointConfig(resume_step=3), "no folder is given\n  checkpoint.folder=None"),

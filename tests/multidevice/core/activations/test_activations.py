@@ -266,6 +266,11 @@ def test_text_of_a_policy_is_read_as_it_is_shown(text):
     assert ActivationPolicy.of(ActivationPolicy.of(text)) == ActivationPolicy.of(text)
 
 
+def test_every_second_block_begins_with_the_first():
+    policy = ActivationPolicy.of("full every 2 first 5")
+    assert [block for block in range(8) if policy.takes(block)] == [0, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [

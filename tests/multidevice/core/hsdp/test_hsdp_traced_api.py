@@ -216,6 +216,13 @@ def test_grad_scale(ctx):
                 assert_close({"acc": full(model.head.weight.acc_grad)}, {"acc": plain.head.weight.grad}, 0.25)
 
 
+@sim.ranks(2, backends=NO_GLOO)
+def test_gradients_in_half_precision_are_scaled_before_the_sum(ctx):
+    model = hsdp(nn.Linear(4, 4, bias=False).to(ctx.device, torch.float16), threshold=0, use_eager_hook=False)
+    (model(torch.full((1, 4), 200.0, device=ctx.device).half()) * 200).sum().backward()
+    assert full(model.weight.grad).eq(40_000).all(), "the sum of two is above the largest number, 65,504"
+
+
 @pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_what_adds_up_is_shown(ctx):

@@ -195,6 +195,16 @@ def test_micro_batches_are_added_up_in_the_dtype_of_the_reduction(keep):
     sim.run(body, world_size=2)
 
 
+def test_micro_batches_of_another_dtype_have_boundaries_of_their_own():
+    def body() -> list[torch.dtype]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        run = Pipeline([nn.Identity()], mesh, "gpipe", 2, lambda output, target: (output * target).sum())
+        dtypes = (torch.float32, torch.float64)
+        return [run.eval(torch.ones(2, 4, dtype=dtype), torch.ones(2, 4)).dtype for dtype in dtypes]
+
+    assert sim.run(body, 2) == [[torch.float32, torch.float64]] * 2
+
+
 def test_nothing_is_whole_or_kept_after_a_step():
     def body() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))

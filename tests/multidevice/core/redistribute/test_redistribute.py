@@ -189,6 +189,7 @@ def test_two_meshes(ctx):
         (some(partial={"tp": "sum"}), others(None, "ep"), (4, 9)),
         (some(partial={"dp": "max", "tp": "max"}), others(), ()),
         (some("dp"), others(partial={"ep": "sum"}), (4,)),
+        (some("dp"), others(partial={"ep": "avg"}), (4,)),
     ]:
         check(ctx, src, dst, shape)
 

@@ -89,6 +89,12 @@ def test_every_layout(ctx):
                 assert not Layout.of(loss).is_partial()
 
 
+@sim.ranks(2, backends=NO_PROCESSES)
+def test_labels_are_smoothed_over_all_classes(ctx):
+    logits, targets = batch(ctx, 4, classes=7)
+    check(ctx, logits, targets, layout_of(ctx, (2,), ("tp",))("None", "tp"), label_smoothing=0.2)
+
+
 @pytest.mark.tier("test")
 @sim.ranks(4, backends=NO_PROCESSES)
 def test_dtypes_and_dims(ctx):

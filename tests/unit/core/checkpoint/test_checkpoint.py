@@ -47,6 +47,7 @@ from hyper_parallel.core.checkpoint import checkpointer as checkpointer_module
 from hyper_parallel.core.checkpoint import reader as reader_module
 from hyper_parallel.core.checkpoint import writer as writer_module
 from hyper_parallel.core.checkpoint.files import checksums, open_plain
+from hyper_parallel.core.checkpoint.folders import clean
 from hyper_parallel.core.checkpoint.reader import check_files
 
 W = torch.arange(6.0).reshape(2, 3)
@@ -370,6 +371,18 @@ def test_links_are_not_followed(tmp_path, kind):
     assert [path.name for path in root.iterdir()] == ["step-00000002"]
     assert read_metadata(tmp_path / "other" / "c").extra == "precious"
     assert names(tmp_path / "other" / "c") == ["checkpoint.json", "data-00000.safetensors"]
+
+
+@pytest.mark.parametrize("new_is_there", [False, True])
+def test_an_interrupted_replacement_is_undone_unless_it_is_through(tmp_path, new_is_there):
+    save_checkpoint(tmp_path / "c", {"w": W}, "old")
+    (tmp_path / "c").rename(tmp_path / ".c.replaced-1f")
+    if new_is_there:
+        save_checkpoint(tmp_path / "new", {"w": W + 1}, "new")
+        (tmp_path / "new").rename(tmp_path / "c")
+    clean(tmp_path / "c")
+    assert names(tmp_path) == ["c"]
+    assert read_metadata(tmp_path / "c").extra == ("new" if new_is_there else "old")
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "data-00000.safetensors"])

@@ -374,6 +374,25 @@ def test_a_bucket_gathers_what_was_put_into_it(contents, ranks, flat, param_dtyp
     assert gathers == (["all_gather"] * 4 if ranks > 1 else [])  # one at a time, whatever is in it
 
 
+def test_parameters_of_other_dtypes_are_gathered_apart():
+    def rank():
+        layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).bfloat16())
+        unit = unit_of(fully_shard(layers, mesh=init_device_mesh("cpu", (2,))))
+        return [[param.name for param in bucket.params] for bucket in unit.buckets]
+
+    assert sim.run(rank, 2) == [[["0.weight"], ["1.weight"]]] * 2
+
+
+def test_a_group_of_a_mesh_is_taken_for_its_own_ranks_only():
+    def rank():
+        mesh, me = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+        own, other = (me % 2, me % 2 + 2), (me // 2 * 2, me // 2 * 2 + 1)
+        assert group_of(own, ("dp",), mesh) is mesh.get_group("dp")
+        assert tuple(dist.get_process_group_ranks(group_of(other, ("dp",), mesh))) == other
+
+    sim.run(rank, 4)
+
+
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_bucket_notices_that_its_parts_were_replaced(flat):
     values = [numbered([3, 2]).detach(), numbered([4, 5]).detach()]
@@ -423,6 +442,22 @@ def test_parameters_that_are_whole_are_used_where_they_are():
     with sim.world(2) as world:
         world.run(rank)
         assert world.trace.events == []
+
+
+def test_a_kept_shard_is_the_ranks_own_and_gaps_of_what_is_sent_are_zero():
+    def rank():
+        mesh, me = init_device_mesh("cpu", (4,)), dist.get_rank()
+        bucket = make_bucket(mesh, [numbered([6, 3]).detach()], [0], flat=False)
+        bucket.post_forward_mesh = (group_of((me // 2 * 2, me // 2 * 2 + 1), ("shard",)), me % 2)
+        gather(bucket, keep_post_forward_shard=True)
+        place = torch.full((bucket.starts[-1],), math.nan)
+        bucket._pack(place)
+        return bucket.post_forward_shard.tolist(), place.tolist()
+
+    full = [*range(1, 19), *[0.0] * 6]  # 4 shards of two rows; the last one has none
+    for me, (kept, packed) in enumerate(sim.run(rank, 4)):
+        assert kept == full[me % 2 * 12 : me % 2 * 12 + 12]
+        assert packed == full[me * 6 : me * 6 + 6]
 
 
 @pytest.mark.tier("test")
@@ -527,8 +562,9 @@ def test_shares_close_what_is_full_and_part_groups_and_dtypes(monkeypatch):
     assert large.numel() == c.buffer.numel() == 5000  # one that is too large has a buffer to itself
     d, _ = shares.place(other, 10, single)
     e, _ = shares.place(one, 10, double)
-    assert len({id(x) for x in (a, c, d, e)}) == 4
-    assert e.buffer.dtype == torch.float64
+    half, _ = shares.place(other, 10, torch.empty(0, dtype=torch.bfloat16))  # beside `d`, which has room
+    assert len({id(x) for x in (a, c, d, e, half)}) == 5
+    assert (e.buffer.dtype, half.buffer.dtype) == (torch.float64, torch.bfloat16)
     assert e.buffer.numel() == 512  # 4 KB
     shares.close()
     assert all(x.closed for x in (a, c, d, e))

@@ -192,6 +192,24 @@ def test_torchs_own_draw_is_restored_when_the_last_rank_has_filled_its_model():
     assert nn.init._no_grad_trunc_normal_ is before
 
 
+def test_numbers_in_double_precision_are_rounded_once():
+    tiles = [torch.empty(100, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    normal(tiles[0], Numbers().begin(5))
+    normal(tiles[1], Numbers().begin(5), 0.1, 0.3)
+    assert torch.equal(tiles[1], tiles[0].double() * 0.3 + 0.1)
+
+
+def test_the_ends_of_a_truncated_draw_stay_within_its_bounds():
+    class Ends:
+        def random(self, count):
+            return np.array([0.0, 1 - 2**-53])
+
+    for mean, low, high in ((0.0, -50.0, 1.0), (0.0, -1.0, 50.0), (0.3, 0.1, 0.7)):  # of 50 the CDF says 0 or 1
+        tile = torch.empty(2, dtype=torch.float64)
+        truncated(tile, Ends(), mean, 1.0, low, high)
+        assert low <= tile.min() < tile.max() <= high
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_upper_end_of_a_uniform_draw_is_not_reached(dtype):
     low = on_meta(Own, lambda w: w.uniform_(-1, 1.5), (300, 300), dtype)

@@ -177,6 +177,8 @@ def test_a_part_of_the_wrong_shape_or_dtype_is_named():
         sim.gather_full([torch.zeros(2), torch.zeros(2)], layout, (3,))
     with pytest.raises(AssertionError, match=r"^rank 1 holds torch.int64, rank 0 torch.float32\n"):
         sim.gather_full([torch.zeros(2), torch.zeros(2, dtype=torch.int64)], layout, (4,))
+    with pytest.raises(AssertionError, match=r"^rank 1 holds torch.float64, rank 0 torch.float32\n"):
+        sim.gather_full([torch.zeros(2), torch.zeros(2, dtype=torch.float64)], layout, (4,))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.redistribute import plan
+from hyper_parallel.core.redistribute.chunks import Chunks
 from hyper_parallel.core.redistribute.cost import Load, latency, seconds
+from hyper_parallel.core.redistribute.steps import Fill
 
 FLOAT = torch.float32
 MESH = Layout((2, 4), ("node", "gpu"))
@@ -219,6 +221,28 @@ def test_without_a_machine_the_fewest_bytes_win():
         found = plan(mesh("tp", partial={"dp": "sum"}), mesh(), (count,), FLOAT)
         assert found.recv_bytes.tolist() == [4 * count] * 4
         assert found.machine is None
+
+
+def test_sums_are_scattered_over_the_dim_that_divides_evenly():
+    for shape in ((5, 8), (8, 5)):
+        scatter, gather = plan(MESH(partial={"gpu": "sum"}), MESH(), shape, FLOAT).steps
+        assert scatter.recv_bytes.tolist() == [40 * 4 // 8 * 3] * 8  # of an eighth, from three other ranks
+        assert gather.recv_bytes.tolist() == [40 * 4 // 8 * 7] * 8
+
+
+def test_an_average_on_another_mesh_is_made_of_as_many_times_what_one_rank_has():
+    alone, others = Layout((2,), ("dp",)), Layout((4,), ("ep",), range(4, 8))
+    fills = {
+        kind: plan(alone("dp"), others(partial={"ep": kind}), (4,), FLOAT).steps[-1].fill for kind in ("sum", "avg")
+    }
+    assert fills == {"sum": Fill("sum", 1, 1), "avg": Fill("avg", 4, 1)}
+
+
+def test_rows_are_cut_into_chunks_of_one_size():
+    mesh = Layout((2,), ("tp",))
+    chunks = Chunks(4, 0, mesh("tp"), mesh(), mesh(), mesh(partial={"tp": "sum"}))
+    counts = {rows: chunks.fitting((rows, 8)) for rows in (16, 12, 14, 4, 9)}
+    assert counts == {16: (0, 4), 12: (0, 3), 14: (0, 1), 4: (0, 2), 9: (0, 1)}, "of 7 rows, no 4, 3 or 2 equal ones"
 
 
 # -- the price of one step -------------------------------------------------------------------------------------------

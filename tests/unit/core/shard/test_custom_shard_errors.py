@@ -11,7 +11,7 @@ import sim
 from hyper_parallel import distribute_tensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.entry_exit import enter, leave
-from hyper_parallel.core.shard.local import custom_shard
+from hyper_parallel.core.shard.local import _by_rule, custom_shard
 from hyper_parallel.core.shard.value_and_grad import parallelize_value_and_grad
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
@@ -141,6 +141,13 @@ MISTAKES = {
         ValueError,
         ("cannot run <lambda> on local shards", "the shards add up to", "torch.chunk"),
     ),
+    "parts of other numbers of dims": (
+        lambda g: g.made(lambda x: x.reshape([2] * (1 + torch.distributed.get_rank() % 2) + [-1]), DP, ("dp",))(
+            g.x.detach()
+        ),
+        ValueError,
+        ("cannot run <lambda> on local shards", "the shards have different numbers of dims", "rank 0: (2, 6)"),
+    ),
     "a gradient that nobody has said": (
         lambda g: enter(g.x, g.own("dp")).sum().backward(),
         ValueError,
@@ -185,6 +192,13 @@ def test_placements_and_layouts_spell_the_same():
         return True
 
     assert all(sim.run(body, world_size=4))
+
+
+def test_gradients_of_a_pending_average_are_added_whatever_the_outputs_are():
+    average, rows = FREE("dp", partial={"tp": "avg"}), FREE("dp")
+    for out in (rows, FREE("dp", "tp"), average):
+        assert _by_rule(average, [out]).grad_layout == FREE("dp", partial={"tp": "sum"})
+    assert _by_rule(rows, [rows]).grad_layout == rows, "the ranks repeat the same work"
 
 
 # -- parallelize_value_and_grad ----------------------------------------------------------------------------------------

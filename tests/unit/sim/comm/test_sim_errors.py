@@ -330,6 +330,20 @@ def test_one_tensor_on_several_ranks():
     assert shared.tolist() == [1, 1]
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("numel", [10, 10_000])  # small parts are reduced together
+def test_a_part_of_the_input_may_take_the_result(numel):
+    def body(own: bool) -> torch.Tensor:
+        rank = dist.get_rank()
+        x = torch.arange(2.0 * numel) + rank
+        out = x.chunk(2)[rank if own else 1 - rank]
+        dist.reduce_scatter_tensor(out, x)
+        return out
+
+    for own in (True, False):
+        assert torch.equal(torch.cat(sim.run(lambda own=own: body(own), 2)), torch.arange(2.0 * numel) * 2 + 1)
+
+
 def test_a_reduction_that_torch_cannot_compute_is_raised_on_each_rank_and_the_world_goes_on():
     calls = {
         "SUM of float8_e4m3fn": lambda: dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn)),
@@ -911,6 +925,17 @@ def test_who_is_named_is_named_once(monkeypatch):
         dog.look(thread, turn, "rank 1 raised ValueError: bad")
     assert len(said) == 1
     assert said[0][2] == "rank 1 raised ValueError: bad"
+
+
+def test_a_rank_that_computes_is_not_stuck(monkeypatch):
+    monkeypatch.setattr(watchdog, "LIMIT_S", -1.0)
+    said = spy(monkeypatch, "report")
+    dog, thread = watchdog.Watchdog(), RankThread(3, None)
+    thread.ident = threading.get_ident()
+    dog.look(thread, 1, "")
+    assert not said, "it has used the processor since the watchdog saw it last"
+    dog.look(thread, 1, "")
+    assert [parts[0] for parts in said] == ["rank 3"]
 
 
 @pytest.mark.tier("test")

@@ -83,6 +83,48 @@ def test_messages():
         assert [world.clock(rank) for rank in range(4)] == [2.0, 2.0, 4.0, 4.0]
 
 
+def test_a_message_is_priced_by_its_bytes_and_the_oldest_one_is_received_first():
+    def body() -> list[float]:
+        rank, dtypes = dist.get_rank(), {1: torch.float64, 2: torch.float32}
+        for sender in (2, 1):
+            if rank == sender:
+                sent = dist.isend(torch.full((1000,), float(rank), dtype=torch.float32), 0)
+            dist.barrier()
+        if rank:
+            sent.wait()
+            dist.send(torch.zeros(1000, dtype=dtypes[rank]), 0)
+            return []
+        first, second = torch.zeros(1000), torch.zeros(1000)
+        sources = [dist.recv(each) for each in (first, second)]
+        for sender, dtype in dtypes.items():
+            dist.recv(torch.zeros(1000, dtype=dtype), sender)
+        return [*sources, first[0].item(), second[0].item()]
+
+    with sim.world(3, topology=Topology("a byte in each second", Link(0.0, 0.0, 1.0))) as world:
+        assert world.run(body)[0] == [2, 1, 2.0, 1.0]
+    received = [event.end - event.start for event in world.trace.of_rank(0) if event.op == "recv"]
+    assert received == [4000.0, 4000.0, 8000.0, 4000.0]
+
+
+def test_operations_that_are_waited_for_together_are_completed_when_all_are():
+    def body() -> None:
+        rank, one = dist.get_rank(), torch.ones(1)
+        if rank:
+            dist.barrier() if rank == 2 else dist.send(one, 0)
+            dist.send(one, 0) if rank == 2 else dist.barrier()
+            return
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as both:
+            for sender in (1, 2):
+                dist.irecv(torch.zeros(1), sender)
+        (work,) = both.works
+        assert not any(work.is_completed() for _ in range(9)), "rank 2 sends behind the barrier"
+        dist.barrier()
+        work.wait()
+        assert work.is_completed()
+
+    sim.run(body, 3)
+
+
 def test_a_loop_that_asks_until_it_is_done_ends_when_that_is():
     def body() -> int:
         work, asked = dist.barrier(async_op=True), 0

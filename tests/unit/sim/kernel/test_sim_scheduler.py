@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -346,8 +347,13 @@ def test_a_busy_or_altered_worker_does_not_go_back_to_the_pool():
     threads.release([worker])
     worker.thread.join(10)
     assert not worker.thread.is_alive()
-    again = threads.lease(1)
-    assert again[0] is not worker
+    stopped = []
+    busy = SimpleNamespace(reusable=True, busy=True, stop=lambda: stopped.append(True))
+    threads.release([busy])
+    again = threads.lease(2)
+    assert worker not in again
+    assert busy not in again
+    assert stopped == [True]
     threads.release(again)
 
 
@@ -434,3 +440,40 @@ def test_a_scheduler_needs_no_torch():
     scheduler.run(workers, [None, None], body)
     threads.release(workers)
     assert done == [1, 0]
+
+
+def test_who_waits_until_a_time_that_is_over_wakes_at_its_own_now():
+    order: list[int] = []
+    scheduler = Scheduler(0, leave=str, enter=str, stuck=lambda: sim.Deadlock("stuck"), clocks=[5.0, 0.0])
+
+    def body(rank):
+        if rank.rank == 0:
+            assert not scheduler.wait(Waitable(), until=1.0)
+        else:
+            scheduler.sleep(3.0)
+        order.append(rank.rank)
+
+    workers = threads.lease(2)
+    scheduler.run(workers, [None] * 2, body)
+    threads.release(workers)
+    assert (order, scheduler.clocks) == ([1, 0], [5.0, 3.0])
+
+
+def test_a_schedule_is_asked_only_where_several_can_run():
+    started: list[int] = []
+    things = [Waitable() for _ in range(3)]
+    scheduler = Scheduler(0, leave=str, enter=str, stuck=lambda: sim.Deadlock("stuck"), schedule=iter([2, 1, 1]))
+
+    def body(rank):
+        started.append(rank.rank)
+        if rank.rank == 0:  # alone: the others wait for it
+            for thing in things:
+                scheduler.complete(thing)
+        else:
+            scheduler.block(things[rank.rank])
+            started.append(rank.rank)
+
+    workers = threads.lease(3)
+    scheduler.run(workers, [None] * 3, body)
+    threads.release(workers)
+    assert started == [2, 1, 0, 2, 1]

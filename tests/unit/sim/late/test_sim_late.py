@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from hyper_parallel import fully_shard, init_parameters
 from hyper_parallel.core.fully_shard import MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.bucket import CopyStreams
+from hyper_parallel.core.fully_shard.comm import GroupLog
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.accelerator import NpuPlatform
 from sim.late import switch
@@ -947,7 +949,13 @@ def test_the_platform_is_that_of_an_npu():
         del x, y
         platform.reset_peak_memory()
         assert platform.memory_stats().peak_allocated == 0
+        platform.synchronize()
+        x = torch.zeros(2000, device=platform.device())  # takes back what no stream uses any more
+        most = platform.memory_stats().peak_reserved
         platform.empty_cache()
+        del x
+        torch.zeros(1, device=platform.device())
+        assert platform.memory_stats().reserved < platform.memory_stats().peak_reserved == most
         assert 0 < platform.total_memory() == 64 << 30
         platform.manual_seed(3)
         platform.synchronize()
@@ -955,6 +963,36 @@ def test_the_platform_is_that_of_an_npu():
         assert torch.accelerator.current_accelerator() == torch.device("npu")
 
     late(body)
+
+
+def test_gradients_on_their_way_to_the_host_keep_their_memory():
+    def body() -> list[float]:
+        copies = CopyStreams(get_platform())
+        gradient = torch.ones(1000, device="npu") * 2
+        on_host = copies.to_host(gradient)
+        del gradient
+        other = torch.ones(1000, device="npu") * 3  # would take the memory
+        copies.finish()
+        return [on_host.sum().item(), other.sum().item()]
+
+    assert late(body, check_races=True) == [[2000.0, 3000.0]]
+    assert {str(late(body, seed=seed)) for seed in SEEDS} == {"[[2000.0, 3000.0]]"}
+
+
+def test_the_comparison_of_a_step_is_read_when_it_has_come():
+    def body(key: int) -> str:
+        log, platform = GroupLog(dist.group.WORLD), get_platform()
+        log.note("gather", bytes([key]), "a unit")
+        log.compare(platform, 1)
+        try:
+            log.check()
+        except RuntimeError:
+            return "different"
+        return "equal"
+
+    for options in ({"check_races": True}, *({"seed": seed} for seed in SEEDS)):
+        assert late(lambda: body(0), 2, **options) == ["equal"] * 2
+        assert late(lambda: body(dist.get_rank()), 2, **options) == ["different"] * 2
 
 
 def test_the_platform_records_memory(tmp_path):

@@ -149,6 +149,11 @@ def test_tokens_go_to_each_node_once_where_that_saves_rows(
             "the sequence does not split",
             "ulysses_degree=3 does not divide cp=4, or the heads of tp=1",
         ),
+        (
+            {"devices": 192, "fixed": {"cp": 3, "ulysses_degree": 3}},
+            "the sequence does not split",
+            "ulysses_degree=3 does not divide cp=3, or the heads of tp=1",
+        ),
     ],
 )
 def test_what_is_no_candidate_has_a_reason(where: dict[str, Any], reason: str, detail: str) -> None:
@@ -232,6 +237,18 @@ def test_more_ranks_along_any_axis_of_the_model_have_the_smaller_bound() -> None
     for axis in ("tp", "pp", "cp", "dp_shard"):
         dims = ParallelDims(**{axis: 4}, world_size=4)
         assert least_memory(shape, Candidate(dims, Recipe(), 8), 8192) < alone, axis
+
+
+def test_a_pipeline_keeps_no_more_micro_batches_than_it_has_stages_unless_it_runs_all_forwards_first() -> None:
+    shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(pp=4, world_size=4)
+    kept = {
+        (schedule, parts): least_memory(
+            shape, Candidate(dims, Recipe(microbatches=parts, schedule=schedule), parts), 8192
+        )
+        for schedule in ("1f1b", "gpipe")
+        for parts in (4, 8)
+    }
+    assert kept["1f1b", 8] == kept["1f1b", 4] == kept["gpipe", 4] < kept["gpipe", 8]
 
 
 @pytest.mark.tier("test")
@@ -335,6 +352,17 @@ def test_the_guess_of_weights_over_nodes_has_the_adapters_of_all_their_devices()
         return guess_seconds(shape, candidate, 2048, H100)  # so few tokens that compute does not hide the weights
 
     assert guess(8) < guess(64) < 1.3 * guess(8)
+
+
+def test_the_guess_of_zero_3_gathers_weights_twice_in_each_micro_batch() -> None:
+    shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(dp_shard=8, world_size=8)
+
+    def guess(zero: int, parts: int) -> float:  # of so few tokens that compute does not hide the weights
+        return guess_seconds(shape, Candidate(dims, Recipe(zero=zero, microbatches=parts), parts), 64 // parts, H100)
+
+    once = guess(3, 1) - guess(2, 1)
+    assert once > 0
+    assert guess(3, 4) - guess(2, 4) == pytest.approx(7 * once, rel=0.1), "8 gathers and not 1; and before, 2"
 
 
 @pytest.mark.tier("test")
@@ -745,6 +773,9 @@ def test_micro_batches_of_any_size_up_to_eight() -> None:
     options["batch"] = 8 * 60
     more = {60 // one.parts for one in enumerate_candidates(space(**options)) if isinstance(one, Candidate)}
     assert more == {1, 2, 3, 4, 5, 6, 60}
+    options["recipes"] = [Recipe(microbatches=count) for count in (7, 12)]
+    asked = {one.parts for one in enumerate_candidates(space(**options)) if isinstance(one, Candidate)}
+    assert asked == {12}, "60 sequences are no 7 equal micro-batches"
 
 
 def test_the_guess_prefers_micro_batches_of_more_tokens() -> None:

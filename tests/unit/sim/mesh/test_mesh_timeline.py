@@ -138,6 +138,8 @@ class TestOneRank:
     def test_a_host_that_waits_issues_nothing_meanwhile(self) -> None:
         timeline = step_of(op(10), HostWait(0), op(1), prices=Prices(host=2))
         assert timeline.step == pytest.approx(14 * US)  # the next step is issued while the last operation runs
+        everything = step_of(op(1), comm(6, 0, 1), comm(4, 1, 2), HostWait(None), op(2))
+        assert everything.step == pytest.approx(9 * US), "the device computes behind the longer communication"
 
     def test_communication_that_is_left_over_delays_the_next_step(self) -> None:
         program = one([op(1), comm(5, 0, 1)])
@@ -157,6 +159,8 @@ class TestOneRank:
     def test_computation_is_slower_beside_communication(self) -> None:
         timeline = step_of(comm(5, 0, 1), op(10), prices=Prices(overlap_slowdown=1.2))
         assert timeline.step == pytest.approx(11 * US)
+        two = comm(4, 0, 1), comm(6, 1, 2)  # of different links: both from 0 on, so that 4 us count once
+        assert step_of(*two, op(10), prices=Prices(overlap_slowdown=1.5)).step == pytest.approx(13 * US)
 
     def test_communication_of_a_cpu_takes_as_much_of_the_processor_whatever_is_computed_beside_it(self) -> None:
         for beside in ([op(20)], [op(1)] * 20):

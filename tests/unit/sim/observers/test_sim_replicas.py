@@ -222,6 +222,12 @@ def test_local_tensors_of_different_shapes():
         x = DTensor.from_local(torch.ones(2 + rank), mesh_of(TP), [Replicate()], shape=(2,), stride=(1,))
         sim.check_replicas({"x": x})
 
+    def turned() -> None:
+        sizes = (2, 3) if dist.get_rank() else (3, 2)
+        x = DTensor.from_local(torch.ones(sizes), mesh_of(TP), [Replicate()], shape=(3, 2), stride=(2, 1))
+        sim.check_replicas({"x": x})
+
+    assert "* rank 1  [2, 3]" in text_of(turned, 2)
     text = text_of(body, 2)
     assert "  rank 0  [2]    test" in text
     assert "* rank 1  [3]    test" in text

@@ -5,11 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from sim.script.verify import main
+from sim.script.verify import _ScriptTask, main
 
 pytestmark = [pytest.mark.sim, pytest.mark.tier("test")]
 
@@ -332,10 +334,18 @@ def test_other_mistakes(verify: Verify) -> None:
         (("--steps", "0"), "it compares one step or more"),
         (("--name", "a"), "it takes two names and an equals sign"),
         (("--mesh", "dp=3"), "its axes are of 3 ranks"),
+        (("--mesh", "dp=1"), "its axes are of 1 ranks, and there are 2"),
     ):
         code, out, err = verify(MODEL + RANKS, None, *options)
         assert (code, out) == (2, "")
         assert words in err, err
+
+
+def test_steps_are_complete_when_every_rank_has_taken_them() -> None:
+    loop: Any = SimpleNamespace(steps=[SimpleNamespace(updates={"w": 1})], initial={"w": 0})
+    task: Any = SimpleNamespace(steps=1)
+    assert _ScriptTask._are_complete(task, {0: loop, 1: loop}, 2)
+    assert not _ScriptTask._are_complete(task, {0: loop}, 2)
 
 
 # -- the mesh ----------------------------------------------------------------------------------------------------------

@@ -102,7 +102,9 @@ def test_a_receive_from_anybody_has_no_peer_when_it_comes_first():
     trace = traced(body, 2)
     assert trace.of_rank(0)[0].peer is None
     assert trace.of_rank(0)[0].name == "recv from any rank in group 'world'"
-    assert "recv 0<-1" in flight_recorder(trace)[0]["entries"][0]["profiling_name"]
+    entries = flight_recorder(trace)[0]["entries"]
+    assert "recv 0<-1" in entries[0]["profiling_name"]
+    assert [entry["p2p_seq_id"] for entry in entries] == [1, 0], "messages are counted from 1 on, collectives are none"
 
 
 # -- what it keeps ---------------------------------------------------------------------------------------------
