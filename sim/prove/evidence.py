@@ -19,6 +19,8 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices, mesh_lines
 from hyper_parallel.core.dtensor.text import parse_mesh
 
+all_boxes = lru_cache(maxsize=1024)(all_slices)  # the same few shapes are tried under the same splits over and over
+
 
 def combine(kind: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Take one step of a reduction; an average is a sum, divided later."""
@@ -63,10 +65,6 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return torch.finfo(dtype).eps / 2
-
-
-# Tensors of the same few shapes are tried under the same splits again and again.
-_boxes = lru_cache(maxsize=1024)(all_slices)
 
 
 def top(off: torch.Tensor) -> float:
@@ -212,10 +210,6 @@ class Evidence:
             total = combine(kind, total, self.parts[position].to(dtype))
         return divided(total, self.divisor(pending))
 
-    def boxes(self, splits: Splits) -> npt.NDArray[np.int64]:
-        """Start and stop of every dim of the full tensor at every mesh position, for reading only."""
-        return _boxes(self.full.shape, self.sizes, splits)
-
     def box(self, boxes: npt.NDArray[np.int64], position: int) -> tuple[slice, ...]:
         """The part of the full tensor that belongs to a mesh position."""
         return tuple(slice(start, stop) for start, stop in boxes[position].tolist())
@@ -225,7 +219,7 @@ class Evidence:
 
         With `stop`, no part is compared after one that does not fit.
         """
-        boxes, limit = self.boxes(splits), self.limit(pending)
+        boxes, limit = all_boxes(self.full.shape, self.sizes, splits), self.limit(pending)
         error, ratio, where = 0.0, 0.0, 0
         for group in self.groups(pending).tolist():
             box = self.box(boxes, group[0])

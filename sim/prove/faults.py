@@ -17,7 +17,7 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits
-from sim.prove.evidence import Bound, Evidence, Mesh, Parts, Pending, gap, read
+from sim.prove.evidence import Bound, Evidence, Mesh, Parts, Pending, all_boxes, gap, read
 from sim.prove.infer import explanations, fit, free_axes, splits_by_shape
 
 
@@ -57,7 +57,7 @@ class SuspectedSplit:
     @cached_property
     def boxes(self) -> npt.NDArray[np.int64]:
         """Start and stop of every dim at every mesh position."""
-        return self.evidence.boxes(self.splits)
+        return all_boxes(self.evidence.full.shape, self.evidence.sizes, self.splits)
 
     @cached_property
     def groups(self) -> list[list[int]]:

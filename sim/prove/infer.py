@@ -22,6 +22,7 @@ from sim.prove.evidence import (
     Parts,
     Pending,
     Worst,
+    all_boxes,
     combine,
     divided,
     gap,
@@ -195,8 +196,7 @@ def fit(locals: Parts, reference: torch.Tensor, layout: Layout, bound: Bound = N
         problem = f"{' and '.join(sorted(kinds))} are pending, and the order in which to take them is nowhere said"
         return Fit(layout, math.inf, math.inf, problem=problem)
     pending = tuple((axis, kind) for axis, kind in pending if evidence.sizes[axis] > 1)
-    boxes = evidence.boxes(splits)
-    shapes = (boxes[..., 1] - boxes[..., 0]).tolist()
+    shapes = np.diff(all_boxes(evidence.full.shape, evidence.sizes, splits))[..., 0].tolist()
     for rank, part, shape in zip(evidence.ranks, evidence.parts, shapes, strict=True):
         if tuple(part.shape) != tuple(shape):
             short = str(layout).partition(" on ")[0].removeprefix("(").replace(")", "", 1)
@@ -214,7 +214,7 @@ def measured(evidence: Evidence, layout: Layout, splits: Splits, pending: Pendin
         return Fit(layout, error, ratio)
     limit = evidence.limit(pending)
     group = next(group for group in evidence.groups(pending).tolist() if group[0] == where)
-    box = evidence.box(evidence.boxes(splits), where)
+    box = evidence.box(all_boxes(evidence.full.shape, evidence.sizes, splits), where)
     part = evidence.reduced(group, pending)
     off = gap(part, evidence.full[box])
     off = ratios(off, limit[box]) if isinstance(limit, torch.Tensor) else off
