@@ -14,6 +14,7 @@ import torch.distributed as dist
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
+from machine_kit import Made, machine
 
 import sim
 from hyper_parallel.core.machine import Load, find_machine
@@ -100,7 +101,7 @@ def test_a_message_is_priced_by_its_bytes_and_the_oldest_one_is_received_first()
             dist.recv(torch.zeros(1000, dtype=dtype), sender)
         return [*sources, first[0].item(), second[0].item()]
 
-    with sim.world(3, topology=Topology("a byte in each second", Link(0.0, 0.0, 1.0))) as world:
+    with sim.world(3, machine=machine("a byte in each second", Made(0.0, 0.0, 1.0))) as world:
         assert world.run(body)[0] == [2, 1, 2.0, 1.0]
     received = [event.end - event.start for event in world.trace.of_rank(0) if event.op == "recv"]
     assert received == [4000.0, 4000.0, 8000.0, 4000.0]
