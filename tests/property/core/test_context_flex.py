@@ -169,6 +169,12 @@ def _compare_with_another(case: Case) -> None:
     torch.testing.assert_close(found[0][0], alone(case)[0][:, :, held])
 
 
+def test_states_of_tiles_that_are_no_squares_are_those_of_their_scores():
+    states = torch.tensor([[[[0, 1, 2], [2, 0, 1]]]], dtype=torch.int8)
+    seen = BlockStates(states, states, (4, 2)).seen(torch.arange(8), torch.arange(6))
+    assert torch.equal(seen, states.repeat_interleave(4, 2).repeat_interleave(2, 3))
+
+
 # -- what is left out --------------------------------------------------------------------------------------------------
 
 

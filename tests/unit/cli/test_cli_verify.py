@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hyper_parallel import cli
+from hyper_parallel.cli.subject import llama_subject
 from hyper_parallel.core.shard.plan_file import load_plan, plan_text
 from hyper_parallel.models import LlamaConfig, llama_plan
 
@@ -100,6 +101,14 @@ def test_a_loss_and_an_optimizer_of_ones_own(own):
     code, output = invoke("--tp", "2", "--loss", f"{own}:loss")
     assert code == cli.USER_ERROR
     assert "it is about a plan, and a run has its own" in output
+
+
+@pytest.mark.parametrize("tp", [1, 3, 5])
+def test_sizes_of_the_llama_divide_by_the_degree(tp):
+    model = llama_subject(f"tp={tp}").model_fn()
+    sizes = {size for parameter in model.parameters() for size in parameter.shape if size != model.config.vocab_size}
+    assert all(size % tp == 0 for size in sizes)
+    assert model.config.intermediate_size == 3 * model.config.hidden_size
 
 
 def test_the_shipped_plan_is_right():

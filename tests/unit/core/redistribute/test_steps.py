@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sim
 from hyper_parallel.core.activations import checkpoint_blocks
 from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
@@ -23,6 +26,7 @@ from hyper_parallel.trainer.parallelize import (
     ShareOfLoss,
     compile_blocks,
     describe_axes,
+    shard_units,
 )
 
 SMALL = {
@@ -194,6 +198,18 @@ def test_full_keeps_least_and_selective_makes_no_product_twice_and_alternate_eve
     assert of_alternate.products - of_plain.products == again // 2  # of a block's first 6 products the 2nd, 4th, 6th
     assert of_plain.products == of_selective.products < of_full.products
     assert of_plain.others < of_selective.others
+
+
+@pytest.mark.parametrize(("degrees", "again"), [({"dp_shard": 4}, True), ({"dp_shard": 2, "pp": 2}, False)])
+def test_stages_of_a_pipeline_keep_their_weights_between_micro_batches(degrees: dict[str, int], again: bool) -> None:
+    def body() -> bool:
+        dims = ParallelDims(**degrees, world_size=4)
+        dims.build_mesh("cpu")
+        blocks = nn.Sequential(nn.Linear(4, 4))
+        shard_units(blocks, list(blocks), dims, MixedPrecisionPolicy(), reshard_after_forward=True)
+        return unit_of(blocks[0]).options.reshard_after_forward
+
+    assert sim.run(body, 4) == [again] * 4
 
 
 def test_no_checkpointing_leaves_the_blocks_alone() -> None:

@@ -332,16 +332,17 @@ def test_one_tensor_on_several_ranks():
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("numel", [10, 10_000])  # small parts are reduced together
-def test_a_part_of_the_input_may_take_the_result(numel):
-    def body(own: bool) -> torch.Tensor:
+def test_the_own_part_of_the_input_may_take_the_result(numel):
+    def body() -> list[torch.Tensor]:
         rank = dist.get_rank()
-        x = torch.arange(2.0 * numel) + rank
-        out = x.chunk(2)[rank if own else 1 - rank]
-        dist.reduce_scatter_tensor(out, x)
-        return out
+        inputs = [torch.arange(2.0 * numel) + rank for _ in range(3)]
+        outputs = [x.chunk(2)[rank] for x in inputs]
+        dist.reduce_scatter_tensor(outputs[0], inputs[0])
+        dist.group.WORLD.reduce_scatter_tensor_coalesced(outputs[1:], inputs[1:]).wait()
+        return outputs
 
-    for own in (True, False):
-        assert torch.equal(torch.cat(sim.run(lambda own=own: body(own), 2)), torch.arange(2.0 * numel) * 2 + 1)
+    for parts in zip(*sim.run(body, 2), strict=True):
+        assert torch.equal(torch.cat(parts), torch.arange(2.0 * numel) * 2 + 1)
 
 
 def test_a_reduction_that_torch_cannot_compute_is_raised_on_each_rank_and_the_world_goes_on():

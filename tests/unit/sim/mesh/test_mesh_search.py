@@ -456,6 +456,13 @@ def test_no_estimate_needs_less_than_the_bound(
     assert 0.2 * found.memory.peak < bound <= found.memory.peak
 
 
+def test_what_fits_leaves_room_for_the_context_of_the_device() -> None:
+    memory = estimate("llama-tiny", ParallelDims(dp_shard=2, world_size=2), 2, 128, "h100-sxm", Recipe()).memory
+    most = max(one.peak_reserved + one.context_bytes for one in memory.classes)
+    assert most > max(one.peak_reserved for one in memory.classes)
+    assert (memory.fits(most), memory.fits(most - 1)) == (True, False)
+
+
 _SIZES = {"vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16}
 _GUESSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "gated": (LlamaConfig(**_SIZES, num_key_value_heads=4, intermediate_size=5632), {}),

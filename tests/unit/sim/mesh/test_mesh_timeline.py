@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.core.machine import find_machine
+from sim.mesh.estimate import time_of
 from sim.mesh.program import Await, Comm, CommGroup, Event, EventRecord, HostWait, Op, Place, Program, Segment, Wait
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, exposed_parts, spans
 from sim.mesh.replay.timeline import Timeline, replay_time
@@ -61,6 +63,13 @@ def op(us: int, stream: int = 0, place: int = 0) -> Op:
 
 def comm(us: int, group: int, handle: int, stream: int = 0, kind: str = "all_gather", peer: int | None = None) -> Comm:
     return Comm(kind, group, us, us, "bfloat16", stream, handle, 0, peer)
+
+
+def test_stragglers_are_counted_by_nodes() -> None:
+    hardware = find_machine("h100-sxm")  # of 8 devices to a node
+    general = {"straggler": 0.1, "spread": {"dense": {"nothing": 0.1}}}
+    steps = {ranks: time_of(step_of(op(3)), ranks, hardware, general, 1e-6, 8.0).step.value for ranks in (2, 8, 32)}
+    assert steps == pytest.approx({2: 3 * US, 8: 3 * US, 32: 3 * US * 1.2})
 
 
 def one(events: list[Event], batches: int = 1, **more: Any) -> Program:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sim.prove.bound import SAFETY, DoubleGroupedProducts, Perturbed, deviation
+from sim.prove.bound import SAFETY, AtenCall, DoubleGroupedProducts, Perturbed, Rounding, deviation, rounding_of
 
 pytestmark = pytest.mark.sim
 
@@ -178,6 +178,18 @@ def test_an_inner_float32_op_keeps_its_own_roundoff():
     _, moved = deviation(lambda: {"low": (x.float() * 3).double(), "high": x * 3})
     assert 2**-26 < moved["low"] / 6 < 2**-21
     assert 2**-55 < moved["high"] / 6 < 2**-50
+
+
+def test_results_move_by_the_unit_that_is_asked_for():
+    x = torch.linspace(1, 2, 64, dtype=torch.float64)
+    _, moved = deviation(lambda: {"x": x * 3}, u_floor=FLOAT32)
+    assert 2**-26 < moved["x"] / 6 < 2**-21
+
+
+def test_a_softmax_is_as_right_as_the_sum_that_divides_it():
+    x, softmax = torch.ones(3, 50), torch.ops.aten._softmax.default
+    found = [rounding_of(softmax, AtenCall("_softmax", {"self": x, "dim": dim})) for dim in (0, 1)]
+    assert found == [Rounding(2, 3), Rounding(2, 50)]
 
 
 def test_exact_ops_are_left_alone():

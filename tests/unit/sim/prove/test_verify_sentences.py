@@ -14,7 +14,7 @@ from zoo_kit import Enter, Leave
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.prove.judge import advised
+from sim.prove.judge import Judge, advised, within
 from sim.prove.modes.choices import Choice, free_choices
 from sim.prove.report import Report, ReportRow
 
@@ -50,6 +50,20 @@ def contrastive(output, x, labels):
 def verify(parallelize=lambda model, mesh: DistributedDataParallel(model), inputs=None, **options):
     options = {"loss_fn": cross_entropy, "input_layouts": [("dp", "None"), ("dp",)], **options}
     return sim.verify_plan(Pair, inputs or given(), "dp=2", parallelize=parallelize, **options)
+
+
+def test_an_error_above_the_bound_is_wrong():
+    assert [within(error, 1.0, "off").status for error in (0.5, 1.0, 1.5)] == ["right", "right", "wrong"]
+    assert within(1.5, 1.0, "off").sentence == "off"
+
+
+def test_of_layouts_that_explain_the_parts_the_nearest_to_the_declaration_is_named():
+    mesh = Layout((2, 2), ("dp", "tp"))
+    full = torch.ones(4, 4)  # its halves may be split over either axis
+    found = Judge(mesh).declared(
+        dict.fromkeys(range(4), torch.ones(4, 2)), full, 1e-6, mesh("tp", "None"), ("dp", "tp")
+    )
+    assert found.sentence == "declared Shard(0) over tp, but the ranks hold dim 1 split over tp"
 
 
 def test_ignored_labels_that_the_ranks_do_not_share_evenly():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from zoo_kit import Enter, Leave, Tied, draw, rounding
 
 import sim
 from hyper_parallel import fully_shard, hsdp
+from sim.prove.judge import Finding
+from sim.prove.steps.compare import LoopComparison, _is_coarse
 
 pytestmark = pytest.mark.tier("test")
 
@@ -82,6 +85,17 @@ def verify(mesh, model=Gpt, **options):
 
 def rows(batch, mesh):
     return tuple(each.chunk(mesh.size())[mesh.get_rank()] for each in batch)
+
+
+def test_a_bound_beside_which_the_tensor_is_small_proves_nothing():
+    coarse = {bound: _is_coarse(Finding("right", bound=bound), torch.ones(3)) for bound in (1e-6, 0.1)}
+    assert coarse == {1e-6: False, 0.1: True}
+
+
+def test_a_step_changes_what_the_step_before_has_left():
+    steps = [SimpleNamespace(updates={"w": torch.tensor([value])}) for value in (3.0, 4.0)]
+    loops = SimpleNamespace(expected=SimpleNamespace(initial={"w": torch.tensor([1.0])}, steps=steps), _moves={})
+    assert [LoopComparison._changes(loops, number) for number in (0, 1)] == [{"w": 2.0}, {"w": 1.0}]
 
 
 # -- accumulation, and gradients that the user averages ----------------------------------------------------------------
