@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from activations_kit import Blocks, trained
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -197,6 +198,43 @@ def backward_twice() -> list[bool]:
     third = gradients(model, model(x).square().sum())
     other = gradients(twin, twin(x).square().sum())
     return [torch.equal(a, b) for each in (second, third, other) for a, b in zip(first, each, strict=True)]
+
+
+class Bits(torch.autograd.Function):
+    """The identity, which saves its input and the bits of that."""
+
+    @staticmethod
+    def forward(ctx, x, found):
+        ctx.found = found
+        ctx.save_for_backward(x, x.detach().view(torch.int32))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, bits = ctx.saved_tensors
+        ctx.found.append((bits.dtype, torch.equal(x.view(torch.int32), bits)))
+        return grad, None
+
+
+@late
+@pytest.mark.sim
+def test_memory_that_is_saved_in_two_dtypes_comes_back_in_both():
+    class Block(nn.Module):
+        def forward(self, x):
+            return Bits.apply(x, found)
+
+    def body():
+        model = nn.Module()
+        model.layers = nn.ModuleList([Block(), Block(), Block()])
+        checkpoint_blocks(model, "offload")
+        x = torch.randn(16, 16).to("npu").requires_grad_() * 1.0
+        for block in model.layers:
+            x = block(x)
+        x.sum().backward()
+
+    found = []
+    sim.run(body, 1, device="npu")
+    assert found == [(torch.int32, True)] * 3
 
 
 @pytest.mark.tier("test")

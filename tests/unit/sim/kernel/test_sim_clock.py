@@ -19,6 +19,7 @@ from machine_kit import Made, machine
 import sim
 from hyper_parallel.core.machine import Load, find_machine
 from hyper_parallel.core.machine.links import NodeSpread, collective_seconds, message_seconds
+from sim.comm.process_group import moved_by_all_reduce
 from sim.kernel import clock, scheduler
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
@@ -105,6 +106,13 @@ def test_a_message_is_priced_by_its_bytes_and_the_oldest_one_is_received_first()
         assert world.run(body)[0] == [2, 1, 2.0, 1.0]
     received = [event.end - event.start for event in world.trace.of_rank(0) if event.op == "recv"]
     assert received == [4000.0, 4000.0, 8000.0, 4000.0]
+
+
+def test_all_reduces_move_twice_the_data_but_for_one_rank():
+    for size, ranks in ((10, 4), (7, 3), (2, 5), (8, 1)):
+        moved = [moved_by_all_reduce(size, ranks, member) for member in range(ranks)]
+        assert sum(moved) == 2 * (ranks - 1) * size
+        assert max(moved) - min(moved) <= max(ranks - 2, 0)
 
 
 def test_operations_that_are_waited_for_together_are_completed_when_all_are():

@@ -236,3 +236,4 @@ def test_outliers_do_not_rule_a_fit():
     assert fitted["each"] == pytest.approx(2e-6, rel=0.02)
     assert summary(rows, fitted)[0] < 0.02
     assert math.isnan(quantile([], 0.5))
+    assert [quantile([4.0, 1.0, 3.0, 2.0], share) for share in (0.0, 0.5, 0.75, 1.0)] == [1.0, 3.0, 4.0, 4.0]

@@ -1326,6 +1326,24 @@ def _registers_operators(offset: int) -> tuple:
     return (*(each.item() for each in found), length)
 
 
+def test_functions_of_the_process_are_there_beside_those_of_a_rank():
+    library = torch.library.Library("of_the_process_too", "DEF")
+    library.define("plus(Tensor x) -> Tensor")
+    library.impl("plus", lambda x: x + 1, "CPU")
+
+    def body() -> list[bool]:
+        own = torch.library.Library("of_the_process_too", "IMPL")
+        if dist.get_rank() == 0:
+            own.impl("plus", torch.empty_like, "Meta")
+        dist.barrier()
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        found = [has("of_the_process_too::plus", key) for key in ("CPU", "Meta", "CUDA")]
+        dist.barrier()
+        return found
+
+    assert sim.run(body, 2) == [[True, True, False], [True, False, False]]
+
+
 @pytest.mark.tier("test")
 def test_operators_of_libraries():
     make = torch._C._dispatch_library

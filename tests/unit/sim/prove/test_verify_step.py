@@ -98,6 +98,23 @@ def test_a_step_changes_what_the_step_before_has_left():
     assert [LoopComparison._changes(loops, number) for number in (0, 1)] == [{"w": 2.0}, {"w": 1.0}]
 
 
+@pytest.mark.tier("test")
+def test_a_fault_in_backward_is_named_where_the_loss_is_scaled():
+    def rank_step(model, batch, by=2.0**40):
+        twice = model.blocks[0].mlp.register_full_backward_hook(lambda module, grads, _: (grads[0] * 2,))
+        loss = loss_of(model(batch[0]), batch[1])
+        (loss * by).backward()
+        twice.remove()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= by * dist.get_world_size()
+        return loss.detach()
+
+    report = verify("dp=3", batch=batch(rows=6), shard_batch=rows, rank_step=rank_step)
+    assert report.first.place == "the gradient of blocks.0.mlp.input"
+    assert report.first.sentence == "every part is 2 times what it should be"
+
+
 # -- accumulation, and gradients that the user averages ----------------------------------------------------------------
 
 

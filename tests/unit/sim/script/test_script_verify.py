@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sim.script.verify import _ScriptTask, main
+from sim.script.verify import _factors, _ScriptTask, main
 
 pytestmark = [pytest.mark.sim, pytest.mark.tier("test")]
 
@@ -339,6 +339,10 @@ def test_other_mistakes(verify: Verify) -> None:
         code, out, err = verify(MODEL + RANKS, None, *options)
         assert (code, out) == (2, "")
         assert words in err, err
+
+
+def test_meshes_of_a_number_of_ranks() -> None:
+    assert sorted(_factors(8)) == [(2, 2, 2), (2, 4), (4, 2), (8,)]
 
 
 def test_steps_are_complete_when_every_rank_has_taken_them() -> None:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import warm
 
 import sim
 from sim.late.switch import why_not
+from sim.testing import backends
 from sim.testing.processes import Watch, _would_run
 
 ROOT = Path(__file__).parents[4]
@@ -200,6 +202,19 @@ def test_one_body_has_four_arms(tmp_path):
     for backend, device in (("gpu", "cuda"), ("npu", "npu")):
         assert re.search(rf"test_sum\[{backend}\] SKIPPED", asked)
         assert re.search(rf"needs 2 {device} devices[:,]", asked), "the reason says how many"
+
+
+@pytest.mark.parametrize("there", [1, 2])
+def test_a_body_needs_as_many_devices_as_ranks(monkeypatch, there):
+    monkeypatch.setattr(backends, "get_platform", lambda kind: SimpleNamespace(device_count=lambda: there))
+    for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    if there == 2:
+        backends._need_ranks("gpu", 2, required=True)
+        return
+    for required, outcome in ((False, pytest.skip.Exception), (True, pytest.fail.Exception)):
+        with pytest.raises(outcome, match="needs 2 cuda devices, found 1"):
+            backends._need_ranks("gpu", 2, required=required)
 
 
 @pytest.mark.tier("full")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sim
 from sim.kernel.context import current_context
-from sim.timeline.bars import lay_out
+from sim.timeline.bars import lay_out, stack
 from sim.timeline.export import flight_recorder
 from sim.trace import Event, Span, Trace
 
@@ -227,6 +227,10 @@ def test_steps_where_no_time_has_passed():
         assert places[0, "tp"] == places[1, "tp"] == (0, 1)
         assert {places[rank, "dp"] for rank in range(4)} == {(1, 2)}
         assert {places[rank, "world"] for rank in range(4)} == {(2, 3)}
+
+
+def test_bars_lie_in_as_many_lanes_as_overlap():
+    assert stack([(2, 4), (0, 2), (1, 3), (3, 5)]) == [0, 0, 1, 1]
 
 
 def test_virtual_time_where_some_has_passed():
