@@ -456,6 +456,7 @@ def test_no_estimate_needs_less_than_the_bound(
     assert 0.2 * found.memory.peak < bound <= found.memory.peak
 
 
+@pytest.mark.tier("test")
 def test_what_fits_leaves_room_for_the_context_of_the_device() -> None:
     memory = estimate("llama-tiny", ParallelDims(dp_shard=2, world_size=2), 2, 128, "h100-sxm", Recipe()).memory
     most = max(one.peak_reserved + one.context_bytes for one in memory.classes)
