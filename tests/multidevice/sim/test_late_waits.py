@@ -45,7 +45,7 @@ WAITS = {
     "hsdp(comm_async=True)": (GATHER, REDUCE),
     "activations on the host": (GATHER, "offload._copying", "offload._leave", "offload._unpack", REDUCE),
     "inputs of blocks on the host": ("offload._copying", "offload._leave", "offload._unpack"),
-    "redistribute": ("api.distribute_tensor", "gradients.wait"),
+    "redistribute": ("api.distribute_tensor", "gradients.wait", "execute.drive"),
     "chunks": ("chunks.land", "groups.all_gather_single"),
     "ring attention": ("attention.wait", "attention._exchanged"),
     "pipelines": (

@@ -520,7 +520,7 @@ def test_hardware_that_nothing_describes_is_refused_also_where_nothing_is_predic
     code, output = invoke("train", "tiny.toml", "--hardware", "h100", *arguments)
     assert code == 2
     assert "cannot find the hardware 'h100': nothing has that name" in output
-    assert "try: 'h200'" in output
+    assert "try: 'h100-sxm'" in output
 
 
 def test_a_cpu_that_was_measured_is_found() -> None:

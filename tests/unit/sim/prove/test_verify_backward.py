@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo_kit import Enter, Leave, Net, draw, megatron, tokens
+from zoo_kit import Enter, Leave, Net, draw, megatron, rows, squared, tokens, with_averages
 
 import sim
 from sim.prove.steps.watch import LoopWatch
@@ -16,23 +16,6 @@ from sim.script.options import Launch
 from sim.script.verify import verify_script
 
 pytestmark = pytest.mark.tier("test")
-
-
-def squared(model, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    return loss
-
-
-def averaged(model, batch):
-    loss = squared(model, batch)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-    return loss
-
-
-def rows(batch, mesh):
-    return batch.chunk(mesh.size())[mesh.get_rank()]
 
 
 def proved(parallelize, mesh="tp=2", **options):
@@ -95,7 +78,7 @@ def test_a_fault_of_one_parameter_alone_is_none_of_an_activation():
     def hooked(model, mesh):
         model.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * 2)
 
-    first = proved(hooked, "dp=2", rank_step=averaged, shard_batch=rows).first
+    first = proved(hooked, "dp=2", rank_step=with_averages(squared), shard_batch=rows).first
     assert first.place == "the gradient of blocks.0.mlp.up.weight", first
 
 
@@ -242,7 +225,7 @@ def test_casts_that_both_sides_have_are_right(fault, prove):
 
     options = {"parallelize": scaled, "optimizer_fn": None, "steps": 1}
     if prove == "step":
-        options |= {"rank_step": averaged, "shard_batch": rows}
+        options |= {"rank_step": with_averages(squared), "shard_batch": rows}
         report = sim.verify_step(squared, Casting, draw(4, 16), "dp=2", **options)
     else:
         report = sim.verify_plan(Casting, (draw(4, 16),), "dp=2", **options)
@@ -368,7 +351,7 @@ def test_a_hook_of_ddp_that_does_not_wait_for_its_bucket(proof, waits):
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_loss_that_is_never_waited_for(waits):
     def step(model, batch):
-        loss = averaged(model, batch).detach()
+        loss = with_averages(squared)(model, batch).detach()
         work = dist.all_reduce(loss, op=dist.ReduceOp.AVG, async_op=True)
         if waits:
             work.wait()

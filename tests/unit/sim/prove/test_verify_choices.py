@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo_kit import Tied, draw, rounding
+from zoo_kit import Tied, draw, rounding, squared
 
 import sim
 from sim.script.options import Launch
@@ -53,12 +53,7 @@ def test_what_a_later_step_of_a_plan_chooses_near_a_tie_is_free(options, ok, ste
 
 @pytest.mark.parametrize(("options", "ok"), CASES)
 def test_what_a_later_step_of_ones_own_chooses_near_a_tie_is_free(options, ok):
-    def step(model, batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        return loss
-
-    report = sim.verify_step(step, Frozen, X, "tp=2", parallelize=partial(late, **options), steps=2)
+    report = sim.verify_step(squared, Frozen, X, "tp=2", parallelize=partial(late, **options), steps=2)
     assert report.ok == ok, report
     assert ok == any("topk of the model, candidates lie" in note for note in report.notes), report.notes
 
@@ -79,11 +74,6 @@ def test_what_a_stage_of_a_pipeline_chooses_near_a_tie_is_free(off):
         delattr(model, "first" if mesh.get_local_rank() else "last")
         return model
 
-    def step(model, batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        return loss
-
     def staged(model, batch):
         if dist.get_rank() == 0:
             sent = model.first(batch)
@@ -101,7 +91,7 @@ def test_what_a_stage_of_a_pipeline_chooses_near_a_tie_is_free(off):
         dist.send(got.grad, 0)
         return loss
 
-    report = sim.verify_step(step, Two, X, "pp=2", parallelize=stage, rank_step=staged, steps=2)
+    report = sim.verify_step(squared, Two, X, "pp=2", parallelize=stage, rank_step=staged, steps=2)
     assert report.ok == (off == 1e-15), report
     assert report.ok == any("topk of last, candidates lie" in note for note in report.notes), report.notes
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import Collect, Gather, Leave, draw
+from zoo_kit import Collect, Gather, Leave, draw, rows
 
 import sim
 
@@ -120,9 +120,6 @@ def step(loss_of, parallelize, **options):
         loss.backward()
         return loss
 
-    def rows(batch, mesh):
-        return tuple(each.chunk(2)[mesh.get_rank()] for each in batch)
-
     return sim.verify_step(take, Pair, given(), "dp=2", shard_batch=rows, parallelize=parallelize, **options)
 
 
@@ -227,9 +224,6 @@ def routing(fault):
         loss = added(model(*batch).square().sum()) / ROWS + 0.1 * model.moe.balance
         loss.backward()
         return loss
-
-    def rows(batch, mesh):
-        return tuple(each.chunk(2)[mesh.get_rank()] for each in batch)
 
     return sim.verify_step(take, Routed, given(), "dp=2", shard_batch=rows, parallelize=parallelize)
 

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from zoo_kit import rows, squared
 
 import sim
 from hyper_parallel import fully_shard
@@ -191,27 +192,6 @@ def test_masks_of_activations_that_are_split_over_tp(local):
     report = verify(Mlp, "tp=2", parallelize=split)
     is_right(report)
     assert any(row.verdict == "rounding" for row in report.rows)
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_part_of_a_mask_of_the_full_tensor(wrong):
-    def split(model, mesh):
-        rank = mesh.get_local_rank()
-
-        def kind(x, p):
-            numbers = torch.empty(ROWS, 2 * WIDTH, dtype=x.dtype).bernoulli_(1 - p)
-            start = ((1 - rank) if wrong else rank) * WIDTH
-            return x * numbers[:, start : start + WIDTH] / (1 - p)
-
-        model.kind = kind
-        return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-    report = verify(Mlp, "tp=2", parallelize=split)
-    if wrong:
-        assert not report.ok, report
-        assert report.first.tensor.endswith("with random numbers"), report
-    else:
-        is_right(report)
 
 
 class Attention(nn.Module):
@@ -420,12 +400,6 @@ def test_layers_that_ranks_always_take_are_found():
 # -- steps of one's own ------------------------------------------------------------------------------------------------
 
 
-def squared(model, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    return loss
-
-
 def averaged(model, batch, parts=1):
     total = 0.0
     for part in batch.chunk(parts):
@@ -437,13 +411,9 @@ def averaged(model, batch, parts=1):
     return total
 
 
-def own_rows(batch, mesh):
-    return batch.chunk(mesh.size())[mesh.get_rank()]
-
-
 def stepped(parallelize=None, mesh="dp=2", model=None, **options):
     made = model or (lambda: nn.Sequential(Residual(), nn.Linear(WIDTH, 4)))
-    split = {"shard_batch": own_rows} if "dp" in mesh else {}
+    split = {"shard_batch": rows} if "dp" in mesh else {}
     options = {"parallelize": parallelize, **split, **options}
     return sim.verify_step(squared, made, X, mesh, optimizer_fn=None, **options)
 
@@ -518,8 +488,9 @@ def test_masks_that_a_step_draws_again(shift):
         is_right(report)
 
 
+@pytest.mark.parametrize("in_a_step", [False, True])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_part_of_a_mask_that_is_drawn_whole_in_a_step(wrong):
+def test_a_part_of_a_mask_that_is_drawn_whole(wrong, in_a_step):
     def split(model, mesh):
         rank = mesh.get_local_rank()
 
@@ -531,9 +502,9 @@ def test_a_part_of_a_mask_that_is_drawn_whole_in_a_step(wrong):
         model.kind = kind
         return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-    report = stepped(split, "tp=2", Mlp)
+    report = stepped(split, "tp=2", Mlp) if in_a_step else verify(Mlp, "tp=2", parallelize=split)
     if wrong:
-        assert "with random numbers" in report.first.tensor, report
+        assert report.first.tensor.partition(" of step ")[0].endswith("with random numbers"), report
     else:
         is_right(report)
 
@@ -567,7 +538,7 @@ def test_layers_that_are_left_out_of_micro_batches():
         loss.backward()
         return loss.detach()
 
-    report = sim.verify_step(accumulated, Skipped, X, "dp=2", shard_batch=own_rows, optimizer_fn=None)
+    report = sim.verify_step(accumulated, Skipped, X, "dp=2", shard_batch=rows, optimizer_fn=None)
     assert report.ok, report
     assert "random numbers of the model (rand) are taken at their mean" in "".join(report.notes)
 
@@ -592,7 +563,7 @@ def test_noise_that_a_step_draws_by_itself(wrong):
         return loss
 
     model = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
-    report = sim.verify_step(step, model, X, "dp=2", rank_step=averaged, shard_batch=own_rows)
+    report = sim.verify_step(step, model, X, "dp=2", rank_step=averaged, shard_batch=rows)
     left = [note for note in report.notes if "random numbers" in note]
     if wrong:
         assert "with random numbers" in report.first.tensor, report
@@ -791,7 +762,7 @@ def test_experts_that_get_no_rows_of_a_rank_draw_nothing():
     x = X.clone()
     x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
     report = sim.verify_step(
-        squared, Experts, x, "dp=2", shard_batch=own_rows, parallelize=data_parallel_unused, optimizer_fn=None
+        squared, Experts, x, "dp=2", shard_batch=rows, parallelize=data_parallel_unused, optimizer_fn=None
     )
     is_right(report)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from zoo_kit import Enter, Leave, draw, take
+from zoo_kit import Enter, Leave, draw, rows, squared, take
 
 import sim
 from hyper_parallel import checkpoint_blocks, fully_shard
@@ -771,12 +771,6 @@ def kept_by(policy, model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-def mean_step(model, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    return loss
-
-
 @pytest.mark.tier("full")
 @pytest.mark.parametrize("policy", ["selective", "offload", "full offload"])
 def test_what_blocks_keep_for_backward_changes_nothing(policy, moved):
@@ -784,9 +778,9 @@ def test_what_blocks_keep_for_backward_changes_nothing(policy, moved):
     assert report.ok, report
     options = {
         "parallelize": partial(kept_by, policy),
-        "shard_batch": lambda x, mesh: x.chunk(2)[mesh.get_local_rank()],
+        "shard_batch": rows,
     }
-    report = sim.verify_step(mean_step, lambda: Net(2), X, "dp=2", **options)
+    report = sim.verify_step(squared, lambda: Net(2), X, "dp=2", **options)
     assert report.ok, report
     assert bool(moved) == ("offload" in policy)
 
@@ -809,9 +803,9 @@ def test_what_is_overwritten_on_the_host_is_found(monkeypatch):
     assert "gradient" in report.first.kind, report
     options = {
         "parallelize": partial(kept_by, "offload"),
-        "shard_batch": lambda x, mesh: x.chunk(2)[mesh.get_local_rank()],
+        "shard_batch": rows,
     }
-    assert not sim.verify_step(mean_step, lambda: Net(2), X, "dp=2", **options).ok
+    assert not sim.verify_step(squared, lambda: Net(2), X, "dp=2", **options).ok
 
 
 # -- proofs of nothing -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import Enter, Leave
+from zoo_kit import Enter, Leave, rows, squared, with_averages
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
@@ -87,9 +87,6 @@ def test_a_loss_in_a_step_that_is_no_mean_of_those_of_the_ranks():
         loss.backward()
         return loss
 
-    def rows(batch, mesh):
-        return tuple(each.chunk(2)[mesh.get_rank()] for each in batch)
-
     report = sim.verify_step(step, Pair, given(), "dp=2", shard_batch=rows)
     assert report.first.tensor == "loss"
     assert report.first.sentence == "neither the mean nor the sum of the ranks' losses is that of one device"
@@ -117,10 +114,6 @@ def grpo(output, labels, total=lambda values: values):
     return -(better * chosen * counted).sum() / total(counted.sum().detach())
 
 
-def of_rows(batch, mesh):
-    return tuple(each.chunk(mesh.size())[mesh.get_rank()] for each in batch)
-
-
 def stepping(loss_of, total=lambda values: values, op=None):
     def step(model, batch):
         loss = loss_of(model(*batch), batch[1], total)
@@ -135,7 +128,7 @@ def stepping(loss_of, total=lambda values: values, op=None):
 @pytest.mark.parametrize("loss_of", [dice, grpo])
 def test_losses_of_sums_over_all_rows_are_right(loss_of):
     step = stepping(loss_of, lambda values: Leave.apply(values, None), dist.ReduceOp.SUM)
-    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=of_rows, steps=2)
+    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=rows, steps=2)
     assert report.ok, report
 
 
@@ -143,7 +136,7 @@ def test_losses_of_sums_over_all_rows_are_right(loss_of):
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
 def test_losses_of_sums_over_a_ranks_rows_are_no_means(loss_of, op):
     step = stepping(loss_of, op=op)
-    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=of_rows)
+    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=rows)
     assert report.first.place == "the model's loss", report
     assert report.first.sentence == "neither the mean nor the sum of the ranks' losses is that of one device"
 
@@ -151,7 +144,7 @@ def test_losses_of_sums_over_a_ranks_rows_are_no_means(loss_of, op):
 @pytest.mark.parametrize("loss_of", [dice, grpo])
 def test_a_right_loss_whose_gradients_are_averaged_and_not_added_up(loss_of):
     step = stepping(loss_of, lambda values: Leave.apply(values, None), dist.ReduceOp.AVG)
-    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=of_rows)
+    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=rows)
     assert report.first.kind == "gradient", report
     assert "1/2 of what it should be" in report.first.sentence
 
@@ -170,22 +163,12 @@ class Normalised(nn.Module):
 
 @pytest.mark.parametrize("fault", ["own rows", "no norm"])
 def test_a_batch_norm_of_a_ranks_own_rows_in_a_step(fault):
-    def squared(model, batch):
-        loss = model(*batch).square().mean()
-        loss.backward()
-        return loss
-
-    def averaged(model, batch):
-        loss = squared(model, batch)
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-        return loss
-
     def without(model, mesh):
         model.norm.forward = lambda x: 2 * x * model.norm.weight + model.norm.bias
 
-    more = {"parallelize": without} if fault == "no norm" else {}
-    report = sim.verify_step(squared, Normalised, given(), "dp=2", rank_step=averaged, shard_batch=of_rows, **more)
+    options = {"parallelize": without} if fault == "no norm" else {}
+    options |= {"rank_step": with_averages(squared), "shard_batch": rows}
+    report = sim.verify_step(squared, Normalised, given(), "dp=2", **options)
     assert (report.first.module, report.first.tensor) == ("norm", "output"), report
     said = "each rank along dp normalises with the mean and the variance of its own rows, not of all"
     assert (report.first.sentence == said) == (fault == "own rows")
@@ -309,8 +292,8 @@ def test_input_layouts_are_one_of_the_ways_where_the_ranks_hold_the_whole():
 def test_a_report_that_is_not_ok_has_a_first_row(kind):
     fine = [ReportRow("", "x", kind, verdict=verdict) for verdict in ("exact", "rounding", "pending", "private")]
     open_, wrong = (ReportRow("", "y", kind, verdict=verdict) for verdict in ("not proved", "bug"))
-    for rows, first in [(fine, None), ([*fine, open_], open_), ([open_, *fine, wrong], wrong), ([wrong, open_], wrong)]:
-        report = Report(tuple(rows), "dp=2")
+    for some, first in [(fine, None), ([*fine, open_], open_), ([open_, *fine, wrong], wrong), ([wrong, open_], wrong)]:
+        report = Report(tuple(some), "dp=2")
         assert report.first is first
         assert report.ok is (first is None)
         assert first is None or str(first) in str(report).replace("\n  ", "\n")
@@ -582,16 +565,11 @@ def test_random_numbers_in_backward_alone_are_no_recomputation():
 
 
 def test_a_fault_behind_zeros_is_found_in_a_step_of_ones_own():
-    def step(model, batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        return loss
-
     def proved(reduce):
         def parallel(model, mesh):
             split_by_hand(model, mesh, reduce)
 
-        return sim.verify_step(step, Gated, IDS, "tp=2", parallelize=parallel)
+        return sim.verify_step(squared, Gated, IDS, "tp=2", parallelize=parallel)
 
     right = proved(reduce=True)
     assert right.ok, right
@@ -638,12 +616,6 @@ def routed(keeps=True, **options):
         model.keeps = keeps
 
     return sim.verify_plan(Routed, ROUTED, "tp=2", parallelize=parallel, **options)
-
-
-def squared(model, batch):
-    loss = model(*batch).square().mean()
-    loss.backward()
-    return loss
 
 
 def test_experts_that_no_input_reaches_and_masks_of_one_value_are_named():

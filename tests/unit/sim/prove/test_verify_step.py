@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import Enter, Leave, Tied, draw, rounding
+from zoo_kit import Enter, Leave, Tied, draw, rounding, rows, squared, with_averages
 
 import sim
 from hyper_parallel import fully_shard, hsdp
@@ -81,10 +81,6 @@ def step(model, batch):
 
 def verify(mesh, model=Gpt, **options):
     return sim.verify_step(options.pop("step", step), model, options.pop("batch", batch()), mesh, **options)
-
-
-def rows(batch, mesh):
-    return tuple(each.chunk(mesh.size())[mesh.get_rank()] for each in batch)
 
 
 def test_a_bound_beside_which_the_tensor_is_small_proves_nothing():
@@ -218,12 +214,6 @@ def test_faults_in_mixed_precision_are_found():
         first = verify("dp=2", shard_batch=rows, **options).first
         assert first.kind == "gradient"
         assert words in first.sentence
-
-
-def squared(model, x):
-    loss = model(x).square().mean()
-    loss.backward()
-    return loss
 
 
 @pytest.mark.parametrize(("options", "ok"), [({}, True), ({"ranks": (1,)}, False), ({"off": 1e-11}, False)])
@@ -609,19 +599,15 @@ def drawn_by_rank(wrap, seed, rank_step=None, **options):
     return sim.verify_step(squared, model, draw(4, 4), "dp=2", **options)
 
 
-def rows_of_rank(batch, mesh):
-    return batch.chunk(2)[mesh.get_rank()]
-
-
 def split_by_torch(model, mesh):
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     return parallelize_module(model, mesh, plan, src_data_rank=None)
 
 
 SPLITTING = {
-    "fully_shard": (lambda model, mesh: fully_shard(model, mesh=mesh), rows_of_rank, "'0.weight' along axis 'dp'"),
-    "fsdp2": (lambda model, mesh: fsdp2(model, mesh=mesh), rows_of_rank, "'weight' along axis 'dp'"),
-    "hsdp": (lambda model, mesh: hsdp(model), rows_of_rank, "'0.weight' along axis 'shard'"),
+    "fully_shard": (lambda model, mesh: fully_shard(model, mesh=mesh), rows, "'0.weight' along axis 'dp'"),
+    "fsdp2": (lambda model, mesh: fsdp2(model, mesh=mesh), rows, "'weight' along axis 'dp'"),
+    "hsdp": (lambda model, mesh: hsdp(model), rows, "'0.weight' along axis 'shard'"),
     "tensor parallel": (split_by_torch, None, "'the tensor given to distribute_tensor' along axis 'dp'"),
 }
 
@@ -637,19 +623,13 @@ def test_weights_drawn_by_each_ranks_own_seed_are_named(kind):
 
 
 def test_copies_of_weights_drawn_by_each_ranks_own_seed_are_named():
-    def averaged(model, batch):
-        loss = squared(model, batch)
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-        return loss
-
-    options = {"shard_batch": rows_of_rank, "rank_step": averaged}
+    options = {"shard_batch": rows, "rank_step": with_averages(squared)}
     assert drawn_by_rank(lambda model, mesh: model, lambda rank: 0, **options).ok
     first = drawn_by_rank(lambda model, mesh: model, lambda rank: rank, **options).first
     assert (first.kind, first.place) == ("parameter", "0.weight")
     assert first.sentence == "rank 1 (dp=1) is wrong, and the other one holds what it should"
     assert first.suggestion == "one seed for what they hold alike, or a broadcast"
-    ddp = drawn_by_rank(lambda model, mesh: DistributedDataParallel(model), lambda rank: rank, shard_batch=rows_of_rank)
+    ddp = drawn_by_rank(lambda model, mesh: DistributedDataParallel(model), lambda rank: rank, shard_batch=rows)
     assert ddp.ok  # it broadcasts rank 0's
 
 
@@ -850,17 +830,10 @@ def contextual(cut, shifted=False):
     return parallelize
 
 
-def averaged(model, batch):
-    loss = step(model, batch)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-    return loss
-
-
 @pytest.mark.tier("full")
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_context_parallelism_in_any_order_is_right(cut):
-    report = verify("cp=2", parallelize=contextual(cut), rank_step=averaged, shard_batch=cut)
+    report = verify("cp=2", parallelize=contextual(cut), rank_step=with_averages(step), shard_batch=cut)
     assert report.ok, str(report)
     verdicts = {
         row.verdict for row in report.rows if row.module in ("embed", "blocks.0", "head") and row.tensor == "output"
@@ -871,7 +844,7 @@ def test_context_parallelism_in_any_order_is_right(cut):
 @pytest.mark.tier("full")
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_positions_that_every_rank_counts_from_0(cut):
-    report = verify("cp=2", parallelize=contextual(cut, shifted=True), rank_step=averaged, shard_batch=cut)
+    report = verify("cp=2", parallelize=contextual(cut, shifted=True), rank_step=with_averages(step), shard_batch=cut)
     assert (report.first.module, report.first.tensor) == ("place", "input"), str(report)
 
 
@@ -910,19 +883,12 @@ def verify_masked(kind=None, **options):
     def stale(model, batch):
         if kind == "stale":
             model.kept = batch = model.kept or batch
-        return averaged_square(model, batch)
-
-    def averaged_square(model, batch):
-        loss = model(*batch).square().mean()
-        loss.backward()
-        for parameter in model.parameters() if dist.is_initialized() else ():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-        return loss
+        return with_averages(squared)(model, batch)
 
     x, offset = draw(ROWS, LENGTH, WIDTH), torch.zeros(ROWS, LENGTH, WIDTH)
     inputs = (x, torch.ones(ROWS, LENGTH, dtype=torch.bool), offset)
     options = {"shard_batch": rows, "parallelize": wrong, "rank_step": stale, **options}
-    return sim.verify_step(averaged_square, model, inputs, "dp=2", **options)
+    return sim.verify_step(squared, model, inputs, "dp=2", **options)
 
 
 def test_a_second_step_has_other_inputs():
@@ -1379,11 +1345,6 @@ class Pooling(nn.Module):
 
 
 def test_twice_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
-    def squared(model, batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        return loss
-
     found = sim.verify_step(squared, Pooling, torch.randn(2, 3, WIDTH), "dp=2").sensitivity()
     outcomes = {(row.place, row.kind): row.outcome for row in found.rows}
     assert outcomes["gradient of score.bias", "wrong scale"] == "none", found
@@ -1432,26 +1393,12 @@ class Dropping(nn.Module):
 
 
 def recomputed(first, second, functional=False, **options):
-    def step(model, batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        return loss
-
-    def averaged(model, batch):
-        loss = step(model, batch)
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-        return loss
-
     def model():
         layers = [Dropping(restored, functional) for restored in (first, second)]
         return nn.Sequential(*layers, nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
 
-    def halves(batch, mesh):
-        return batch.chunk(2)[mesh.get_local_rank()]
-
-    options = {"rank_step": averaged, **options}
-    return sim.verify_step(step, model, draw(ROWS, WIDTH), "dp=2", shard_batch=halves, optimizer_fn=None, **options)
+    options = {"rank_step": with_averages(squared), **options}
+    return sim.verify_step(squared, model, draw(ROWS, WIDTH), "dp=2", shard_batch=rows, optimizer_fn=None, **options)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

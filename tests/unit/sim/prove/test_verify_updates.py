@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import draw
+from zoo_kit import draw, rows, squared, with_averages
 
 import sim
 from sim.prove.steps.updates import UpdateReplay, UpdateStarts
@@ -99,27 +99,9 @@ def proved_plan(optimizer_fn, wrap=lambda model, mesh: DistributedDataParallel(m
     )
 
 
-def step(model, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    return loss
-
-
-def averaged(model, batch):
-    loss = step(model, batch)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-    return loss
-
-
 def proved_step(optimizer_fn, **options):
-    def rows(batch, mesh):
-        return batch.chunk(mesh.size())[mesh.get_rank()]
-
-    x = draw(4, 3, WIDTH)
-    return sim.verify_step(
-        step, Pooling, x, "dp=2", rank_step=averaged, shard_batch=rows, optimizer_fn=optimizer_fn, **options
-    )
+    options |= {"rank_step": with_averages(squared), "shard_batch": rows, "optimizer_fn": optimizer_fn}
+    return sim.verify_step(squared, Pooling, draw(4, 3, WIDTH), "dp=2", **options)
 
 
 FAULTS = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,6 +30,7 @@ from zoo_kit import (
 
 CASES: list[Case] = []
 case = register(CASES)
+fault = partial(case, on=megatron)
 
 
 def same(x):
@@ -37,43 +40,37 @@ def same(x):
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
-@case(
+@fault(
     "no reduction after a row-split weight",
     ("forward", "blocks.0.mlp.down", "output"),
     "parts of a sum over tp",
     "nothing reduced it",
     hint="all_reduce",
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
-    if broken:
-        model.blocks[0].mlp.leave = same
+def _(model, mesh):
+    model.blocks[0].mlp.leave = same
 
 
-@case(
+@fault(
     "an operation of one's own that forgets its all_reduce in backward",
     ("gradient", "blocks.1.mlp.up", "input"),
     "parts of a sum over tp",
     "nothing reduced it",
     hint="all_reduce",
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
-    if broken:
-        model.blocks[1].mlp.enter = same
+def _(model, mesh):
+    model.blocks[1].mlp.enter = same
 
 
-@case(
+@fault(
     "a bias that every rank adds before the reduction",
     ("forward", "blocks.1.mlp.down", "output"),
     "a bias that each of the 2 ranks adds",
     "after the reduction",
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
-    if broken:
-        down = model.blocks[1].mlp.down
-        down.forward = lambda x: F.linear(x, down.weight, Enter.apply(down.bias, axis(mesh)[2]))
+def _(model, mesh):
+    down = model.blocks[1].mlp.down
+    down.forward = lambda x: F.linear(x, down.weight, Enter.apply(down.bias, axis(mesh)[2]))
 
 
 @case(
@@ -112,41 +109,35 @@ def _(model, mesh, broken):
         parameter.register_hook(lambda grad: summed(grad, rows))
 
 
-@case(
+@fault(
     "a sum that is taken twice",
     ("forward", "blocks.1.attn", "output"),
     "2 times what it should be",
     "counted once per rank of 'tp'",
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
+def _(model, mesh):
     attn, leave = model.blocks[1].attn, model.blocks[1].attn.leave
-    if broken:
-        attn.leave = lambda y: leave(leave(y))
+    attn.leave = lambda y: leave(leave(y))
 
 
-@case(
+@fault(
     "a sum that is divided by the number of ranks",
     ("forward", "blocks.1.attn", "output"),
     "1/2 of what it should be",
     "averaged once too often over 'tp'",
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
+def _(model, mesh):
     attn, leave = model.blocks[1].attn, model.blocks[1].attn.leave
-    if broken:
-        attn.leave = lambda y: leave(y) / 2
+    attn.leave = lambda y: leave(y) / 2
 
 
-@case(
+@fault(
     "gradients that are scaled by 1/tp twice",
     ("gradient", "blocks.0.attn.o", "weight"),
     "1/2 of what it should be",
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
-    if broken:
-        model.blocks[0].attn.o.weight.register_hook(lambda grad: grad / 2)
+def _(model, mesh):
+    model.blocks[0].attn.o.weight.register_hook(lambda grad: grad / 2)
 
 
 @case(
@@ -170,17 +161,15 @@ def _(model, mesh, broken):
             each.weight.register_hook(lambda grad, pair=pairs[rank // 2]: summed(grad, pair))
 
 
-@case(
+@fault(
     "initial weights from one seed on every shard",
     ("parameter", "blocks.0.mlp.up", "weight"),
     "hold the same values where each should hold its own part",
     "the same random seed on every shard?",
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
-    if broken:
-        torch.manual_seed(1)
-        nn.init.normal_(model.blocks[0].mlp.up.weight)
+def _(model, mesh):
+    torch.manual_seed(1)
+    nn.init.normal_(model.blocks[0].mlp.up.weight)
 
 
 @case(
@@ -279,25 +268,20 @@ def split_vocabulary(model, mesh, *, masked=True, tied=False, joined=None):
     model.head.forward = lambda x: join(head(Enter.apply(x, group)))
 
 
-@case(
+case(
     "a split embedding that looks up other ranks' tokens",
     ("forward", "embed", "output"),
     "all ranks hold the same, and it is wrong",
     hint="computed from embed.input, which is right",
-)
-def _(model, mesh, broken):
-    split_vocabulary(model, mesh, masked=not broken)
+)(lambda model, mesh, broken: split_vocabulary(model, mesh, masked=not broken))
 
-
-@case(
+case(
     "tied weights that are split apart",
     ("parameter", "head", "weight"),
     "one tensor with embed.weight on one device",
     hint="tie head.weight to embed.weight again",
     model=lambda: Net(tied=True),
-)
-def _(model, mesh, broken):
-    split_vocabulary(model, mesh, tied=not broken)
+)(lambda model, mesh, broken: split_vocabulary(model, mesh, tied=not broken))
 
 
 @case(
@@ -367,25 +351,20 @@ TRAINED = {
     "inputs": (draw(4, 6, WIDTH), tokens()),
 }
 
+case("a softmax with the largest of this rank's logits only", ("forward", "loss", "output"), "it is wrong", **TRAINED)(
+    lambda model, mesh, broken: split_loss(model, mesh, largest=not broken)
+)
 
-@case("a softmax with the largest of this rank's logits only", ("forward", "loss", "output"), "it is wrong", **TRAINED)
-def _(model, mesh, broken):
-    split_loss(model, mesh, largest=not broken)
-
-
-@case(
+case(
     "a softmax over this rank's logits only",
     ("forward", "loss", "output"),
     "the ranks along 'tp' should hold the same and do not",
     **TRAINED,
+)(lambda model, mesh, broken: split_loss(model, mesh, sums=not broken))
+
+case("label smoothing over this rank's vocabulary only", ("forward", "loss", "output"), "it is wrong", **TRAINED)(
+    lambda model, mesh, broken: split_loss(model, mesh, whole_count=not broken)
 )
-def _(model, mesh, broken):
-    split_loss(model, mesh, sums=not broken)
-
-
-@case("label smoothing over this rank's vocabulary only", ("forward", "loss", "output"), "it is wrong", **TRAINED)
-def _(model, mesh, broken):
-    split_loss(model, mesh, whole_count=not broken)
 
 
 # -- sequences that are split ------------------------------------------------------------------------------------------
@@ -415,11 +394,7 @@ class Cut(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         return x.chunk(group.size(), dim)[group.rank()].clone()
 
-    @staticmethod
-    def backward(ctx, grad):
-        parts = [torch.empty_like(grad) for _ in range(ctx.group.size())]
-        dist.all_gather(parts, grad.contiguous(), group=ctx.group)
-        return torch.cat(parts, ctx.dim), None, None
+    backward = Scatter.backward
 
 
 @case(
@@ -436,12 +411,11 @@ def _(model, mesh, broken):
     "an all_gather whose backward keeps this rank's part without adding the others'",
     ("gradient", "blocks.1.mlp.up", "input"),
     "parts of a sum over tp",
+    on=sequence_parallel,
 )
-def _(model, mesh, broken):
-    sequence_parallel(model, mesh)
+def _(model, mesh):
     group = axis(mesh)[2]
-    if broken:
-        model.blocks[1].mlp.enter = lambda x: Collect.apply(x, 1, group)
+    model.blocks[1].mlp.enter = lambda x: Collect.apply(x, 1, group)
 
 
 @case(
@@ -449,13 +423,12 @@ def _(model, mesh, broken):
     ("forward", "blocks.1.attn.q", "input"),
     "gathered over 'tp' along dim 0 instead of dim 1",
     hint="computed from blocks.1.attn.input.x, which is right",
+    on=sequence_parallel,
 )
-def _(model, mesh, broken):
-    sequence_parallel(model, mesh)
+def _(model, mesh):
     group = axis(mesh)[2]
-    if broken:
-        model.blocks[1].attn.enter = lambda x: Gather.apply(x, 0, group)
-        model.blocks[1].attn.leave = lambda y: Scatter.apply(y, 0, group)
+    model.blocks[1].attn.enter = lambda x: Gather.apply(x, 0, group)
+    model.blocks[1].attn.leave = lambda y: Scatter.apply(y, 0, group)
 
 
 class Rotary(nn.Module):
@@ -511,25 +484,19 @@ SEQUENCE = {
     "options": {"input_layouts": [("None", "cp")]},
 }
 
-
-@case(
+case(
     "rotary positions that start at 0 on every part of the sequence",
     ("forward", "rotary", "output"),
     "rank 1 (cp=1) is wrong, and the other one holds what it should",
     **SEQUENCE,
-)
-def _(model, mesh, broken):
-    context_parallel(model, mesh, turned=not broken)
+)(lambda model, mesh, broken: context_parallel(model, mesh, turned=not broken))
 
-
-@case(
+case(
     "a causal mask of positions within the part of the sequence",
     ("forward", "out", "input"),
     "rank 1 (cp=1) is wrong, and the other one holds what it should",
     **SEQUENCE,
-)
-def _(model, mesh, broken):
-    context_parallel(model, mesh, masked=not broken)
+)(lambda model, mesh, broken: context_parallel(model, mesh, masked=not broken))
 
 
 # -- others ------------------------------------------------------------------------------------------------------------
@@ -584,39 +551,32 @@ def _(model, mesh, broken):
     model.moe.experts = experts
 
 
-@case(
+case(
     "one rank that breaks ties otherwise than the others",
     ("forward", "", "output"),
     "rank 1 (tp=1) is wrong",
     model=Tied,
     inputs=(draw(4, 6, WIDTH),),
-)
-def _(model, mesh, broken):
-    rounding(model, mesh, ranks=(1,) if broken else (0, 1))
+)(lambda model, mesh, broken: rounding(model, mesh, ranks=(1,) if broken else (0, 1)))
 
-
-@case(
+case(
     "a choice between candidates that are further apart than rounding",
     ("forward", "", "output"),
     "all ranks hold the same, and it is wrong",
     model=Tied,
     inputs=(draw(4, 6, WIDTH),),
-)
-def _(model, mesh, broken):
-    rounding(model, mesh, off=1e-11 if broken else 1e-15)
+)(lambda model, mesh, broken: rounding(model, mesh, off=1e-11 if broken else 1e-15))
 
 
-@case(
+@fault(
     "a cast to bfloat16 on one path only",
     ("forward", "blocks.1.mlp.up", "output"),
     "computed it in bfloat16 or cast to it by hand, and one device did not",
     hint="autocast",
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
+def _(model, mesh):
     up = model.blocks[1].mlp.up
-    if broken:
-        up.forward = lambda x: F.linear(x.bfloat16(), up.weight.bfloat16(), up.bias.bfloat16()).to(x.dtype)
+    up.forward = lambda x: F.linear(x.bfloat16(), up.weight.bfloat16(), up.bias.bfloat16()).to(x.dtype)
 
 
 @case(

@@ -189,16 +189,13 @@ def styles(**changed):
 
 SEQUENCE = {**FEED, "options": {"input_layouts": [("None", "tp")], "declared": {"output": WHOLE}}}
 
-
-@case(
+case(
     "a norm that torch's plan leaves out",
     ("gradient", "norms.1", "weight"),
     "parts of a sum over tp: nothing adds up the gradients",
     hint="all_reduce of gradients over tp",
     **SEQUENCE,
-)
-def _(model, mesh, broken):
-    parallelize_module(model, mesh, styles(**({"norms.1": None} if broken else {})))
+)(lambda model, mesh, broken: parallelize_module(model, mesh, styles(**({"norms.1": None} if broken else {}))))
 
 
 @case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ def mean(logits, ids):
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+TRAINED = {"mesh": "dp=2", "options": {**ROWS, "loss_fn": mean}}
+
+
 def ddp(model):
     return nn.parallel.DistributedDataParallel(model)
 
@@ -50,8 +54,7 @@ def units(wrap, model, mesh):
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 
-
-@case(
+case(
     "a loss that is divided by dp where gradients are averaged too",
     ("gradient", "embed", "weight"),
     "1/2 of what it should be",
@@ -61,9 +64,7 @@ def units(wrap, model, mesh):
         "input_layouts": ROWS["input_layouts"],
         "loss_fn": lambda y, ids: mean(y, ids) / (dist.get_world_size() if broken and dist.is_initialized() else 1),
     },
-)
-def _(model, mesh, broken):
-    return ddp(model)
+)(lambda model, mesh, broken: ddp(model))
 
 
 class Averaged(torch.autograd.Function):
@@ -78,19 +79,20 @@ class Averaged(torch.autograd.Function):
         return average(grad)
 
 
-@case(
+def undivided(model, mesh):
+    for unit in (model, *model.blocks):
+        unit.set_gradient_divide_factor(1.0)
+
+
+case(
     "a loss that is averaged over dp, and gradients that are added up",
     ("gradient", "head", "output"),
     "2 times what it should be",
     "counted once per rank of 'dp'",
     mesh="dp=2",
     options={**ROWS, "loss_fn": lambda y, ids: Averaged.apply(mean(y, ids)) if dist.is_initialized() else mean(y, ids)},
-)
-def _(model, mesh, broken):
-    units(fsdp2, model, mesh)
-    if broken:
-        for unit in (model, *model.blocks):
-            unit.set_gradient_divide_factor(1.0)
+    on=partial(units, fsdp2),
+)(undivided)
 
 
 def padded(broken):
@@ -108,16 +110,14 @@ def padded(broken):
     return {**ROWS, "loss_fn": loss}
 
 
-@case(
+case(
     "a mean of local means where ranks have different numbers of tokens",
     ("forward", "", "loss"),
     "neither the mean nor the sum of the ranks' losses is that of the whole batch",
     mesh="dp=2",
     inputs=(torch.cat([tokens(2), tokens(2) * torch.tensor([1, 0, 1, 0, 0, 0])]),),
     varied=padded,
-)
-def _(model, mesh, broken):
-    return ddp(model)
+)(lambda model, mesh, broken: ddp(model))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -128,8 +128,7 @@ def _(model, mesh, broken):
     ("gradient", "embed", "weight"),
     "nothing adds up the gradients",
     hint="over dp",
-    mesh="dp=2",
-    options={**ROWS, "loss_fn": mean},
+    **TRAINED,
 )
 def _(model, mesh, broken):
     model = ddp(model)
@@ -137,44 +136,35 @@ def _(model, mesh, broken):
     return model
 
 
-@case(
+case(
     "replicas of shards whose gradients are not reduced",
     ("gradient", "blocks.1.norm1", "weight"),
     "no rank has a gradient, and one device has",
     mesh="replicate=2,shard=2",
     options={"input_layouts": [(("replicate", "shard"), "None")], "loss_fn": mean},
-)
-def _(model, mesh, broken):
-    units(fsdp2, model, mesh)
-    if broken:
-        model.blocks[1].set_requires_all_reduce(False)
+    on=partial(units, fsdp2),
+)(lambda model, mesh: model.blocks[1].set_requires_all_reduce(False))
 
-
-@case(
+case(
     "shards along the axis on which the data is the same",
     ("gradient", "embed", "weight"),
     "parts of an average over dp: nothing adds up the gradients",
     hint="over dp",
     mesh="dp=2,tp=2",
     options={**ROWS, "loss_fn": mean},
-)
-def _(model, mesh, broken):
-    units(fsdp2, model, mesh["tp" if broken else "dp"])
+)(lambda model, mesh, broken: units(fsdp2, model, mesh["tp" if broken else "dp"]))
 
 
 @case(
     "a block that is in no unit, and whose gradients stay on their rank",
     ("gradient", "blocks.1.norm2", "weight"),
     "over dp",
-    mesh="dp=2",
-    options={**ROWS, "loss_fn": mean},
+    **TRAINED,
 )
 def _(model, mesh, broken):
     norm = model.blocks[1].norm2
     ignored = list(norm.parameters()) if broken else []
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, ignored_params=ignored)
-    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    units(partial(fully_shard, ignored_params=ignored), model, mesh)
 
 
 # -- mixed precision ---------------------------------------------------------------------------------------------------
@@ -185,35 +175,27 @@ BF16 = torch.bfloat16
 def mixed(wrap, model, mesh):
     """Units that compute in bfloat16 and add up gradients in float32."""
     policy = (MixedPrecisionPolicy if wrap is fsdp2 else Policy)(param_dtype=BF16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        wrap(block, mesh=mesh, mp_policy=policy)
-    wrap(model, mesh=mesh, mp_policy=policy)
+    units(partial(wrap, mp_policy=policy), model, mesh)
 
 
-@case(
+case(
     "gradients of bfloat16 units that are added up, where a mean is meant",
     ("gradient", "embed", "weight"),
     "2 times what it should be",
-    mesh="dp=2",
-    options={**ROWS, "loss_fn": mean},
-)
-def _(model, mesh, broken):
-    mixed(fsdp2, model, mesh)
-    if broken:
-        for unit in (model, *model.blocks):
-            unit.set_gradient_divide_factor(1.0)
+    **TRAINED,
+    on=partial(mixed, fsdp2),
+)(undivided)
 
 
 @case(
     "gradients of a bfloat16 unit on one rank that are a hundredth too large",
     ("gradient", "blocks.1.norm1", "weight"),
     "rank 1 (dp=1) is wrong",
-    mesh="dp=2",
-    options={**ROWS, "loss_fn": mean},
+    **TRAINED,
+    on=partial(mixed, fully_shard),
 )
-def _(model, mesh, broken):
-    mixed(fully_shard, model, mesh)
-    if broken and dist.get_rank() == 1:
+def _(model, mesh):
+    if dist.get_rank() == 1:
         for parameter in model.blocks[1].parameters():
             parameter.register_hook(lambda grad: grad * 1.01)
 
@@ -234,11 +216,10 @@ class Cast(Net):
     hint="all_reduce",
     model=Cast,
     options={"dtype": torch.float32},
+    on=megatron,
 )
-def _(model, mesh, broken):
-    megatron(model, mesh)
-    if broken:
-        model.blocks[0].mlp.leave = lambda y: y
+def _(model, mesh):
+    model.blocks[0].mlp.leave = lambda y: y
 
 
 @case(
@@ -295,7 +276,7 @@ def clip(params, broken):
         grad.mul_(0.1 / square.sqrt())
 
 
-@case(
+case(
     "gradients that are clipped by the norm of this rank's shards",
     ("update", "embed", "weight"),
     "declared (dp, -), and rank 1 holds",
@@ -303,9 +284,7 @@ def clip(params, broken):
     hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(clip),
-)
-def _(model, mesh, broken):
-    units(fully_shard, model, mesh)
+)(lambda model, mesh, broken: units(fully_shard, model, mesh))
 
 
 def decay(params, broken):
@@ -314,16 +293,14 @@ def decay(params, broken):
             parameter.data.mul_(0.9)
 
 
-@case(
+case(
     "weight decay on one rank only",
     ("update", "embed", "weight"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(decay),
-)
-def _(model, mesh, broken):
-    return ddp(model)
+)(lambda model, mesh, broken: ddp(model))
 
 
 def skip(params, broken):
@@ -333,16 +310,14 @@ def skip(params, broken):
                 parameter.grad = None
 
 
-@case(
+case(
     "norm weights that are updated on one rank only",
     ("update", "blocks.0.norm1", "weight"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(skip),
-)
-def _(model, mesh, broken):
-    return ddp(model)
+)(lambda model, mesh, broken: ddp(model))
 
 
 class Masters(torch.optim.SGD):
@@ -403,8 +378,7 @@ def _(model, mesh, broken):
     "weights that one rank has loaded in another order",
     ("parameter", "blocks.0.mlp.up", "weight"),
     "rank 1 (dp=1)",
-    mesh="dp=2",
-    options={**ROWS, "loss_fn": mean},
+    **TRAINED,
 )
 def _(model, mesh, broken):
     if broken and dist.get_rank() == 1:
@@ -497,7 +471,7 @@ class Normed(nn.Module):
     mesh="dp=2",
     model=Normed,
     inputs=(draw(8, WIDTH),),
-    options={"input_layouts": [("dp", "None")]},
+    options=ROWS,
 )
 def _(model, mesh, broken):
     norm = model.norm

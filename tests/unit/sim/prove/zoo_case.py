@@ -53,11 +53,19 @@ class Case:
 
 
 def register(cases: list[Case]) -> Callable[..., Any]:
-    """Return a decorator that makes a case of a function and adds it to a list."""
+    """Return a decorator that makes a case of a function and adds it to a list.
 
-    def case(name: str, place: tuple[str, str, str], *words: str, **options: Any) -> Callable[..., Any]:
+    `on`: makes the model parallel, and rightly; the function is then the fault alone.
+    """
+
+    def case(name: str, place: tuple[str, str, str], *words: str, on: Any = None, **options: Any) -> Callable[..., Any]:
         def add(apply: Callable[..., Any]) -> Callable[..., Any]:
-            cases.append(Case(name, apply, *place, words, **options))
+            def on_top(model: nn.Module, mesh: Any, broken: bool) -> None:
+                on(model, mesh)
+                if broken:
+                    apply(model, mesh)
+
+            cases.append(Case(name, on_top if on else apply, *place, words, **options))
             return apply
 
         return add

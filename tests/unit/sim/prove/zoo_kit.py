@@ -105,6 +105,34 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+# -- steps of one's own ------------------------------------------------------------------------------------------------
+
+
+def squared(model, batch):
+    loss = model(*batch if isinstance(batch, tuple) else (batch,)).square().mean()
+    loss.backward()
+    return loss
+
+
+def with_averages(step):
+    """A step after which all ranks have the mean of their gradients."""
+
+    def averaged(model, batch):
+        loss = step(model, batch)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return loss
+
+    return averaged
+
+
+def rows(batch, mesh):
+    """This rank's rows of a tensor, or of each of several."""
+    if isinstance(batch, tuple):
+        return tuple(rows(each, mesh) for each in batch)
+    return batch.chunk(mesh.size())[mesh.get_rank()]
+
+
 # -- collectives for code on local tensors -----------------------------------------------------------------------------
 
 
@@ -157,12 +185,7 @@ class Gather(torch.autograd.Function):
 class Collect(torch.autograd.Function):
     """Forward an all_gather along a dim, backward this rank's part: for what all ranks use alike afterwards."""
 
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim)
+    forward = Gather.forward
 
     @staticmethod
     def backward(ctx, grad):
