@@ -843,32 +843,6 @@ def test_an_input_that_is_overwritten_too_early():
     )
 
 
-def test_all_that_ranks_communicate():
-    def body(device: str) -> list:
-        rank = dist.get_rank()
-        x = torch.arange(4.0).to(device) + rank
-        dist.all_reduce(x, op=dist.ReduceOp.AVG)
-        parts = [torch.empty(4, device=device) for _ in range(2)]
-        dist.all_gather(parts, x * 2)
-        swapped = torch.empty_like(x)
-        dist.all_to_all_single(swapped, x + rank)
-        dist.broadcast(swapped, src=1)
-        other = torch.empty_like(x)
-        ops = [dist.P2POp(dist.isend, x + rank, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
-        objects: list = [None, None]
-        dist.all_gather_object(objects, {"rank": rank})
-        group = dist.new_group([0, 1])
-        dist.all_reduce(x, group=group)
-        dist.barrier()
-        return [each.tolist() for each in (x, *parts, swapped, other)] + objects
-
-    assert late(body, 2, args=("npu",), check_races=True) == sim.run(body, 2, ("cpu",))
-    assert late(body, 2, args=("npu",), seed=3) == sim.run(body, 2, ("cpu",))
-
-
 def test_objects_go_over_the_device_in_a_group_that_has_no_other():
     def body(backend: str | None) -> list[str]:
         dist.init_process_group(backend)
