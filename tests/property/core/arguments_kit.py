@@ -38,7 +38,10 @@ NO_EFFECT = "without effect"
 LEFT_OUT = {
     "CheckpointError": EXCEPTION,
     "LeaseLostError": EXCEPTION,
-    "device_types": "takes no arguments",
+    **dict.fromkeys(("device_types", "machine_names"), "takes no arguments"),
+    **dict.fromkeys(
+        ("Machine", "Load", "load_seconds", "machine_of_device"), "data that is read, without communication"
+    ),
     "PlatformUnavailableError": EXCEPTION,
     "SkipDTensorDispatch": "without effect, and its argument is what `with ... as` returns",
     **dict.fromkeys(
@@ -421,6 +424,7 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "llama_loss": lambda g: {"logits": torch.ones(2, 4, 8), "targets": TOKENS},
     "llama_plan": lambda g: {"model": DENSE, "mesh": g.mesh},
     "moe_plan": lambda g: {"model": SPARSE, "mesh": g.mesh},
+    "find_machine": lambda g: {"hardware": "h100-sxm"},
     "parallelize_moe": lambda g: {"model": MoELlama.build(SPARSE), "mesh": g.mesh},
     # devices
     "reductions_of": lambda g: {"backend": "gloo"},
