@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from hyper_parallel.core.activations import checkpoint_blocks
     from hyper_parallel.core.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+    from hyper_parallel.core.common.errors import HyperParallelError, InvalidState, InvalidType, InvalidValue
     from hyper_parallel.core.context_parallel import context_parallel
     from hyper_parallel.core.distributed_checkpoint import get_optim_state_dict, set_optim_state_dict
     from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
@@ -133,6 +134,11 @@ __all__ = [
     "save_checkpoint",
     # Devices
     "get_platform",
+    # Errors: one base, and classes that are also ValueError, TypeError and RuntimeError
+    "HyperParallelError",
+    "InvalidState",
+    "InvalidType",
+    "InvalidValue",
     # torch's own, and what has no effect: names that users of the existing library import from here
     "ColwiseParallel",
     "PipelineStage",
@@ -169,6 +175,7 @@ _NAMES_OF = MappingProxyType(
         "hyper_parallel.core.dtensor.dtensor": "SkipDTensorDispatch distribute_module",
         "hyper_parallel.core.activations": "checkpoint_blocks",
         "hyper_parallel.core.checkpoint": "Checkpointer load_checkpoint save_checkpoint",
+        "hyper_parallel.core.common.errors": "HyperParallelError InvalidState InvalidType InvalidValue",
         "hyper_parallel.core.context_parallel": "context_parallel",
         "hyper_parallel.core.expert_parallel": "expert_parallel update_expert_bias",
         "hyper_parallel.core.optim": "Muon",

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.checks import check_choice, check_least
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import HyperParallelError, explain
 
 POLICIES = ("skip", "stop", "dump")
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(HyperParallelError, ArithmeticError):
     """A loss or gradient was NaN or infinite, and the run was to stop there."""
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import HyperParallelError, explain
 from hyper_parallel.core.fully_shard.schedule import last_operations
 from hyper_parallel.trainer.guards import StopRequest
 
@@ -37,7 +37,7 @@ _MAY_TAKE_LONG = ("saving", "validating")  # far longer than a step, and it was 
 _CONNECTION = re.compile(r"gloo|NCCL|HCCL|Connection (closed|refused|reset)|Broken pipe|[Ss]ocket")
 
 
-class RankLostError(RuntimeError):
+class RankLostError(HyperParallelError, RuntimeError):
     """A rank could not communicate, because other ranks have failed or do not answer; says which."""
 
 

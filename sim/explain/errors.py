@@ -8,8 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hyper_parallel.core.common.errors import HyperParallelError
 
-class SimError(RuntimeError):
+
+class SimError(HyperParallelError, RuntimeError):
     """Base class of the errors that the simulator itself raises."""
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import HyperParallelError, explain
 from hyper_parallel.core.machine.calibration import Calibration, load_calibration
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.machine.file import GRADES
@@ -35,7 +35,7 @@ _OWN_SHARES = {"softmax": "softmax", "_foreach_": "several", "norm_backward": "n
 _STREAMED = dict.fromkeys(MEMORY_KINDS, "stream") | {name: name for name in ("random", "optimizer", "fused")}
 
 
-class UnknownOperation(ValueError):
+class UnknownOperation(HyperParallelError, ValueError):
     """An operation or communication that there is no price for."""
 
 

@@ -17,7 +17,7 @@ from hyper_parallel.core.checkpoint.files import to_json
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, read_record
 from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, explain, nearest
 
 __all__ = ["load_checkpoint", "read_metadata", "save_checkpoint"]
 
@@ -153,8 +153,8 @@ def _begin(folder: Path, replace: bool, run: str | None) -> str:
                 raise CheckpointError(explain(asked, blame, seen, "another folder, or Checkpointer.load(...) first"))
         elif os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
             blame, hint = "something else has that name", "a name that is free"
-            kind = ValueError if run is None else CheckpointError  # of a run, which it should not end
-            raise kind(explain(asked, blame, f"there is: {folder}", hint))
+            kind = InvalidValue if run is None else CheckpointError  # of a run, which it should not end
+            raise kind(asked, blame, f"there is: {folder}", hint)
         place.mkdir()
     except OSError as error:
         raise cannot_write(folder, place, error, 0, 0) from error

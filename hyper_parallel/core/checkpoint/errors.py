@@ -8,8 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hyper_parallel.core.common.errors import HyperParallelError, InvalidType, InvalidValue
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(HyperParallelError, RuntimeError):
     """A checkpoint could not be written, is not there, or is not what was once written."""
 
 
@@ -96,5 +98,5 @@ def _raised(failed: Mapping[int, Any]) -> Exception:
     others = [rank for rank in sorted(failed) if failed[rank] != failed[first]]
     if others:
         text = f"{text}\n  this is of rank {first}; failed, too: " + ", ".join(f"rank {rank}" for rank in others)
-    kinds: tuple[type[Exception], ...] = (ValueError, TypeError, LeaseLostError)
+    kinds: tuple[type[Exception], ...] = (InvalidValue, InvalidType, ValueError, TypeError, LeaseLostError)
     return {one.__name__: one for one in kinds}.get(kind, CheckpointError)(text)

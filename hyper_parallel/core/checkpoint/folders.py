@@ -380,7 +380,7 @@ class Lease:
         hint = "another folder, or to wait until that run has ended"
         if holder is not None and holder.pid == os.getpid():
             hint = "close() of the Checkpointer that has it"
-        return kind(explain(f"cannot save to {self._path.parent}", blame, self._described(holder, renewed), hint))
+        return kind(f"cannot save to {self._path.parent}", blame, self._described(holder, renewed), hint)
 
 
 def _identity(found: os.stat_result) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import class_name, explain, nearest
+from hyper_parallel.core.common.errors import HyperParallelError, InvalidType, InvalidValue, class_name, nearest
 
 _LONGEST_NAME = 255
 MOST_COUNTED = 2**63 - 1
@@ -108,13 +108,15 @@ _KINDS = MappingProxyType(
 """The kinds of arguments; those with the names of Python's types are what annotations of fields say."""
 
 
-def check(asked: str, kinds: Kinds, hint: str = "", error: type[Exception] = TypeError, /, **given: object) -> None:
+def check(
+    asked: str, kinds: Kinds, hint: str = "", error: type[HyperParallelError] = InvalidType, /, **given: object
+) -> None:
     """Refuse arguments of another kind.
 
     >>> check("cannot save a checkpoint", "int | None", step="1")
     Traceback (most recent call last):
         ...
-    TypeError: cannot save a checkpoint: step is a str, not an int or None
+    hyper_parallel.InvalidType: cannot save a checkpoint: step is a str, not an int or None
       step: '1'
       try: step=1
 
@@ -129,7 +131,7 @@ def check(asked: str, kinds: Kinds, hint: str = "", error: type[Exception] = Typ
     allowed = _allowed(kinds)
     for name, value in given.items():
         if not any(kind.accepts(value) for kind in allowed):
-            raise error(_wrong_kind(asked, kinds, name, value, hint))
+            raise error(*_wrong_kind(asked, kinds, name, value, hint))
 
 
 @cache
@@ -141,11 +143,11 @@ def _allowed(kinds: Kinds) -> tuple[_Kind, ...]:
     return tuple(_KINDS[word] for word in kinds.split(" | "))
 
 
-def _wrong_kind(asked: str, kinds: Kinds, name: str, value: object, hint: str) -> str:
+def _wrong_kind(asked: str, kinds: Kinds, name: str, value: object, hint: str) -> tuple[str, str, str, str]:
     allowed = _allowed(kinds)
     blame = f"{name} is {_a(value)}, not {' or '.join(kind.noun for kind in allowed)}"
     meant = f"torch.{value}" if kinds == "dtype" and isinstance(getattr(torch, str(value), None), torch.dtype) else ""
-    return explain(asked, blame, _seen(name, value), hint or f"{name}={meant or allowed[0].example}")
+    return asked, blame, _seen(name, value), hint or f"{name}={meant or allowed[0].example}"
 
 
 def check_fields(asked: str, values: Any) -> None:
@@ -174,7 +176,7 @@ def _fields(kind: type) -> tuple[tuple[str, Kinds | None], ...]:
 def _check_counted(asked: str, name: str, value: int, hint: str = "") -> None:
     if abs(value) > MOST_COUNTED:
         blame = f"{name} is beyond {MOST_COUNTED:,}, to which torch counts"
-        raise ValueError(explain(asked, blame, _seen(name, value), hint or f"a smaller {name}"))
+        raise InvalidValue(asked, blame, _seen(name, value), hint or f"a smaller {name}")
 
 
 def check_listed(asked: str, /, **given: int) -> None:
@@ -182,7 +184,7 @@ def check_listed(asked: str, /, **given: int) -> None:
     for name, value in given.items():
         if value > MOST_LISTED:
             blame = f"{name} is above {MOST_LISTED:,}, and each takes objects of its own"
-            raise ValueError(explain(asked, blame, _seen(name, value), f"a smaller {name}"))
+            raise InvalidValue(asked, blame, _seen(name, value), f"a smaller {name}")
 
 
 def check_elements(asked: str, what: str, elements: int, /, **sizes: int) -> None:
@@ -193,7 +195,7 @@ def check_elements(asked: str, what: str, elements: int, /, **sizes: int) -> Non
     if elements > MOST_COUNTED // 8:
         blame = f"the bytes of {what} are beyond {MOST_COUNTED:,}, to which torch counts"
         seen = "   ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(explain(asked, blame, seen, f"a smaller {max(sizes, key=lambda name: sizes[name])}"))
+        raise InvalidValue(asked, blame, seen, f"a smaller {max(sizes, key=lambda name: sizes[name])}")
 
 
 def check_least(asked: str, least: float, below: float = math.inf, /, **given: Any) -> None:
@@ -202,7 +204,7 @@ def check_least(asked: str, least: float, below: float = math.inf, /, **given: A
     >>> check_least("cannot save a checkpoint", 0, step=-1)
     Traceback (most recent call last):
         ...
-    ValueError: cannot save a checkpoint: step must be a finite number of at least 0
+    hyper_parallel.InvalidValue: cannot save a checkpoint: step must be a finite number of at least 0
       step: -1
       try: step=0
     """
@@ -210,7 +212,7 @@ def check_least(asked: str, least: float, below: float = math.inf, /, **given: A
         if value is not None and not least <= value < below:
             bounds = f"a finite number of at least {least}" if below == math.inf else f"at least {least}, below {below}"
             blame = f"{name} must be {bounds}"
-            raise ValueError(explain(asked, blame, _seen(name, value), f"{name}={least}"))
+            raise InvalidValue(asked, blame, _seen(name, value), f"{name}={least}")
 
 
 def check_above(asked: str, bound: float, hint: str = "", /, **given: float) -> None:
@@ -218,7 +220,7 @@ def check_above(asked: str, bound: float, hint: str = "", /, **given: float) -> 
     for name, value in given.items():
         if not bound < value < math.inf:
             blame = f"{name} must be a finite number above {bound}"
-            raise ValueError(explain(asked, blame, _seen(name, value), hint or f"{name}={bound + 1}"))
+            raise InvalidValue(asked, blame, _seen(name, value), hint or f"{name}={bound + 1}")
 
 
 def check_paths(asked: str, /, **given: str | None) -> None:
@@ -226,12 +228,12 @@ def check_paths(asked: str, /, **given: str | None) -> None:
     for name, value in given.items():
         if value is not None and (not value or "\0" in value):
             blame = f"{name} {'has a zero byte' if value else 'is empty'}"
-            raise ValueError(explain(asked, blame, _seen(name, value), f"a path, or leave out {name}"))
+            raise InvalidValue(asked, blame, _seen(name, value), f"a path, or leave out {name}")
         longest = max(len(part.encode("utf-8", "surrogatepass")) for part in (value or "").split("/"))
         if longest > _LONGEST_NAME:  # the system says so where it is opened, to each that does
             seen = f"{name}: {value:.60}...   bytes: {longest}"
             blame = f"{name} has a name of more than {_LONGEST_NAME} bytes, which file systems do not have"
-            raise ValueError(explain(asked, blame, seen, "a shorter name"))
+            raise InvalidValue(asked, blame, seen, "a shorter name")
 
 
 def check_choice(asked: str, name: str, given: object, choices: Iterable[str], hint: str = "") -> None:
@@ -241,7 +243,7 @@ def check_choice(asked: str, name: str, given: object, choices: Iterable[str], h
         near = nearest(given, known)
         more = len(known) <= 4 and near in map(repr, known)  # otherwise there are too many, or near names them all
         seen = _seen(name, given) + (f"   known: {', '.join(map(repr, known))}" if more else "")
-        raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", seen, hint or f"{name}={near}"))
+        raise InvalidValue(asked, f"there is no kind of {name} {given!r}", seen, hint or f"{name}={near}")
 
 
 def list_modules(given: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -266,7 +268,7 @@ def read_int(
     least: float = -math.inf,
     hint: str = "",
     most: float = MOST_COUNTED,
-    error: type[Exception] = TypeError,
+    error: type[HyperParallelError] = InvalidType,
 ) -> int:
     """Return an argument as a plain int from `least` to `most`.
 
@@ -279,13 +281,13 @@ def read_int(
     """
     number = check_int(value)
     if number is None:
-        raise error(_wrong_kind(asked, "int", name, value, hint))
+        raise error(*_wrong_kind(asked, "int", name, value, hint))
     if not least <= number <= most:
         if number > most == MOST_COUNTED:
             _check_counted(asked, name, number, hint)
         bounds = f"at least {least}" if most >= MOST_COUNTED else f"from {least} to {most}"
         hint = hint or f"{name}={least if number < least else most}"
-        raise ValueError(explain(asked, f"{name} must be {bounds}", _seen(name, value), hint))
+        raise InvalidValue(asked, f"{name} must be {bounds}", _seen(name, value), hint)
     return number
 
 

@@ -1,4 +1,4 @@
-"""Texts of messages: the four parts of an error, spellings that are close, names of classes, numbers of bytes.
+"""Errors with four parts, and parts of their texts: close spellings, names of classes, numbers of bytes.
 
 An error says what was asked, what is to blame, what was seen, and what to try.
 """
@@ -22,6 +22,52 @@ def explain(asked: str, blame: str, seen: str, hint: str) -> str:
         hint: something that works.
     """
     return f"{asked}: {blame}\n  {seen}\n  try: {hint}"
+
+
+class HyperParallelError(Exception):
+    """Base class of the errors of hyper_parallel and of its simulator.
+
+    Most have four parts. `raise InvalidValue(text)` takes a finished text, and leaves the four attributes empty.
+
+    >>> error = InvalidValue("cannot split dim 0 over 'td'", "no axis has that name", "mesh: dp=2, tp=4", "'tp'")
+    >>> error.blame, error.hint, isinstance(error, ValueError)
+    ('no axis has that name', "'tp'", True)
+
+    Attributes:
+        asked: what the caller wanted, as "cannot ...".
+        blame: the argument or axis that stands in the way, and why.
+        seen: what was given, enough to recognise it.
+        hint: something that works.
+    """
+
+    __module__ = "hyper_parallel"  # tracebacks show it; it is where users import the class from
+    asked = blame = seen = hint = ""
+
+    def __init__(self, asked: str, blame: str = "", seen: str = "", hint: str = "") -> None:
+        """Render the four parts into one text, which is all of `args`."""
+        if not (blame or seen or hint):
+            super().__init__(asked)
+            return
+        super().__init__(explain(asked, blame, seen, hint))
+        self.asked, self.blame, self.seen, self.hint = asked, blame, seen, hint
+
+
+class InvalidValue(HyperParallelError, ValueError):
+    """A value, layout, plan or file that cannot be used; also a `ValueError`."""
+
+    __module__ = "hyper_parallel"
+
+
+class InvalidType(HyperParallelError, TypeError):
+    """An argument of a kind that cannot be used; also a `TypeError`."""
+
+    __module__ = "hyper_parallel"
+
+
+class InvalidState(HyperParallelError, RuntimeError):
+    """A call at the wrong time, or in an environment that lacks something; also a `RuntimeError`."""
+
+    __module__ = "hyper_parallel"
 
 
 def nearest(wrong: object, right: Iterable[str]) -> str:

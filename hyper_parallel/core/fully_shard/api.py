@@ -15,7 +15,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.checks import check, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue, explain
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
@@ -165,13 +165,13 @@ def fully_shard(
     mp_policy, offload_policy = _own_mixed_precision(mp_policy), _own_offload(offload_policy)
     reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
     asked = "fully_shard cannot split a module"
-    check(asked, OffloadPolicy, "offload_policy=CPUOffloadPolicy()", ValueError, offload_policy=offload_policy)
-    check(asked, "bool", "", ValueError, comm_fusion=comm_fusion)
-    check(asked, "bool | None", "", ValueError, comm_fusion_zero_copy=comm_fusion_zero_copy)
+    check(asked, OffloadPolicy, "offload_policy=CPUOffloadPolicy()", InvalidValue, offload_policy=offload_policy)
+    check(asked, "bool", "", InvalidValue, comm_fusion=comm_fusion)
+    check(asked, "bool | None", "", InvalidValue, comm_fusion_zero_copy=comm_fusion_zero_copy)
     if not isinstance(reshard_after_forward, bool):
         hint = "reshard_after_forward=True, or the number of ranks to keep parameters split over"
         reshard_after_forward = read_int(
-            asked, "reshard_after_forward", reshard_after_forward, 1, hint, error=ValueError
+            asked, "reshard_after_forward", reshard_after_forward, 1, hint, error=InvalidValue
         )
     if comm_fusion_zero_copy and not comm_fusion:
         blame = "comm_fusion_zero_copy=True is about fused communication"

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hyper_parallel.core.common.checks import check, check_above, check_choice, list_modules
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidValue, class_name, explain
 from hyper_parallel.core.common.torch_compat import note_empty, runs_eagerly
 from hyper_parallel.core.fully_shard.hooks import explain_mixed
 from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
@@ -92,7 +92,7 @@ def check_flags(method: str, **flags: Any) -> None:
     Raises:
         ValueError: The first that is not.
     """
-    check(f"{method} cannot use its flags", "bool", "", ValueError, **flags)
+    check(f"{method} cannot use its flags", "bool", "", InvalidValue, **flags)
 
 
 def _refuse_owners(asked: str, unit: Unit, comm: Any) -> None:
@@ -117,7 +117,7 @@ def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument
         ValueError: No list and not None, or one of the modules was not wrapped, by the API of `kind`.
     """
     asked = f"{method} cannot use its argument"
-    check(asked, "list | None", "[model.layers[1]]", ValueError, **argument)  # of a set each rank has its own order
+    check(asked, "list | None", "[model.layers[1]]", InvalidValue, **argument)  # of a set each rank has its own order
     (modules,) = argument.values()
     if modules is None:
         return None
@@ -486,7 +486,7 @@ class ManagedModule(FSDPModule):
         if isinstance(factor, torch.Tensor) and factor.numel() == 1 and not factor.is_complex():
             factor = float(factor)
         asked, hint = "set_gradient_scaling_factor cannot use its argument", "0.5, a tensor of one real number, or None"
-        check(asked, "float | None", hint, ValueError, factor=factor)
+        check(asked, "float | None", hint, InvalidValue, factor=factor)
         hint = "hsdp(cell, grad_scale=..., use_eager_hook=False)"
         refuse_traced("set_gradient_scaling_factor cannot reach all cells", self, hint)  # type: ignore[arg-type]
         for unit in needed_units(self):
@@ -574,7 +574,7 @@ class ManagedModule(FSDPModule):
         """
         del stream
         hint = "lambda reduced: dist.all_reduce(reduced, group=group)"
-        check("cannot call a hook with reduced gradients", "callable | None", hint, ValueError, hook=hook)
+        check("cannot call a hook with reduced gradients", "callable | None", hint, InvalidValue, hook=hook)
         needed_unit(self).options.reduced_hook = hook
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -635,8 +635,8 @@ class ManagedModule(FSDPModule):
                 shapes, dtypes and order are compared all the same.
         """
         asked, hint = "cannot choose when ranks compare their units", "set_check_identity(10), at each 10th step"
-        check(asked, "bool | int", hint, ValueError, check_identity=check_identity)
-        check(asked, "bool", hint, ValueError, names=names)
+        check(asked, "bool | int", hint, InvalidValue, check_identity=check_identity)
+        check(asked, "bool", hint, InvalidValue, names=names)
         if check_identity is not False:
             check_above(asked, 0, hint, check_identity=check_identity)
         unit = needed_unit(self)
@@ -649,7 +649,7 @@ class ManagedModule(FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
         """Whether the unsharded parameters are freed after forward; replaces what wrapping said. None: that again."""
         asked = "set_reshard_after_forward cannot use its flags"
-        check(asked, "bool | None", "", ValueError, reshard_after_forward=reshard_after_forward)
+        check(asked, "bool | None", "", InvalidValue, reshard_after_forward=reshard_after_forward)
         for unit in reached_units(self, "set_reshard_after_forward", recurse):
             wrapping, as_wrapped = unit.wrapping, reshard_after_forward is None
             unit.options.reshard_after_forward = (

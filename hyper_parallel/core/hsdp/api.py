@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hyper_parallel.core.common.checks import check, check_choice, check_int, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue, explain
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
     FoundParameter,
@@ -171,17 +171,17 @@ def hsdp(
             another one; torch.distributed is not initialised.
     """
     roots = root_modules(cell, "hsdp")
-    check(_ASKED, "module", "hsdp(model)", ValueError, cell=cell)  # no list of them
+    check(_ASKED, "module", "hsdp(model)", InvalidValue, cell=cell)  # no list of them
     if not isinstance(optimizer_level, OptimizerLevel):
         check_choice(_ASKED, "optimizer_level", optimizer_level, [level.value for level in OptimizerLevel])
     level = OptimizerLevel(optimizer_level)
     shard_size = _size("shard_size", shard_size, "shard_size=-1, which means all ranks")
-    threshold = read_int(_ASKED, "threshold", threshold, 0, "threshold=64, in KB", error=ValueError)
+    threshold = read_int(_ASKED, "threshold", threshold, 0, "threshold=64, in KB", error=InvalidValue)
     flags = {"enable_grad_accumulation": enable_grad_accumulation, "use_eager_hook": use_eager_hook}
     check_flags("hsdp", **flags, comm_async=comm_async, comm_fusion=comm_fusion)
-    check(_ASKED, float, "grad_scale=1.0", ValueError, grad_scale=grad_scale)
+    check(_ASKED, float, "grad_scale=1.0", InvalidValue, grad_scale=grad_scale)
     hint = "bucket_size=-1, or a size in KB"
-    bucket_size = read_int(_ASKED, "bucket_size", bucket_size, -1, hint, error=ValueError)
+    bucket_size = read_int(_ASKED, "bucket_size", bucket_size, -1, hint, error=InvalidValue)
     found = find_parameters(roots, set(), "hsdp")
     platform = _platform(found, cell)
     placed = _placed(found, platform, shard_size, threshold * 1024)
@@ -226,7 +226,7 @@ _ASKED = "hsdp cannot wrap a cell"
 
 
 def _size(name: str, value: Any, hint: str) -> int:
-    return -1 if check_int(value) == -1 else read_int(_ASKED, name, value, 1, hint, error=ValueError)
+    return -1 if check_int(value) == -1 else read_int(_ASKED, name, value, 1, hint, error=InvalidValue)
 
 
 # -- where parameters go ---------------------------------------------------------------------------------------------

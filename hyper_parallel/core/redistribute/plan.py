@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.core.common.checks import check_shape, read_int
-from hyper_parallel.core.common.errors import explain, readable_bytes
+from hyper_parallel.core.common.errors import HyperParallelError, readable_bytes
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.redistribute import cost
@@ -187,15 +187,15 @@ def _total(counts: Sequence[Counts], ranks: int) -> Counts:
 # -- bounded memory: exchanges cut into rounds until their buffers fit -------------------------------------------------
 
 
-class TooTight(ValueError):
+class TooTight(HyperParallelError, ValueError):
     """A limit of memory that no plan meets.
 
     Attributes:
         least: the smallest one that some plan meets, in bytes.
     """
 
-    def __init__(self, message: str, least: int) -> None:
-        super().__init__(message)
+    def __init__(self, asked: str, blame: str = "", seen: str = "", hint: str = "", *, least: int = 0) -> None:
+        super().__init__(asked, blame, seen, hint)
         self.least = least
 
 
@@ -224,7 +224,7 @@ def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Machine | No
     if best is None:
         asked = f"cannot redistribute within max_extra_bytes={limit}"
         blame = "even in the smallest rounds, every plan takes more"
-        raise TooTight(explain(asked, blame, seen, f"max_extra_bytes={min(least)}"), min(least))
+        raise TooTight(asked, blame, seen, f"max_extra_bytes={min(least)}", least=min(least))
     return best
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import HyperParallelError, explain
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import UnknownOperation
@@ -83,7 +83,7 @@ def fit_job(
     return _Fitting(job, device, device.memory_within("cannot fit activations", memory_limit), estimator).run()
 
 
-class NoPolicyFits(ValueError):
+class NoPolicyFits(HyperParallelError, ValueError):
     """A step that needs more memory than there is, whatever its blocks keep."""
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import HyperParallelError, explain
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import gib
@@ -340,7 +340,7 @@ class Exploration:
         return NothingFits(explain(asked, blame, seen, hint))
 
 
-class NothingFits(ValueError):
+class NothingFits(HyperParallelError, ValueError):
     """A search in which every candidate needs more memory than there is."""
 
 

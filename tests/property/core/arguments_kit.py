@@ -36,6 +36,7 @@ EXCEPTION = "an exception, which takes any text"
 FORWARD = "models call it in every step, and torch says what it cannot compute with"
 NO_EFFECT = "without effect"
 LEFT_OUT = {
+    **dict.fromkeys(("HyperParallelError", "InvalidState", "InvalidType", "InvalidValue"), EXCEPTION),
     "CheckpointError": EXCEPTION,
     "LeaseLostError": EXCEPTION,
     **dict.fromkeys(("device_types", "machine_names"), "takes no arguments"),
