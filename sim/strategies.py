@@ -16,7 +16,7 @@ except ImportError as missing:
     ) from missing
 
 from hyper_parallel.core.common.checks import check_choice, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.spelling import REDUCTIONS
@@ -74,7 +74,7 @@ def meshes(
     read_int(_ASKED, "max_axes", max_axes, min_axes, most=len(AXIS_NAMES))
     if min_size**min_axes > max_ranks:
         blame, seen = f"{min_axes} axes of {min_size} ranks are more than max_ranks", f"max_ranks: {max_ranks}"
-        raise ValueError(explain(_ASKED, blame, seen, f"max_ranks={min_size**min_axes}"))
+        raise InvalidValue(_ASKED, blame, seen, f"max_ranks={min_size**min_axes}")
 
     return _meshes(max_ranks, max_axes, min_axes, min_size)
 

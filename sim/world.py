@@ -20,7 +20,7 @@ import torch
 from typing_extensions import Unpack
 
 from hyper_parallel.core.common.checks import check_choice, check_least, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.common.tables import as_html
 from hyper_parallel.core.common.torch_compat import clear_sharding_caches
 from hyper_parallel.core.machine.description import Machine
@@ -173,7 +173,7 @@ class WorldOptions:
             check_choice(asked, "device", self.device, ("cpu", "meta", *KINDS), hint)
         if self.device in KINDS and self.map_device is not None:
             seen = f"device: {self.device!r}   map_device: {self.map_device!r}"
-            raise ValueError(explain(asked, "it has devices of its own, of which none is mapped", seen, "one of them"))
+            raise InvalidValue(asked, "it has devices of its own, of which none is mapped", seen, "one of them")
         if self.map_device is not None:
             check_choice(asked, "map_device", self.map_device, KINDS)
         if self.backend is not None:
@@ -254,12 +254,12 @@ class World:
             except PlatformUnavailableError as missing:
                 asked, blame = "cannot make a world", str(missing).partition(": ")[2].partition(";")[0]
                 hint = f"map_device={kind!r} (--map-device), which puts on the CPU what names that device"
-                raise ValueError(explain(asked, blame, f"device: {kind!r}", hint)) from missing
+                raise InvalidValue(asked, blame, f"device: {kind!r}", hint) from missing
             if has_named("npu"):  # for torch's engine that is the accelerator now: it would end in an assertion
                 blame = "torch has been told of a simulated npu, and backward on another device no longer works"
                 seen = f"device: {kind!r}   npu: named by an earlier device='npu' or map_device='npu' in this process"
                 hint = "a process of its own, in which no world has had an npu"
-                raise ValueError(explain("cannot make a world", blame, seen, hint))
+                raise InvalidValue("cannot make a world", blame, seen, hint)
             self._share(kind, races)
         return None
 
@@ -555,7 +555,7 @@ def _check_pin(asked: str, pin: int | None) -> None:
         usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if pin not in usable:
             seen = f"processors: {', '.join(map(str, usable)) or 'none: this system cannot bind threads'}"
-            raise ValueError(explain(asked, f"ranks cannot be pinned to processor {pin!r}", seen, "pin=None"))
+            raise InvalidValue(asked, f"ranks cannot be pinned to processor {pin!r}", seen, "pin=None")
 
 
 def check_options(asked: str, given: Iterable[str], known: Sequence[str]) -> None:
@@ -564,7 +564,7 @@ def check_options(asked: str, given: Iterable[str], known: Sequence[str]) -> Non
         if name not in known:
             near = difflib.get_close_matches(name, known) or ["one of these"]
             seen = f"options: {', '.join(known)}"
-            raise TypeError(explain(asked, f"there is no option {name!r}", seen, " or ".join(near)))
+            raise InvalidType(asked, f"there is no option {name!r}", seen, " or ".join(near))
 
 
 def world(world_size: int, **options: Unpack[Options]) -> World:

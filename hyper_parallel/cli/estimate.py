@@ -28,7 +28,7 @@ from hyper_parallel.cli.kit import (
 )
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config import Config
@@ -98,7 +98,7 @@ def estimate(
             check_can_write(path)
         if budget is not None and "checkpointing" in given["parallel"]:
             blame, seen = "a budget chooses the checkpointing", f"--checkpointing {given['parallel']['checkpointing']}"
-            raise ValueError(explain(f"cannot use --budget {budget:g}", blame, seen, "one of both options"))
+            raise InvalidValue(f"cannot use --budget {budget:g}", blame, seen, "one of both options")
         hardware, job = _job(config, given, devices, model, start_from, settings)
         with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             try:
@@ -136,7 +136,7 @@ def _hardware(named: str | None) -> str:
     """Return the hardware that the run names."""
     if named is None:
         asked, blame, seen = "cannot estimate a step", "nothing says on which hardware", "train.hardware: None"
-        raise ValueError(explain(asked, blame, seen, "--hardware with a name that `hyper-parallel hardware` lists"))
+        raise InvalidValue(asked, blame, seen, "--hardware with a name that `hyper-parallel hardware` lists")
     return named
 
 
@@ -155,7 +155,7 @@ def _run(file: Path | None, given: Given, model: str | None, start_from: str | N
     if spec is not None and not is_trained and changes:
         blame = "it has a shape of its own, which they are no part of"
         seen = f"given: {', '.join(changes)}"
-        raise ValueError(explain(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out"))
+        raise InvalidValue(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out")
     run = read_run(file, given, start_from, shape=spec.config if spec is not None and is_trained else None)
     return run, None if is_trained else spec
 
@@ -233,7 +233,7 @@ def search(
         hardware = _hardware(run.train.hardware)
         if spec is not None and write is not None:
             blame = "the trainer does not know the model, so that train cannot run what is written"
-            raise ValueError(explain(f"cannot write {write}", blame, f"--model {model}", "leave out --write"))
+            raise InvalidValue(f"cannot write {write}", blame, f"--model {model}", "leave out --write")
         stays = _said(config, given)
         found = _settings(settings)
         found_model, recipes = _recipes(run, spec, stays, found)
@@ -329,7 +329,7 @@ def _check_writable_settings(write: Path, run: Config, recipe: Any, settings: di
     if lost:
         blame = f"it has no key for {' and '.join(lost)}, so that train would not run what was searched"
         seen = ", ".join(f"--set {name}={settings[name]}" for name in lost)
-        raise ValueError(explain(f"cannot write {write}", blame, seen, "leave out --write, or these --set"))
+        raise InvalidValue(f"cannot write {write}", blame, seen, "leave out --write, or these --set")
 
 
 def _said(file: Path | None, given: Given) -> set[str]:
@@ -387,14 +387,12 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
         asked = f"cannot use --set {text}"
         if not equals or name not in fields:
             blame = f"the recipe has no field {name!r}" if equals else "it is not of the form name=value"
-            raise ValueError(
-                explain(asked, blame, f"fields: {', '.join(fields)}", f"--set {nearest(name, fields)}=...")
-            )
+            raise InvalidValue(asked, blame, f"fields: {', '.join(fields)}", f"--set {nearest(name, fields)}=...")
         if name == "routing":
             found[name] = Routing.zipf(_number(asked, value.removeprefix("zipf:")))
         elif isinstance(fields[name], bool) and not (name == "float8" and value.endswith("wise")):
             if value.lower() not in ("true", "false"):
-                raise ValueError(explain(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true"))
+                raise InvalidValue(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true")
             found[name] = value.lower() == "true"
         else:
             found[name] = int(value) if value.lstrip("-").isdecimal() else value
@@ -406,7 +404,7 @@ def _number(asked: str, text: str) -> float:
         return float(text)
     except ValueError:
         blame = "the skew of loads is a number, 0 for even ones"
-        raise ValueError(explain(asked, blame, f"given: {text!r}", "--set routing=zipf:0.5")) from None
+        raise InvalidValue(asked, blame, f"given: {text!r}", "--set routing=zipf:0.5") from None
 
 
 def _model(name: str) -> Any:
@@ -420,7 +418,7 @@ def _model(name: str) -> Any:
     if isinstance(made, type) or callable(getattr(made, "parameters", None)):
         blame = f"it returned a {type(made).__name__}, and an estimate makes the model itself, without data"
         hint = "return sim.mesh.Custom(...), a LlamaConfig or a MoEConfig"
-        raise ValueError(explain(f"cannot use --model {name}", blame, f"returned: {type(made).__name__}", hint))
+        raise InvalidValue(f"cannot use --model {name}", blame, f"returned: {type(made).__name__}", hint)
     return made
 
 
@@ -429,7 +427,7 @@ def _in_file(path: Path, name: str) -> Any:
     asked = f"cannot use --model {path}:{name}"
     if not path.is_file():
         files = ", ".join(sorted(file.name for file in Path.cwd().glob("*.py"))[:8]) or "none"
-        raise ValueError(explain(asked, f"there is no file {str(path)!r}", f"Python files here: {files}", "its path"))
+        raise InvalidValue(asked, f"there is no file {str(path)!r}", f"Python files here: {files}", "its path")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a .py file"
     assert spec.loader is not None, "a .py file"
@@ -440,7 +438,7 @@ def _in_file(path: Path, name: str) -> Any:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         blame = f"{path.name} has no function {name!r}"
         hint = f"--model {path}:{functions[-1]}" if functions else "a function that returns sim.mesh.Custom(...)"
-        raise ValueError(explain(asked, blame, f"it has: {', '.join(functions) or 'none'}", hint))
+        raise InvalidValue(asked, blame, f"it has: {', '.join(functions) or 'none'}", hint)
     return found
 
 

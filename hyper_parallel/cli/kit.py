@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue, explain
 
 __all__ = [
     "DOES_NOT_FIT",
@@ -203,10 +203,10 @@ def check_can_write(path: Path | None) -> None:
     if path is None:
         return
     if os.path.isdir(path):  # of pathlib's, a name that is too long raises
-        raise ValueError(explain(f"cannot write '{path}'", "it is a folder", f"file: {path}", f"{path / 'out.json'}"))
+        raise InvalidValue(f"cannot write '{path}'", "it is a folder", f"file: {path}", f"{path / 'out.json'}")
     there = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not there.is_dir():
-        raise ValueError(explain(f"cannot write '{path}'", f"'{there}' is no folder", f"file: {path}", "another path"))
+        raise InvalidValue(f"cannot write '{path}'", f"'{there}' is no folder", f"file: {path}", "another path")
     try:  # permissions do not tell: nobody can write in /proc, say
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -215,7 +215,7 @@ def check_can_write(path: Path | None) -> None:
             path.unlink()
     except OSError as error:
         blame = error.strerror or str(error)
-        raise ValueError(explain(f"cannot write '{path}'", blame, f"file: {path}", "another path")) from None
+        raise InvalidValue(f"cannot write '{path}'", blame, f"file: {path}", "another path") from None
 
 
 def check_can_draw(path: Path | None) -> None:
@@ -227,4 +227,4 @@ def check_can_draw(path: Path | None) -> None:
 
     if blank_figure(path, 1, 1) is None:
         blame, seen = "matplotlib is not installed", "missing: the extra 'plot' of hyper_parallel"
-        raise ValueError(explain(f"cannot draw '{path}'", blame, seen, "pip install 'hyper_parallel[plot]'"))
+        raise InvalidValue(f"cannot draw '{path}'", blame, seen, "pip install 'hyper_parallel[plot]'")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from hyper_parallel.cli.options import Given, options
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 
 if TYPE_CHECKING:
     from hyper_parallel.models.llama import LlamaConfig
@@ -121,10 +121,10 @@ def devices_of(run: Config, devices: int | None) -> int:
         devices = math.prod(getattr(run.parallel, axis) or 1 for axis in axes)
         if devices < 1:
             blame = "dp_shard=-1 takes what is left"
-            raise ValueError(explain("cannot place the model", blame, "--devices is missing", "--devices 8"))
+            raise InvalidValue("cannot place the model", blame, "--devices is missing", "--devices 8")
     if devices < 1:
         blame = "there must be a device at least"
-        raise ValueError(explain("cannot place the model", blame, f"--devices {devices}", "--devices 8"))
+        raise InvalidValue("cannot place the model", blame, f"--devices {devices}", "--devices 8")
     return devices
 
 
@@ -137,10 +137,10 @@ def _known_shape(name: str) -> LlamaConfig:
     if name not in model_names():
         hint = nearest(name, [*MODELS, *model_names()])
         known = ", ".join([*MODELS, *model_names()])
-        raise ValueError(explain("cannot find the model", f"there is no model {name!r}", f"models: {known}", hint))
+        raise InvalidValue("cannot find the model", f"there is no model {name!r}", f"models: {known}", hint)
     shape = find_model(name).config
     if type(shape) not in (llama.LlamaConfig, moe.MoEConfig):
         blame = "its attention is none of the trainer's"
         hint = f"hyper-parallel estimate --model {name}, or one of {', '.join(MODELS)}"
-        raise ValueError(explain(f"cannot train {name}", blame, f"it has a {type(shape).__name__}", hint))
+        raise InvalidValue(f"cannot train {name}", blame, f"it has a {type(shape).__name__}", hint)
     return cast("LlamaConfig", shape)

@@ -33,7 +33,7 @@ from hyper_parallel.cli.kit import (
     stderr_console,
 )
 from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError
-from hyper_parallel.core.common.errors import explain, readable_bytes
+from hyper_parallel.core.common.errors import InvalidValue, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
 from hyper_parallel.models.hf_folder import load_by_transformers
 from hyper_parallel.models.hf_weights import other_model
@@ -127,7 +127,7 @@ def find_split(console: Console, run: Config) -> Split | None:
         asked, places = f"cannot split the model over tp={degree}", ", ".join(pair.place for pair in found)
         blame = "no way to split its linear layers computes what one device computes"
         hint = "--tp 1: --dp-shard splits the weights of any model"
-        raise ValueError(explain(asked, blame, f"tried: {places or 'no layers found'}", hint))
+        raise InvalidValue(asked, blame, f"tried: {places or 'no layers found'}", hint)
     seconds = readable_seconds(time.perf_counter() - start)
     console.print(
         f"tp={degree} splits {', '.join(pair.place for pair in pairs)}; proved on simulated ranks in {seconds}"
@@ -206,7 +206,7 @@ def predict_run(console: Console, run: Config) -> Prediction | None:
 def _predict(run: Config, place: RankPlace) -> Prediction:
     if run.train.model == OTHER:
         blame, seen = "it is no model of this library", f"model: {run.train.model}"
-        raise ValueError(explain(f"cannot estimate {run.train.start_from}", blame, seen, "--no-predict"))
+        raise InvalidValue(f"cannot estimate {run.train.start_from}", blame, seen, "--no-predict")
     hardware = hardware_here(run.train.device, run.train.hardware)
     from sim.mesh.estimate import estimate_run
 
@@ -238,7 +238,7 @@ def hardware_here(device_type: str | None = None, named: str | None = None) -> A
     asked = f"cannot tell how fast {platform.name()} is"
     measure = "hyper-parallel hardware measure"
     if named is None and platform.device_type == "cpu" and not MEASURED.exists():  # without importing the simulator
-        raise ValueError(explain(asked, "it was not measured", f"no {MEASURED}", measure))
+        raise InvalidValue(asked, "it was not measured", f"no {MEASURED}", measure)
     from hyper_parallel.core.machine.description import find_machine, machine_of_device
     from sim.mesh.pricing.measure import cpu_name
 
@@ -246,16 +246,16 @@ def hardware_here(device_type: str | None = None, named: str | None = None) -> A
         found = find_machine(named)
         if found.backend != platform.backend:
             blame = f"{found.name} communicates by {found.backend}, and the ranks of this run by {platform.backend}"
-            raise ValueError(explain("this run is on other hardware", blame, f"hardware: {named}", measure))
+            raise InvalidValue("this run is on other hardware", blame, f"hardware: {named}", measure)
         return found
     if platform.device_type == "cpu":
         found = find_machine(MEASURED)
         if not found.title.startswith(cpu_name()):
-            raise ValueError(explain(asked, f"{MEASURED} describes another machine", found.title, measure))
+            raise InvalidValue(asked, f"{MEASURED} describes another machine", found.title, measure)
         return found
     known = machine_of_device(platform.name())
     if known is None:
-        raise ValueError(explain(asked, "no description has its name", "hyper-parallel hardware", "--hardware FILE"))
+        raise InvalidValue(asked, "no description has its name", "hyper-parallel hardware", "--hardware FILE")
     return known
 
 

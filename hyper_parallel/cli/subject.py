@@ -22,7 +22,7 @@ from torch import nn
 
 from hyper_parallel.cli.kit import stderr_console
 from hyper_parallel.cli.runs import one_thread
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import NOT_SPLIT, parse_dtype, parse_layout, parse_mesh, parse_shape, write_layout
 from hyper_parallel.core.shard.plan_file import load_plan
@@ -73,7 +73,7 @@ class Subject:
         """
         if self.plan is None:
             blame = "--parallelize makes the model parallel, and no plan does"
-            raise ValueError(explain("cannot --show-plan", blame, self.title, "--plan plan.toml, or --model llama"))
+            raise InvalidValue("cannot --show-plan", blame, self.title, "--plan plan.toml, or --model llama")
         return self.plan
 
     def lines(self) -> list[str]:
@@ -131,10 +131,10 @@ def llama_subject(
         degrees = " ".join(f"--{name} {sizes_of[name]}" for name in base.alias_name if name in {*_NOT_IN_A_PLAN, "tp"})
         command = f"hyper-parallel verify --devices {math.prod(base.mesh_shape)} {degrees}"
         hint = f"{command}, which proves the run of these degrees"
-        raise ValueError(explain("cannot verify the llama", blame, f"--mesh {mesh}", hint))
+        raise InvalidValue("cannot verify the llama", blame, f"--mesh {mesh}", hint)
     if seq_len is not None and seq_len < 1:
         seen = f"--seq-len {seq_len}"
-        raise ValueError(explain("cannot build the Llama", "--seq-len is below 1", seen, "--seq-len 4"))
+        raise InvalidValue("cannot build the Llama", "--seq-len is below 1", seen, "--seq-len 4")
     degree = sizes_of.get(axis or "", 1)
     heads = 2 * max(2, degree)
     config = LlamaConfig(
@@ -195,10 +195,10 @@ def own_subject(
     if (plan_path is None) == (parallelize is None):
         blame = f"{'neither' if plan_path is None else 'both'} of --plan and --parallelize given"
         hint = "--plan plan.toml, or --parallelize my_module:function, called with model and mesh"
-        raise ValueError(explain(asked, blame, f"--model {model}", hint))
+        raise InvalidValue(asked, blame, f"--model {model}", hint)
     if not inputs:
         hint = "--input 4,16 for floats, --input 4,16:100 for whole numbers below 100; once per argument"
-        raise ValueError(explain(asked, "no --input says what the model takes", f"--model {model}", hint))
+        raise InvalidValue(asked, "no --input says what the model takes", f"--model {model}", hint)
     generator = torch.Generator().manual_seed(seed)
     values = tuple(_input(text, generator) for text in inputs)
     plan = None if plan_path is None else load_plan(plan_path, base)
@@ -233,7 +233,7 @@ def named_object(option: str, name: str) -> Callable[..., Any]:
     asked, (path, colon, inside) = f"cannot use {option} {name}", name.partition(":")
     if not colon or not path or not inside:
         blame = "it is not of the form module:function" + ("" if option != "--model" else ", and not 'llama'")
-        raise ValueError(explain(asked, blame, f"{option} {name}", f"{option} my_module:function"))
+        raise InvalidValue(asked, blame, f"{option} {name}", f"{option} my_module:function")
     here = str(Path.cwd())
     added = here not in sys.path
     if added:
@@ -245,7 +245,7 @@ def named_object(option: str, name: str) -> Callable[..., Any]:
             raise
         files = ", ".join(sorted(file.name for file in Path.cwd().glob("*.py"))[:8]) or "none"
         hint = f"{option} {path.removesuffix('.py')}:{inside}" if path.endswith(".py") else "a module that is there"
-        raise ValueError(explain(asked, f"there is no module {error.name!r}", f"here: {files}", hint)) from None
+        raise InvalidValue(asked, f"there is no module {error.name!r}", f"here: {files}", hint) from None
     finally:
         if added:
             sys.path.remove(here)
@@ -259,7 +259,7 @@ def named_object(option: str, name: str) -> Callable[..., Any]:
         ]
         near = nearest(inside, names) if names else "a function that is there"
         hint = near if near.startswith("one of ") or not names else f"{option} {path}:{near[1:-1]}"
-        raise ValueError(explain(asked, blame, f"functions: {', '.join(names[:8]) or 'none'}", hint))
+        raise InvalidValue(asked, blame, f"functions: {', '.join(names[:8]) or 'none'}", hint)
     return found
 
 
@@ -334,9 +334,7 @@ def _input(text: str, generator: torch.Generator) -> torch.Tensor:
         return torch.randn(parse_shape(shape), generator=generator, dtype=torch.float64)
     if not most.strip().isdecimal() or int(most) < 1:
         blame = f"{most.strip()!r} is no whole number from 1 up"
-        raise ValueError(
-            explain(f"cannot make --input {text}", blame, "form: SHAPE, or SHAPE:N", f"--input {shape}:100")
-        )
+        raise InvalidValue(f"cannot make --input {text}", blame, "form: SHAPE, or SHAPE:N", f"--input {shape}:100")
     return torch.randint(int(most), parse_shape(shape), generator=generator)
 
 
@@ -346,7 +344,7 @@ def _layouts(base: Layout, texts: Sequence[str], inputs: Sequence[torch.Tensor])
     if len(texts) > len(inputs):
         blame = f"there are {len(texts)} of them for {len(inputs)} {'input' if len(inputs) == 1 else 'inputs'}"
         hint = 'one for each, in order; "-" for unsharded'
-        raise ValueError(explain("cannot use --input-layout", blame, f"given: {'; '.join(texts)}", hint))
+        raise InvalidValue("cannot use --input-layout", blame, f"given: {'; '.join(texts)}", hint)
     read = [None if text.strip() == "-" else parse_layout(base, text) for text in texts]
     return read + [None] * (len(inputs) - len(read))
 
@@ -355,5 +353,5 @@ def _dtype(name: str) -> torch.dtype:
     found = parse_dtype(name)
     if found not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         hint = "float64, in which no fault hides, or float32; bfloat16 and float16, which hide small ones"
-        raise ValueError(explain("cannot verify", f"models do not compute in {name}", f"--dtype {name}", hint))
+        raise InvalidValue("cannot verify", f"models do not compute in {name}", f"--dtype {name}", hint)
     return found

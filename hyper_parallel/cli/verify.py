@@ -10,7 +10,7 @@ import typer
 from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, stdout_console
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config import Config
@@ -83,7 +83,7 @@ def verify(
                 given_too = ", ".join(named)
                 blame = "it is about a plan, and a run has its own"
                 seen = f"of a run: {', '.join(only_of_run) or config or devices}   of a plan: {given_too}"
-                raise ValueError(explain("cannot verify a run with " + given_too, blame, seen, "one of the two"))
+                raise InvalidValue("cannot verify a run with " + given_too, blame, seen, "one of the two")
             if model is not None:
                 given["train"]["model"] = model
             run = read_run(config, given, start_from)

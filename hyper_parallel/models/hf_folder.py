@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """The files of a folder: which file has which tensor; or the only one."""
@@ -52,7 +52,7 @@ def load_by_transformers(asked: str, kind: str, folder: str | Path, hint: str, *
         import transformers
     except ImportError as error:
         install = "pip install 'hyper_parallel[text]'"
-        raise ValueError(explain(asked, "transformers is not installed", f"seen: {error}", install)) from None
+        raise InvalidValue(asked, "transformers is not installed", f"seen: {error}", install) from None
     try:
         auto = getattr(transformers, kind)
         return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
@@ -61,13 +61,13 @@ def load_by_transformers(asked: str, kind: str, folder: str | Path, hint: str, *
         if "custom code" in str(error) or "trust_remote_code" in str(error):
             blame = "it is code of the folder, which is never run"
             hint = "train(config, model=...), where you import code that you have read; or a folder without auto_map"
-        raise ValueError(explain(asked, blame, f"seen: {seen}", hint)) from None
+        raise InvalidValue(asked, blame, f"seen: {seen}", hint) from None
 
 
 def _check_folder(asked: str, folder: Path) -> None:
     """Refuse a folder of which transformers would read what is outside of it, or too large to work on."""
     if not folder.is_dir():
-        raise ValueError(explain(asked, *_what_is_there(folder / "config.json", f"folder: {folder}")))
+        raise InvalidValue(asked, *_what_is_there(folder / "config.json", f"folder: {folder}"))
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if path.suffix in _READ:
             inside(asked, folder, str(path.relative_to(folder)))
@@ -78,7 +78,7 @@ def _check_folder(asked: str, folder: Path) -> None:
         if any("/" in name for name in kernels):
             blame = "its attention is code of a hub, which would be fetched and run"
             hint = "config.json without attn_implementation"
-            raise ValueError(explain(asked, blame, f"attn_implementation: {', '.join(kernels)}", hint))
+            raise InvalidValue(asked, blame, f"attn_implementation: {', '.join(kernels)}", hint)
 
 
 def read_settings(asked: str, folder: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def read_settings(asked: str, folder: Path) -> dict[str, Any]:
     settings = read_json(asked, folder, "config.json")
     if not isinstance(settings, Mapping):
         blame = f"config.json holds a {type(settings).__name__}, not an object with keys"
-        raise ValueError(explain(asked, blame, f"config.json: {settings!r}"[:200], '{"model_type": "llama", ...}'))
+        raise InvalidValue(asked, blame, f"config.json: {settings!r}"[:200], '{"model_type": "llama", ...}')
     counts = list(_numbers(settings))
     layers = max((count for name, count in counts if _LAYERS.fullmatch(name)), default=1)
     experts = max((count for name, count in counts if _EXPERTS.fullmatch(name)), default=1)
@@ -102,7 +102,7 @@ def read_settings(asked: str, folder: Path) -> dict[str, Any]:
         blame = "config.json has more layers and experts than are built of a folder"
         seen = f"layers: {layers}   experts in a layer: {experts}"
         hint = f"{MOST_LAYERS} layers, and {MOST_BLOCKS} experts in all layers, at most"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     return dict(settings)
 
 
@@ -132,7 +132,7 @@ def check_normalizers(asked: str, folder: Path) -> None:
     if growth > MOST_GROWTH:
         blame = f"its normalizers may write {growth:,.0f} characters in place of one, and text would not fit memory"
         hint = f"normalizers that write {MOST_GROWTH} at most"
-        raise ValueError(explain(asked, blame, f"tokenizer.json: {content['normalizer']!r}"[:200], hint))
+        raise InvalidValue(asked, blame, f"tokenizer.json: {content['normalizer']!r}"[:200], hint)
 
 
 def _growths(normalizer: Any) -> Iterator[float]:
@@ -175,12 +175,12 @@ def inside(asked: str, folder: Path, name: str) -> Path:
     try:
         real = path.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links; a zero byte
-        raise ValueError(explain(asked, f"{name!r} is no file", f"seen: {error}", "another copy of it")) from None
+        raise InvalidValue(asked, f"{name!r} is no file", f"seen: {error}", "another copy of it") from None
     is_plain = not Path(name).is_absolute() and ".." not in Path(name).parts
     if is_plain and (real.is_relative_to(home) or real.is_relative_to(blobs)):
         return path
     blame, hint = f"{name!r} is outside of the folder", f"the file itself in the folder: cp -rL {folder} FOLDER"
-    raise ValueError(explain(asked, blame, f"it is: {real}", hint))
+    raise InvalidValue(asked, blame, f"it is: {real}", hint)
 
 
 def read_json(asked: str, folder: Path, name: str) -> Any:
@@ -200,14 +200,14 @@ def read_json(asked: str, folder: Path, name: str) -> Any:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_JSON:
             seen = f"seen: {path}, of {status.st_size} bytes"
-            raise ValueError(explain(asked, f"{path.name} is no file, or too large for what it is", seen, hint))
+            raise InvalidValue(asked, f"{path.name} is no file, or too large for what it is", seen, hint)
         text = path.read_bytes()
     except OSError as error:
-        raise ValueError(explain(asked, *_what_is_there(path, f"seen: {error}"))) from None
+        raise InvalidValue(asked, *_what_is_there(path, f"seen: {error}")) from None
     try:
         return json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(explain(asked, f"{path.name} is no JSON", f"seen: {error}", "another copy of it")) from None
+        raise InvalidValue(asked, f"{path.name} is no JSON", f"seen: {error}", "another copy of it") from None
 
 
 def _what_is_there(path: Path, seen: str) -> tuple[str, str, str]:
@@ -242,7 +242,7 @@ def locate(asked: str, folder: Path) -> dict[str, Path]:
         where = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
             blame, hint = f"{INDEX} does not say which file has which tensor", '{"weight_map": {tensor: file, ...}}'
-            raise ValueError(explain(asked, blame, f"weight_map: {where!r}"[:200], hint))
+            raise InvalidValue(asked, blame, f"weight_map: {where!r}"[:200], hint)
         paths = {file: inside(asked, folder, file) for file in dict.fromkeys(where.values())}
         files = {name: paths[file] for name, file in where.items()}
     elif (folder / SINGLE).is_file():
@@ -251,18 +251,18 @@ def locate(asked: str, folder: Path) -> dict[str, Path]:
                 files = dict.fromkeys(file.keys(), folder / SINGLE)
         except (SafetensorError, OSError) as error:
             blame, hint = f"{SINGLE} is damaged, or no safetensors file", "another copy of it"
-            raise ValueError(explain(asked, blame, f"seen: {error}", hint)) from None
+            raise InvalidValue(asked, blame, f"seen: {error}", hint) from None
     else:
         files = {}
     missing = list(dict.fromkeys(str(path) for path in files.values() if not path.is_file()))
     if missing:
-        raise ValueError(explain(asked, "files that the index names are missing", some_of(missing), "a complete copy"))
+        raise InvalidValue(asked, "files that the index names are missing", some_of(missing), "a complete copy")
     if not files:
         there = sorted(path.name for path in folder.iterdir())
         pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
         blame = "its weights are pickled, and reading those may run any code" if pickled else "it has no weights"
         hint = f"a folder with {SINGLE}: model.save_pretrained(folder) of transformers writes that"
-        raise ValueError(explain(asked, blame, f"files: {some_of(pickled or there)}", hint))
+        raise InvalidValue(asked, blame, f"files: {some_of(pickled or there)}", hint)
     return files
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 
@@ -256,10 +256,10 @@ def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     if unlike:
         seen = "   ".join(f"{name}: {getattr(config, name)!r}" for name in unlike)
         hint = ", ".join(f"{name}={kind.ours[name]!r}" for name in unlike)
-        raise ValueError(explain(asked, f"its {kind.architecture} has {hint} only", seen, hint))
+        raise InvalidValue(asked, f"its {kind.architecture} has {hint} only", seen, hint)
     if isinstance(config, MoEConfig) and config.num_experts < 2:
         seen = f"num_experts: {config.num_experts}"
-        raise ValueError(explain(asked, "its router needs two experts", seen, "num_experts=2, or LlamaConfig"))
+        raise InvalidValue(asked, "its router needs two experts", seen, "num_experts=2, or LlamaConfig")
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
     if config.rope_factor != 1:
         rope |= {"rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in _ROPE}}
@@ -302,7 +302,7 @@ def config_from_json(settings: Mapping[str, Any], asked: str) -> LlamaConfig:
         blame = f"there is no model here for model_type {settings.get('model_type')!r}"
         seen = f"architectures: {settings.get('architectures')}"
         hint = f"a folder with model_type {' or '.join(map(repr, _KINDS))}; to train it, train(config, model=...)"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     if "num_local_experts" in settings:  # what transformers 5 calls num_experts
         settings = {"num_experts": settings["num_local_experts"], **settings}
     values = {ours: _value(asked, settings, ours, theirs, default) for ours, theirs, default in kind.keys}
@@ -313,7 +313,7 @@ def config_from_json(settings: Mapping[str, Any], asked: str) -> LlamaConfig:
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         blame, hint = "its rotary positions are no object with keys", '{"rope_type": "default", "rope_theta": 10000.0}'
-        raise ValueError(explain(asked, blame, f"config.json: {rope!r}"[:200], hint))
+        raise InvalidValue(asked, blame, f"config.json: {rope!r}"[:200], hint)
     theta = settings.get("rope_theta", 10_000.0)
     values["rope_theta"] = float(_value(asked, {"rope_theta": theta, **rope}, "rope_theta", "rope_theta", None))
     wanted = {**kind.fixed, "partial_rotary_factor": 1.0}
@@ -329,7 +329,7 @@ def config_from_json(settings: Mapping[str, Any], asked: str) -> LlamaConfig:
         if found[name] != value:
             seen = f"config.json: {name} = {found[name]!r}"
             hint = f"a model with {name} = {value!r}; parallelize_huggingface for models of transformers themselves"
-            raise ValueError(explain(asked, f"the model here has {name} = {value!r} only", seen, hint))
+            raise InvalidValue(asked, f"the model here has {name} = {value!r} only", seen, hint)
     values |= kind.ours
     if values.get("score") == "softmax":
         values["bias_update_rate"] = 0.0  # there is no bias there
@@ -337,7 +337,7 @@ def config_from_json(settings: Mapping[str, Any], asked: str) -> LlamaConfig:
         return MoEConfig(**values) if "score" in values else LlamaConfig(**values)
     except (TypeError, ValueError) as error:
         hint = "the config.json that belongs to the weights"
-        raise ValueError(explain(asked, "config.json describes no model that can be", f"seen: {error}", hint)) from None
+        raise InvalidValue(asked, "config.json describes no model that can be", f"seen: {error}", hint) from None
 
 
 def _value(asked: str, settings: Mapping[str, Any], ours: str, theirs: str, default: Any) -> Any:
@@ -352,7 +352,7 @@ def _value(asked: str, settings: Mapping[str, Any], ours: str, theirs: str, defa
     """
     value = default if settings.get(theirs) is None else settings[theirs]
     if value is None:
-        raise ValueError(explain(asked, f"config.json has no {theirs}", f"keys: {sorted(settings)}", "a complete one"))
+        raise InvalidValue(asked, f"config.json has no {theirs}", f"keys: {sorted(settings)}", "a complete one")
     (kind,) = (str(field.type) for field in dataclasses.fields(MoEConfig) if field.name == ours)
     try:
         check(asked, kind, **{theirs: value})
@@ -361,5 +361,5 @@ def _value(asked: str, settings: Mapping[str, Any], ours: str, theirs: str, defa
     least = 0 if theirs in ("n_shared_experts", "first_k_dense_replace") or kind == "float" else 1
     if kind != "bool" and not least <= value <= (_MOST if kind == "int" else sys.float_info.max):
         blame = f"{theirs} must be from {least} to {_MOST}" if kind == "int" else f"{theirs} must be finite, from 0 up"
-        raise ValueError(explain(asked, blame, f"config.json: {theirs} = {value!r}"[:200], "a complete one"))
+        raise InvalidValue(asked, blame, f"config.json: {theirs} = {value!r}"[:200], "a complete one")
     return value

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, explain, nearest
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -76,11 +76,11 @@ def export_huggingface(
     asked = "cannot export to Hugging Face"
     if tokenizer is not None and not (hasattr(tokenizer, "save_pretrained") and hasattr(tokenizer, "eos_token_id")):
         hint = "AutoTokenizer.from_pretrained(folder)"
-        raise TypeError(explain(asked, "tokenizer is none of transformers", f"tokenizer: {tokenizer!r}"[:200], hint))
+        raise InvalidType(asked, "tokenizer is none of transformers", f"tokenizer: {tokenizer!r}"[:200], hint)
     asked, folder = f"cannot export to {folder}", Path(folder)
     if max_shard_bytes < 1:
         blame, seen = "no tensor fits into such a file", f"max_shard_bytes: {max_shard_bytes}"
-        raise ValueError(explain(asked, blame, seen, f"max_shard_bytes={5 * 2**30}"))
+        raise InvalidValue(asked, blame, seen, f"max_shard_bytes={5 * 2**30}")
     expected = {name: x for name, x in model_tensors(config).items() if not is_left_out(name, config)}
     tensors = _as_expected(asked, _plain_names(state), expected, config)
     kept = {name: dtype if dtype is not None and not _is_buffer(name) else x.dtype for name, x in tensors.items()}
@@ -117,12 +117,12 @@ def _as_expected(
     for name in [name for name in tensors if is_left_out(name, config)]:
         if tensors.pop(name).any():
             blame = f"{name!r} changes what the router chooses, and transformers' model has no such bias"
-            raise ValueError(explain(asked, blame, "score: 'softmax'", "train with bias_update_rate=0"))
+            raise InvalidValue(asked, blame, "score: 'softmax'", "train with bias_update_rate=0")
     _check_known(asked, tensors, expected, config)
     missing = [name for name in expected if name not in tensors]
     if missing:
         hint = "all tensors of the model; for stages of a pipeline, save a checkpoint, and export that"
-        raise ValueError(explain(asked, "tensors of the model are missing", f"missing: {some_of(missing)}", hint))
+        raise InvalidValue(asked, "tensors of the model are missing", f"missing: {some_of(missing)}", hint)
     return {name: tensors[name] for name in expected}
 
 
@@ -210,7 +210,7 @@ def _make_folder(asked: str, folder: Path) -> None:
     there = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
     if there:
         blame = "it has weights already, and transformers could take those"
-        raise ValueError(explain(asked, blame, f"seen: {some_of(there)}", "a new folder, or remove that one"))
+        raise InvalidValue(asked, blame, f"seen: {some_of(there)}", "a new folder, or remove that one")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -320,7 +320,7 @@ def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
             for name in tensors.keys() - stored.keys():
                 tensors[name].zero_()
         except (SafetensorError, OSError) as error:
-            raise ValueError(explain(asked, "a file is damaged", f"seen: {error}", "another copy of it")) from None
+            raise InvalidValue(asked, "a file is damaged", f"seen: {error}", "another copy of it") from None
 
 
 def _source(name: str, tensor: Tensor, files: Mapping[str, Path]) -> CheckpointPlace:
@@ -337,7 +337,7 @@ def _own(asked: str, name: str, tensor: Tensor) -> tuple[Tensor, tuple[slice, ..
     own = layout.local_slice(tuple(tensor.shape))
     if layout.is_partial() or tuple(part.stop - part.start for part in own) != tuple(local.shape):
         blame = f"{name!r} is not laid out as parts of the full tensor"
-        raise ValueError(explain(asked, blame, f"layout: {layout}   part: {tuple(local.shape)}", "load, then shard"))
+        raise InvalidValue(asked, blame, f"layout: {layout}   part: {tuple(local.shape)}", "load, then shard")
     return local, own
 
 
@@ -384,14 +384,14 @@ class _Slices:
         if tuple(found.get_shape()) != shape:
             blame = f"{name!r} has another shape than config.json says"
             seen = f"{path.name}: {tuple(found.get_shape())}   config.json: {shape}"
-            raise ValueError(explain(self.asked, blame, seen, "a folder whose files belong together"))
+            raise InvalidValue(self.asked, blame, seen, "a folder whose files belong together")
         if found.get_dtype() not in _DTYPES:
             blame = f"{name!r} holds {found.get_dtype()}, and weights here are plain floating-point numbers"
             seen, hint = (
                 f"{path.name}: {found.get_dtype()}",
                 f"one of {', '.join(_DTYPES)}: a model that is not quantized",
             )
-            raise ValueError(explain(self.asked, blame, seen, hint))
+            raise InvalidValue(self.asked, blame, seen, hint)
         return found
 
 
@@ -406,7 +406,7 @@ def _check_count(asked: str, files: Mapping[str, Path], config: LlamaConfig) -> 
     if least > len(files):
         blame = "tensors are missing: its layers and experts have more than there are"
         seen = f"tensors: {len(files)}   layers: {config.num_hidden_layers}   experts in a layer: {experts}"
-        raise ValueError(explain(asked, blame, seen, "a folder whose files belong together"))
+        raise InvalidValue(asked, blame, seen, "a folder whose files belong together")
 
 
 def _check_complete(asked: str, files: Mapping[str, Path], expected: Mapping[str, Tensor], config: LlamaConfig) -> None:
@@ -416,11 +416,11 @@ def _check_complete(asked: str, files: Mapping[str, Path], expected: Mapping[str
     missing = [name for name in wanted if name not in files]
     if missing:
         hint = "a complete folder, with experts one by one as transformers saves them"
-        raise ValueError(explain(asked, "tensors are missing", f"missing: {some_of(missing)}", hint))
+        raise InvalidValue(asked, "tensors are missing", f"missing: {some_of(missing)}", hint)
     others = [name for name in sorted(files) if name not in wanted and not is_passed_over(name, config)]
     if others:
         blame = "it has tensors that the model here does not, and without which it computes something else"
-        raise ValueError(explain(asked, blame, f"tensors: {some_of(others)}", "a model without them"))
+        raise InvalidValue(asked, blame, f"tensors: {some_of(others)}", "a model without them")
 
 
 # -- the tensors that a caller gives, against those that a config's model has ------------------------------------------
@@ -453,11 +453,11 @@ def _check_known(
         twin = "embed.weight" if name == "head.weight" and config.tie_embeddings else name
         if twin not in expected:
             blame, hint = f"the config's model has no {name!r}", nearest(name, expected)
-            raise ValueError(explain(asked, blame, f"config: {config}", hint))
+            raise InvalidValue(asked, blame, f"config: {config}", hint)
         if tensor.shape != expected[twin].shape:
             blame = f"{name!r} has another shape than in the config's model"
             seen = f"seen: {tuple(tensor.shape)}   config's: {tuple(expected[twin].shape)}   config: {config}"
-            raise ValueError(explain(asked, blame, seen, "the config that the model was built from"))
+            raise InvalidValue(asked, blame, seen, "the config that the model was built from")
         if tensor.is_meta:
             blame, hint = f"{name!r} is on meta, and has no memory", "init_parameters(model) before"
-            raise ValueError(explain(asked, blame, f"device: {tensor.device}", hint))
+            raise InvalidValue(asked, blame, f"device: {tensor.device}", hint)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_choice
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.api import from_local, redistribute, to_local
@@ -66,7 +66,7 @@ def huggingface_plan(
     if streams.degree > 1 and (more := next(_beyond_a_plan(model), None)) is not None:
         blame = f"module {more!r} needs its code adapted as well, and a plan is layouts only"
         seen = f"model: {type(model).__name__}"
-        raise ValueError(explain(asked, blame, seen, "parallelize_huggingface(model, mesh)"))
+        raise InvalidValue(asked, blame, seen, "parallelize_huggingface(model, mesh)")
     return plan
 
 
@@ -173,13 +173,13 @@ def _config_of(asked: str, model: object) -> Any:
     if not isinstance(model, nn.Module) or kind is None:
         blame = f"model is a {type(model).__name__}, not a model of transformers, which has a config with a model_type"
         hint = "LlamaForCausalLM(config); llama_plan(model, mesh) for hyper_parallel.models.Llama"
-        raise TypeError(explain(asked, blame, f"model: {type(model)!r}", hint))
+        raise InvalidType(asked, blame, f"model: {type(model)!r}", hint)
     is_causal = "lm_head.weight" in dict(model.named_parameters(remove_duplicate=False))
     if kind not in MODEL_TYPES or not (is_causal and hasattr(model, "model")):
         blame = f"there is no plan for {kind!r}" if kind not in MODEL_TYPES else "it has no head for language modelling"
         seen = f"model: {type(model).__name__}   model types with a plan: {', '.join(MODEL_TYPES)}"
         hint = "one of these, as a ...ForCausalLM; or a ShardingPlan of your own for shard_module"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     return config
 
 
@@ -189,7 +189,7 @@ def _check_random(asked: str, config: Any, streams: Streams) -> None:
         value = getattr(config, name, 0.0) or 0.0
         if value > 0 and streams.degree > 1:
             blame = f"{name} draws random numbers, and ranks along {streams.tp!r} must not each draw their own way"
-            raise ValueError(explain(asked, blame, f"config.{name}: {value}", f"{name}=0.0 in the config"))
+            raise InvalidValue(asked, blame, f"config.{name}: {value}", f"{name}=0.0 in the config")
 
 
 def _layout_of(asked: str, name: str, param: nn.Parameter, axis: str) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ def _layout_of(asked: str, name: str, param: nn.Parameter, axis: str) -> tuple[s
         return ("None",) * param.dim()
     blame = f"parameter {name!r} is not one that the plan knows, and its gradient would be a share of a sum"
     hint = "the model as transformers builds it; adapters come after shard_module, or with a plan of their own"
-    raise ValueError(explain(asked, blame, f"shape: {tuple(param.shape)}", hint))
+    raise InvalidValue(asked, blame, f"shape: {tuple(param.shape)}", hint)
 
 
 def _beyond_a_plan(model: nn.Module) -> Any:

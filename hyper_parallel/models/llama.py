@@ -24,7 +24,7 @@ from hyper_parallel.core.common.checks import (
     check_least,
     check_listed,
 )
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -102,7 +102,7 @@ class LlamaConfig:
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if not 0 < low < high < math.inf:
             blame, seen = "rope_low_freq_factor must be above 0 and below rope_high_freq_factor", f"{low} and {high}"
-            raise ValueError(explain(asked, blame, f"they are: {seen}", "1.0 and 4.0"))
+            raise InvalidValue(asked, blame, f"they are: {seen}", "1.0 and 4.0")
         widths = ("vocab_size", "hidden_size", "intermediate_size", "head_size", "num_hidden_layers")
         sizes = {name: size for name in widths if (size := getattr(self, name)) is not None}
         check_elements(asked, "its parameters", self.num_parameters(), **sizes)
@@ -110,17 +110,17 @@ class LlamaConfig:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
             seen, hint = f"head_size: {self.head_size}", f"head_size={max(2, self.head_size + self.head_size % 2)}"
-            raise ValueError(explain(asked, "rotary positions turn pairs, so head_size is even", seen, hint))
+            raise InvalidValue(asked, "rotary positions turn pairs, so head_size is even", seen, hint)
         if self.head_size is None and self.hidden_size % (2 * heads):
             even = 2 * heads * math.ceil(self.hidden_size / 2 / heads)
             blame = f"hidden_size does not split into {heads} heads of an even size, as rotary positions turn pairs"
             seen = f"hidden_size: {self.hidden_size}   num_attention_heads: {heads}"
-            raise ValueError(explain(asked, blame, seen, f"hidden_size={even}"))
+            raise InvalidValue(asked, blame, seen, f"hidden_size={even}")
         if heads % kv_heads:
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             blame = f"num_key_value_heads={kv_heads} cannot be shared among num_attention_heads={heads} evenly"
             seen = f"num_attention_heads: {heads}   num_key_value_heads: {kv_heads}"
-            raise ValueError(explain(asked, blame, seen, f"num_key_value_heads = one of {fits}"))
+            raise InvalidValue(asked, blame, seen, f"num_key_value_heads = one of {fits}")
 
     @property
     def head_dim(self) -> int:
@@ -354,7 +354,7 @@ class Llama(nn.Module):
         """
         if any(isinstance(param, torch.distributed.tensor.DTensor) for param in self.parameters()):
             blame, hint = "these are sharded already", "model.init_weights(seed) first, fully_shard(model) after it"
-            raise ValueError(explain("cannot draw the weights", blame, "parameters: DTensors", hint))
+            raise InvalidValue("cannot draw the weights", blame, "parameters: DTensors", hint)
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight  # again: moving a model off the meta device unties it
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -404,7 +404,7 @@ class Llama(nn.Module):
         if seq > self.config.max_seq_len:
             seen, hint = f"max_seq_len: {self.cos.shape[0]}", f"max_seq_len={seq} in the config, or shorter sequences"
             asked = f"cannot compute with a sequence of {seq} tokens"
-            raise ValueError(explain(asked, "the model was built for shorter ones", seen, hint))
+            raise InvalidValue(asked, "the model was built for shorter ones", seen, hint)
         x = tokens if self.embed is None else self.embed(tokens)
         place: slice | Tensor = slice(seq) if self.positions is None else self.positions(seq)
         cos, sin = self.cos[place], self.sin[place]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel.core.common.checks import check_fields, check_least
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.hf_names import place_of
 from hyper_parallel.models.llama import Llama
@@ -138,7 +138,7 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
     if wrong is not None or not known or not config.names():
         asked, seen = f"cannot adapt [lora] targets '{config.targets}'", f"linear layers: {', '.join(known) or 'none'}"
         blame = f"the model has no linear layer {wrong!r}" if wrong else "no linear layer is left"
-        raise ValueError(explain(asked, blame, seen, nearest(wrong or ALL, [*known, ALL])))
+        raise InvalidValue(asked, blame, seen, nearest(wrong or ALL, [*known, ALL]))
 
 
 def _targeted(model: nn.Module, config: LoraConfig) -> Iterator[tuple[str, Any]]:
@@ -218,7 +218,7 @@ def export_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     if there := sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")):
         blame, seen = "it has weights already", f"seen: {', '.join(there[:6])}"
-        raise ValueError(explain(f"cannot export to {folder}", blame, seen, "a new folder, or remove that one"))
+        raise InvalidValue(f"cannot export to {folder}", blame, seen, "a new folder, or remove that one")
     tensors: dict[str, torch.Tensor] = {}
     targets = dict[str, None]()
     for path, module in model.named_modules():

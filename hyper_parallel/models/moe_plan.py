@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_least, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.expert_parallel.api import exchange_of, expert_parallel, nodes_of, read_axes
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
@@ -67,7 +67,7 @@ def moe_plan(
     config: object = model.config if isinstance(model, MoELlama) else model
     if not isinstance(config, MoEConfig):
         blame = f"model is a {type(model).__name__}, not a MoELlama or a MoEConfig"
-        raise TypeError(explain(asked, blame, f"model: {type(model)!r}", "llama_plan(model, mesh) for one without"))
+        raise InvalidType(asked, blame, f"model: {type(model)!r}", "llama_plan(model, mesh) for one without")
     check(asked, "bool", reshard_inputs=reshard_inputs)
     read_int(asked, "chunks", chunks, 1)
     streams = Streams.on(asked, mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
@@ -172,10 +172,10 @@ def _check_etp(asked: str, streams: Streams, etp: int) -> None:
     seen = f"etp={etp}, {streams.tp or 'tp'}={streams.degree}, sequence_parallel={streams.sequence_parallel}"
     if etp not in (1, streams.degree):
         blame = "inside of an expert tp splits either the inner width, on all its ranks, or nothing"
-        raise ValueError(explain(asked, blame, seen, f"etp={streams.degree}, or etp=1"))
+        raise InvalidValue(asked, blame, seen, f"etp={streams.degree}, or etp=1")
     if etp != streams.degree and not streams.sequence_parallel:
         blame = "ranks along tp would send the same tokens to the experts, as nothing splits the sequence"
-        raise ValueError(explain(asked, blame, seen, f"sequence_parallel=True, or etp={streams.degree}"))
+        raise InvalidValue(asked, blame, seen, f"sequence_parallel=True, or etp={streams.degree}")
 
 
 def _layers(model: MoELlama | MoEConfig, config: MoEConfig) -> list[int]:

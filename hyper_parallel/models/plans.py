@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hyper_parallel.core.common.checks import check, check_choice, read_int
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import parse_mesh
@@ -106,7 +106,7 @@ def llama_plan(
     if not isinstance(config, LlamaConfig):
         blame = f"model is a {type(model).__name__}, not a Llama or a LlamaConfig"
         hint = "llama_plan(model, mesh); huggingface_plan(model, mesh) for a model of transformers"
-        raise TypeError(explain(asked, blame, f"model: {type(model)!r}", hint))
+        raise InvalidType(asked, blame, f"model: {type(model)!r}", hint)
     check(asked, "bool", sequence_parallel=sequence_parallel, vocab_parallel=vocab_parallel)
     check(asked, "bool", reshard_inputs=reshard_inputs)
     read_int(asked, "chunks", chunks, 1)
@@ -115,7 +115,7 @@ def llama_plan(
     if embedding == "width" and config.tie_embeddings:
         blame = "the embedding is the head's weight too, which is split over the vocabulary"
         seen = "tie_embeddings: True   embedding: 'width'"
-        raise ValueError(explain(asked, blame, seen, 'embedding="vocabulary"'))
+        raise InvalidValue(asked, blame, seen, 'embedding="vocabulary"')
     streams = Streams.on(asked, mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}
     check_heads(asked, heads, streams)
@@ -183,7 +183,7 @@ def llama_loss(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int
         if logits.dim() < 2 or (not isinstance(targets, DTensor) and targets.shape != logits.shape[:-1]):
             seen = f"logits: {tuple(logits.shape)}   targets: {tuple(targets.shape)}"
             blame = "targets need the shape of the logits without the vocabulary"
-            raise ValueError(explain("cannot take the loss", blame, seen, "(batch, seq, vocab) and (batch, seq)"))
+            raise InvalidValue("cannot take the loss", blame, seen, "(batch, seq, vocab) and (batch, seq)")
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
     if not isinstance(targets, DTensor) and targets.shape != logits.shape[:-1]:
         layout = Layout.of(logits)
@@ -231,9 +231,9 @@ class Streams:
         for word, name in [("tp", tp), *(("dp", name) for name in chosen)]:
             if name is not None and name not in names:
                 hint = nearest(name, names) + (" (tp=None: no axis splits modules)" if word == "tp" else "")
-                raise ValueError(explain(asked, f"{word}={name!r} is no axis of the mesh", seen, f"{word}={hint}"))
+                raise InvalidValue(asked, f"{word}={name!r} is no axis of the mesh", seen, f"{word}={hint}")
         if tp in chosen:
-            raise ValueError(explain(asked, f"axis {tp!r} is in both tp and dp", seen, f"dp={others!r}"))
+            raise InvalidValue(asked, f"axis {tp!r} is in both tp and dp", seen, f"dp={others!r}")
         return cls(names, sizes, tp, tuple(name for name in names if name in chosen), sequence_parallel)
 
     @property
@@ -357,7 +357,7 @@ def cut(asked: str, plan: ShardingPlan, streams: Streams, count: int, paths: Seq
 def _not_gathered(asked: str, given: str, off: str, nothing_to: str) -> ValueError:
     """Return the error of an option about inputs that are gathered over tp, where none is."""
     blame = f"without sequence parallelism no input is gathered, so that there is nothing to {nothing_to}"
-    return ValueError(explain(asked, blame, f"{given}, sequence_parallel=False", f"sequence_parallel=True, or {off}"))
+    return InvalidValue(asked, blame, f"{given}, sequence_parallel=False", f"sequence_parallel=True, or {off}")
 
 
 def check_heads(asked: str, counts: Mapping[str, int], streams: Streams) -> None:
@@ -367,7 +367,7 @@ def check_heads(asked: str, counts: Mapping[str, int], streams: Streams) -> None
     >>> check_heads("cannot plan the Llama", {"num_attention_heads": 8, "num_key_value_heads": 2}, streams)
     Traceback (most recent call last):
         ...
-    ValueError: cannot plan the Llama: the 8 ranks along 'tp' cannot share num_key_value_heads=2 evenly
+    hyper_parallel.InvalidValue: cannot plan the Llama: the 8 ranks along 'tp' cannot share num_key_value_heads=2 evenly
       num_attention_heads=8, num_key_value_heads=2   mesh: tp=8
       try: a mesh with tp=1 or tp=2
 
@@ -386,7 +386,7 @@ def check_heads(asked: str, counts: Mapping[str, int], streams: Streams) -> None
     blame = f"the {streams.degree} ranks along {streams.tp!r} cannot share {wrong}={counts[wrong]} evenly"
     sizes = ", ".join(f"{name}={size}" for name, size in zip(streams.names, streams.sizes, strict=True))
     seen = f"{', '.join(f'{name}={count}' for name, count in counts.items())}   mesh: {sizes}"
-    raise ValueError(explain(asked, blame, seen, "a mesh with " + " or ".join(f"{streams.tp}={n}" for n in fits)))
+    raise InvalidValue(asked, blame, seen, "a mesh with " + " or ".join(f"{streams.tp}={n}" for n in fits))
 
 
 def _read_mesh(asked: str, mesh: MeshLike) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -400,4 +400,4 @@ def _read_mesh(asked: str, mesh: MeshLike) -> tuple[tuple[str, ...], tuple[int, 
     if isinstance(mesh, Mapping) and mesh and all(isinstance(size, int) and size >= 1 for size in mesh.values()):
         return tuple(mesh), tuple(mesh.values())
     blame = f"mesh is a {type(mesh).__name__}, not a mesh or the sizes of its axes"
-    raise TypeError(explain(asked, blame, f"mesh: {mesh!r}", 'the DeviceMesh, or {"dp": 2, "tp": 4}'))
+    raise InvalidType(asked, blame, f"mesh: {mesh!r}", 'the DeviceMesh, or {"dp": 2, "tp": 4}')

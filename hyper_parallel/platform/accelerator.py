@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.platform.attention import AttentionKernel, gpu_attention, npu_attention
 from hyper_parallel.platform.platform import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
@@ -73,7 +73,7 @@ class AcceleratorPlatform(Platform):
             asked, blame = f"cannot select {self.device_type} device {index}", f"this process sees {count} of them"
             seen = f"index: {index}   numbers that exist: {f'0 to {count - 1}' if count else 'none'}"
             hint = f"the local rank, and at most one rank per device (torchrun --nproc-per-node {max(count, 1)})"
-            raise ValueError(explain(asked, blame, seen, hint))
+            raise InvalidValue(asked, blame, seen, hint)
         self._module.set_device(index)
 
     def synchronize(self) -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform, torch_npu_is_installed
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.platform.platform import Platform, PlatformUnavailableError
@@ -41,7 +41,7 @@ class PlatformRegistry:
             asked, hint = f"cannot get a platform for {device_type!r}", "register_platform for a new device type"
             if ":" in device_type:
                 hint = f"{device_type.partition(':')[0]!r}, without an index"
-            raise ValueError(explain(asked, "no such device type is registered", f"known: {known}", hint))
+            raise InvalidValue(asked, "no such device type is registered", f"known: {known}", hint)
         return factory()
 
     def device_types(self) -> list[str]:
@@ -57,7 +57,7 @@ class PlatformRegistry:
             if device_type in self._factories:
                 asked, seen = f"cannot register platform {device_type!r}", f"registered: {', '.join(self._factories)}"
                 hint = "another name, or register_provider to answer for some ranks only"
-                raise ValueError(explain(asked, "that device type is registered already", seen, hint))
+                raise InvalidValue(asked, "that device type is registered already", seen, hint)
             self._factories[device_type] = factory
 
     def register_provider(self, provider: PlatformProvider) -> None:
@@ -72,7 +72,7 @@ class PlatformRegistry:
             if not any(provider == known for known in self._providers):
                 asked, seen = f"cannot unregister {provider!r}", f"registered now: {len(self._providers)}"
                 hint = "the very object that was passed to register_provider, once"
-                raise ValueError(explain(asked, "it is not a registered platform provider", seen, hint))
+                raise InvalidValue(asked, "it is not a registered platform provider", seen, hint)
             found = self._providers.index(provider)
             self._providers = self._providers[:found] + self._providers[found + 1 :]
 

@@ -38,7 +38,7 @@ from hyper_parallel.core.common.checks import (
     check_listed,
     check_paths,
 )
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
@@ -83,7 +83,7 @@ class DataConfig:
         if Path(self.pattern).is_absolute():
             blame = "pattern is a path of its own, and chooses files within the folder"
             hint = "path: the folder (--data), and pattern: '*.txt' (--data-pattern)"
-            raise ValueError(explain("cannot use [data]", blame, f"pattern: {self.pattern!r}", hint))
+            raise InvalidValue("cannot use [data]", blame, f"pattern: {self.pattern!r}", hint)
         check_least("cannot use [data]", 1, max_bytes=self.max_bytes)
         check_least("cannot use [data]", 0, 1, ignored=self.ignored)
 
@@ -192,7 +192,7 @@ class TrainConfig:
         check_paths(asked, **_some(self, "log", "start_from", "hardware", "tensorboard"))
         if self.model == OTHER and self.start_from is None:
             blame, hint = "it is the model of a folder, and none is given", "--start-from FOLDER"
-            raise ValueError(explain(asked, blame, f"model: '{self.model}'   start_from: None", hint))
+            raise InvalidValue(asked, blame, f"model: '{self.model}'   start_from: None", hint)
         check_choice(asked, "on_nonfinite", self.on_nonfinite, ("skip", "stop", "dump"))
         positive = ("steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
         check_least(asked, 1, **_some(self, *positive))
@@ -286,7 +286,7 @@ class ParallelConfig:
         sizes = [word.strip() for word in self.layers_per_stage.split(",")]
         if not all(word.isdecimal() for word in sizes):
             blame, seen = "layers_per_stage must be numbers with commas", f"layers_per_stage: '{self.layers_per_stage}'"
-            raise ValueError(explain("cannot use [parallel]", blame, seen, "'1,2,1'"))
+            raise InvalidValue("cannot use [parallel]", blame, seen, "'1,2,1'")
         return [int(word) for word in sizes]
 
 
@@ -410,7 +410,7 @@ class Config:
             over = f"{dp_size} data-parallel ranks x accumulate={accumulate} evenly"
             hint = f"batch_size = {' or '.join(map(str, around))}"
             asked, blame = f"cannot split batch_size={size} sequences over {over}", f"it is no multiple of {unit}"
-            raise ValueError(explain(asked, blame, f"{dp_size} x {accumulate} = {unit}", hint))
+            raise InvalidValue(asked, blame, f"{dp_size} x {accumulate} = {unit}", hint)
 
 
 def _some(values: object, *names: str) -> dict[str, Any]:

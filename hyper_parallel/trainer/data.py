@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from hyper_parallel.core.common.checks import check, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, explain
 from hyper_parallel.models.chat_template import ChatTemplate
 from hyper_parallel.models.hf_folder import check_normalizers, load_by_transformers
 from hyper_parallel.trainer.config import Config, DataConfig
@@ -128,7 +128,7 @@ def load_corpus(data: DataConfig | None = None) -> Corpus:
         return _read_corpus(root.absolute(), replace(data, ignored=0.0))
     except OSError as error:
         hint = "files that can be read, or another [data] path or pattern"
-        raise ValueError(explain(f"cannot read the text at '{root}'", "a file fails", f"seen: {error}", hint)) from None
+        raise InvalidValue(f"cannot read the text at '{root}'", "a file fails", f"seen: {error}", hint) from None
 
 
 @lru_cache(maxsize=4)
@@ -137,7 +137,7 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
         raise ValueError(f"no text at '{root}': no such file or folder\n  try: another [data] path, or leave it out")
     if not (root.is_file() or root.is_dir()):  # a pipe could be read once, and may never answer
         asked, hint = f"cannot read the text at '{root}'", "a file with what comes out of it"
-        raise ValueError(explain(asked, "it is neither a file nor a folder", f"path: {root}", hint))
+        raise InvalidValue(asked, "it is neither a file nor a folder", f"path: {root}", hint)
     has_bytes = data.tokenizer is None
     encode = _encode_bytes if data.tokenizer is None else _encoder(data.tokenizer)
     if root.is_file() and root.suffix not in _RECORDS:
@@ -222,10 +222,10 @@ def _start_of(file: Path, size: int) -> bytes:
         text = content.read(size)
     if text.startswith(_PACKED):
         hint = "the file that comes out when it is unpacked"
-        raise ValueError(explain(f"cannot read {file}", "it is compressed", f"its first bytes: {text[:6]!r}", hint))
+        raise InvalidValue(f"cannot read {file}", "it is compressed", f"its first bytes: {text[:6]!r}", hint)
     if text.startswith(_UTF16):
         hint = f"iconv -f UTF-16 -t UTF-8 {file.name}"
-        raise ValueError(explain(f"cannot read {file}", "it is UTF-16", f"its first bytes: {text[:6]!r}", hint))
+        raise InvalidValue(f"cannot read {file}", "it is UTF-16", f"its first bytes: {text[:6]!r}", hint)
     return text
 
 
@@ -262,18 +262,18 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
                 except (ValueError, RecursionError) as error:  # the latter of brackets within brackets
                     hint = "one JSON object in each line"
                     asked, seen = f"cannot read record {number} of {file}", f"line: {line.strip()[:100]!r}"
-                    raise ValueError(explain(asked, f"it is no JSON: {error}", seen, hint)) from None
+                    raise InvalidValue(asked, f"it is no JSON: {error}", seen, hint) from None
         return
     try:
         from pyarrow import parquet
     except ImportError as error:
         hint = "pip install 'hyper_parallel[text]'"
-        raise ValueError(explain(f"cannot read {file}", "pyarrow is not installed", f"seen: {error}", hint)) from None
+        raise InvalidValue(f"cannot read {file}", "pyarrow is not installed", f"seen: {error}", hint) from None
     try:
         table = parquet.ParquetFile(file)
     except (ValueError, OSError) as error:
         hint = "another copy of it"
-        raise ValueError(explain(f"cannot read {file}", "it is no parquet file", f"seen: {error}", hint)) from None
+        raise InvalidValue(f"cannot read {file}", "it is no parquet file", f"seen: {error}", hint) from None
     number = 0
     for batch in table.iter_batches(batch_size=256):
         for record in batch.to_pylist():
@@ -294,7 +294,7 @@ def _text(asked: str, record: Any, data: DataConfig) -> _Text:
         hint = (
             '{"text": "..."}, {"prompt": "...", "completion": "..."} or {"messages": [{"role": ..., "content": ...}]}'
         )
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     counts = [name != "prompt" or not data.mask_prompts for name in names]
     return _Text([_Span(_utf8(str(text)), each) for text, each in zip(texts, counts, strict=True)])
 
@@ -308,10 +308,10 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
     """Write a conversation as the tokenizer's template has it; what the assistant says counts."""
     if not _is_conversation(messages):
         blame, hint = "messages are objects with a role and content", '[{"role": "user", "content": "..."}, ...]'
-        raise ValueError(explain(asked, blame, f"messages: {messages!r}"[:200], hint))
+        raise InvalidValue(asked, blame, f"messages: {messages!r}"[:200], hint)
     if data.tokenizer is None:
         blame, hint = "a conversation is written by a tokenizer's template", "[data] tokenizer (--tokenizer FOLDER)"
-        raise ValueError(explain(asked, blame, "messages, and no tokenizer", hint))
+        raise InvalidValue(asked, blame, "messages, and no tokenizer", hint)
     template = load_template(data.tokenizer)
 
     def render(some: Any, **flags: Any) -> str:
@@ -320,7 +320,7 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         except ValueError as error:  # templates raise errors of their own
             hint = "a tokenizer with a chat template, and messages that it takes"
             seen = f"messages: {messages!r}"[:200]
-            raise ValueError(explain(asked, f"its template fails: {error}", seen, hint)) from None
+            raise InvalidValue(asked, f"its template fails: {error}", seen, hint) from None
 
     whole = render(messages)
     spans, done = list[_Span](), 0
@@ -333,7 +333,7 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         if place < 0:
             blame = f"the template writes message {index} in another way once others follow"
             hint = "[data] mask_prompts = false, or a tokenizer with another template"
-            raise ValueError(explain(asked, blame, f"message: {message!r}"[:200], hint))
+            raise InvalidValue(asked, blame, f"message: {message!r}"[:200], hint)
         alone = render(messages[: index + 1])
         if whole.startswith(alone) and alone.startswith(before):  # content may be in the mark: "end" in "<|end|>"
             end = len(alone)
@@ -405,7 +405,7 @@ def load_tokenizer(folder: str) -> Any:
     tokenizer = load_by_transformers(asked, "AutoTokenizer", folder, hint)
     if not tokenizer.is_fast:
         blame = "it does not say where in the text its tokens are"
-        raise ValueError(explain(asked, blame, f"class: {type(tokenizer).__name__}", f"{hint}, with tokenizer.json"))
+        raise InvalidValue(asked, blame, f"class: {type(tokenizer).__name__}", f"{hint}, with tokenizer.json")
     return tokenizer
 
 
@@ -474,7 +474,7 @@ def check_length(text: Tokens, seq_len: int, part: str) -> None:
         unit = "bytes" if text.dtype == np.uint8 else "tokens"
         blame = f"it has {text.size} {unit}, but one sequence takes seq_len + 1 = {seq_len + 1}"
         asked, hint = f"cannot use the {part} part of the text", "a smaller seq_len, or more text"
-        raise ValueError(explain(asked, blame, f"seq_len: {seq_len}", hint))
+        raise InvalidValue(asked, blame, f"seq_len: {seq_len}", hint)
 
 
 def samples(
@@ -589,7 +589,7 @@ class LoaderBatches:
         if not isinstance(loader, Iterable):
             hint = "train(config, data=lambda: StatefulDataLoader(...))"
             seen = f"returned: {type(loader).__name__}"
-            raise TypeError(explain("cannot train on this data", "what data() returns has no batches", seen, hint))
+            raise InvalidType("cannot train on this data", "what data() returns has no batches", seen, hint)
         self.loader: Any = loader
         self.shape, self.vocab_size = (batch_size, seq_len), vocab_size
         self._batches: Iterator[Any] = iter(())
@@ -606,7 +606,7 @@ class LoaderBatches:
             batch = next(self._batches, None)
         if batch is None:
             hint = "a loader that can be iterated over again"
-            raise ValueError(explain("cannot train on this data", "the loader has no batch", f"{self.loader!r}", hint))
+            raise InvalidValue("cannot train on this data", "the loader has no batch", f"{self.loader!r}", hint)
         return self._checked(batch)
 
     def _checked(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -619,15 +619,15 @@ class LoaderBatches:
             hint += "; drop_last=True of a DataLoader leaves out a last batch that is smaller"
         seen = ", ".join(f"{tuple(x.shape)} {x.dtype}" if torch.is_tensor(x) else type(x).__name__ for x in found)
         if not all(torch.is_tensor(x) and x.dtype == torch.int64 and tuple(x.shape) == self.shape for x in found):
-            raise ValueError(explain(asked, "the loader returns batches of another form", f"seen: {seen}", hint))
+            raise InvalidValue(asked, "the loader returns batches of another form", f"seen: {seen}", hint)
         if len(found) != 2:
-            raise ValueError(explain(asked, "a batch is a pair", f"seen: {seen}", hint))
+            raise InvalidValue(asked, "a batch is a pair", f"seen: {seen}", hint)
         inputs, targets = found
         if isinstance(batch, Mapping):
             mask = batch.get("attention_mask")
             if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
                 blame, hint = "sequences are padded on the left, where the model would read it", "padding_side='right'"
-                raise ValueError(explain(asked, blame, f"attention_mask: {mask[0].tolist()}"[:200], hint))
+                raise InvalidValue(asked, blame, f"attention_mask: {mask[0].tolist()}"[:200], hint)
             if mask is not None and "labels" not in batch:
                 targets = targets.masked_fill(mask == 0, IGNORED)  # padding is no text
             targets = torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
@@ -635,7 +635,7 @@ class LoaderBatches:
         least, most = int(ids.min()), int(ids.max())
         if least < 0 or most >= self.vocab_size:
             blame = f"it has token {least if least < 0 else most}, and model.vocab_size is {self.vocab_size}"
-            raise ValueError(explain(asked, blame, f"ids: {least} to {most}", f"ids from 0, targets also {IGNORED}"))
+            raise InvalidValue(asked, blame, f"ids: {least} to {most}", f"ids from 0, targets also {IGNORED}")
         return inputs, targets
 
     def state(self) -> str | None:
@@ -719,7 +719,7 @@ class RecordLoader:
             if has_some and not has_targets:
                 asked, blame = "cannot train on the records", "none of their tokens counts as a target"
                 hint = "records with a completion, or mask_prompts = false"
-                raise ValueError(explain(asked, blame, f"records: {self._read}", hint))
+                raise InvalidValue(asked, blame, f"records: {self._read}", hint)
             self._read, self._passes = 0, self._passes + 1
             if self._knows_its_place:  # datasets begins where it was loaded, whenever it is iterated over
                 self._load(self._begin)
@@ -783,7 +783,7 @@ class RecordLoader:
         state = {"order": mine["order"], **state}  # those from before there was an order do not say
         if state.keys() != mine.keys() or not torch.is_tensor(state["tokens"]):
             hint = "what state_dict() of another RecordLoader returned"
-            raise ValueError(explain(asked, "the state is of something else", f"state: {state!r}"[:200], hint))
+            raise InvalidValue(asked, "the state is of something else", f"state: {state!r}"[:200], hint)
         if state["order"] != mine["order"]:
             then, now = (f"shuffle={size}, seed={seed}" for size, seed in (state["order"], mine["order"]))
             asked = "cannot go on in the order of before"

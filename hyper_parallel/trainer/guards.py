@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.checks import check_choice, check_least
-from hyper_parallel.core.common.errors import HyperParallelError, explain
+from hyper_parallel.core.common.errors import HyperParallelError, InvalidState
 
 POLICIES = ("skip", "stop", "dump")
 
@@ -106,7 +106,7 @@ def nonfinite_error(
     if not counted:
         hint = "a larger batch_size, or less that does not count; on_nonfinite='skip' leaves such steps out"
     seen = f"loss: {loss}   gradient norm: {grad_norm}"
-    return NonFiniteError(explain(f"cannot take step {step}", bad, seen, hint))
+    return NonFiniteError(f"cannot take step {step}", bad, seen, hint)
 
 
 def dump_nonfinite(
@@ -294,5 +294,5 @@ def _set(number: int, handler: Any, before: dict[int, Any]) -> None:
         seen = f"thread: {threading.current_thread().name!r}"
         hint = "with stop_on_signals() as stop: in the launcher, and pass stop to the ranks"
         blame = "only a process's main thread may"
-        raise RuntimeError(explain("cannot handle signals here", blame, seen, hint)) from error
+        raise InvalidState("cannot handle signals here", blame, seen, hint) from error
     before[number] = earlier

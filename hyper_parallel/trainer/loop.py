@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.groups import init_process_group
 from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.fully_shard.api import HSDPModule
@@ -238,7 +238,7 @@ class Trainer:
         params = list(model.parameters())
         if not any(param.requires_grad for param in params):
             blame, hint = "none of its parameters is to be trained", "requires_grad_(True) for some"
-            raise ValueError(explain(asked, blame, f"parameters: {len(params)}", hint))
+            raise InvalidValue(asked, blame, f"parameters: {len(params)}", hint)
         flat = [flat_bytes(param.detach().contiguous()) for param in params]
         bits = [int(some.sum()) * (n + 1) for n, some in enumerate(flat)]
         if not self.ranks.agree(sum(bits) % 2**62):
@@ -246,7 +246,7 @@ class Trainer:
                 "the ranks' models have other weights",
                 "the same folder, or torch's generator for random ones",
             )
-            raise ValueError(explain(asked, blame, f"model(): {type(model).__name__}", hint))
+            raise InvalidValue(asked, blame, f"model(): {type(model).__name__}", hint)
         return model
 
     # -- the run -----------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class Trainer:
         inputs, targets = self.loader.next()
         if not self._are_same and not self.ranks.agree(_checksum(inputs, targets)):
             blame, hint = "the ranks' loaders return other batches", "the same seed, and no DistributedSampler"
-            raise ValueError(explain("cannot train on this data", blame, f"step: {self.steps_done + 1}", hint))
+            raise InvalidValue("cannot train on this data", blame, f"step: {self.steps_done + 1}", hint)
         self._are_same = True
         own = slice(part.start - self.samples_used, part.stop - self.samples_used)
         return inputs[own], targets[own]
@@ -656,7 +656,7 @@ class RankPlace:
             wrong, seen = "MASTER_PORT is no number", f"{seen}, MASTER_PORT={os.environ['MASTER_PORT']}"
         if wrong:
             hint = "torchrun, or variables as it sets them"
-            raise ValueError(explain("cannot read torchrun's environment", wrong, seen, hint))
+            raise InvalidValue("cannot read torchrun's environment", wrong, seen, hint)
 
 
 def _number(name: str, otherwise: int) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.optim.muon import Muon
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
@@ -136,7 +136,7 @@ class Rates:
             if not isinstance(self.scheduler, LRScheduler):
                 seen = f"returned: {type(self.scheduler).__name__}"
                 hint = "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, 100)"
-                raise TypeError(explain("cannot train", "lr_scheduler returns no scheduler of torch", seen, hint))
+                raise InvalidType("cannot train", "lr_scheduler returns no scheduler of torch", seen, hint)
 
     def of(self, step: int) -> float:
         """Return the learning rate of step number `step`, from 0: with a scheduler, of the step that it has come to."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from hyper_parallel.core.activations import ActivationPolicy
-from hyper_parallel.core.common.errors import explain, readable_bytes
+from hyper_parallel.core.common.errors import InvalidValue, readable_bytes
 from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -51,7 +51,7 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
     config.check_batch(dims.batch_ranks)
     if config.data.tokenizer is None and config.model.vocab_size < 256:
         asked, seen = "cannot read the text", f"model.vocab_size: {config.model.vocab_size}"
-        raise ValueError(explain(asked, "its 256 byte values need a vocab_size of 256", seen, "vocab_size=256"))
+        raise InvalidValue(asked, "its 256 byte values need a vocab_size of 256", seen, "vocab_size=256")
     _check_etp(config, dims)
     _check_experts(config, dims)
     _check_sequence(config, dims)
@@ -65,7 +65,7 @@ def _check_etp(config: Config, dims: ParallelDims) -> None:
     if dims.etp not in (1, dims.tp):
         blame, hint = "inside of an expert all ranks of tp split, or none", "etp=1"
         hint = f"etp={dims.tp} or etp=1" if dims.tp_enabled else hint
-        raise ValueError(explain(f"cannot use etp={dims.etp} with tp={dims.tp}", blame, dims.summary(), hint))
+        raise InvalidValue(f"cannot use etp={dims.etp} with tp={dims.tp}", blame, dims.summary(), hint)
 
 
 def _check_experts(config: Config, dims: ParallelDims) -> None:
@@ -74,14 +74,14 @@ def _check_experts(config: Config, dims: ParallelDims) -> None:
         if dims.ep == 1:
             asked, less = "cannot fold experts", "fold_experts=False"
         blame = f"model '{config.train.model}' has none"
-        raise ValueError(explain(asked, blame, dims.summary(), f"{less}, or model 'moe'"))
+        raise InvalidValue(asked, blame, dims.summary(), f"{less}, or model 'moe'")
     if config.parallel.ranks_per_node is not None and dims.ep_enabled:
         split_over_nodes("cannot send tokens to each node once", dims.expert_groups(), config.parallel.ranks_per_node)
     width = config.experts.expert_intermediate_size
     if config.train.model == "moe" and dims.etp > 1 and width % dims.etp:
         asked = f"cannot split experts of expert_intermediate_size={width} over etp={dims.etp}"
         hint = f"expert_intermediate_size={-(-width // dims.etp) * dims.etp}, or etp=1"
-        raise ValueError(explain(asked, "it does not divide", dims.summary(), hint))
+        raise InvalidValue(asked, "it does not divide", dims.summary(), hint)
 
 
 def _check_sequence(config: Config, dims: ParallelDims) -> None:
@@ -94,7 +94,7 @@ def _check_sequence(config: Config, dims: ParallelDims) -> None:
         )
         asked = f"cannot split sequences of seq_len={config.train.seq_len} over cp={dims.cp} and tp={dims.tp}"
         blame = f"every rank of a ring has an early and a late part, so that it must be a multiple of {multiple}"
-        raise ValueError(explain(asked, blame, dims.summary(), f"seq_len = {' or '.join(map(str, around))}"))
+        raise InvalidValue(asked, blame, dims.summary(), f"seq_len = {' or '.join(map(str, around))}")
 
 
 def check_blocks(schedule: str, checkpointing: str, *, compiled: bool) -> None:
@@ -114,7 +114,7 @@ def check_blocks(schedule: str, checkpointing: str, *, compiled: bool) -> None:
     other = "compile" if compiled else f"checkpointing='{checkpointing}'"
     asked, blame = f"cannot train with schedule='{schedule}' and {other}", "it goes backward twice through a block"
     seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
-    raise ValueError(explain(asked, blame, seen, f"schedule='interleaved', or no {other}"))
+    raise InvalidValue(asked, blame, seen, f"schedule='interleaved', or no {other}")
 
 
 def _check_pipeline(config: Config, dims: ParallelDims) -> None:
@@ -123,11 +123,11 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
     if not dims.pp_enabled:
         if parallel.layers_per_stage is not None:
             asked, blame = f"cannot use layers_per_stage='{parallel.layers_per_stage}'", "there is no pipeline"
-            raise ValueError(explain(asked, blame, dims.summary(), f"pp={len(parallel.layers_per_stage.split(','))}"))
+            raise InvalidValue(asked, blame, dims.summary(), f"pp={len(parallel.layers_per_stage.split(','))}")
         return
     if parallel.reduce_each:
         asked, blame = "cannot reduce gradients in each micro-batch", "a pipeline reduces those of all of them at once"
-        raise ValueError(explain(asked, blame, dims.summary(), "reduce_each=False"))
+        raise InvalidValue(asked, blame, dims.summary(), "reduce_each=False")
     check_blocks(kind.name, parallel.checkpointing, compiled=parallel.compile)
     assert kind.torch_class, "raises where this torch lacks it"
     try:
@@ -143,7 +143,7 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
         if not any(parts[stage] or stage in (0, stages - 1) for stage in mine):
             asked, blame = "cannot split the layers over stages", f"rank {rank} of the pipeline would have nothing"
             seen = f"layers_per_stage='{parallel.layers_per_stage}'   its stages, from 0: {', '.join(map(str, mine))}"
-            raise ValueError(explain(asked, blame, seen, "a layer for one of these stages, or a smaller pp"))
+            raise InvalidValue(asked, blame, seen, "a layer for one of these stages, or a smaller pp")
 
 
 def _as_typed(sizes: re.Match[str]) -> str:
@@ -157,7 +157,7 @@ def _check_engine(config: Config, dims: ParallelDims) -> None:
     if parallel.whole_parameters and lacks:
         blame = "it is for fully_shard and Muon: all else works on shards, which use all links and balance memory"
         seen = f"engine: '{parallel.engine}'   muon: {config.optimizer.muon}"
-        raise ValueError(explain("cannot leave parameters whole with one rank", blame, seen, " ".join(lacks)))
+        raise InvalidValue("cannot leave parameters whole with one rank", blame, seen, " ".join(lacks))
     if parallel.engine != "hsdp":
         return
     others = [f"{name}={degree}" for name in ("tp", "pp", "ep") if (degree := getattr(dims, name)) > 1]
@@ -168,7 +168,7 @@ def _check_engine(config: Config, dims: ParallelDims) -> None:
     if others:
         blame = "it splits parameters over all ranks, in the dtype they have"
         asked = f"cannot train with engine 'hsdp' and {', '.join(others)}"
-        raise ValueError(explain(asked, blame, dims.summary(), "engine 'fully_shard'"))
+        raise InvalidValue(asked, blame, dims.summary(), "engine 'fully_shard'")
 
 
 def _check_saving(config: Config) -> None:
@@ -176,12 +176,12 @@ def _check_saving(config: Config) -> None:
     if keep.folder is None and (keep.every or keep.background):
         asked = f"cannot save every {keep.every} steps" if keep.every else "cannot save in the background"
         seen = f"checkpoint.folder: None   every: {keep.every}   background: {keep.background}"
-        raise ValueError(explain(asked, "no folder is given", seen, "--checkpoint-dir out/run"))
+        raise InvalidValue(asked, "no folder is given", seen, "--checkpoint-dir out/run")
     if keep.resume_step is not None and (keep.folder is None or not keep.resume):
         blame = "no folder is given" if keep.folder is None else "it is to start anew"
         seen = f"checkpoint.folder={keep.folder!r}   resume={keep.resume}   resume_step={keep.resume_step}"
         hint = "--checkpoint-dir with the folder that has the step, and --resume"
-        raise ValueError(explain(f"cannot go back to step {keep.resume_step}", blame, seen, hint))
+        raise InvalidValue(f"cannot go back to step {keep.resume_step}", blame, seen, hint)
 
 
 def check_lora(config: Config) -> None:
@@ -198,7 +198,7 @@ def check_lora(config: Config) -> None:
     if config.lora.rank and config.train.start_from is None:
         blame, hint = "the weights that they stand beside would be random", "--start-from FOLDER"
         seen = f"lora.rank: {config.lora.rank}   train.start_from: None"
-        raise ValueError(explain("cannot train adapters alone", blame, seen, hint))
+        raise InvalidValue("cannot train adapters alone", blame, seen, hint)
     if config.train.model == OTHER:
         return  # once it is there
     shape = config.shape()
@@ -223,7 +223,7 @@ def check_given(config: Config, dims: ParallelDims, *, is_split: bool = False) -
     if others:
         blame, hint = "it is split by data parallelism only", "dp_shard and dp_replicate, or [model] without model="
         blame = "it is split by data and tensor parallelism only" if is_split else blame
-        raise ValueError(explain(asked, blame, f"degrees: {', '.join(others)}", hint))
+        raise InvalidValue(asked, blame, f"degrees: {', '.join(others)}", hint)
     changes = {
         "engine": parallel.engine != "fully_shard",
         "checkpointing": parallel.checkpointing != "none",
@@ -233,7 +233,7 @@ def check_given(config: Config, dims: ParallelDims, *, is_split: bool = False) -
     }
     if wrong := [name for name, is_asked in changes.items() if is_asked]:
         hint = "leave it out: what model() returns has its weights, and may checkpoint its blocks and be compiled"
-        raise ValueError(explain(asked, f"{wrong[0]} is for [model]", f"set: {', '.join(wrong)}", hint))
+        raise InvalidValue(asked, f"{wrong[0]} is for [model]", f"set: {', '.join(wrong)}", hint)
 
 
 def check_platform(config: Config, platform: Platform) -> None:
@@ -251,11 +251,11 @@ def check_platform(config: Config, platform: Platform) -> None:
         asked, blame = "cannot write memory snapshots", f"on {platform.device_type} no allocator counts tensors"
         seen = f"memory_snapshot: True   device: {platform.device_type}"
         hint = "leave it out, or train on an accelerator; hyper-parallel estimate says what takes memory on any device"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     if config.parallel.param_dtype == "fp64" and not platform.reductions.takes(torch.float64):
         asked, blame = "cannot train with param_dtype='fp64'", f"{platform.backend} does not reduce float64"
         seen = f"device: {platform.device_type}   backend: {platform.backend}"
-        raise ValueError(explain(asked, blame, seen, "param_dtype='fp32' (--precision fp32), or --device cpu"))
+        raise InvalidValue(asked, blame, seen, "param_dtype='fp32' (--precision fp32), or --device cpu")
 
 
 def read_text(config: Config) -> Corpus:
@@ -275,11 +275,11 @@ def read_text(config: Config) -> Corpus:
         if not len(windows_that_count(part, config.train.seq_len)):
             blame, seen = f"none of {whose} tokens counts as a target", f"mask_prompts: {config.data.mask_prompts}"
             hint = "records with a completion, or something that the assistant says; or mask_prompts = false"
-            raise ValueError(explain(f"cannot {to} on the text", blame, seen, hint))
+            raise InvalidValue(f"cannot {to} on the text", blame, seen, hint)
     if (largest := corpus.largest()) >= config.model.vocab_size:
         blame = f"the text has token {largest}, and model.vocab_size is {config.model.vocab_size}"
         seen, hint = f"tokenizer: {config.data.tokenizer}", f"vocab_size={largest + 1}, or more"
-        raise ValueError(explain("cannot read the text", blame, seen, hint))
+        raise InvalidValue("cannot read the text", blame, seen, hint)
     return corpus
 
 
@@ -388,7 +388,7 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
         hint = "fewer ranks, a smaller hidden_size, num_hidden_layers, batch_size or seq_len, or checkpointing='full'"
         if _validation(config, dims) * local_ranks > limit:
             seen, hint = f"{seen}   eval_sequences: {config.train.eval_sequences}", "a smaller eval_sequences"
-        raise ValueError(explain(asked, f"it needs at least {readable_bytes(least * local_ranks)}", seen, hint))
+        raise InvalidValue(asked, f"it needs at least {readable_bytes(least * local_ranks)}", seen, hint)
 
 
 def available_memory() -> int | None:
@@ -425,14 +425,14 @@ def _read(path: str) -> str:
 def _check_log(path: Path) -> None:
     if path.is_dir():
         hint = f"--log-file {path / 'train.jsonl'}"
-        raise ValueError(explain(f"cannot write the log '{path}'", "it is a folder", f"log: {path}", hint))
+        raise InvalidValue(f"cannot write the log '{path}'", "it is a folder", f"log: {path}", hint)
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         blame = f"no permission to write in '{folder}'" if folder.is_dir() else f"'{folder}' is no folder"
-        raise ValueError(explain(f"cannot write the log '{path}'", blame, f"log: {path}", "--log-file elsewhere"))
+        raise InvalidValue(f"cannot write the log '{path}'", blame, f"log: {path}", "--log-file elsewhere")
     if path.is_file() and path.stat().st_size and not _is_log(path):
         blame, hint = "there is a file that is no log, and would be lost", f"--log-file {path.with_suffix('.jsonl')}"
-        raise ValueError(explain(f"cannot write the log '{path}'", blame, f"log: {path}", hint))
+        raise InvalidValue(f"cannot write the log '{path}'", blame, f"log: {path}", hint)
 
 
 def _is_log(path: Path) -> bool:
@@ -448,6 +448,6 @@ def _check_folder(path: Path, what: str) -> None:
     asked, hint = f"cannot write {what} to '{path}'", "a folder that can be written to"
     there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
     if not there.is_dir():
-        raise ValueError(explain(asked, f"'{there}' is no folder", f"folder: {path}", hint))
+        raise InvalidValue(asked, f"'{there}' is no folder", f"folder: {path}", hint)
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(explain(asked, f"no permission to write in '{there}'", f"folder: {path}", hint))
+        raise InvalidValue(asked, f"no permission to write in '{there}'", f"folder: {path}", hint)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hyper_parallel.core.common.drawing import blank_figure, quiet, whole_steps
-from hyper_parallel.core.common.errors import explain, readable_bytes
+from hyper_parallel.core.common.errors import InvalidValue, readable_bytes
 
 MIB = 2**20
 KEPT = 10_000
@@ -248,7 +248,7 @@ def check_tensorboard() -> None:
     if find_spec("tensorboard") is None:
         asked, blame = "cannot write a TensorBoard log", "the package tensorboard is not installed"
         hint = "pip install 'hyper_parallel[tensorboard]'; or leave it out: the JSONL log has the same numbers"
-        raise ValueError(explain(asked, blame, "find_spec('tensorboard') is None", hint))
+        raise InvalidValue(asked, blame, "find_spec('tensorboard') is None", hint)
 
 
 class TensorBoardLog:
@@ -567,7 +567,7 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     runs = {str(log): _read(Path(log)) for log in logs}
     if not runs:
         blame = "there is no log to draw"
-        raise ValueError(explain("cannot plot", blame, "logs: none", "the file that train.log names, out/train.jsonl"))
+        raise InvalidValue("cannot plot", blame, "logs: none", "the file that train.log names, out/train.jsonl")
     path = Path(path)
     is_predicted = any(record.predicted is not None for records in runs.values() for record in records)
     figure = blank_figure(path, 8, 11 if is_predicted else 8, dpi=120)
@@ -606,7 +606,7 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
         figure.savefig(path)
     except OSError as error:
         seen = error.strerror or str(error)
-        raise ValueError(explain(f"cannot plot to {path}", "it cannot be written", seen, "out/train.png")) from None
+        raise InvalidValue(f"cannot plot to {path}", "it cannot be written", seen, "out/train.png") from None
     return True
 
 
@@ -632,9 +632,9 @@ def _read(log: Path) -> list[StepRecord]:
     try:
         records = read_log(log)
     except OSError as error:
-        raise ValueError(explain(asked, "it cannot be read", f"seen: {error.strerror}", hint)) from None
+        raise InvalidValue(asked, "it cannot be read", f"seen: {error.strerror}", hint) from None
     except (ValueError, TypeError) as error:  # no JSON; no record
-        raise ValueError(explain(asked, "it is no log of steps", f"seen: {error}", hint)) from None
+        raise InvalidValue(asked, "it is no log of steps", f"seen: {error}", hint) from None
     if not records:
-        raise ValueError(explain(asked, "it has no finished step", "seen: no complete line", hint))
+        raise InvalidValue(asked, "it has no finished step", "seen: no complete line", hint)
     return records

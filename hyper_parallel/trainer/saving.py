@@ -21,7 +21,7 @@ from hyper_parallel.core.checkpoint.folders import is_complete
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.common.checks import check_paths
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.common.torch_compat import own_statistics, plain_name
 from hyper_parallel.models.hf_folder import load_by_transformers
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface, other_model
@@ -324,7 +324,7 @@ def _to_go_on_from(config: Config, files: Checkpointer) -> tuple[list[Path], boo
         place = files.root.absolute()
         number = place.name.removeprefix("step-").lstrip("0")
         hint = f"--checkpoint-dir {shlex.quote(str(place.parent))}" + f" --resume-step {number}" * number.isdecimal()
-        raise ValueError(explain("cannot go on from this folder", blame, seen, hint))
+        raise InvalidValue("cannot go on from this folder", blame, seen, hint)
     if step is None or (paths and _has_gone_back(paths[0], step)):
         return paths, False
     return [files.at(step)], True
@@ -343,12 +343,12 @@ def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMeta
     """Return what a checkpoint says of itself, if the run can go on from it."""
     if not config.checkpoint.resume:
         blame, hint = "it holds the checkpoints of another run", "another folder, or go on with --resume"
-        raise ValueError(explain("cannot start anew in this folder", blame, f"there is: {path}", hint))
+        raise InvalidValue("cannot start anew in this folder", blame, f"there is: {path}", hint)
     metadata, asked = read_metadata(path), f"cannot go on from {path}"
     extra = metadata.extra
     if not isinstance(extra, dict) or not isinstance(extra.get("model"), dict) or not _is_progress(extra):
         seen = f"extra: {extra!r}"[:200]
-        raise ValueError(explain(asked, "it was not saved by hyper-parallel train", seen, "another folder"))
+        raise InvalidValue(asked, "it was not saved by hyper-parallel train", seen, "another folder")
     # Checkpoints from before there were such things do not say.
     added = {
         key: value
@@ -363,7 +363,7 @@ def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMeta
         keys = {"kind": "model", "precision": "param_dtype (--precision)", "lora": "[lora]"}
         places = dict.fromkeys(keys.get(key, "[model] and [experts]") for key in different)
         hint = f"the {', '.join(places)} it was saved with, or another folder"
-        raise ValueError(explain(asked, "it is of another model", seen, hint))
+        raise InvalidValue(asked, "it is of another model", seen, hint)
     _check_optimizer(config, metadata, asked)
     return metadata
 
@@ -380,7 +380,7 @@ def _check_optimizer(config: Config, metadata: CheckpointMetadata, asked: str) -
     if by_adamw if here else by_muon:
         seen = f"muon: {str(not here).lower()} there, {str(here).lower()} here"
         hint = "the optimizer it was saved with; or a new folder, and --start-from what hyper-parallel export writes"
-        raise ValueError(explain(asked, "its optimizer is another one", seen, hint))
+        raise InvalidValue(asked, "its optimizer is another one", seen, hint)
 
 
 def _is_progress(extra: dict[str, Any]) -> bool:
@@ -455,13 +455,13 @@ def export_checkpoint(
     if not isinstance(shape, dict):
         blame = "it does not say which model it is of"
         hint = "a checkpoint of hyper-parallel train, or load_checkpoint and export_huggingface"
-        raise ValueError(explain(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint))
+        raise InvalidValue(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint)
     trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
     words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
     kind, precision, lora = shape.pop("kind"), shape.pop("precision"), LoraConfig(**(shape.pop("lora", None) or {}))
     if not lora.rank and (merge or (base is not None and kind in MODELS)):
         seen, hint = ("merge: True", "leave out merge") if merge else (f"base: {base!r}", "leave out base")
-        raise ValueError(explain(f"cannot export {path}", "it has all weights, and no adapters", seen, hint))
+        raise InvalidValue(f"cannot export {path}", "it has all weights, and no adapters", seen, hint)
     base = base or extra.get("start_from")
     if kind not in MODELS and base is not None:
         return _export_other(
@@ -484,7 +484,7 @@ def export_checkpoint(
             f"it is of a {kind}, which train(config, model=...) was given",
             "export_given(checkpoint, model, folder)",
         )
-        raise ValueError(explain(f"cannot export {path}", blame, f"kind: {kind}", hint))
+        raise InvalidValue(f"cannot export {path}", blame, f"kind: {kind}", hint)
     config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
     model = _filled(path, metadata, config, lora, precision)
     if lora.rank and not merge:
@@ -514,7 +514,7 @@ def _export_other(
     here = given_shape(model, shape["precision"], lora)
     if here != shape:
         seen, hint = f"there: {dict(shape)}   in {base}: {here}", "--base with the folder that the run started from"
-        raise ValueError(explain(f"cannot export {path}", "it is of another model", seen, hint))
+        raise InvalidValue(f"cannot export {path}", "it is of another model", seen, hint)
     model.to(torch.float64 if shape["precision"] == "fp64" else torch.float32)
     names = read_metadata(path).tensors
     tensors = {name: value for name, value in model_tensors(model).items() if name in names}
@@ -548,7 +548,7 @@ def _filled(
     if lacking := [name for name in tensors if name not in metadata.tensors]:
         blame = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model"
         hint = "the checkpoint of a whole model"
-        raise ValueError(explain(f"cannot export {path}", blame, f"tensors: {len(metadata.tensors)}", hint))
+        raise InvalidValue(f"cannot export {path}", blame, f"tensors: {len(metadata.tensors)}", hint)
     load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
     if config.tie_embeddings and model.head is not None and model.embed is not None:
         model.head.weight = model.embed.weight
@@ -616,14 +616,14 @@ def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *
             f"a {type(model).__name__} cannot write itself",
             "a model of transformers or peft; or load_checkpoint",
         )
-        raise TypeError(explain(asked, blame, f"model: {type(model).__name__}", hint))
+        raise InvalidType(asked, blame, f"model: {type(model).__name__}", hint)
     metadata = read_metadata(path)
     extra = metadata.extra if isinstance(metadata.extra, dict) else {}
     there = extra.get("model") or {}
     here = given_shape(model, there.get("precision", "fp32"))
     if there != here:
         hint = "what the run's model= makes, with the same parameters frozen"
-        raise ValueError(explain(asked, "it is of another model", f"there: {there}   here: {here}", hint))
+        raise InvalidValue(asked, "it is of another model", f"there: {there}   here: {here}", hint)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     model.to(torch.float64 if here["precision"] == "fp64" else torch.float32)
     tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
@@ -641,7 +641,7 @@ def _newest(path: Path) -> Path:
     """Return the newest checkpoint of a run's folder, or the folder itself if it is one."""
     if not path.is_dir():
         hint = "the --checkpoint-dir of a run, or one of the checkpoints in it"
-        raise ValueError(explain(f"cannot export {path}", "there is no such folder", f"checkpoint: {path}", hint))
+        raise InvalidValue(f"cannot export {path}", "there is no such folder", f"checkpoint: {path}", hint)
     with Checkpointer(path) as run:
         return run.latest() or path
 
@@ -699,4 +699,4 @@ def check_start(run: Config) -> None:
         blame = f"its model has another {unlike[0]} than the run's"
         seen = "\n  ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in unlike)
         hint = "with_shape_of(config, folder), as --start-from takes it; or the [model] and [experts] of the folder"
-        raise ValueError(explain(f"cannot start from {run.train.start_from}", blame, seen, hint))
+        raise InvalidValue(f"cannot start from {run.train.start_from}", blame, seen, hint)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hyper_parallel.core.common.errors import HyperParallelError, explain
+from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue, explain
 from hyper_parallel.core.fully_shard.schedule import last_operations
 from hyper_parallel.trainer.guards import StopRequest
 
@@ -112,7 +112,7 @@ class RunWatchdog:
     ) -> None:
         if not timeout_s > 0:
             blame, seen = "timeout_s is not above 0", f"timeout_s: {timeout_s}"
-            raise ValueError(explain("cannot watch the run", blame, seen, "timeout_s=300.0, or no watchdog"))
+            raise InvalidValue("cannot watch the run", blame, seen, "timeout_s=300.0, or no watchdog")
         self.timeout_s, self.folder, self.grace_s = timeout_s, Path(folder), grace_s
         self.rank, self.world_size = rank, world_size
         self._first_store = store

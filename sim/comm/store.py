@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, explain
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import Waitable
 
@@ -94,9 +94,7 @@ class SharedStore:
 def _encoded(value: object) -> bytes:
     if not isinstance(value, (str, bytes, bytearray)):  # bytes(3) would be three zeros
         blame = f"it is {value!r}, of type {type(value).__name__}"
-        raise TypeError(
-            explain("cannot put a value into the store", blame, "seen: neither str nor bytes", "str(value)")
-        )
+        raise InvalidType("cannot put a value into the store", blame, "seen: neither str nor bytes", "str(value)")
     return value.encode() if isinstance(value, str) else bytes(value)
 
 

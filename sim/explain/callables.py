@@ -9,7 +9,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def check_result(result: T, fn: Callable[..., Any]) -> T:
     made = getattr(result, "__name__", "it")
     asked, blame = f"cannot take what {name_of(fn)} returned", f"it is {_a(kind)}, and nothing of it has run"
     hint = f"to run it on the rank, as in {_RUNS[kind].format(made)}"
-    raise TypeError(explain(asked, blame, f"result: {made}(), which nobody has begun to run", hint))
+    raise InvalidType(asked, blame, f"result: {made}(), which nobody has begun to run", hint)
 
 
 def _a(kind: str) -> str:
@@ -95,7 +95,7 @@ def check_body(body: Callable[..., Any]) -> None:
         else f"def {name}(ctx): asyncio.run(work(ctx)), with all that is to run in an async def work(ctx)"
     )
     blame = "a call of it runs nothing yet, so that it would always pass"
-    raise TypeError(explain(f"cannot run {name} on ranks", blame, f"body: {_a(kind)} function", instead))
+    raise InvalidType(f"cannot run {name} on ranks", blame, f"body: {_a(kind)} function", instead)
 
 
 def check_call(
@@ -110,7 +110,7 @@ def check_call(
     if kind is not None:
         hint = f"a function that runs it, as in lambda: {_RUNS[kind].format(name)}"
         seen = f"fn: {_a(kind)} function"
-        raise TypeError(explain(f"cannot run {name} on ranks", "a call of it runs nothing yet", seen, hint))
+        raise InvalidType(f"cannot run {name} on ranks", "a call of it runs nothing yet", seen, hint)
     hint = f"sim.run({name}, world_size={world_size}, kwargs={{'x': 1}})"
     check(f"cannot pass keyword arguments to {name}", "mapping | None", hint, kwargs=kwargs)
     _check_arguments(fn, name, args, kwargs or {}, world_size)
@@ -131,4 +131,4 @@ def _check_arguments(
     except TypeError as mistake:
         seen = f"args: {len(args)}; kwargs: {', '.join(map(str, kwargs)) or 'none'}; {name} takes {signature}"
         hint = f"sim.run({name}, world_size={world_size}, args=(...), kwargs={{...}})"
-        raise TypeError(explain(f"cannot call {name} on ranks", str(mistake), seen, hint)) from None
+        raise InvalidType(f"cannot call {name} on ranks", str(mistake), seen, hint) from None

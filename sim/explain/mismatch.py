@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, MemoryGone, Problem, sizes_of
 from sim.comm.group import Key, Message, Network, Slot, strangers
@@ -161,12 +161,10 @@ def not_reduced(backend: str, op: str, reduce_op: str, tensor: torch.Tensor, gro
     if not dtypes:
         ops = [name for name in reductions.dtypes if reductions.takes(tensor.dtype, name, op)]
         hint = f"ReduceOp.{ops[0]}, or gather the tensors and reduce them on each rank"
-        return ValueError(explain(asked, f"{backend} has no such reduce op", seen + ", ".join(ops), hint))
+        return InvalidValue(asked, f"{backend} has no such reduce op", seen + ", ".join(ops), hint)
     other = torch.float32 if tensor.is_floating_point() or torch.int32 not in dtypes else torch.int32
     hint = "torch.view_as_real(tensor)" if tensor.is_complex() else f"tensor.to(torch.{_name(other)})"
-    return TypeError(
-        explain(asked, f"{backend} does not reduce this dtype", seen + ", ".join(map(_name, dtypes)), hint)
-    )
+    return InvalidType(asked, f"{backend} does not reduce this dtype", seen + ", ".join(map(_name, dtypes)), hint)
 
 
 def not_moved(backend: str, op: str, tensor: torch.Tensor, group: str) -> Exception:
@@ -176,7 +174,7 @@ def not_moved(backend: str, op: str, tensor: torch.Tensor, group: str) -> Except
     seen = f"tensor: {_name(tensor.dtype)} {list(tensor.shape)}   group: {group}   {backend} takes: {dtypes}"
     hint = "torch.view_as_real(tensor)" if tensor.is_complex() else f"tensor.view(torch.{_SAME_SIZE[tensor.itemsize]})"
     asked, blame = f"cannot {op} {_name(tensor.dtype)}", f"{backend} does not move this dtype"
-    return TypeError(explain(asked, blame, seen, hint))
+    return InvalidType(asked, blame, seen, hint)
 
 
 _SAME_SIZE = {1: "uint8", 2: "float16", 4: "int32", 8: "int64"}

@@ -9,7 +9,7 @@ import math
 import time
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 
@@ -23,7 +23,7 @@ def check_seconds(value: float, what: str) -> float:
     asked, hint = "cannot let time pass", "0.001, a millisecond"
     check(asked, "float", hint, **{what: value})
     if not 0 <= value < math.inf:
-        raise ValueError(explain(asked, f"{what} must be a finite number of at least 0", f"seconds: {value!r}", hint))
+        raise InvalidValue(asked, f"{what} must be a finite number of at least 0", f"seconds: {value!r}", hint)
     return float(value)
 
 

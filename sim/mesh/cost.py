@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.core.common.errors import HyperParallelError, explain
+from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue
 from hyper_parallel.core.machine.calibration import Calibration, load_calibration
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.machine.file import GRADES
@@ -167,7 +167,7 @@ class Pricing:
         blame = f"its kind is {op.kind!r}, which says neither how much it computes nor what it moves"
         seen = f"dtype: {op.dtype}   reads and writes: {op.bytes} bytes"
         hint = "give it a kind in sim/mesh/tracing/kinds.py, or build the model of operations that have one"
-        raise UnknownOperation(explain(asked, blame, seen, hint))
+        raise UnknownOperation(asked, blame, seen, hint)
 
     def _host_price(self, moved: int) -> Price:
         """The host is bounded by its memory; `host.bandwidth` is a device's share of it."""
@@ -215,7 +215,7 @@ class Pricing:
         known = [name for name, value in self._attention.items() if isinstance(value, Mapping)]
         if kernels not in known:
             asked = f"cannot price attention of {kernels!r} kernels on {self.hardware.name}"
-            raise ValueError(explain(asked, "it has no figures of them", f"known: {', '.join(known)}", repr(known[0])))
+            raise InvalidValue(asked, "it has no figures of them", f"known: {', '.join(known)}", repr(known[0]))
 
     # -- communication ----------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Pricing:
         else:
             asked = f"cannot price the communication {comm.op!r}"
             seen = f"group: {group.axis} of {len(group.ranks)} ranks   {comm.size} bytes"
-            raise UnknownOperation(explain(asked, "it has none", seen, f"one of {', '.join(COLLECTIVES)}, send, recv"))
+            raise UnknownOperation(asked, "it has none", seen, f"one of {', '.join(COLLECTIVES)}, send, recv")
         price = self._prices.get(key)
         if price is None:
             price = self._prices[key] = self._comm_price(comm, spread, same, sharing)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -75,16 +75,16 @@ class Job:
         asked = f"cannot estimate {self.model.name}"
         if self.ring_kernel not in _RING_KERNELS:
             hint = f"ring_kernel = one of {_RING_KERNELS}"
-            raise ValueError(explain(asked, "no such kernel", f"ring_kernel: {self.ring_kernel!r}", hint))
+            raise InvalidValue(asked, "no such kernel", f"ring_kernel: {self.ring_kernel!r}", hint)
         for name in ("batch", "seq_len"):
             read_int(asked, name, getattr(self, name), 1)
         if self.dims.pp_enabled and not self.model.has_stages:
             blame = "this model cannot be cut into stages: it has no `keep(layers, embed=, head=)`"
-            raise ValueError(explain(asked, blame, f"pp: {self.dims.pp}", "pp=1, or a model that has it"))
+            raise InvalidValue(asked, blame, f"pp: {self.dims.pp}", "pp=1, or a model that has it")
         if self.seq_len % self.dims.cp:
             blame = f"seq_len does not divide over cp={self.dims.cp} ranks"
             hint = f"seq_len={-(-self.seq_len // self.dims.cp) * self.dims.cp}"
-            raise ValueError(explain(asked, blame, f"seq_len: {self.seq_len}", hint))
+            raise InvalidValue(asked, blame, f"seq_len: {self.seq_len}", hint)
         object.__setattr__(
             self, "layers_per_stage", None if self.layers_per_stage is None else (*self.layers_per_stage,)
         )
@@ -95,7 +95,7 @@ class Job:
         read = replace(self.recipe, norm=Recipe.norm)
         if self.run is not None and read != _recipe_of(self.run, self.dims, self.recipe.routing):
             blame, seen = "recipe is not that of the run", f"recipe: {self.recipe.describe()}"
-            raise ValueError(explain(asked, blame, seen, "Job.of_run(run, world_size), or run=None"))
+            raise InvalidValue(asked, blame, seen, "Job.of_run(run, world_size), or run=None")
         if self.dims.pp_enabled:
             kind = find_schedule(self.recipe.schedule)
             kind.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
@@ -142,7 +142,7 @@ class Job:
         if (dims.ep_enabled or dims.fold_experts) and self.model.family != "moe":
             less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
             hint = f"{less}, or a model with experts"
-            raise ValueError(explain(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint))
+            raise InvalidValue(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint)
         if self.recipe.ranks_per_node is not None and dims.ep_enabled:
             split_over_nodes(asked, dims.expert_groups(), self.recipe.ranks_per_node)
         if self.model.family not in ("llama", "moe"):
@@ -154,7 +154,7 @@ class Job:
         if self.seq_len % multiple:
             blame = f"every rank of a ring has an early and a late part, so that seq_len is a multiple of {multiple}"
             hint = f"seq_len={-(-self.seq_len // multiple) * multiple}"
-            raise ValueError(explain(asked, blame, f"seq_len: {self.seq_len}   cp: {dims.cp}   tp: {dims.tp}", hint))
+            raise InvalidValue(asked, blame, f"seq_len: {self.seq_len}   cp: {dims.cp}   tp: {dims.tp}", hint)
 
     @property
     def microbatches(self) -> int:

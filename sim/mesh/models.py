@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
@@ -79,7 +79,7 @@ def find_model(model: Model) -> ModelSpec:
             hint = (
                 f"{nearest(key, model_names())}, a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module"
             )
-            raise ValueError(explain("cannot find the model", blame, seen, hint))
+            raise InvalidValue("cannot find the model", blame, seen, hint)
         return LlamaSpec(key, _configs()[key])
     given: object = model
     if isinstance(model, LlamaConfig):
@@ -90,7 +90,7 @@ def find_model(model: Model) -> ModelSpec:
         return CustomSpec(given)
     blame = f"model is a {type(given).__name__}"
     hint = 'a name such as "llama3-8b", a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module'
-    raise TypeError(explain("cannot find the model", blame, f"model: {given!r}", hint))
+    raise InvalidType("cannot find the model", blame, f"model: {given!r}", hint)
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyper_parallel.core.activations import ActivationPolicy
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, explain, nearest
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Loads
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.program import Program
@@ -63,17 +63,15 @@ class Routing:
             object.__setattr__(self, "shares", given)
             if not all(np.isfinite(given)) or min(given, default=-1.0) < 0 or sum(given) <= 0:
                 blame = "shares are numbers of at least 0, some of them above"
-                raise ValueError(
-                    explain(_ROUTING, blame, f"shares: {given}", "shares=[2, 1, 1], or Routing() for even ones")
-                )
+                raise InvalidValue(_ROUTING, blame, f"shares: {given}", "shares=[2, 1, 1], or Routing() for even ones")
             if self.exponent:
                 seen = f"shares: {len(given)} numbers   exponent: {self.exponent}"
-                raise ValueError(explain(_ROUTING, "there are both shares and an exponent", seen, "one of them"))
+                raise InvalidValue(_ROUTING, "there are both shares and an exponent", seen, "one of them")
         if isinstance(self.exponent, bool) or not isinstance(self.exponent, int | float) or not 0 <= self.exponent < 64:
             blame = "exponent is not a number from 0 to 64"
-            raise ValueError(explain(_ROUTING, blame, f"exponent: {self.exponent!r}", "Routing.zipf(1.0)"))
+            raise InvalidValue(_ROUTING, blame, f"exponent: {self.exponent!r}", "Routing.zipf(1.0)")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise ValueError(explain(_ROUTING, "seed is not an int of at least 0", f"seed: {self.seed!r}", "seed=0"))
+            raise InvalidValue(_ROUTING, "seed is not an int of at least 0", f"seed: {self.seed!r}", "seed=0")
 
     @classmethod
     def zipf(cls, exponent: float) -> Routing:
@@ -241,11 +239,11 @@ class Routing:
             shares = np.array(self.shares, dtype=np.float64)
         if len(shares) != experts:
             seen = f"shares: {len(shares)} numbers   experts: {experts}"
-            raise ValueError(explain(_ROUTING, "there must be one share for each expert", seen, f"{experts} shares"))
+            raise InvalidValue(_ROUTING, "there must be one share for each expert", seen, f"{experts} shares")
         if (shares > 0).sum() < per_token:
             seen = f"shares: {self.shares}   experts per token: {per_token}"
             blame = f"a token goes to {per_token} different experts, and only {(shares > 0).sum()} have a share"
-            raise ValueError(explain(_ROUTING, blame, seen, f"{per_token} shares above 0"))
+            raise InvalidValue(_ROUTING, blame, seen, f"{per_token} shares above 0")
         return shares / shares.sum()
 
 
@@ -488,30 +486,30 @@ class Recipe:
         if some and self.checkpointing == "none":
             seen = ", ".join(f"{name}={value}" for name, value in some.items()) + ", checkpointing='none'"
             blame = f"{next(iter(some))} says how many layers are checkpointed, and none is"
-            raise ValueError(explain(_ASKED, blame, seen, 'checkpointing="full"'))
+            raise InvalidValue(_ASKED, blame, seen, 'checkpointing="full"')
         if self.float8 and self.param_dtype != "bf16":
             seen = f"float8={self.float8!r}, param_dtype={self.param_dtype!r}"
             blame = "matrix products in float8 take and return bfloat16"
-            raise ValueError(explain(_ASKED, blame, seen, 'param_dtype="bf16"'))
+            raise InvalidValue(_ASKED, blame, seen, 'param_dtype="bf16"')
         if self.whole_parameters and (self.optimizer != "muon" or self.zero < 2 or self.engine != "fully_shard"):
             seen = f"whole_parameters=True, optimizer={self.optimizer!r}, zero={self.zero}, engine={self.engine!r}"
             blame = "parameters are left whole with one rank by fully_shard, for Muon"
             hint = 'optimizer="muon", zero=3, engine="fully_shard"'
-            raise ValueError(explain(_ASKED, blame, seen, hint))
+            raise InvalidValue(_ASKED, blame, seen, hint)
         if self.moments != "fp32" and (self.zero >= 2 or self.optimizer not in ("adamw", "adamw-foreach")):
             seen = f"moments={self.moments!r}, zero={self.zero}, optimizer={self.optimizer!r}"
             blame = "torch's optimizers keep moments in the dtype of the weights that they update"
-            raise ValueError(explain(_ASKED, blame, seen, 'moments="fp32", or zero=1 with optimizer="adamw"'))
+            raise InvalidValue(_ASKED, blame, seen, 'moments="fp32", or zero=1 with optimizer="adamw"')
         for name, off, what in (("reshard_inputs", False, "gather again"), ("tp_chunks", 1, "overlap")):
             if getattr(self, name) != off and not self.sequence_parallel:
                 blame = f"without sequence parallelism no input is gathered, so that there is nothing to {what}"
                 seen = f"{name}={getattr(self, name)}, sequence_parallel=False"
-                raise ValueError(explain(_ASKED, blame, seen, f"sequence_parallel=True, or {name}={off}"))
+                raise InvalidValue(_ASKED, blame, seen, f"sequence_parallel=True, or {name}={off}")
         kind = find_schedule(self.schedule)
         if self.stages_per_rank is not None and not kind.is_multi and self.stages_per_rank != kind.stages_per_rank:
             seen = f"stages_per_rank={self.stages_per_rank}, schedule={self.schedule!r}"
             blame = f"schedule {self.schedule!r} has {kind.stages_per_rank} stage(s) on each rank"
-            raise ValueError(explain(_ASKED, blame, seen, 'schedule="interleaved", or stages_per_rank=None'))
+            raise InvalidValue(_ASKED, blame, seen, 'schedule="interleaved", or stages_per_rank=None')
 
     @property
     def activations(self) -> ActivationPolicy:
@@ -556,10 +554,8 @@ class Recipe:
         if batch % parts:
             fits = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
             seen = f"batch={batch} sequences on each data-parallel rank   microbatches={parts}"
-            raise ValueError(
-                explain(
-                    "cannot cut the batch into micro-batches", "it does not divide", seen, f"microbatches one of {fits}"
-                )
+            raise InvalidValue(
+                "cannot cut the batch into micro-batches", "it does not divide", seen, f"microbatches one of {fits}"
             )
         return parts
 

@@ -28,7 +28,7 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, class_name
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import MeshLike
 
@@ -180,7 +180,7 @@ class Custom:
     def __post_init__(self) -> None:
         if isinstance(self.module, nn.Module):
             blame = "module is a model that is made already, and takes memory"
-            raise TypeError(explain(_ASKED, blame, f"module: {type(self.module)!r}", "module=lambda: MyModel(config)"))
+            raise InvalidType(_ASKED, blame, f"module: {type(self.module)!r}", "module=lambda: MyModel(config)")
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class CustomSpec(ModelSpec):
             seen = f"{class_name(module)} with {self.num_layers} blocks, of which {len(layers)} are asked for"
             blame = f"a pipeline cuts it into stages, and {class_name(module)} has no method keep"
             hint = "pp=1, or a method keep(layers, *, embed: bool, head: bool) that drops the others in place"
-            raise ValueError(explain(_ASKED, blame, seen, hint))
+            raise InvalidValue(_ASKED, blame, seen, hint)
         kept: nn.Module = keep(layers, embed=embed, head=head)
         return kept
 
@@ -298,12 +298,12 @@ class CustomSpec(ModelSpec):
             except RuntimeError as error:
                 blame = "module() does not run on the meta device, on which tensors have no values"
                 hint = "numbers from Python or numpy in place of values of tensors, as in [0.1 * i for i in range(n)]"
-                raise ValueError(explain(_ASKED, blame, f"{type(error).__name__}: {error}", hint)) from error
+                raise InvalidValue(_ASKED, blame, f"{type(error).__name__}: {error}", hint) from error
             except Exception as error:
                 raise _raised("module()", error) from error
             if not isinstance(module, nn.Module):
                 blame = f"module() has returned a {type(module).__name__}, not an nn.Module"
-                raise TypeError(explain(_ASKED, blame, f"module(): {type(module)!r}", "module=lambda: MyModel(config)"))
+                raise InvalidType(_ASKED, blame, f"module(): {type(module)!r}", "module=lambda: MyModel(config)")
             module = module if dtype is None else module.to(dtype)
             if isinstance(mode, FakeTensorMode):
                 _make_fake(module, mode)
@@ -320,7 +320,7 @@ class CustomSpec(ModelSpec):
             blame = "tensor parallelism splits its modules, and it has no plan that says how"
             seen = f"model: {self.name}   plan: None"
             hint = "Custom(..., plan=ShardingPlan(...)), see docs/shard_module.md; or tp=1"
-            raise ValueError(explain(_ASKED, blame, seen, hint))
+            raise InvalidValue(_ASKED, blame, seen, hint)
         return plan if isinstance(plan, ShardingPlan) else plan(module, mesh)
 
     def blocks_path(self, module: nn.Module) -> str | None:
@@ -337,7 +337,7 @@ class CustomSpec(ModelSpec):
                 what = "nothing is there" if found is None else f"there is a {type(found).__name__}"
                 blame = f"blocks={asked!r} is no nn.ModuleList or nn.Sequential: {what}"
                 hint = f"blocks={lists[0]!r}" if lists else "blocks=None"
-                raise ValueError(explain(_ASKED, blame, f"lists of modules: {', '.join(lists) or 'none'}", hint))
+                raise InvalidValue(_ASKED, blame, f"lists of modules: {', '.join(lists) or 'none'}", hint)
             return asked
         sizes = {path: len(item) for path, item in module.named_modules() if isinstance(item, nn.ModuleList)}
         return max(sizes, key=lambda path: sizes[path], default=None)
@@ -396,7 +396,7 @@ class CustomSpec(ModelSpec):
         if tensor is None:
             blame = f"it has returned a {type(output).__name__} without a tensor, and loss is None"
             hint = "Custom(..., loss=lambda output, inputs: ...)"
-            raise ValueError(explain(_ASKED, blame, f"output: {type(output)!r}", hint))
+            raise InvalidValue(_ASKED, blame, f"output: {type(output)!r}", hint)
         return tensor.float().square().mean()
 
 
@@ -416,7 +416,7 @@ def _raised(call: str, error: Exception) -> ValueError:
     what = call.partition("(")[0]
     last = traceback.extract_tb(error.__traceback__)[-1]
     seen = f"{type(error).__name__}: {error}   in {last.name}, {last.filename}:{last.lineno}"
-    return ValueError(explain(_ASKED, f"{call} has raised an error", seen, f"the function given as {what}=, by itself"))
+    return InvalidValue(_ASKED, f"{call} has raised an error", seen, f"the function given as {what}=, by itself")
 
 
 def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
@@ -504,7 +504,7 @@ def naming_modules() -> Iterator[None]:
             who = module_title(stack[-1], stack[0])
         blame = f"{who} reads values, or makes a tensor whose size depends on values, which only a real run has"
         hint = "sizes from shapes; torch.where(mask, a, b) for a[mask]; no .item(), .tolist(), nonzero"
-        raise ValueError(explain(_ASKED, blame, f"operation: {getattr(error, 'func', error)}", hint)) from error
+        raise InvalidValue(_ASKED, blame, f"operation: {getattr(error, 'func', error)}", hint) from error
     except Exception as error:
         modules, operation = failed_in(error)
         if not modules or "\n  try: " in str(error):  # our own, or one of ours that says all already
@@ -512,7 +512,7 @@ def naming_modules() -> Iterator[None]:
         first = str(error).strip().partition("\n")[0]
         blame = f"{module_title(modules[-1], modules[0])} has raised {type(error).__name__}: {first}"
         hint = "the module by itself on the meta device, in the same dtype; param_dtype=fp32 where a dtype is refused"
-        raise ValueError(explain(_ASKED, blame, f"operation: {operation or _NONE}", hint)) from error
+        raise InvalidValue(_ASKED, blame, f"operation: {operation or _NONE}", hint) from error
     finally:
         for handle in handles:
             handle.remove()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Block
 from hyper_parallel.models.moe import MoEBlock, MoEConfig, MoELlama
@@ -199,7 +199,7 @@ class MLAConfig(MoEConfig):
         if wrong or self.query_rank < 0 or self.value_size > self.qk_size:
             blame = f"{wrong} is below 1" if wrong else "query_rank is below 0, or values are wider than keys"
             hint = "latent_rank=512, plain_size=128, turned_size=64, value_size=128, query_rank=0 or more"
-            raise ValueError(explain("cannot shape the latent attention", blame, f"{sizes}", hint))
+            raise InvalidValue("cannot shape the latent attention", blame, f"{sizes}", hint)
         object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         object.__setattr__(self, "head_size", self.turned_size)  # what the tables of positions are made for
         super().__post_init__()

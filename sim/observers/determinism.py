@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.torch_compat import flat_bytes
 from sim.comm.collectives import Call
 from sim.comm.group import Endpoint, Message, Slot
@@ -88,7 +88,7 @@ def check_determinism(
     chosen = list(seeds)
     if not chosen or runs < 1 or (len(chosen) == 1 and runs < 2):
         seen = f"seeds: {len(chosen)}, runs: {runs}"
-        raise ValueError(explain("cannot check determinism", "two runs at least are compared", seen, "runs=2"))
+        raise InvalidValue("cannot check determinism", "two runs at least are compared", seen, "runs=2")
     first: _RecordedRun | None = None
     for seed in chosen:
         once = _run(fn, world_size, args, kwargs, seed, init)

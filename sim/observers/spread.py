@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from sim.comm.group import Endpoint, without_modes
 
 _ASKED = "cannot compare the copies"
@@ -63,9 +63,7 @@ def spread_of_group(endpoint: Endpoint, group: dist.ProcessGroup | DeviceMesh) -
         sizes, names = (len(ranks),), (endpoint.axis_of(group.group_name, group.group_desc, ranks),)
     if endpoint.rank not in ranks:
         blame = f"rank {endpoint.rank} is not in the group"
-        raise ValueError(
-            explain(_ASKED, blame, f"group: ranks {list(ranks)}", "call it on the ranks of the group only")
-        )
+        raise InvalidValue(_ASKED, blame, f"group: ranks {list(ranks)}", "call it on the ranks of the group only")
     layout = ", ".join(f"{name}={size}: equal copies" for name, size in zip(names, sizes, strict=True))
     return Spread(ranks, sizes, names, (True,) * len(sizes), layout)
 
@@ -95,7 +93,7 @@ def _walk(endpoint: Endpoint, thing: Any, path: str, fallback: str, spread: Spre
         if spread is None and not isinstance(thing, DTensor):
             asked, blame = f"{_ASKED} of {path or fallback!r}", "a plain tensor does not say who holds copies"
             seen = f"seen: {str(thing.dtype).removeprefix('torch.')} {list(thing.shape)}"
-            raise TypeError(explain(asked, blame, seen, "check_replicas(x, group=mesh['dp']), or a DTensor"))
+            raise InvalidType(asked, blame, seen, "check_replicas(x, group=mesh['dp']), or a DTensor")
         yield from _with_grad(path or fallback, thing, spread)
     elif isinstance(thing, torch.nn.Module):
         found = list(_of_module(endpoint, thing, f"{path}." if path else "", spread))
@@ -111,7 +109,7 @@ def _walk(endpoint: Endpoint, thing: Any, path: str, fallback: str, spread: Spre
     else:
         asked, seen = f"{_ASKED} of {path or fallback!r}", f"seen: {type(thing).__name__}"
         hint = "DTensors, modules, optimizers, or lists and dicts of them"
-        raise TypeError(explain(asked, "it holds no tensors", seen, hint))
+        raise InvalidType(asked, "it holds no tensors", seen, hint)
 
 
 def _of_module(endpoint: Endpoint, module: torch.nn.Module, prefix: str, spread: Spread | None) -> Iterator[Leaf]:
@@ -141,7 +139,7 @@ def _known(found: list[Leaf], owner: Any, what: str) -> list[Leaf]:
         blame = "nothing in it says who holds copies: without group=, DTensors and DistributedDataParallel do"
         seen = f"seen: {type(owner).__name__} with {count}, {found[0].name!r} first"
         hint = "check_replicas(x, group=dist.group.WORLD), or group=mesh['dp']"
-        raise TypeError(explain(f"{_ASKED} of {what!r}", blame, seen, hint))
+        raise InvalidType(f"{_ASKED} of {what!r}", blame, seen, hint)
     return found
 
 

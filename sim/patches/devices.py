@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import platform
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine.description import one_node
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
@@ -178,7 +178,7 @@ def _set_device(context: RankContext, device: Any) -> None:
     if index is not None and not 0 <= int(index) < size:
         blame = f"{size} simulated ranks have {size} devices, 0 to {size - 1}"
         seen = f"device: {device}, asked for by rank {context.rank}"
-        raise ValueError(explain("cannot set the device", blame, seen, "set_device(int(os.environ['LOCAL_RANK']))"))
+        raise InvalidValue("cannot set the device", blame, seen, "set_device(int(os.environ['LOCAL_RANK']))")
     context.device_index = int(index or 0)
 
 

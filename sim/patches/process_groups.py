@@ -19,7 +19,7 @@ from torch.distributed import c10d_logger
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.comm.dispatcher import replace_kernels
 from sim.comm.group import Endpoint
 from sim.comm.process_group import SimProcessGroup
@@ -299,7 +299,7 @@ def _check_backend(asked: str) -> None:
             seen = f"known: {', '.join(name for name in known if name != 'undefined')}"
             hint = "backend='nccl', 'hccl' or 'gloo', or none: the simulator stands in for each"
             blame = f"backend {asked!r} {_why_not(asked)}"
-            raise ValueError(explain("cannot make a process group", blame, seen, hint))
+            raise InvalidValue("cannot make a process group", blame, seen, hint)
 
 
 def _why_not(asked: str) -> str:
@@ -313,7 +313,7 @@ def _check_identity(context: Endpoint, rank: int, world_size: int) -> None:
     if rank not in (-1, own) or world_size not in (-1, size):
         seen = f"seen: rank {_or_any(rank)} of {_or_any(world_size)}"
         hint = "leave out rank and world_size, or read RANK and WORLD_SIZE from the environment"
-        raise ValueError(explain("cannot init_process_group", f"this is rank {own} of {size}", seen, hint))
+        raise InvalidValue("cannot init_process_group", f"this is rank {own} of {size}", seen, hint)
 
 
 def _or_any(number: int) -> str:
@@ -379,9 +379,7 @@ def _split_group(host: Host) -> Undo:
         parent = parent_pg or dist.group.WORLD
         if not split_ranks or any(len(part) == 0 or len(part) != len(set(part)) for part in split_ranks):
             blame = "split_ranks are lists of different ranks, none of them empty"
-            raise ValueError(
-                explain("cannot split a group", blame, f"split_ranks: {split_ranks!r}", "[[0, 1], [2, 3]]")
-            )
+            raise InvalidValue("cannot split a group", blame, f"split_ranks: {split_ranks!r}", "[[0, 1], [2, 3]]")
         mine = next((part for part in split_ranks if parent.rank() in part), None)
         if mine is None:
             return None if may_be_none else c10d.GroupMember.NON_GROUP_MEMBER

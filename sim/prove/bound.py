@@ -23,7 +23,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.prove.evidence import gap, largest, top, unit_roundoff
 
 __all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
@@ -267,7 +267,7 @@ class Perturbed(TorchDispatchMode):
         floor = 0.0 if u_floor is None else float(u_floor)
         if not 0 <= floor < 1:
             hint = "u_floor=2**-24, the unit roundoff of float32"
-            raise ValueError(explain("cannot perturb a run", "u_floor is not in [0, 1)", f"u_floor: {u_floor}", hint))
+            raise InvalidValue("cannot perturb a run", "u_floor is not in [0, 1)", f"u_floor: {u_floor}", hint)
         self._floor = floor
         self._draw = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
@@ -436,7 +436,7 @@ def deviation(
     """
     asked = "cannot measure a deviation"
     if runs < 1:
-        raise ValueError(explain(asked, "runs is below 1", f"runs: {runs}", "runs=3"))
+        raise InvalidValue(asked, "runs is below 1", f"runs: {runs}", "runs=3")
     start = torch.get_rng_state()
     base = {name: tensor.detach().clone() for name, tensor in run().items()}
     after = torch.get_rng_state()
@@ -448,9 +448,7 @@ def deviation(
         for name in dict.fromkeys([*base, *again]):
             if name not in base or name not in again or base[name].shape != again[name].shape:
                 seen = f"first run: {_shape(base, name)}   perturbed run: {_shape(again, name)}"
-                raise ValueError(
-                    explain(asked, f"the runs return different {name!r}", seen, "a run that repeats itself")
-                )
+                raise InvalidValue(asked, f"the runs return different {name!r}", seen, "a run that repeats itself")
             moved[name] = max(moved[name], top(gap(again[name], base[name])))
     torch.set_rng_state(after)
     return base, moved

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices, mesh_lines
 from hyper_parallel.core.dtensor.text import parse_mesh
@@ -247,7 +247,7 @@ def read(asked: str, locals: Parts, reference: torch.Tensor, mesh: Mesh, bound: 
     full = _tensor(asked, reference, "reference")
     if isinstance(reference, DTensor):
         blame = "reference is a DTensor, and should be the full tensor"
-        raise TypeError(explain(asked, blame, f"reference: {tuple(reference.shape)}", "reference.full_tensor()"))
+        raise InvalidType(asked, blame, f"reference: {tuple(reference.shape)}", "reference.full_tensor()")
     parts = [_part(asked, locals, rank, layout) for rank in layout.rank_list]
     unit = max(unit_roundoff(part.dtype) for part in (full, *parts))
     return Evidence(layout, parts, full, _bound(asked, bound, full), unit)
@@ -272,30 +272,30 @@ def read_mesh(asked: str, mesh: object) -> Layout:
     if isinstance(mesh, DeviceMesh):
         return Layout.from_device_mesh(mesh)
     blame = f"mesh is a {type(mesh).__name__}"
-    raise TypeError(explain(asked, blame, f"mesh: {mesh!r}", '{"dp": 2, "tp": 4}, a Layout or a DeviceMesh'))
+    raise InvalidType(asked, blame, f"mesh: {mesh!r}", '{"dp": 2, "tp": 4}, a Layout or a DeviceMesh')
 
 
 def _part(asked: str, locals: Any, rank: int, layout: Layout) -> torch.Tensor:
     if isinstance(locals, torch.Tensor) or not isinstance(locals, (Mapping, Sequence)):
         blame = f"locals is a {type(locals).__name__}, not one tensor per rank"
-        raise TypeError(explain(asked, blame, f"mesh: {layout}", "what sim.run returned, or {rank: tensor}"))
+        raise InvalidType(asked, blame, f"mesh: {layout}", "what sim.run returned, or {rank: tensor}")
     try:
         part = locals[rank]
     except (KeyError, IndexError):
         held = f"{len(locals)} tensors for {len(layout.rank_list)} ranks"
         blame = f"locals has none for rank {rank} of the mesh"
-        raise ValueError(explain(asked, blame, f"locals: {held}   mesh: {layout}", "one tensor per rank")) from None
+        raise InvalidValue(asked, blame, f"locals: {held}   mesh: {layout}", "one tensor per rank") from None
     return _tensor(asked, part, f"locals[{rank}]")
 
 
 def _tensor(asked: str, value: object, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         blame = f"{name} is a {type(value).__name__}, not a tensor"
-        raise TypeError(explain(asked, blame, f"{name}: {str(value)[:60]}", "torch.as_tensor(value)"))
+        raise InvalidType(asked, blame, f"{name}: {str(value)[:60]}", "torch.as_tensor(value)")
     tensor: torch.Tensor = value._local_tensor if isinstance(value, DTensor) else value
     tensor = tensor.detach()
     if tensor.is_meta:
-        raise ValueError(explain(asked, f"{name} is on meta and has no values", f"{name}: {value.shape}", "cpu"))
+        raise InvalidValue(asked, f"{name} is on meta and has no values", f"{name}: {value.shape}", "cpu")
     tensor = tensor.cpu() if tensor.device.type != "cpu" else tensor
     return tensor.to(torch.float32) if tensor.dtype.is_floating_point and tensor.element_size() == 1 else tensor
 
@@ -309,12 +309,12 @@ def _bound(asked: str, bound: Any, full: torch.Tensor) -> float | torch.Tensor |
             limit = bound.detach().to(torch.float64).expand(full.shape)
         except RuntimeError:
             blame = f"bound of shape {tuple(bound.shape)} does not broadcast to the reference"
-            raise ValueError(explain(asked, blame, seen, "one bound per element, or one number")) from None
+            raise InvalidValue(asked, blame, seen, "one bound per element, or one number") from None
         if limit.numel() and not bool((limit >= 0).all()):
-            raise ValueError(explain(asked, "bound holds a negative number or NaN", seen, "bound.abs()"))
+            raise InvalidValue(asked, "bound holds a negative number or NaN", seen, "bound.abs()")
         return limit
     if isinstance(bound, bool) or not isinstance(bound, (int, float)):
-        raise TypeError(explain(asked, f"bound is a {type(bound).__name__}", seen, "a float, a tensor or None"))
+        raise InvalidType(asked, f"bound is a {type(bound).__name__}", seen, "a float, a tensor or None")
     if not bound >= 0:
-        raise ValueError(explain(asked, "bound is negative or NaN", seen, "bound=0.0 for exact equality"))
+        raise InvalidValue(asked, "bound is negative or NaN", seen, "bound=0.0 for exact equality")
     return float(bound)

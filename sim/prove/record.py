@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
 from hyper_parallel.core.shard.sharding_plan import Reading, ShardingPlan, read_plan
@@ -467,13 +467,11 @@ def named_inputs(asked: str, model: nn.Module, inputs: Any) -> dict[str, Any]:
     if isinstance(inputs, Mapping):
         odd = [name for name in inputs if not isinstance(name, str)]
         if odd:
-            raise TypeError(
-                explain(asked, f"{odd[0]!r} is no argument name", f"inputs: {list(inputs)}", "a dict by name")
-            )
+            raise InvalidType(asked, f"{odd[0]!r} is no argument name", f"inputs: {list(inputs)}", "a dict by name")
         return dict(inputs)
     if not isinstance(inputs, (tuple, list)):
         blame = f"inputs is a {type(inputs).__name__}, not a tuple of arguments or a dict by name"
-        raise TypeError(explain(asked, blame, "inputs: the full arguments of the model", "(x,), with the comma"))
+        raise InvalidType(asked, blame, "inputs: the full arguments of the model", "(x,), with the comma")
     names = argument_names(model)
     return {names[at] if at < len(names) else f"argument {at}": value for at, value in enumerate(inputs)}
 
@@ -512,15 +510,13 @@ def read_cuts(
         for layout in leaves(tree):
             if layout.is_partial():
                 blame = f"a reduction is pending in the layout of {name!r}, and inputs are full tensors"
-                raise ValueError(explain(f"{asked}: input_layouts", blame, f"layout: {layout}", "a split or nothing"))
+                raise InvalidValue(f"{asked}: input_layouts", blame, f"layout: {layout}", "a split or nothing")
         if isinstance(tree, Layout) and isinstance(values[name], torch.Tensor):
             try:
                 tree.splits(values[name].dim())
             except ValueError as error:
                 blame = f"the layout of input {name!r} does not fit a tensor of shape {tuple(values[name].shape)}"
-                raise ValueError(
-                    explain(f"{asked}: input_layouts", blame, f"layout: {tree}", "one entry per dim")
-                ) from error
+                raise InvalidValue(f"{asked}: input_layouts", blame, f"layout: {tree}", "one entry per dim") from error
     return cuts, wrapped
 
 
@@ -534,9 +530,9 @@ def _by_name(asked: str, values: Mapping[str, Any], tree: LayoutTree, what: str)
         unknown = [name for name in tree if name not in values]
         if unknown:
             blame = f"there is no input {unknown[0]!r} for {what}"
-            raise ValueError(explain(asked, blame, f"inputs: {', '.join(names)}", nearest(unknown[0], names)))
+            raise InvalidValue(asked, blame, f"inputs: {', '.join(names)}", nearest(unknown[0], names))
         return {name: part for name, part in tree.items() if part is not None}
     if len(tree) > len(names):
         blame = f"{what} has {len(tree)} layouts for {len(names)} inputs"
-        raise ValueError(explain(asked, blame, f"inputs: {', '.join(names)}", "one layout, or None, per input"))
+        raise InvalidValue(asked, blame, f"inputs: {', '.join(names)}", "one layout, or None, per input")
     return {name: part for name, part in zip(names, tree, strict=False) if part is not None}

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from rich.text import Text
 
 from hyper_parallel.core.common.checks import read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.tables import View, as_html, fold, plain_table
 
 _WIDTH = 120
@@ -234,9 +234,7 @@ class Report:
         read_int(asked, "most", most, 1)
         if self.bug is not None or self.mutants is None:
             blame = "the program is wrong already" if self.bug is not None else "this report is of one run"
-            raise ValueError(
-                explain(asked, blame, self._headline(), "a report of verify_plan or verify_step that is ok")
-            )
+            raise InvalidValue(asked, blame, self._headline(), "a report of verify_plan or verify_step that is ok")
         return self.mutants(most)
 
     def _headline(self) -> str:

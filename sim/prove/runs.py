@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.activations.offload import OffloadedBlock
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import Machine
 from hyper_parallel.core.redistribute.api import from_local
@@ -224,7 +224,7 @@ class _Session:
         self.optimizer = self._called("optimizer_fn", hint, make, chosen) if make is not None and chosen else None
         if task.optimizer_fn is not None and chosen and not hasattr(self.optimizer, "zero_grad"):
             made = f"optimizer: {self.optimizer!r:.80}"
-            raise TypeError(explain(ASKED, "optimizer_fn returned no optimizer", made, hint))
+            raise InvalidType(ASKED, "optimizer_fn returned no optimizer", made, hint)
         self.wide = WidePrecision(dtype, self._inside)
         self.choices = Choices(self._inside, taken)
         shared = None if task.shared is None else task.shared.one if mesh is None else task.shared.ranks[rank]
@@ -266,7 +266,7 @@ class _Session:
         except Exception as error:
             blame = f"{name} raises {type(error).__name__} on one device: {error}"
             seen = f"{name}: {getattr(call, '__qualname__', call)!s:.80}"
-            raise ValueError(explain(ASKED, blame, seen, hint)) from error
+            raise InvalidValue(ASKED, blame, seen, hint) from error
 
     def _output(self) -> Any:
         if self.axes is not None:
@@ -277,7 +277,7 @@ class _Session:
             inside = self.run.recorder.inside
             blame = f"the model raises {type(error).__name__} on one device: {error}"
             seen = f"in module {(inside[-1] if inside else '') or '(the model)'!r}"
-            raise ValueError(explain(ASKED, blame, seen, "inputs that the model takes")) from error
+            raise InvalidValue(ASKED, blame, seen, "inputs that the model takes") from error
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: copy_of(buffer) for name, buffer in named_buffers(self.model).items()}
@@ -291,12 +291,12 @@ class _Session:
             if not isinstance(loss, torch.Tensor) or loss.dim():
                 seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
                 hint = "a loss of one number, such as output.square().mean()"
-                raise TypeError(explain(ASKED, "loss_fn returned no scalar tensor", f"loss: {seen}", hint))
+                raise InvalidType(ASKED, "loss_fn returned no scalar tensor", f"loss: {seen}", hint)
             return outputs, loss.full_tensor() if isinstance(loss, DTensor) else loss
         if not outputs:
             blame = f"no tensors are seen in what the model returned, a {type(output).__name__}"
             hint = "a model that returns tensors, or containers or dataclasses of them; or a loss_fn"
-            raise TypeError(explain(ASKED, blame, f"output: {output!r:.80}", hint))
+            raise InvalidType(ASKED, blame, f"output: {output!r:.80}", hint)
         first = outputs[0][1]
         scalar = len(outputs) == 1 and first.dim() == 0 and first.is_floating_point() and first.requires_grad
         found = first if scalar else None
@@ -527,7 +527,7 @@ class Ranks:
             made = task.apply(model, mesh)
         if made is not None and not isinstance(made, nn.Module):
             blame = f"parallelize returned a {type(made).__name__}, not a module"
-            raise TypeError(explain(ASKED, blame, f"returned: {made!r:.80}", "return the parallel model, or None"))
+            raise InvalidType(ASKED, blame, f"returned: {made!r:.80}", "return the parallel model, or None")
         model = model if made is None else made
         put_into_model(self.mutant, [model], rank)
         given = []

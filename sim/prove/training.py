@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
@@ -116,7 +116,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
         except ValueError:
             continue
         return found, few.world_size, tuple(_said(run, found, dims, few))
-    raise ValueError(explain(_ASKED, "no small run of its kind was found", dims.summary(), "sim.verify_plan"))
+    raise InvalidValue(_ASKED, "no small run of its kind was found", dims.summary(), "sim.verify_plan")
 
 
 def _few_on_a_node(run: Config, dims: ParallelDims, few: ParallelDims) -> int | None:

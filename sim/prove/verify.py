@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.common.checks import read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import Machine
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
@@ -416,7 +416,7 @@ def _references(task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Ten
     known = {id(parameter) for parameter in made.parameters()}
     if any(id(parameter) in known for parameter in plain[0].leaves.values()):
         blame = "model_fn returned the same model twice, and each rank needs one of its own"
-        raise ValueError(explain(ASKED, blame, f"model: a {type(made).__name__}", "lambda: Model(config)"))
+        raise InvalidValue(ASKED, blame, f"model: a {type(made).__name__}", "lambda: Model(config)")
     for run in plain:
         _check_finite(run)
     floor = None if task.dtype == torch.float64 else unit_roundoff(task.dtype)
@@ -443,7 +443,7 @@ def _check_finite(reference: Run) -> None:
     entries = reference.recorder.entries.items()
     first = next((f"{key.path or 'the model'}.{key.side}" for key, entry in entries if entry.value.isnan().any()), bad)
     blame = f"one device computes nan, first seen in {first}, and nan cannot be compared"
-    raise ValueError(explain(ASKED, blame, f"nan in the {bad}", "inputs and initial values that give finite numbers"))
+    raise InvalidValue(ASKED, blame, f"nan in the {bad}", "inputs and initial values that give finite numbers")
 
 
 def _grads(task: Task, reference: Run, compared: Comparison) -> list[dict[str, torch.Tensor]] | None:
@@ -476,7 +476,7 @@ def _read_mesh(mesh_shape: Any) -> Layout:
     mesh = read_mesh(ASKED, mesh_shape)
     if mesh.rank_list != tuple(range(len(mesh.rank_list))):
         blame, hint = "the mesh is of other ranks than 0, 1, 2, ...", "a Layout without a rank_list"
-        raise ValueError(explain(ASKED, blame, f"mesh_shape: {mesh_shape!r}", hint))
+        raise InvalidValue(ASKED, blame, f"mesh_shape: {mesh_shape!r}", hint)
     return Layout(mesh.mesh_shape, mesh.alias_name)
 
 
@@ -485,15 +485,15 @@ def _check_callables(
 ) -> None:
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         blame = f"model_fn is a {type(model_fn).__name__}, and has to make a new model at each call"
-        raise TypeError(explain(ASKED, blame, "model_fn: a function without arguments", "lambda: Model(config)"))
+        raise InvalidType(ASKED, blame, "model_fn: a function without arguments", "lambda: Model(config)")
     if (plan is None) == (parallelize is None):
         blame = (
             f"{'neither' if plan is None else 'both'} of plan and parallelize {'is' if plan is None else 'are'} given"
         )
         hint = "plan=ShardingPlan(...), or parallelize=a function of the model and the mesh"
-        raise ValueError(explain(ASKED, blame, "one of them makes the model parallel", hint))
+        raise InvalidValue(ASKED, blame, "one of them makes the model parallel", hint)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(explain(ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
+        raise InvalidType(ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64")
     read_int(ASKED, "seed", seed, hint="seed=0")
     if steps is not None:
         read_int(ASKED, "steps", steps, 1)
@@ -506,15 +506,15 @@ def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
         model = model_fn()
     if not isinstance(model, nn.Module):
         blame = f"model_fn returned a {type(model).__name__}, not a module"
-        raise TypeError(explain(ASKED, blame, f"model: {model!r:.80}", "a function that returns the model"))
+        raise InvalidType(ASKED, blame, f"model: {model!r:.80}", "a function that returns the model")
     lazy = [name for name, parameter in named_parameters(model).items() if is_lazy(parameter)]
     if lazy:
         blame = f"parameters of the model have no shape yet: {', '.join(lazy[:3])}"
-        raise ValueError(explain(ASKED, blame, "lazy modules get one in their first forward", "nn.Linear(in, out)"))
+        raise InvalidValue(ASKED, blame, "lazy modules get one in their first forward", "nn.Linear(in, out)")
     lacking = [name for name, parameter in named_parameters(model).items() if parameter.is_meta]
     if lacking:
         blame = f"parameters of the model are on meta, and have no values: {', '.join(lacking[:3])}"
-        raise ValueError(explain(ASKED, blame, f"{len(lacking)} parameters", "make them on the CPU"))
+        raise InvalidValue(ASKED, blame, f"{len(lacking)} parameters", "make them on the CPU")
     return model
 
 
@@ -529,7 +529,7 @@ def _check_same(reference: Run, other: Run) -> None:
     if odd or len(reference.initial) != len(other.initial):
         blame = f"model_fn made different models from one seed: parameter {odd[0] if odd else '?'!r} differs"
         hint = "let all random numbers in it come from torch's default generator"
-        raise ValueError(explain(ASKED, blame, f"{len(odd)} of {len(reference.initial)} parameters differ", hint))
+        raise InvalidValue(ASKED, blame, f"{len(odd)} of {len(reference.initial)} parameters differ", hint)
 
 
 def _application(plan: ShardingPlan | None, parallelize: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module | None]:

@@ -24,7 +24,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from hyper_parallel.cli.kit import DOES_NOT_FIT, check_can_draw, check_can_write
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue, explain
 from hyper_parallel.core.machine.calibration import load_calibration
 from hyper_parallel.core.machine.description import Machine, find_machine
 from sim.comm.trace import Event
@@ -228,14 +228,14 @@ def _ranks(asked: str, nproc: int) -> tuple[int, ...]:
     if all(part.isdecimal() and int(part) < nproc for part in parts):
         return tuple(sorted({int(part) for part in parts}))
     seen, hint = f"--ranks: {asked}", "--ranks 0, --ranks 0,3 or --ranks all"
-    raise ValueError(explain("cannot choose the ranks to run", f"ranks go from 0 to {nproc - 1}", seen, hint))
+    raise InvalidValue("cannot choose the ranks to run", f"ranks go from 0 to {nproc - 1}", seen, hint)
 
 
 def _check_steps(warmup: int, steps: int) -> None:
     if warmup < 0 or steps < 1:
         blame = "it takes one step or more, after none or more"
         seen = f"--warmup {warmup} --steps {steps}"
-        raise ValueError(explain("cannot record the steps of a script", blame, seen, "--warmup 1 --steps 2"))
+        raise InvalidValue("cannot record the steps of a script", blame, seen, "--warmup 1 --steps 2")
 
 
 # -- running -------------------------------------------------------------------------------------------------------

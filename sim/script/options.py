@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine import find_machine
 from sim.patches.devices import KINDS
 from sim.script.modules import find_module
@@ -174,7 +174,7 @@ def launch_of(
         asked = f"cannot run {script} on {nproc} ranks"
         again = shlex.join(["--nproc", "8", *["-m"] * module, script])
         blame, hint = f"--nproc must be from 1 to {most:,}", f"{command} {again}"
-        raise ValueError(explain(asked, blame, f"--nproc: {nproc}", hint))
+        raise InvalidValue(asked, blame, f"--nproc: {nproc}", hint)
     if module:
         _check_module(script, nproc, command)
     else:
@@ -207,14 +207,14 @@ def _refuse_ranks_in_ranks(nproc: int) -> None:
     if present:
         asked, seen = f"cannot start {nproc} simulated ranks", f"seen: {', '.join(present)} in the environment"
         hint = "start it without torchrun, and not from a script that runs on ranks"
-        raise ValueError(explain(asked, "this process is a rank already", seen, hint))
+        raise InvalidValue(asked, "this process is a rank already", seen, hint)
 
 
 def _check_machines(nnodes: str, script: str, command: str) -> None:
     if nnodes not in ("1", "1:1"):
         asked, blame = f"cannot run {script} on more machines than one", "all simulated ranks are in this process"
         hint = f"{command} --nproc 16 {shlex.quote(script)}, with as many ranks as all machines have together"
-        raise ValueError(explain(asked, blame, f"--nnodes: {nnodes}, expected 1", hint))
+        raise InvalidValue(asked, blame, f"--nnodes: {nnodes}, expected 1", hint)
 
 
 def _check_module(name: str, nproc: int, command: str) -> None:
@@ -224,7 +224,7 @@ def _check_module(name: str, nproc: int, command: str) -> None:
         better = alone if is_path else "it in the folder that the module is in"
         asked, blame = f"cannot run the module {name} on {nproc} ranks", "there is none in Python source"
         seen = f"-m: {name}, expected a module, or a package with a __main__.py, as for python -m"
-        raise ValueError(explain(asked, blame, seen, better))
+        raise InvalidValue(asked, blame, seen, better)
 
 
 def _check_script(script: str, nproc: int, command: str) -> None:
@@ -238,7 +238,7 @@ def _check_script(script: str, nproc: int, command: str) -> None:
     close = difflib.get_close_matches(path.name, there, n=1) or there[:1]
     better = os.path.normpath(os.path.join(folder, close[0])) if close else "the path of a Python file"
     hint = f"{command} --nproc {nproc} {shlex.quote(better)}" if close else better
-    raise ValueError(explain(f"cannot run {script} on {nproc} ranks", f"it {what}", f"script: {path.absolute()}", hint))
+    raise InvalidValue(f"cannot run {script} on {nproc} ranks", f"it {what}", f"script: {path.absolute()}", hint)
 
 
 def _variables(pairs: Sequence[str]) -> dict[str, str]:
@@ -247,7 +247,7 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             blame = "--env takes a name, an equals sign and a value"
-            raise ValueError(explain("cannot set an environment variable", blame, f"--env: {pair!r}", "--env DEBUG=1"))
+            raise InvalidValue("cannot set an environment variable", blame, f"--env: {pair!r}", "--env DEBUG=1")
         variables[name] = value
     return variables
 
@@ -259,4 +259,4 @@ def _shown(asked: str, nproc: int) -> tuple[int, ...] | None:
     if all(part.strip().isdecimal() and int(part) < nproc for part in parts):
         return tuple(int(part) for part in parts)
     blame = f"--show takes ranks from 0 to {nproc - 1}, with commas, or all"
-    raise ValueError(explain("cannot show the output of ranks", blame, f"--show: {asked!r}", "--show 0, --show all"))
+    raise InvalidValue("cannot show the output of ranks", blame, f"--show: {asked!r}", "--show 0, --show all")

@@ -15,7 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.kernel.context import current_context
 
 # What each keeps for its process: FLAGS; PartialState; GlobalHydra; resolvers; rank_zero_only.rank; wandb.run.
@@ -34,9 +34,7 @@ def check_own(own: Sequence[str], argument: str = "own") -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name in (*NEVER_PER_RANK, *sys.stdlib_module_names):
             blame = f"{argument} takes names of packages as they are imported, but not {', '.join(NEVER_PER_RANK)}"
-            raise ValueError(
-                explain(f"cannot give each rank a copy of {name!r}", blame, f"{argument}: {names!r}", better)
-            )
+            raise InvalidValue(f"cannot give each rank a copy of {name!r}", blame, f"{argument}: {names!r}", better)
     return tuple(dict.fromkeys((*PER_RANK, *names)))
 
 

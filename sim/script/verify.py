@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue, explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.explain.errors import InFlightBufferRace, RankFailed, ReplicaMismatch, SimError
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reference = _reference(launch, own["reference"])
         if own["steps"] < 1:
             blame, seen = "it compares one step or more", f"--steps: {own['steps']}"
-            raise ValueError(explain(f"cannot verify {launch.script}", blame, seen, "--steps 2"))
+            raise InvalidValue(f"cannot verify {launch.script}", blame, seen, "--steps 2")
         mesh = None if own["mesh"] is None else _mesh(launch, own["mesh"])
         names = _names(own["name"])
     except ValueError as error:
@@ -132,12 +132,12 @@ def _reference(launch: Launch, asked: str | None) -> Launch:
     except ValueError as error:
         hint = "--reference 'one_device.py --batch 4'"
         seen = f"--reference: {asked!r}"
-        raise ValueError(explain(f"cannot verify {launch.script}", str(error).lower(), seen, hint)) from None
+        raise InvalidValue(f"cannot verify {launch.script}", str(error).lower(), seen, hint) from None
     if not os.path.isfile(script):
         there = sorted(name for name in os.listdir(os.path.dirname(script) or ".") if name.endswith(".py"))
         hint = "a Python file that trains the same on one device; without --reference, the script itself as one rank"
         seen = f"here: {', '.join(there[:8]) or 'no Python files'}"
-        raise ValueError(explain(f"cannot verify {launch.script}", f"there is no reference {script!r}", seen, hint))
+        raise InvalidValue(f"cannot verify {launch.script}", f"there is no reference {script!r}", seen, hint)
     if not launch.is_module and os.path.samefile(script, launch.script) and not arguments:
         arguments = list(launch.arguments)
     chosen = tuple(arguments) or launch.arguments
@@ -149,7 +149,7 @@ def _mesh(launch: Launch, asked: str) -> Layout:
     mesh = read_mesh(what, asked)
     if math.prod(mesh.mesh_shape) != launch.nproc:
         blame = f"its axes are of {math.prod(mesh.mesh_shape)} ranks, and there are {launch.nproc}"
-        raise ValueError(explain(what, blame, f"--mesh {asked} --nproc {launch.nproc}", f"--mesh dp={launch.nproc}"))
+        raise InvalidValue(what, blame, f"--mesh {asked} --nproc {launch.nproc}", f"--mesh dp={launch.nproc}")
     return Layout(mesh.mesh_shape, mesh.alias_name)
 
 
@@ -159,7 +159,7 @@ def _names(pairs: Sequence[str]) -> dict[str, tuple[str, ...]]:
         theirs, equals, ones = pair.partition("=")
         if not equals or not theirs or not ones:
             hint = "--name 'blocks.*.qkv.weight=blocks.*.q.weight,blocks.*.k.weight,blocks.*.v.weight'"
-            raise ValueError(explain("cannot use --name", "it takes two names and an equals sign", f"{pair!r}", hint))
+            raise InvalidValue("cannot use --name", "it takes two names and an equals sign", f"{pair!r}", hint)
         names[theirs] = tuple(ones.split(","))
     return names
 
@@ -337,7 +337,7 @@ class _ScriptTask:
         if not comparison.names.parts:
             blame = f"no parameter of {script} is one of {self.reference.script}, by its name or by its values"
             seen = f"ranks: {_listed(loops[lone])}   one device: {_listed(expected)}"
-            raise ValueError(explain(asked, blame, seen, "a reference that trains the same model, or --name RANKS=ONE"))
+            raise InvalidValue(asked, blame, seen, "a reference that trains the same model, or --name RANKS=ONE")
         report = comparison.report()
         hint = "--name '<name on the ranks>={}'"
         rows = [_with_hint(row, hint) for row in report.rows]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 
 _NOISE = 5
@@ -117,7 +117,7 @@ def _kind(asked: str, layout: Layout) -> str | None:
     kinds = list(dict.fromkeys(kind for name, kind in layout.partial.items() if sizes[name] > 1))
     if len(kinds) > 1:
         blame = f"{' and '.join(kinds)} are pending, and the order in which to take them is nowhere said"
-        raise ValueError(explain(asked, blame, f"layout: {layout}", "one kind of reduction"))
+        raise InvalidValue(asked, blame, f"layout: {layout}", "one kind of reduction")
     return kinds[0] if kinds else None
 
 
@@ -135,7 +135,7 @@ def _copies(asked: str, full: torch.Tensor, kind: str, number: int, seed: int) -
     """Return copies of a full tensor that reduce to it."""
     if full.dtype == torch.bool or (full.is_complex() and kind not in ("sum", "avg")):
         blame = f"{kind} is pending, which is not taken of {full.dtype}"
-        raise TypeError(explain(asked, blame, f"full: {full.dtype}, {tuple(full.shape)}", "torch.float32"))
+        raise InvalidType(asked, blame, f"full: {full.dtype}, {tuple(full.shape)}", "torch.float32")
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(low: int, high: int, *more: int) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _part(parts: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], rank: int,
     if not isinstance(found, torch.Tensor):
         blame = f"there is no part of rank {rank}" if found is None else f"rank {rank} gave a {type(found).__name__}"
         hint = f"a tensor for each of the {math.prod(layout.mesh_shape)} ranks of the mesh"
-        raise ValueError(explain("cannot gather a tensor", blame, f"layout: {layout}", hint))
+        raise InvalidValue("cannot gather a tensor", blame, f"layout: {layout}", hint)
     return found
 
 

@@ -19,7 +19,7 @@ except ImportError as missing:
 from typing_extensions import Unpack
 
 from hyper_parallel.core.common.checks import check_choice, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType
 from sim.explain.callables import check_body
 from sim.testing.rank_test import RankTest
 from sim.world import Checks, check_options, show_options
@@ -67,13 +67,13 @@ def ranks(
         if len(own) == len(owner):
             start = "self, " if owner else ""
             asked, seen = f"cannot make ranks of {body.__name__}", f"seen: def {body.__name__}({start.rstrip(', ')})"
-            raise TypeError(explain(asked, "it takes no argument", seen, f"def {body.__name__}({start}ctx): ..."))
+            raise InvalidType(asked, "it takes no argument", seen, f"def {body.__name__}({start}ctx): ...")
         elsewhere = [backend for backend in backends if backend != "sim"]
         if owner and elsewhere:
             blame = "it is a method, which the processes of a backend could not find"
             seen = f"backends: {', '.join(elsewhere)} start processes"
             hint = f"backends=('sim',), or a function of the module: def {body.__name__}(ctx): ..."
-            raise TypeError(explain(f"cannot make ranks of {body.__qualname__}", blame, seen, hint))
+            raise InvalidType(f"cannot make ranks of {body.__qualname__}", blame, seen, hint)
         check_body(body)
 
         def function(request: pytest.FixtureRequest, rank_backend: str, **fixtures: Any) -> None:

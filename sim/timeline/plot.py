@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.core.common.checks import check_choice
 from hyper_parallel.core.common.drawing import Axes, Figure, blank_figure, draw_shapes, sample, whole_steps
-from hyper_parallel.core.common.errors import explain
 from sim.comm.trace import EventLog as Trace
 from sim.explain.errors import SimError
 from sim.timeline.bars import Bar, TraceBars, lay_out, stack
@@ -204,5 +203,5 @@ def blank(asked: str, path: str | os.PathLike[str], width: float, height: float,
     if figure is None:
         seen = "missing: the extra 'plot' of hyper_parallel"
         hint = f"pip install 'hyper_parallel[plot]', or {instead} for https://ui.perfetto.dev"
-        raise SimError(explain(asked, "matplotlib is not installed", seen, hint))
+        raise SimError(asked, "matplotlib is not installed", seen, hint)
     return figure

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hyper_parallel.core.activations.offload import ActivationOffload, OffloadedBlock
 from hyper_parallel.core.common.checks import check, check_fields, check_least
-from hyper_parallel.core.common.errors import class_name, explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, class_name, nearest
 from hyper_parallel.platform import attention_operators
 
 __all__ = ["KINDS", "ActivationPolicy", "blocks_of", "checkpoint_blocks", "checkpointed"]
@@ -69,19 +69,19 @@ class ActivationPolicy:
         kind: Any = self.recompute
         if isinstance(kind, str) and kind not in KINDS:
             blame, hint = f"there is no kind {kind!r}", nearest(kind, KINDS)
-            raise ValueError(explain(_POLICY, blame, f"recompute: {kind!r}", hint))
+            raise InvalidValue(_POLICY, blame, f"recompute: {kind!r}", hint)
         if isinstance(kind, tuple) and not (kind and all(isinstance(op, torch._ops.OpOverload) for op in kind)):
             seen, hint = f"recompute: {kind!r}", "(torch.ops.aten.mm.default,)"
-            raise TypeError(explain(_POLICY, "what is kept must be operators, each with its overload", seen, hint))
+            raise InvalidType(_POLICY, "what is kept must be operators, each with its overload", seen, hint)
         if not (isinstance(kind, (str, tuple)) or callable(kind)):
             seen, hint = f"recompute: {kind!r}", "'full', a tuple of operators, or a policy function"
-            raise TypeError(explain(_POLICY, f"recompute is a {type(kind).__name__}", seen, hint))
+            raise InvalidType(_POLICY, f"recompute is a {type(kind).__name__}", seen, hint)
         check_fields(_POLICY, self)
         check_least(_POLICY, 1, every=self.every, first=self.first)
         if self.offload and kind not in ("none", "full"):
             blame = "what selective checkpointing keeps is no saved tensor, so that it cannot be on the host"
             seen = f"recompute: {kind!r}, offload: True"
-            raise ValueError(explain(_POLICY, blame, seen, "'offload', or 'full offload'"))
+            raise InvalidValue(_POLICY, blame, seen, "'offload', or 'full offload'")
 
     @classmethod
     def of(cls, policy: Any, *, asked: str = _POLICY) -> ActivationPolicy:
@@ -170,13 +170,13 @@ def _unread(asked: str, text: str, word: str) -> ValueError:
     known = (*KINDS, "offload", "every", "first")
     blame = f"there is no kind of checkpointing {text!r}" if word == text else f"{word!r} is not expected there"
     hint = nearest(word, known) if word not in known else "'full', 'offload', 'full offload every 2 first 8'"
-    return ValueError(explain(asked, blame, f"checkpointing: {text!r}", hint))
+    return InvalidValue(asked, blame, f"checkpointing: {text!r}", hint)
 
 
 def _number(asked: str, text: str, word: str) -> int:
     if not word.isdecimal():
-        raise ValueError(
-            explain(asked, f"a number is expected where {word!r} is", f"checkpointing: {text!r}", "'full first 8'")
+        raise InvalidValue(
+            asked, f"a number is expected where {word!r} is", f"checkpointing: {text!r}", "'full first 8'"
         )
     return int(word)
 
@@ -250,7 +250,7 @@ def checkpoint_blocks(
         return model
     if blocks is None and not (blocks := list(blocks_of(model))):
         seen, hint = f"model: {class_name(model)}", "blocks=list(model.children())"
-        raise ValueError(explain(_ASKED, "there are none: the model has no nn.ModuleList with modules", seen, hint))
+        raise InvalidValue(_ASKED, "there are none: the model has no nn.ModuleList with modules", seen, hint)
     places = _places(model, blocks)
     offload = ActivationOffload() if policy.offload else None
     for number, (block, slots) in enumerate(places.items()):
@@ -317,5 +317,5 @@ def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, li
         if wrapped:
             blame = "they are checkpointed already"
         seen = f"model: {class_name(model)}   blocks: {', '.join(missing or wrapped)}"
-        raise ValueError(explain(_ASKED, blame, seen, "blocks=list(model.layers), once"))
+        raise InvalidValue(_ASKED, blame, seen, "blocks=list(model.layers), once")
     return {block: found[id(block)] for block in blocks}

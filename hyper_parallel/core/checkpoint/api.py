@@ -17,7 +17,7 @@ from hyper_parallel.core.checkpoint.files import to_json
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, read_record
 from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import InvalidValue, explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 
 __all__ = ["load_checkpoint", "read_metadata", "save_checkpoint"]
 
@@ -110,7 +110,7 @@ def write(
         steps = [f"step {of_rank}" for _, of_rank in everyone]
         if unlike := _unlike(steps):
             blame, hint = "the ranks are at different steps", "the same step on every rank"
-            raise ValueError(explain(_cannot_save(folder), blame, unlike, hint))
+            raise InvalidValue(_cannot_save(folder), blame, unlike, hint)
         place = folders.place(folder, attempt)
         on_stage("begin")
         planner = SavePlanner(_cannot_save(folder))
@@ -147,10 +147,10 @@ def _begin(folder: Path, replace: bool, run: str | None) -> str:
         folders.clean(folder)
         if folders.is_complete(folder):
             if not replace:
-                raise ValueError(explain(asked, "it is there already", f"folder: {folder}", "replace=True"))
+                raise InvalidValue(asked, "it is there already", f"folder: {folder}", "replace=True")
             if run is not None and (other := run_of(folder)) not in (None, run):
                 blame, seen = "another run has saved it, and this one has not gone on from there", f"run: {other}"
-                raise CheckpointError(explain(asked, blame, seen, "another folder, or Checkpointer.load(...) first"))
+                raise CheckpointError(asked, blame, seen, "another folder, or Checkpointer.load(...) first")
         elif os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
             blame, hint = "something else has that name", "a name that is free"
             kind = InvalidValue if run is None else CheckpointError  # of a run, which it should not end
@@ -238,7 +238,7 @@ def load(
     assert record is not None, "or this rank had failed"
     if unlike := _unlike([attempt for attempt, _ in everyone]):
         blame, hint = "not all ranks see the same one there", "a folder on a file system that all ranks share"
-        raise CheckpointError(explain(asked, blame, unlike, hint))
+        raise CheckpointError(asked, blame, unlike, hint)
     wanted = list(dict.fromkeys(key for _, keys in everyone for key in keys))
     if strict:
         _check_all_wanted(asked, wanted, record)
@@ -255,16 +255,16 @@ def _that_fit(
     if strict and per_rank and record.world_size != size:
         blame = f"each of {record.world_size} ranks has saved its own {next(iter(per_rank))!r}, and {size} load it"
         hint = f"{record.world_size} ranks; or no per_rank, with new values; or strict=False: new ranks keep theirs"
-        raise ValueError(explain(asked, blame, f"per_rank: {', '.join(per_rank)[:200]}", hint))
+        raise InvalidValue(asked, blame, f"per_rank: {', '.join(per_rank)[:200]}", hint)
     if strict and (lacking := [key for key in shards if key not in record.by_key]):
         blame = f"it has no {lacking[0]!r}" + (f", nor {len(lacking) - 1} others" if len(lacking) > 1 else "")
         seen = "missing: " + ", ".join(map(repr, lacking[:10])) + (", ..." if len(lacking) > 10 else "")
         near = nearest(lacking[0], list(record.by_key)[:2000]) if record.by_key else "another checkpoint"
-        raise ValueError(explain(asked, blame, seen, f"{near[:200]}, or strict=False to leave those alone"))
+        raise InvalidValue(asked, blame, seen, f"{near[:200]}, or strict=False to leave those alone")
     for key, shard in shards.items():
         if any(size > 1 and stride == 0 for size, stride in zip(shard.sizes, shard.local.stride(), strict=True)):
             blame, seen = f"several elements of {key!r} are one in memory", f"strides: {shard.local.stride()}"
-            raise ValueError(explain(asked, blame, seen, "a tensor that has not been expanded: its clone()"))
+            raise InvalidValue(asked, blame, seen, "a tensor that has not been expanded: its clone()")
         entry = record.by_key.get(key)
         if entry is not None and (entry.shape, entry.dtype) != (shard.shape, shard.dtype):
             what = "shape" if entry.shape != shard.shape else "dtype"
@@ -273,7 +273,7 @@ def _that_fit(
             hint = (
                 "the model that was saved" if what == "shape" else f"a tensor of {entry.dtype}, then .to({shard.dtype})"
             )
-            raise ValueError(explain(asked, blame, seen, hint))
+            raise InvalidValue(asked, blame, seen, hint)
     return {key: shard for key, shard in shards.items() if key in record.by_key}
 
 
@@ -289,7 +289,7 @@ def _check_all_wanted(asked: str, wanted: list[str], record: CheckpointMetadata)
     if unused:
         blame = f"no rank asks for {unused[0]!r}" + (f", nor for {len(unused) - 1} others" if len(unused) > 1 else "")
         seen = "only in the checkpoint: " + ", ".join(map(repr, unused[:10])) + (", ..." if len(unused) > 10 else "")
-        raise ValueError(explain(asked, blame, seen, "strict=False to load a part of it"))
+        raise InvalidValue(asked, blame, seen, "strict=False to load a part of it")
 
 
 def _drive_load(shards: dict[str, LocalShard], planner: Any, reader: Any, peers: Peers) -> None:

@@ -25,7 +25,7 @@ from hyper_parallel.core.checkpoint.files import to_json
 from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
 from hyper_parallel.core.checkpoint.writer import Staging, cannot_write
 from hyper_parallel.core.common.checks import check, check_choice, check_least
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.groups import token_of_torchrun
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -111,7 +111,7 @@ class Checkpointer:
         check(asked, "callable | None", on_stage=on_stage)
         if keep_last is not None and keep_last < 1:
             blame = f"keep_last={keep_last}, and there must be one to go back to"
-            raise ValueError(explain(asked, blame, f"root: {root}", "keep_last=1, or None: all"))
+            raise InvalidValue(asked, blame, f"root: {root}", "keep_last=1, or None: all")
         self.root = Path(root)
         self.keep_last = keep_last
         self.async_save = async_save
@@ -186,7 +186,7 @@ class Checkpointer:
             blame = f"{len(blind)} of {peers.size} ranks do not see the file {folders.LEASE} that rank 0 has written"
             seen = ", ".join(blind[:8]) + (", ..." if len(blind) > 8 else "") + f"; rank 0 is on host {seen_by[0][1]!r}"
             hint = "a folder on a file system that all ranks share"
-            raise CheckpointError(explain(f"cannot save to {self.root}", blame, seen, hint))
+            raise CheckpointError(f"cannot save to {self.root}", blame, seen, hint)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Checkpointer:
             if not isinstance(error, CheckpointError):  # of torch.distributed, when a rank has died
                 asked, blame = f"cannot save the checkpoint {folder}", "the ranks could not talk to each other"
                 hint = "a look at the other ranks; what was complete before still is"
-                lost = CheckpointError(explain(asked, blame, f"{type(error).__name__}: {error}", hint))
+                lost = CheckpointError(asked, blame, f"{type(error).__name__}: {error}", hint)
                 lost.__cause__ = error
                 error = lost
             ends = self._raises or isinstance(error, LeaseLostError)
@@ -388,7 +388,7 @@ class Checkpointer:
         if step not in there:
             seen = "complete: " + (", ".join(f"step {one}" for one in sorted(there)) or "none")
             blame, hint = f"there is no complete checkpoint of step {step}", "one of those, or the latest"
-            raise CheckpointError(explain(f"cannot load step {step} of {self.root}", blame, seen, hint))
+            raise CheckpointError(f"cannot load step {step} of {self.root}", blame, seen, hint)
         return there[step]
 
     def load(
@@ -419,13 +419,13 @@ class Checkpointer:
         """
         if step is not None and path is not None:
             hint = "step, to go back to it, or path, to look at it"
-            raise ValueError(explain("cannot load two checkpoints", "both are given", f"{step=}, {path=}", hint))
+            raise InvalidValue("cannot load two checkpoints", "both are given", f"{step=}, {path=}", hint)
         self._ended = self._join()
         peers = self._peers()
         paths: Sequence[Folder] = self._agreed_paths(peers, step) if path is None else [path]
         if not paths:
             blame, hint = "there is no complete checkpoint", "latest() is not None first"
-            raise CheckpointError(explain("cannot load the latest checkpoint", blame, f"root: {self.root}", hint))
+            raise CheckpointError("cannot load the latest checkpoint", blame, f"root: {self.root}", hint)
         for chosen in paths:
             try:
                 record = load(chosen, tensors, per_rank=per_rank, strict=strict, process_group=self._group)
@@ -457,7 +457,7 @@ class Checkpointer:
     def _peers(self) -> Peers:
         if self._closed and dist.is_initialized():
             blame = "it has been closed, and with it the group that its ranks talk through"
-            raise ValueError(explain("cannot use this Checkpointer", blame, f"root: {self.root}", "another one"))
+            raise InvalidValue("cannot use this Checkpointer", blame, f"root: {self.root}", "another one")
         return Peers.of(self._group)
 
     def _folder(self, step: int) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.torch_compat import flat_bytes
 
 # Values as JSON and back, exactly: what comes out equals what went in, with the same types ----------------------------
@@ -62,13 +62,13 @@ def _encode(value: Any, where: str) -> Any:
         wrong = next((key for key in value if type(key) is not str), None)
         if wrong is not None:
             blame = f"the key {wrong!r} of {where} is a {type(wrong).__name__}, and JSON has keys that are strings"
-            raise ValueError(explain("cannot write extra values", blame, f"{where}: {value!r}", f"{str(wrong)!r}"))
+            raise InvalidValue("cannot write extra values", blame, f"{where}: {value!r}", f"{str(wrong)!r}")
         encoded = {key: _encode(entry, f"{where}[{key!r}]") for key, entry in value.items()}
         marked = any(key.startswith(_MARK) for key in encoded)
         return {f"{_MARK}dict": list(map(list, encoded.items()))} if marked else encoded
     blame = f"{where} is a {type(value).__name__}, which JSON does not have"
     hint = "numbers, strings, lists and dicts here; tensors among the tensors, or as per_rank"
-    raise ValueError(explain("cannot write extra values", blame, f"got: {value!r}", hint))
+    raise InvalidValue("cannot write extra values", blame, f"got: {value!r}", hint)
 
 
 def decoded(value: Any) -> Any:

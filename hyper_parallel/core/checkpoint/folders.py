@@ -24,7 +24,6 @@ from typing import Any
 
 from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError
 from hyper_parallel.core.checkpoint.record import NAME
-from hyper_parallel.core.common.errors import explain
 
 _SAVING, _REPLACED, _DELETED = ".saving-", ".replaced-", ".deleted-"
 _UNDONE = "undone-"
@@ -299,7 +298,7 @@ class Lease:
         if now != began:
             asked, blame = f"cannot save to {self._path.parent}", "this path leads to another folder than at the start"
             seen, hint = f"at the start: {began}\n  now: {now}", "to put it back, and to start the run again"
-            raise LeaseLostError(explain(asked, blame, seen, hint))
+            raise LeaseLostError(asked, blame, seen, hint)
 
     def release(self) -> None:
         """Let others have it."""

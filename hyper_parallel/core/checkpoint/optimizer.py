@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, TensorEntry
 from hyper_parallel.core.common.checks import check, list_modules
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.torch_compat import plain_name
 
 _ASKED = "cannot name the state of an optimizer"
@@ -78,7 +78,7 @@ def optimizer_tensors(
             elif value is not None:
                 asked = "cannot save the state of an optimizer"
                 blame = f"{key!r} of {name!r} is a {type(value).__name__}, not a tensor"
-                raise ValueError(explain(asked, blame, f"{type(optimizer).__name__}: {value!r}"[:200], "a tensor"))
+                raise InvalidValue(asked, blame, f"{type(optimizer).__name__}: {value!r}"[:200], "a tensor")
     groups = [
         {key: _number(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
@@ -140,7 +140,7 @@ def load_optimizer_scalars(optimizer: Optimizer, groups: list[dict[str, Any]]) -
     if len(groups) != len(optimizer.param_groups):
         blame = f"it has {len(optimizer.param_groups)} groups of parameters, and {len(groups)} were saved"
         seen = f"saved: {groups!r}"[:300]
-        raise ValueError(explain(asked, blame, seen, "the groups that were saved, in their order"))
+        raise InvalidValue(asked, blame, seen, "the groups that were saved, in their order")
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):
@@ -155,7 +155,7 @@ def _check_size(name: str, param: torch.Tensor, key: str, entry: TensorEntry) ->
         blame = f"{key!r} of {name!r} is larger than the parameter"
         seen = f"saved: {entry.shape}   parameter: {tuple(param.shape)}"
         hint = "the model that was saved, or a step of the optimizer first, which makes its state"
-        raise ValueError(explain("cannot load the state of an optimizer", blame, seen, hint))
+        raise InvalidValue("cannot load the state of an optimizer", blame, seen, hint)
 
 
 def _new_state(param: torch.Tensor, key: str, entry: TensorEntry, on_device: bool) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _named(model_parts: nn.Module | Iterable[nn.Module], optimizer: Optimizer) -
                 blame = f"parameter {place} of its group {number} is in none of the modules"
                 seen = f"it is {tuple(param.shape)}; the modules have {len(names)} parameters"
                 hint = "the modules it was made for, after they were sharded"
-                raise ValueError(explain(_ASKED, blame, seen, hint))
+                raise InvalidValue(_ASKED, blame, seen, hint)
             if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None:
                 yield names[id(param)], param
 

@@ -30,7 +30,6 @@ from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.files import DTYPES, HEADER, checksums, open_plain
 from hyper_parallel.core.checkpoint.record import NAME, Box, CheckpointMetadata, FileEntry, TensorEntry
 from hyper_parallel.core.checkpoint.shards import key_in_file
-from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import flat_bytes
 
 _PIECE = 2**19  # bytes that are read at once where they cannot be read into their place: they stay in a core's cache
@@ -135,7 +134,7 @@ class Reader(StorageReader):
                 blame = f"{path.name!r} was sound a moment ago, and cannot be read now"
                 seen = f"{error.strerror or error}: {path}; some tensors may have been filled already"
                 asked = f"cannot load the checkpoint {self._folder}"
-                raise CheckpointError(explain(asked, blame, seen, "to load again, or an older checkpoint")) from error
+                raise CheckpointError(asked, blame, seen, "to load again, or an older checkpoint") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -264,13 +263,13 @@ def _size_error(asked: str, folder: Path, entry: FileEntry) -> CheckpointError |
     if size != entry.size:
         blame = f"{entry.name!r} is not as long as when it was written"
         seen = f"{size:,} bytes instead of {entry.size:,}: {path}"
-        return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
+        return CheckpointError(asked, blame, seen, "an older checkpoint")
     return None
 
 
 def _unreadable(asked: str, why: str, path: Path, error: OSError) -> CheckpointError:
     seen = f"{error.strerror or error}: {path}"
-    return CheckpointError(explain(asked, f"{path.name!r} {why}", seen, "an older checkpoint"))
+    return CheckpointError(asked, f"{path.name!r} {why}", seen, "an older checkpoint")
 
 
 def _boxes(record: CheckpointMetadata) -> Iterator[tuple[str, TensorEntry, Box]]:
@@ -296,7 +295,7 @@ def _header_error(
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         blame = ""
     blame = blame or f"{path.name!r} {_what_is_wrong(path, attempt)}"
-    return CheckpointError(explain(asked, blame, f"file: {path}", "an older checkpoint"))
+    return CheckpointError(asked, blame, f"file: {path}", "an older checkpoint")
 
 
 def _is_described(header: Mapping[str, Any], key: str, entry: TensorEntry, box: Box, begin: int) -> bool:
@@ -324,7 +323,7 @@ def _block_error(
                     blame = f"{entry.name!r} {_what_is_wrong(path, record.attempt)}"
                     where = f"bytes {begin:,} to {begin + have:,}"
                     seen = f"{where} have the checksum {crc:08x} instead of {should:08x}: {path}"
-                    return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
+                    return CheckpointError(asked, blame, seen, "an older checkpoint")
     except OSError as error:
         return _unreadable(asked, "cannot be read", path, error)
     return None

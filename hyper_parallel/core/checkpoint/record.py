@@ -16,7 +16,6 @@ import torch
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.files import DTYPES, decoded, open_plain
 from hyper_parallel.core.checkpoint.shards import BETWEEN
-from hyper_parallel.core.common.errors import explain
 
 NAME = "checkpoint.json"
 VERSION = 1
@@ -133,7 +132,7 @@ def read_record(folder: Path) -> CheckpointMetadata:
         blame = f"it has no readable {NAME}, which is written when all else is complete"
         there = sorted(entry.name for entry in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
         seen = f"{error.strerror or error}: {path}\n  there is: {there}"
-        raise CheckpointError(explain(asked, blame, seen, "Checkpointer(root).latest()")) from None
+        raise CheckpointError(asked, blame, seen, "Checkpointer(root).latest()") from None
     try:
         whole = json.loads(raw)
         format_, version, crc = whole["format"], whole["version"], whole["crc32"]
@@ -142,7 +141,7 @@ def read_record(folder: Path) -> CheckpointMetadata:
     if format_ != "hyper_parallel checkpoint" or version != VERSION:
         blame = f"{NAME} is of format {format_!r}, version {version!r}"
         seen = f"this library reads version {VERSION}: {path}"
-        raise CheckpointError(explain(asked, blame, seen, "the version of hyper_parallel that wrote it"))
+        raise CheckpointError(asked, blame, seen, "the version of hyper_parallel that wrote it")
     text = raw.decode("ascii", "replace")
     content = text[text.find("\n") + 1 : -len(_END)]
     if _BEGIN % (VERSION, zlib.crc32(content.encode())) + content + _END != text:
@@ -266,4 +265,4 @@ def _name(name: str) -> str:
 
 
 def _damaged(asked: str, path: Path, why: str) -> CheckpointError:
-    return CheckpointError(explain(asked, f"{NAME} is damaged", f"{path}: {why}", "an older checkpoint"))
+    return CheckpointError(asked, f"{NAME} is damaged", f"{path}: {why}", "an older checkpoint")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.checkpoint.files import DTYPES, HEADER
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.convert import layout_of
 
 BETWEEN = "|"  # between a tensor's name and what tells its boxes, or the ranks that have one each, apart
@@ -91,7 +91,7 @@ def shards_of(
         _check(asked, name, tensor)
         if isinstance(tensor, DTensor):
             blame = f"per_rank[{name!r}] is a DTensor, which ranks hold together"
-            raise ValueError(explain(asked, blame, f"it is {tuple(tensor.shape)}", "it among the tensors"))
+            raise InvalidValue(asked, blame, f"it is {tuple(tensor.shape)}", "it among the tensors")
         found[key_of(name, rank)] = _whole(tensor)
     return found
 
@@ -100,23 +100,23 @@ def _check(asked: str, name: Any, tensor: Any) -> None:
     if not isinstance(name, str) or BETWEEN in name or name == HEADER or not _is_text(name):
         blame = f"{name!r} is no name for a tensor in it"
         hint = f"a string in UTF-8 without {BETWEEN!r}, and not {HEADER!r}, which files have for themselves"
-        raise ValueError(explain(asked, blame, f"it names a {type(tensor).__name__}", hint))
+        raise InvalidValue(asked, blame, f"it names a {type(tensor).__name__}", hint)
     hint = "numbers and strings in extra; optimizer_tensors(...) for the state of an optimizer"
     check(asked, "tensor", hint, **{repr(name): tensor})
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         kind = "is on the meta device and has no values" if tensor.is_meta else f"is {tensor.layout} or quantized"
         hint = "init_parameters(model, seed), or to_empty(...), first" if tensor.is_meta else "a dense tensor"
-        raise ValueError(explain(asked, f"{name!r} {kind}", f"shape: {tuple(tensor.shape)}", hint))
+        raise InvalidValue(asked, f"{name!r} {kind}", f"shape: {tuple(tensor.shape)}", hint)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not isinstance(local, AsyncCollectiveTensor) and is_traceable_wrapper_subclass(local):
         blame = f"{name!r} is a tensor subclass that holds its values in other tensors, and files have plain ones"
         inner = ", ".join(local.__tensor_flatten__()[0])
         hint = f"these, under names of their own: {inner}"
-        raise ValueError(explain(asked, blame, f"seen: a {type(local).__name__}", hint))
+        raise InvalidValue(asked, blame, f"seen: a {type(local).__name__}", hint)
     if tensor.dtype not in DTYPES:
         blame = f"{name!r} is of dtype {tensor.dtype}, which safetensors files do not have"
         close = nearest(tensor.dtype, [str(dtype) for dtype in DTYPES])
-        raise ValueError(explain(asked, blame, f"shape: {tuple(tensor.shape)}", close))
+        raise InvalidValue(asked, blame, f"shape: {tuple(tensor.shape)}", close)
 
 
 def _is_text(name: str) -> bool:
@@ -141,14 +141,14 @@ def _shard(asked: str, name: str, tensor: torch.Tensor, rank: int) -> LocalShard
     if layout.is_partial():
         hint = f"redistribute(x, {layout.reset_partial()})"
         blame = f"{name!r} still has a reduction to be taken, and no rank has its values"
-        raise ValueError(explain(asked, blame, f"layout: {layout}", hint))
+        raise InvalidValue(asked, blame, f"layout: {layout}", hint)
     with torch.no_grad():
         local = tensor.to_local().detach()
     box = layout.local_slice(shape, rank)
     if tuple(local.shape) != tuple(side.stop - side.start for side in box):
         blame = f"this rank's shard of {name!r} is not the one that its layout says"
         seen = f"layout: {layout}\n  shard: {tuple(local.shape)}, of {shape}: should be {box}"
-        raise ValueError(explain(asked, blame, seen, "a DTensor that from_local(..., shape=...) has checked"))
+        raise InvalidValue(asked, blame, seen, "a DTensor that from_local(..., shape=...) has checked")
     if not tensor.numel():
         return LocalShard(shape, tensor.dtype, (0,) * len(shape), local.new_empty(shape))
     split = {axis for axes in layout.splits(len(shape)) for axis in axes}

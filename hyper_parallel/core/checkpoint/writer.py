@@ -30,7 +30,7 @@ from hyper_parallel.core.checkpoint.files import BLOCK, BlockWriter, bytes_of, h
 from hyper_parallel.core.checkpoint.folders import put_in_place, sync_folder
 from hyper_parallel.core.checkpoint.record import NAME, Box, FileEntry, TensorEntry, to_text
 from hyper_parallel.core.checkpoint.shards import LocalShard, key_in_file
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.platform import get_platform
 
 # Who writes what: a plan of torch.distributed.checkpoint --------------------------------------------------------------
@@ -70,7 +70,7 @@ class SavePlanner(DefaultSavePlanner):
         except ValueError as error:
             blame = "the shards that the ranks have do not make up full tensors"
             hint = "save from all ranks of every mesh that the tensors lie on"
-            raise ValueError(explain(self._asked, blame, str(error), hint)) from None
+            raise InvalidValue(self._asked, blame, str(error), hint) from None
         return plans, metadata
 
     def _check_alike(self, all_plans: list[SavePlan]) -> None:
@@ -85,7 +85,7 @@ class SavePlanner(DefaultSavePlanner):
                     blame = f"{item.index.fqn!r} is not the same tensor on all ranks"
                     seen = f"rank {other}: {known[0]} {known[1]}\n  rank {rank}: {kind[0]} {kind[1]}"
                     hint = "a DTensor, a name of its own for each, or per_rank"
-                    raise ValueError(explain(self._asked, blame, seen, hint))
+                    raise InvalidValue(self._asked, blame, seen, hint)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Return what is to be written."""
@@ -289,7 +289,7 @@ def _check_copies(asked: str, crcs: Mapping[tuple[str, tuple[int, ...]], Mapping
     hint = (
         f"per_rank={{{first!r}: ...}}, which keeps each rank's own; or dist.broadcast(...), to make them the same first"
     )
-    raise ValueError(explain(asked, blame, seen, hint))
+    raise InvalidValue(asked, blame, seen, hint)
 
 
 @contextmanager
@@ -314,7 +314,7 @@ def cannot_write(folder: Path, path: Path, error: OSError, done: int, total: int
         hint = f"free space under {folder.parent}; checkpoints that were complete before still are"
     elif error.errno == errno.ENOENT and not os.path.isdir(path.parent):
         hint = "a folder on a file system that all ranks share"
-    return CheckpointError(explain(f"cannot save the checkpoint {folder}", blame, seen, hint))
+    return CheckpointError(f"cannot save the checkpoint {folder}", blame, seen, hint)
 
 
 def _data(item: WriteItem) -> Any:

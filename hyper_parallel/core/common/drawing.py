@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def blank_figure(path: str | os.PathLike[str], width: float, height: float, dpi:
     if ending and ending[1:].lower() not in formats:
         asked, blame = f"cannot write the picture {os.fspath(path)!r}", f"{ending[1:]!r} is no format of a picture"
         seen = f"path: ends in one of {', '.join('.' + known for known in formats)}"
-        raise ValueError(explain(asked, blame, seen, repr(name + ".png")))
+        raise InvalidValue(asked, blame, seen, repr(name + ".png"))
     # Figure and canvas directly: pyplot keeps global state and looks for a display.
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 
 ADDS_UP = "_hyper_parallel_adds_up"
 """What an attribute of a parameter is called that says: whoever takes its gradients adds up sums that are pending."""
@@ -179,13 +179,13 @@ def refuse_lost(asked: str, parameter: torch.Tensor, by: str) -> None:
     """
     if parameter.grad is not None:
         blame, seen = "it has a gradient, which would be lost", f"seen: a backward before {by}"
-        raise ValueError(explain(asked, blame, seen, "model.zero_grad() first"))
+        raise InvalidValue(asked, blame, seen, "model.zero_grad() first")
     hooks = (parameter._backward_hooks or {}).values()
     lost = [hook for hook in hooks if not getattr(hook, "is_made_anew", False)]  # whoever replaces it makes that anew
     if lost or getattr(parameter, "_post_accumulate_grad_hooks", None):
         blame = "it has hooks, which would be lost: the parameter is replaced by a sharded one"
         seen = f"seen: register_hook or register_post_accumulate_grad_hook before {by}"
-        raise ValueError(explain(asked, blame, seen, f"register them on the parameter that the module has after {by}"))
+        raise InvalidValue(asked, blame, seen, f"register them on the parameter that the module has after {by}")
 
 
 def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
@@ -216,7 +216,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
     count = f"{len(lost)} of its {len(given)} parameters"
     blame = f"{by} has replaced {count} since it was made, so that the model would not change"
     hint = f"make the optimizer of model.parameters() after {by}"
-    raise ValueError(explain(f"cannot step with {type(optimizer).__name__}", blame, f"replaced: {names}", hint))
+    raise InvalidValue(f"cannot step with {type(optimizer).__name__}", blame, f"replaced: {names}", hint)
 
 
 register_optimizer_step_pre_hook(_check_before_step)

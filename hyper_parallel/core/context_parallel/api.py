@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.common.groups import all_gather_single, group_of
 from hyper_parallel.core.common.torch_compat import autocast_dtype, runs_eagerly
 from hyper_parallel.core.context_parallel.attention import AttentionCall, Ring, ring_attention, to_heads, to_sequence
@@ -279,7 +279,7 @@ def context_parallel(
         missing = [] if hasattr(model, "positions") else ["attribute 'positions' of the model"]
         missing += [] if attentions else ["attribute 'attend' of its attention modules"]
         hint = "a Llama of hyper_parallel.models, or call ContextParallel.attend and .positions in your model"
-        raise TypeError(explain(asked, f"no {', no '.join(missing)}", f"model: {type(model).__name__}", hint))
+        raise InvalidType(asked, f"no {', no '.join(missing)}", f"model: {type(model).__name__}", hint)
     found = ContextParallel(mesh, ulysses_degree, balance)
     model.positions = found.positions  # type: ignore[assignment]
     for module in attentions:
@@ -303,10 +303,10 @@ def _check_mesh(mesh: object) -> DeviceMesh:
     if mesh.ndim != 1:
         blame = f"the mesh has {mesh.ndim} axes, and a sequence is split over one"
         name = "cp" if "cp" in axes.names else axes.names[-1]
-        raise ValueError(explain(asked, blame, seen, f"mesh[{name!r}]"))
+        raise InvalidValue(asked, blame, seen, f"mesh[{name!r}]")
     if list(axes.ranks) != sorted(axes.ranks):
         blame = "the ranks of the mesh are not in increasing order, and process groups have no other"
-        raise ValueError(explain(asked, blame, seen, "the axis of a mesh from init_device_mesh"))
+        raise InvalidValue(asked, blame, seen, "the axis of a mesh from init_device_mesh")
     check_member(asked, mesh)
     return mesh
 
@@ -324,7 +324,7 @@ def split_over(size: int, ulysses_degree: object, balance: object) -> SequenceSp
     check(asked, "bool", balance=balance)
     degree: Any = size if ulysses_degree is None else ulysses_degree
     if degree not in works:
-        raise ValueError(explain(asked, "ulysses_degree does not divide the number of ranks", seen, hint))
+        raise InvalidValue(asked, "ulysses_degree does not divide the number of ranks", seen, hint)
     return SequenceSplit(size // degree, degree, bool(balance))
 
 
@@ -338,7 +338,7 @@ def _check_local_length(split: SequenceSplit, seq_local: Any) -> int:
     hint = f"sequences whose length is a multiple of {split.multiple}, cut by ContextParallel.split"
     if seq_local < 1 or seq_local * split.size % split.multiple:
         blame = "there are none" if seq_local < 1 else "a rank holds two intervals of one length, so an even number"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     return seq_local
 
 
@@ -353,13 +353,13 @@ def _check_whole(split: SequenceSplit, x: Any, dim: int) -> tuple[Tensor, int]:
     check(asked, "plain tensor", x=x)
     seen = f"shape: {tuple(x.shape)}   {_said(split)}"
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(explain(asked, f"a tensor of {x.ndim} dims has no such dim", seen, "dim=1 of (batch, seq)"))
+        raise InvalidValue(asked, f"a tensor of {x.ndim} dims has no such dim", seen, "dim=1 of (batch, seq)")
     length, multiple = x.shape[dim], split.multiple
     if length % multiple or not length:
         blame = f"its size {length} is not a multiple of {multiple}"
         below, above = length // multiple * multiple, (length // multiple + 1) * multiple
         fits = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(explain(asked, blame, seen, f"a length of {fits}, padded with targets of -100"))
+        raise InvalidValue(asked, blame, seen, f"a length of {fits}, padded with targets of -100")
     return x, dim % x.ndim
 
 
@@ -373,7 +373,7 @@ def _check_heads(split: SequenceSplit, heads: int, kv_heads: int) -> None:
         works = [d for d in range(1, split.size + 1) if split.size % d == 0 and heads % d == 0]
         asked = f"cannot share {heads} query heads among {split.ulysses} ranks"
         seen = f"heads of this rank: {heads} of queries, {kv_heads} of keys   {_said(split)}"
-        raise ValueError(explain(asked, "ulysses_degree must divide them", seen, f"ulysses_degree = one of {works}"))
+        raise InvalidValue(asked, "ulysses_degree must divide them", seen, f"ulysses_degree = one of {works}")
 
 
 def _check_kinds(q: object, k: object, v: object, is_causal: object, scale: object) -> None:
@@ -393,16 +393,16 @@ def _check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, docu
     asked, hint = "cannot attend", "q (batch, heads, seq, head_dim); k and v too, with heads that divide those of q"
     seen = f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4:
-        raise ValueError(explain(asked, "q needs four dims, and k and v the same four", seen, hint))
+        raise InvalidValue(asked, "q needs four dims, and k and v the same four", seen, hint)
     if (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):
         blame = "q and k differ in batch, tokens or head_dim, and every rank needs queries and keys of the same tokens"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     if not k.shape[1] or not q.shape[1] or q.shape[1] % k.shape[1]:
         blame = f"{q.shape[1]} query heads cannot share {k.shape[1]} key and value heads evenly"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         seen = f"dtypes: q {q.dtype}, k {k.dtype}, v {v.dtype}"
-        raise TypeError(explain(asked, "q, k and v must be of one floating dtype", seen, "k.to(q.dtype)"))
+        raise InvalidType(asked, "q, k and v must be of one floating dtype", seen, "k.to(q.dtype)")
     _check_heads(split, q.shape[1], k.shape[1])
     _check_local_length(split, q.shape[2])
     if documents is not None:
@@ -414,9 +414,9 @@ def _check_documents(asked: str, documents: Any, shape: Sequence[int]) -> None:
     check(asked, "plain tensor", documents=documents)
     seen = f"documents: {tuple(documents.shape)} of {documents.dtype}   tokens of this rank: {tuple(shape)}"
     if documents.dtype.is_floating_point or documents.dtype in (torch.bool, torch.complex64, torch.complex128):
-        raise TypeError(explain(asked, "documents must be whole numbers", seen, hint))
+        raise InvalidType(asked, "documents must be whole numbers", seen, hint)
     if tuple(documents.shape) != tuple(shape):
-        raise ValueError(explain(asked, "documents must have an id for each token of this rank", seen, hint))
+        raise InvalidValue(asked, "documents must have an id for each token of this rank", seen, hint)
 
 
 def _check_flex(
@@ -432,15 +432,15 @@ def _check_flex(
     check(asked, "bool", enable_gqa=enable_gqa)
     if q.shape[1] != k.shape[1] and not enable_gqa:
         blame, seen = "q and k have different numbers of heads", f"heads: q {q.shape[1]}, k {k.shape[1]}"
-        raise ValueError(explain(asked, blame, seen, "enable_gqa=True, as in torch's flex_attention"))
+        raise InvalidValue(asked, blame, seen, "enable_gqa=True, as in torch's flex_attention")
     if score_mod is not None:
         score = example_score(score_mod, q.device)
         if not isinstance(score, Tensor):
             blame, hint = "score_mod must return a tensor", "lambda score, b, h, q_idx, kv_idx: score * 2"
-            raise TypeError(explain(asked, blame, f"it returned: {type(score).__name__}", hint))
+            raise InvalidType(asked, blame, f"it returned: {type(score).__name__}", hint)
         if score.requires_grad:
             blame = "score_mod looks up tensors that want gradients, which they would not get"
-            raise ValueError(explain(asked, blame, f"score_mod: {score_mod}", "score_mod of tensor.detach()"))
+            raise InvalidValue(asked, blame, f"score_mod: {score_mod}", "score_mod of tensor.detach()")
     if block_mask is None:
         return
     from torch.nn.attention.flex_attention import BlockMask  # takes long to import, and few need it
@@ -452,7 +452,7 @@ def _check_flex(
     if lengths != (seq, seq) or batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
         seen = f"block_mask: batch {batch}, heads {heads}, lengths {lengths}   q of this rank: {tuple(q.shape)}"
         hint = f"create_block_mask(mask_mod, None or {q.shape[0]}, None or {q.shape[1]}, {seq}, {seq})"
-        raise ValueError(explain(asked, "block_mask must be of the whole sequence of all ranks", seen, hint))
+        raise InvalidValue(asked, "block_mask must be of the whole sequence of all ranks", seen, hint)
 
 
 def _default_scale(head_dim: int) -> float:

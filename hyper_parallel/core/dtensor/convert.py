@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check_shape
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.dtensor import ownership
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -73,7 +73,7 @@ def to_torch(layout: Layout, global_shape: Sequence[int]) -> tuple[DeviceMesh, t
     if mesh is None:
         hint = "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)"
         blame = "the layout was made without a DeviceMesh"
-        raise ValueError(explain("cannot make a DTensor", blame, f"layout: {layout}", hint))
+        raise InvalidValue("cannot make a DTensor", blame, f"layout: {layout}", hint)
     if uneven_dim(layout.mesh_shape, resolved.splits(len(shape)), shape) is not None:
         plain = in_split_order(resolved, len(shape))
         if mesh.get_coordinate() is None:
@@ -116,7 +116,7 @@ def _check_reductions(layout: Layout) -> Layout:
         pending = ", ".join(f"{kind} over {name!r}" for name, kind in layout.partial.items())
         blame = f"{pending} are pending, and torch keeps no order between kinds of reduction"
         hint = f"one kind, such as partial={dict.fromkeys(layout.partial, kinds[0])!r}, or reduce over one axis first"
-        raise ValueError(explain("cannot make a DTensor", blame, f"layout: {layout}", hint))
+        raise InvalidValue("cannot make a DTensor", blame, f"layout: {layout}", hint)
     return layout
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_shape, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.dtensor import ownership, spelling
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.mesh.device_mesh import MeshAxes, axes_of, check_axes
@@ -289,7 +289,7 @@ class Layout:
             entry = spelling.write_alias(self._axes, self._splits)[ndim]
             said = "not split" if entry == "None" else repr(entry)  # on a command line it was typed as "-", maybe
             blame = f"entry {ndim}, {said}, is for a dim that a tensor of ndim {ndim} does not have"
-            raise ValueError(explain("cannot place a tensor", blame, self._describe(), "one entry per dim at most"))
+            raise InvalidValue("cannot place a tensor", blame, self._describe(), "one entry per dim at most")
         return self._splits + ((),) * (ndim - len(self._splits))
 
     def local_shape(self, global_shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
@@ -331,7 +331,7 @@ class Layout:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank()
         blame = "no rank was given and torch.distributed is not initialized"
-        raise ValueError(explain(asked, blame, self._describe(), hint))
+        raise InvalidValue(asked, blame, self._describe(), hint)
 
     def slices(self, global_shape: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return start and stop of every dim on every rank, as an array of ranks x dims x 2.
@@ -361,7 +361,7 @@ class Layout:
         if mesh is not None and axes_of(mesh) != self._axes:
             seen = f"{self._describe()}   given: {Layout._make(axes_of(mesh))}"
             blame = "mesh has other axes or ranks than the layout"
-            raise ValueError(explain("cannot put a layout on a mesh", blame, seen, "the mesh that it was made for"))
+            raise InvalidValue("cannot put a layout on a mesh", blame, seen, "the mesh that it was made for")
         return self._make(self._axes, self._splits, self._specs, self._partial, mesh)
 
     def to_dict(self) -> dict[str, Any]:
@@ -481,7 +481,7 @@ class Layout:
         if self._specs is None:
             asked, blame = f"cannot {what}", "the layout is a mesh without an assignment"
             hint = f'layout("{self.alias_name[0]}", "None"), or layout() for everything replicated'
-            raise ValueError(explain(asked, blame, self._describe(), hint))
+            raise InvalidValue(asked, blame, self._describe(), hint)
         return self._specs
 
     def _describe(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.tensor import placement_types as torch_types
 
 from hyper_parallel.core.common.checks import check_int, read_int
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.dtensor.ownership import Spec, Specs, Splits, count_parts, is_even, to_splits
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import MeshAxes, describe_ranks, unknown_axis
@@ -42,14 +42,14 @@ def read_alias(axes: MeshAxes, entries: Sequence[object]) -> Splits:
         names = entry if isinstance(entry, tuple | list) else () if entry is None or entry == "None" else (entry,)
         if isinstance(entry, tuple | list) and not entry:
             blame = f"the entry of dim {dim} is empty"
-            raise ValueError(explain("cannot read a layout", blame, given, '"None" for a dim that is not split'))
+            raise InvalidValue("cannot read a layout", blame, given, '"None" for a dim that is not split')
         order = []
         for name in names:
             axis = _read_axis(axes, name, dim, entry, given)
             if axis in used:
                 blame = f"axis {name!r} already splits dim {used[axis]}"
                 seen, hint = f"{given}   mesh: {axes}", '"None" in one of the two places'
-                raise ValueError(explain(f"cannot split dim {dim} over {name!r}", blame, seen, hint))
+                raise InvalidValue(f"cannot split dim {dim} over {name!r}", blame, seen, hint)
             used[axis] = dim
             order.append(axis)
         splits.append(tuple(order))
@@ -61,10 +61,10 @@ def _read_axis(axes: MeshAxes, name: object, dim: int, entry: object, given: str
     if name is None or name == "None":
         blame = '"None" is no axis, so it cannot be one of several'
         loose = ", ".join(repr(part) for part in entry) if isinstance(entry, tuple | list) else ""
-        raise ValueError(explain(asked, blame, given, f"one entry per dim, without the inner brackets: ({loose})"))
+        raise InvalidValue(asked, blame, given, f"one entry per dim, without the inner brackets: ({loose})")
     if not isinstance(name, str):
         blame = f"an entry is an axis name, a tuple of names, or None, not a {type(name).__name__}"
-        raise TypeError(explain(asked, blame, given, f'layout({axes.names[0]!r}, "None")'))
+        raise InvalidType(asked, blame, given, f'layout({axes.names[0]!r}, "None")')
     if name not in axes.names:
         raise unknown_axis(asked, name, axes, given)
     return axes.index(name)
@@ -134,11 +134,11 @@ def read_reductions(axes: MeshAxes, partial: Any, specs: Specs, base: Reductions
         spec = specs[axis]
         if spec is not None:
             blame = f"axis {name!r} already splits dim {spec[0]}"
-            raise ValueError(explain(asked, blame, seen, f"{name!r} in one of the two places only"))
+            raise InvalidValue(asked, blame, seen, f"{name!r} in one of the two places only")
         reduction = _read_reduction(axes, name, word, given)
         if result[axis] not in (None, reduction):
             blame = f"axis {name!r} has {result[axis]!r} pending by its placement and {reduction!r} by partial="
-            raise ValueError(explain(asked, blame, seen, "one of the two"))
+            raise InvalidValue(asked, blame, seen, "one of the two")
         result[axis] = reduction
     return tuple(result)
 
@@ -157,7 +157,7 @@ def _read_reduction(axes: MeshAxes, name: str, word: Any, given: str) -> str:
     if word == "product":
         return "prod"
     if word not in REDUCTIONS:
-        raise ValueError(explain(asked, f"no reduction is called {word!r}", seen, hint))
+        raise InvalidValue(asked, f"no reduction is called {word!r}", seen, hint)
     return word
 
 
@@ -225,10 +225,10 @@ def read_specs(axes: MeshAxes, placements: Any) -> Specs:
         elif len(pair) == 2 and pair[0] is not None and pair[1] is not None and pair[1] > 0:
             specs.append((pair[0], pair[1]))
         else:
-            raise TypeError(explain(asked, f"entry {len(specs)} of placements is {entry!r}", seen, hint))
+            raise InvalidType(asked, f"entry {len(specs)} of placements is {entry!r}", seen, hint)
     if len(specs) != len(axes.names):
         blame = f"placements has {len(specs)} entries for {len(axes.names)} axes"
-        raise ValueError(explain(asked, blame, seen, f"one for each of {', '.join(axes.names)}"))
+        raise InvalidValue(asked, blame, seen, f"one for each of {', '.join(axes.names)}")
     return tuple(specs)
 
 
@@ -242,10 +242,10 @@ def read_dict(data: Any) -> Mapping[str, Any]:
     seen = f"keys: {', '.join(map(str, data))}"
     for key in REQUIRED:
         if key not in data:
-            raise ValueError(explain(asked, f"key {key!r} is missing", seen, f"a dict with {' and '.join(REQUIRED)}"))
+            raise InvalidValue(asked, f"key {key!r} is missing", seen, f"a dict with {' and '.join(REQUIRED)}")
     for key in data:
         if key not in REQUIRED + OPTIONAL:
-            raise ValueError(explain(asked, f"key {key!r} is unknown", seen, nearest(key, REQUIRED + OPTIONAL)))
+            raise InvalidValue(asked, f"key {key!r} is unknown", seen, nearest(key, REQUIRED + OPTIONAL))
     return data
 
 
@@ -259,7 +259,7 @@ def _axis_name(axes: MeshAxes, item: object, dim: int, tensor_map: object) -> st
     hint = f"0 ({axes.names[-1]}) to {count - 1} ({axes.names[0]}), counted from the right, or -1"
     axis = read_int(asked, "an entry of the tensor map", item, hint=hint)
     if not 0 <= axis < count:
-        raise ValueError(explain(asked, f"the mesh has {count} axes", seen, hint))
+        raise InvalidValue(asked, f"the mesh has {count} axes", seen, hint)
     return axes.names[count - 1 - axis]
 
 
@@ -296,15 +296,13 @@ def read_placements(axes: MeshAxes, placements: Sequence[object]) -> tuple[Specs
     asked = "cannot read a layout from placements"
     for place, entry in enumerate(placements):
         if isinstance(entry, type) and issubclass(entry, Placement):
-            raise TypeError(
-                explain(asked, f"entry {place} is the class {entry.__name__}", given, f"{entry.__name__}()")
-            )
+            raise InvalidType(asked, f"entry {place} is the class {entry.__name__}", given, f"{entry.__name__}()")
         if not isinstance(entry, Placement):
             blame = f"entry {place}, {entry!r}, is no placement, and the two forms do not mix"
-            raise ValueError(explain(asked, blame, given, "names only (one per dim) or placements only (one per axis)"))
+            raise InvalidValue(asked, blame, given, "names only (one per dim) or placements only (one per axis)")
     if len(placements) != len(axes.names):
         blame = f"there are {len(placements)} placements for {len(axes.names)} axes"
-        raise ValueError(explain(asked, blame, given, f"one for each of {', '.join(axes.names)}"))
+        raise InvalidValue(asked, blame, given, f"one for each of {', '.join(axes.names)}")
     specs: list[Spec | None] = []
     reductions: list[str | None] = []
     for name, size, placement in zip(axes.names, axes.sizes, placements, strict=True):
@@ -317,7 +315,7 @@ def read_placements(axes: MeshAxes, placements: Sequence[object]) -> tuple[Specs
             reduction = _read_reduction(axes, name, placement.reduce_op, f"placements: {tuple(placements)!r}")
         elif not isinstance(placement, Replicate):
             blame = f"{placement!r} on axis {name!r} carries more than a layout can say"
-            raise ValueError(explain(asked, blame, given, "x.redistribute(...), torch's own, first"))
+            raise InvalidValue(asked, blame, given, "x.redistribute(...), torch's own, first")
         specs.append(spec)
         reductions.append(reduction)
     return tuple(specs), tuple(reductions)
@@ -374,14 +372,14 @@ def resolve(axes: MeshAxes, specs: Specs, ndim: int) -> Splits:
         if not 0 <= dim < ndim:
             asked, blame = f"cannot split dim {spec[0]} over {axes.names[axis]!r}", f"the tensor has ndim {ndim}"
             hint = f"a dim from {-ndim} to {ndim - 1}" if ndim else "Replicate(); 0 dims cannot be split"
-            raise ValueError(explain(asked, blame, _seen(axes, specs), hint))
+            raise InvalidValue(asked, blame, _seen(axes, specs), hint)
         positive[axis] = (dim, spec[1])
     splits = to_splits(axes.sizes, tuple(positive), ndim)
     if isinstance(splits, int):
         spec = specs[splits]
         blame = f"no order of the axes gives {axes.names[splits]!r} the split factor {spec[1] if spec else 1}"
         hint = "a split factor that is the product of later axes on the same dim, or the alias form"
-        raise ValueError(explain("cannot read strided placements", blame, _seen(axes, specs), hint))
+        raise InvalidValue("cannot read strided placements", blame, _seen(axes, specs), hint)
     return splits
 
 
@@ -445,7 +443,7 @@ def check_even(asked: str, axes: MeshAxes, splits: Splits, reductions: Reduction
     layout = describe(axes, describe_entries(axes, splits), reductions)
     seen = f"global_shape: {tuple(shape)!r}   layout: {layout}"
     hint = f"size {' or '.join(fits)} for dim {dim}; {order!r} there; or a mesh with its axes in the order of the split"
-    raise ValueError(explain(asked, blame, seen, hint))
+    raise InvalidValue(asked, blame, seen, hint)
 
 
 def uneven_dim(sizes: Sequence[int], splits: Splits, shape: Sequence[int]) -> int | None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.spelling import REDUCTIONS
 
@@ -141,7 +141,7 @@ def write_layout(layout: Layout) -> str:
     entries = layout.alias_placements
     if entries is None:
         hint = "layout.placement_to_tensor_map(tensor.ndim)"
-        raise ValueError(explain("cannot write a layout", "it has no alias form", f"layout: {layout}", hint))
+        raise InvalidValue("cannot write a layout", "it has no alias form", f"layout: {layout}", hint)
     words = ",".join(entry if isinstance(entry, str) else "+".join(entry) for entry in entries)
     pending = ", ".join(f"{name}={kind}" for name, kind in layout.partial.items())
     return f"{words}; {pending}" if pending else words
@@ -243,7 +243,7 @@ class _Spelling:
         """Return an error whose second line is the text and whose third points at the span."""
         line = re.sub(r"\s", " ", self.text)  # a tab or a line break would move the marks
         marks = " " * span[0] + "^" * max(1, span[1] - span[0])
-        return ValueError(explain(self.asked, blame, f"{line}\n  {marks}\n  {self.context}", hint))
+        return InvalidValue(self.asked, blame, f"{line}\n  {marks}\n  {self.context}", hint)
 
     def _cuts(self, span: Span, separators: str) -> Iterator[int]:
         opened: list[int] = []

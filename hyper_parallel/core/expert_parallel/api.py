@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.checks import check, check_least
-from hyper_parallel.core.common.errors import class_name, explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, class_name, nearest
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.common.torch_compat import note_replaced, refuse_lost
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -124,7 +124,7 @@ def read_axes(asked: str, mesh: DeviceMesh, ep: str | Sequence[str]) -> tuple[st
     over = tuple(name for name in axes_of(mesh).names if name in ep)
     if tuple(name for name in ep if name in over) != over or len(set(ep)) < len(ep):
         blame, seen = "ep must hold each axis once, in mesh order", f"ep: {tuple(ep)}   mesh: {axes_of(mesh)}"
-        raise ValueError(explain(asked, blame, seen, f"ep={over}"))
+        raise InvalidValue(asked, blame, seen, f"ep={over}")
     return tuple(ep)
 
 
@@ -134,7 +134,7 @@ def _size(mesh: DeviceMesh, word: str, name: str) -> int:
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
     if name not in sizes and name not in _DEFAULTS:
         hint = f"{word}={nearest(name, axes.names)}"
-        raise ValueError(explain(_ASKED, f"{word}={name!r} is no axis of the mesh", f"mesh: {axes}", hint))
+        raise InvalidValue(_ASKED, f"{word}={name!r} is no axis of the mesh", f"mesh: {axes}", hint)
     return sizes.get(name, 1)
 
 
@@ -212,7 +212,7 @@ def split_over_nodes(asked: str, groups: Sequence[Sequence[int]], ranks_per_node
         at = next(at for at, each in enumerate(counts) if each != counts[0] or len(set(each)) > 1)
         blame = "the ranks that share experts must lie equally many on each of equally many nodes"
         seen = f"ranks: {[*groups[at]]}, of which each node has {counts[at]}   ranks_per_node: {ranks_per_node}"
-        raise ValueError(explain(asked, blame, seen, "ranks_per_node=None, or another size of ep"))
+        raise InvalidValue(asked, blame, seen, "ranks_per_node=None, or another size of ep")
     return found.pop()
 
 
@@ -233,16 +233,14 @@ def _checked(
     seen = ", ".join(f"{word}={size}" for word, size in sizes.items()) + f", etp={etp}"
     if tp_has_experts and etp != 1:
         blame = "ranks along tp cannot both split experts and have experts of their own"
-        raise ValueError(explain(_ASKED, blame, seen, "etp=1, or an ep without the axis of tp"))
+        raise InvalidValue(_ASKED, blame, seen, "etp=1, or an ep without the axis of tp")
     if etp not in (1, sizes["tp"]):
         blame = "inside of an expert tp splits either the inner width, on all its ranks, or nothing"
-        raise ValueError(explain(_ASKED, blame, seen, f"etp={sizes['tp']}, or etp=1"))
+        raise InvalidValue(_ASKED, blame, seen, f"etp={sizes['tp']}, or etp=1")
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
     if not found:
         blame = f"there are none in this {class_name(model)}"
-        raise ValueError(
-            explain(_ASKED, blame, seen, "a model with GroupedExperts, such as hyper_parallel.models.MoELlama")
-        )
+        raise InvalidValue(_ASKED, blame, seen, "a model with GroupedExperts, such as hyper_parallel.models.MoELlama")
     for name, experts in found:
         for word, size, degree in (
             ("num_experts", experts.num_experts, sizes["ep"]),
@@ -252,10 +250,10 @@ def _checked(
                 axis = "ep" if word == "num_experts" else "etp"
                 fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
                 blame = f"the {degree} ranks of {axis} cannot share {word}={size} of {name!r} evenly"
-                raise ValueError(explain(_ASKED, blame, seen, f"{axis} one of {fits}"))
+                raise InvalidValue(_ASKED, blame, seen, f"{axis} one of {fits}")
         if is_unit(experts) or any(isinstance(weight, DTensor) for weight in experts.parameters()):
             blame = f"the weights of {name!r} are split already"
-            raise ValueError(explain(_ASKED, blame, seen, "expert_parallel once, before shard_module and fully_shard"))
+            raise InvalidValue(_ASKED, blame, seen, "expert_parallel once, before shard_module and fully_shard")
     _check_replaceable(model, found)
     return found
 
@@ -272,7 +270,7 @@ def _check_replaceable(model: nn.Module, found: list[tuple[str, GroupedExperts]]
                 if not isinstance(module, GroupedExperts) or (other == "w2") != (last == "w2"):
                     blame = f"{name!r} is also {other!r} of {names[module] or 'the model'!r}, which needs it otherwise"
                     seen = f"shape: {tuple(weight.shape)}   the other module: {class_name(module)}"
-                    raise ValueError(explain(_ASKED, blame, seen, "a parameter of its own for each"))
+                    raise InvalidValue(_ASKED, blame, seen, "a parameter of its own for each")
 
 
 def _holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

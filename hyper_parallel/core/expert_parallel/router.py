@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_least
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.expert_parallel.experts import SharedGroup
 
@@ -118,11 +118,11 @@ class Router(nn.Module):
         check_least("cannot route", 1, hidden_size=hidden_size)
         if score not in SCORES:
             seen = f"score: {score!r}"
-            raise ValueError(explain("cannot route", "there is no such kind of score", seen, 'score="sigmoid"'))
+            raise InvalidValue("cannot route", "there is no such kind of score", seen, 'score="sigmoid"')
         if not 1 <= experts_per_token <= num_experts:
             blame = f"a token cannot choose {experts_per_token} of {num_experts} experts"
             seen = f"experts_per_token: {experts_per_token}   num_experts: {num_experts}"
-            raise ValueError(explain("cannot route", blame, seen, f"experts_per_token from 1 to {num_experts}"))
+            raise InvalidValue("cannot route", blame, seen, f"experts_per_token from 1 to {num_experts}")
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.score, self.norm_weights, self.routed_scale = score, norm_weights, routed_scale
         self.bias_update_rate, self.aux_loss_weight = bias_update_rate, aux_loss_weight

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.checks import check, read_int
-from hyper_parallel.core.common.errors import InvalidValue, explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
@@ -175,7 +175,7 @@ def fully_shard(
         )
     if comm_fusion_zero_copy and not comm_fusion:
         blame = "comm_fusion_zero_copy=True is about fused communication"
-        raise ValueError(explain(asked, blame, "comm_fusion: False", "comm_fusion=True"))
+        raise InvalidValue(asked, blame, "comm_fusion: False", "comm_fusion=True")
     ignored, replicated = check_parameters(ignored_params, replicate_params)
     found = find_parameters(roots, ignored, "fully_shard")
     if dp_mesh_dims is not None:
@@ -282,7 +282,7 @@ def _post_forward_mesh(size: bool | int, data: DataParallelMesh | None) -> tuple
     if ranks % size:
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         asked, blame = f"fully_shard cannot use reshard_after_forward={size}", "it does not divide the shard axis"
-        raise ValueError(explain(asked, blame, f"seen: a shard axis of {ranks} ranks", f"one of {divisors}"))
+        raise InvalidValue(asked, blame, f"seen: a shard axis of {ranks} ranks", f"one of {divisors}")
     if data is None or size in (1, ranks):
         return None
     members = dist.get_process_group_ranks(data.shard_group)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState
 from hyper_parallel.core.common.torch_compat import flat_bytes, plain_name
 from hyper_parallel.core.fully_shard.comm import GroupLog, Pending, all_gather, all_gather_each, broadcast_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
@@ -341,16 +341,16 @@ class Bucket:
             asked, seen = "cannot gather parameters", "seen: offload_policy=CPUOffloadPolicy()"
             blame = f"those that were wrapped for CPU offload are not on the host: {', '.join(elsewhere)}"
             hint = "model.to('cpu'), or model.to_empty(device='cpu') for a model made on meta"
-            raise RuntimeError(explain(asked, blame, seen, hint))
+            raise InvalidState(asked, blame, seen, hint)
         if elsewhere:
             asked, seen = "cannot gather parameters", f"seen: a mesh of {kind}, where gradients would come"
             blame = f"they were moved away from the device that computes: {', '.join(elsewhere)}"
             hint = f"model.to('{kind}') before the next step; or offload_policy=CPUOffloadPolicy() when wrapping"
-            raise RuntimeError(explain(asked, blame, seen, hint))
+            raise InvalidState(asked, blame, seen, hint)
         freed = [p.name for p in self.params if p.local_numel and not p.local.untyped_storage().nbytes()]
         if freed:
             blame, seen = f"the memory of shards was freed: {', '.join(freed)}", "seen: untyped_storage().resize_(0)"
-            raise RuntimeError(explain("cannot gather parameters", blame, seen, "give it back, with values, before"))
+            raise InvalidState("cannot gather parameters", blame, seen, "give it back, with values, before")
 
     def check_assigned(self) -> None:
         """Make sure that nobody has assigned `parameter.data`, or replaced an unsharded parameter: that has no effect.
@@ -369,7 +369,7 @@ class Bucket:
             blame = f"the data of {param.name!r} was assigned, and a managed parameter keeps its own"
             seen = "seen: parameter.data = value, as vector_to_parameters does, or swap_tensors while unsharded"
             hint = "parameter.data.copy_(value) while sharded, load_state_dict, or ignored_params if forward assigns it"
-            raise RuntimeError(explain("cannot go on with parameters", blame, seen, hint))
+            raise InvalidState("cannot go on with parameters", blame, seen, hint)
 
     def take_over(self) -> None:
         """Take over the shards that were replaced."""
@@ -382,7 +382,7 @@ class Bucket:
         ):
             asked, blame = "cannot gather parameters", "those that were wrapped in one dtype now have several"
             seen = ", ".join(sorted(f"{p.name} is {p.local.dtype}" for p in self.params))
-            raise RuntimeError(explain(asked, blame, seen, "convert the whole module to one dtype before wrapping"))
+            raise InvalidState(asked, blame, seen, "convert the whole module to one dtype before wrapping")
         if self.storage.needs_data:
             self._check_place()
         with torch.inference_mode(False):  # an evaluation may be the first to notice; training follows
@@ -471,7 +471,7 @@ class Bucket:
                 blame = f"forward changed the parameter {param.name!r} in place, which is lost when it is resharded"
                 seen = "seen: an in-place operation on the gathered parameter, as nn.Embedding(max_norm=...) does"
                 hint = "change the sharded parameter between steps, or pass it in ignored_params"
-                raise RuntimeError(explain("cannot reshard", blame, seen, hint))
+                raise InvalidState("cannot reshard", blame, seen, hint)
 
     def start_gather(self) -> Pending:
         """Start to gather the shards into a buffer that holds rank after rank."""
@@ -841,7 +841,7 @@ class ExtensionBucket(Bucket):
             asked = f"cannot gather {', '.join(param.name for param in self.params)}"
             blame = "fsdp_pre_all_gather gives other tensors than the first time, and autograd may keep those"
             hint = "tensors of one shape and dtype each time; wrap again to change them"
-            raise RuntimeError(explain(asked, blame, f"seen: {widths} bytes, before: {before}", hint))
+            raise InvalidState(asked, blame, f"seen: {widths} bytes, before: {before}", hint)
 
     def finish_gather(self, received: torch.Tensor, *, keep_post_forward_shard: bool = False) -> None:
         """Have the extensions make, or fill, the unsharded parameters."""
@@ -887,7 +887,7 @@ class ExtensionBucket(Bucket):
                 "all_gather_outputs, one below the other along dim 0",
             )
             seen = f"seen: {tuple(unsharded.shape)}, expected: {tuple(param.shape)}"
-            raise RuntimeError(explain(asked, blame, seen, hint))
+            raise InvalidState(asked, blame, seen, hint)
         param.make_unsharded(unsharded)
 
 
@@ -908,7 +908,7 @@ def _padded(param: ManagedParam, tensor: torch.Tensor) -> torch.Tensor:
         seen = f"shape: {tuple(param.shape)} over {param.ranks} ranks   given: {tuple(tensor.shape)}"
         seen += f"   shard: {tuple(param.local_shape)}"
         hint = f"a size of dim 0 that {param.ranks} divides; or what is no value of one element in the metadata"
-        raise RuntimeError(explain(f"cannot gather parameter {param.name!r}", blame, seen, hint))
+        raise InvalidState(f"cannot gather parameter {param.name!r}", blame, seen, hint)
     padded = tensor.new_zeros(shape)
     padded[: param.length].copy_(tensor)
     return padded

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidType, InvalidValue, class_name
 from hyper_parallel.core.common.torch_compat import refuse_lost
 from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, OwnedBucket, Storage, computed_in
 from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
@@ -44,10 +44,10 @@ def root_modules(module: Any, api: str) -> list[nn.Module]:
     if torch.is_inference_mode_enabled():
         blame, hint = "parameters made there cannot be trained", "wrap before, and run the forward in inference mode"
         asked = f"{api} cannot wrap inside of torch.inference_mode()"
-        raise ValueError(explain(asked, blame, "seen: inference mode is on", hint))
+        raise InvalidValue(asked, blame, "seen: inference mode is on", hint)
     given = list(module) if isinstance(module, (list, tuple)) else [module]
     if not given:
-        raise ValueError(explain(asked, "the list is empty", f"seen: {module!r}", f"{api}(model)"))
+        raise InvalidValue(asked, "the list is empty", f"seen: {module!r}", f"{api}(model)")
     inside = {id(child) for item in given for child in item.modules() if child is not item}
     roots = [item for item in dict.fromkeys(given) if id(item) not in inside]
     for root in roots:
@@ -55,11 +55,11 @@ def root_modules(module: Any, api: str) -> list[nn.Module]:
         if is_wrapped(root):
             seen = f"seen: a second {api} of the same module"
             hint = "wrap each module once, by one of fully_shard and hsdp, inner modules first"
-            raise ValueError(explain(asked, "it is wrapped already", seen, hint))
+            raise InvalidValue(asked, "it is wrapped already", seen, hint)
         if getattr(root.forward, "__func__", None) is nn.Module.forward:
             blame = "it has no forward of its own, before which its parameters could be gathered"
             seen = "seen: a container, whose modules are called one by one"
-            raise ValueError(explain(asked, blame, seen, f"{api} each module in it, or the module that contains it"))
+            raise InvalidValue(asked, blame, seen, f"{api} each module in it, or the module that contains it")
     return roots
 
 
@@ -80,7 +80,7 @@ def check_parameters(
         if id(item) not in ignored and getattr(item, "_hyper_parallel_is_split", False):
             asked = f"fully_shard cannot replicate {_managed_name(item)!r}"
             blame, seen = "a unit has split it already", f"seen: shape {tuple(item.shape)}"
-            raise ValueError(explain(asked, blame, seen, "pass replicate_params to the call that wraps that unit, too"))
+            raise InvalidValue(asked, blame, seen, "pass replicate_params to the call that wraps that unit, too")
     return ignored, {id(item) for item in replicated}
 
 
@@ -108,7 +108,7 @@ def _check_same_data(parameters: list[tuple[nn.Parameter, str]]) -> None:
     if on_meta and len(on_meta) < len(parameters):
         asked, blame = "cannot make a unit", "some of its parameters are on the meta device, others have data"
         hint = "make the whole module on meta, or none of it; or pass the former in ignored_params"
-        raise ValueError(explain(asked, blame, f"on meta: {', '.join(on_meta)}", hint))
+        raise InvalidValue(asked, blame, f"on meta: {', '.join(on_meta)}", hint)
 
 
 def _check_parameter(parameter: nn.Parameter, name: str, api: str) -> None:
@@ -124,17 +124,17 @@ def _check_parameter(parameter: nn.Parameter, name: str, api: str) -> None:
         blame = f"it is the same as {owner!r}, which another unit already manages"
         seen = "seen: one tensor in two units, whose gradients would drift apart"
         hint = f"inner modules before the one that contains them; of two modules that share it, {_together(api)}"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     hint = f"run it once, on any rank's input, before {api}"
     if is_lazy(parameter):
-        raise ValueError(explain(asked, "it has no shape yet", "seen: a lazy module that has not run", hint))
+        raise InvalidValue(asked, "it has no shape yet", "seen: a lazy module that has not run", hint)
     refuse_lost(asked, parameter, api)
     if api == "fully_shard" and _is_extended(parameter, asked):
         return
     reason = unpackable(parameter)
     if reason is not None:
         seen = f"seen: {type(parameter).__name__}, {parameter.layout}"
-        raise ValueError(explain(asked, reason, seen, "a plain tensor, or pass it in ignored_params"))
+        raise InvalidValue(asked, reason, seen, "a plain tensor, or pass it in ignored_params")
 
 
 def _is_extended(parameter: nn.Parameter, asked: str) -> bool:
@@ -147,12 +147,12 @@ def _is_extended(parameter: nn.Parameter, asked: str) -> bool:
     if len(found) == 1:
         blame = f"it has {found[0]} alone, which needs the other one of the two"
         hint = "both fsdp_pre_all_gather and fsdp_post_all_gather, or pass it in ignored_params"
-        raise ValueError(explain(asked, blame, f"seen: a {kind}", hint))
+        raise InvalidValue(asked, blame, f"seen: a {kind}", hint)
     signature = inspect.signature(local.fsdp_pre_all_gather)
     if len(signature.parameters) not in (1, 5):
         blame = "its fsdp_pre_all_gather does not take what it is called with"
         hint = "(self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
-        raise ValueError(explain(asked, blame, f"seen: {kind}.fsdp_pre_all_gather{signature}", hint))
+        raise InvalidValue(asked, blame, f"seen: {kind}.fsdp_pre_all_gather{signature}", hint)
     # Tried on no rows at all, now and on every rank: a class that one of these operations drops would show at the first
     # gather, and on some ranks alone where shards are uneven.
     with torch.no_grad():
@@ -161,7 +161,7 @@ def _is_extended(parameter: nn.Parameter, asked: str) -> bool:
     if not has_extension(shard):
         seen = f"seen: a {kind}, whose detach(), narrow() or new_zeros() is a {type(shard).__name__}"
         hint = "a __torch_dispatch__ that keeps the class for detach, slice, new_zeros, view, copy_ and _to_copy"
-        raise ValueError(explain(asked, "shards of it have lost fsdp_pre_all_gather", seen, hint))
+        raise InvalidValue(asked, "shards of it have lost fsdp_pre_all_gather", seen, hint)
     return True
 
 
@@ -388,7 +388,7 @@ def refuse_gradients(found: FoundParameter, api: str) -> None:
         blame = f"a gradient arrived for {name!r} as it was before {api} replaced it by a sharded parameter"
         seen = "seen: a module outside of the unit, or a variable, that still uses the old one"
         hint = f"if two modules share the weight, {_together(api)}"
-        raise RuntimeError(explain("cannot reduce gradients", blame, seen, hint))
+        raise InvalidState("cannot reduce gradients", blame, seen, hint)
 
     found.parameter.register_hook(refuse)
 
@@ -458,14 +458,14 @@ def _check(module: nn.Module, units: list[Unit]) -> None:
     if nested_traced_units(module):
         blame, seen = "a cell in it was wrapped for torch.compile to trace", "seen: hsdp(..., use_eager_hook=False)"
         hint = "its state_dict(), or copy the module before it is wrapped"
-        raise TypeError(explain(f"cannot copy a {class_name(module)}", blame, seen, hint))
+        raise InvalidType(f"cannot copy a {class_name(module)}", blame, seen, hint)
     inside = set(module.modules())
     for unit in units:
         outside = [class_name(m) for m in (*unit.modules, *(s.module for s in _slots(unit))) if m not in inside]
         if outside:
             asked, blame = f"cannot copy a {class_name(module)} alone", "its unit has modules outside of it"
             seen = f"seen: {', '.join(dict.fromkeys(outside))}"
-            raise ValueError(explain(asked, blame, seen, "copy the module that contains them"))
+            raise InvalidValue(asked, blame, seen, "copy the module that contains them")
 
 
 def _slots(unit: Unit) -> list[ParamSlot]:

@@ -19,7 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidType, InvalidValue
 from hyper_parallel.core.common.torch_compat import replaced_by
 from hyper_parallel.core.fully_shard.comm import GroupLog
 from hyper_parallel.core.fully_shard.schedule import check_logs, hsdp_sync_stream, log_of
@@ -198,7 +198,7 @@ def clip_grads_with_norm_(
     if not isinstance(total_norm, torch.Tensor) or total_norm.numel() != 1:
         blame = f"total_norm must be a tensor of one element, not {type(total_norm).__name__}"
         hint = "total_norm=get_total_norm(parameters)"
-        raise TypeError(explain(asked, blame, f"total_norm: {total_norm!r}", hint))
+        raise InvalidType(asked, blame, f"total_norm: {total_norm!r}", hint)
     hsdp_sync_stream()
     grads = [_local(x) for name, param in _named(asked, parameters) if (x := _gradient(asked, name, param)) is not None]
     if limit < math.inf:
@@ -212,7 +212,7 @@ def _limit(asked: str, max_norm: float | torch.Tensor) -> float:
     limit = float(max_norm)
     if not limit >= 0.0:
         blame = f"max_norm must be 0 or more, not {limit}"
-        raise ValueError(explain(asked, blame, f"max_norm: {max_norm!r}", "max_norm=1.0, or max_norm=math.inf"))
+        raise InvalidValue(asked, blame, f"max_norm: {max_norm!r}", "max_norm=1.0, or max_norm=math.inf")
     return limit
 
 
@@ -221,7 +221,7 @@ def _options(asked: str, norm_type: Any, error_if_nonfinite: object, foreach: ob
     p = float(norm_type)
     if not p > 0.0:
         blame = f"norm_type must be above 0, not {p}"
-        raise ValueError(explain(asked, blame, f"norm_type: {norm_type!r}", "norm_type=1.0, 2.0, or math.inf"))
+        raise InvalidValue(asked, blame, f"norm_type: {norm_type!r}", "norm_type=1.0, 2.0, or math.inf")
     check(asked, "bool", error_if_nonfinite=error_if_nonfinite)
     check(asked, "bool | None", "foreach=None", foreach=foreach)
     hint = 'stage_group=mesh.get_group("pp"), of which the calling rank is a member'
@@ -242,7 +242,7 @@ def _read(asked: str, parameters: object) -> tuple[list[_Parameter], dict[_Key, 
         elsewhere = next(x for x in found if not x.param.is_meta)
         blame = f"{on_meta[0].name} is on meta, {elsewhere.name} is not"
         seen = f"{len(on_meta)} of {len(found)} parameters on meta, {elsewhere.name} on {elsewhere.param.device}"
-        raise ValueError(explain(asked, blame, seen, 'model.to_empty(device="cpu") and an initialization'))
+        raise InvalidValue(asked, blame, seen, 'model.to_empty(device="cpu") and an initialization')
     return found, groups
 
 
@@ -264,7 +264,7 @@ def _gradient(asked: str, name: str, param: torch.Tensor) -> torch.Tensor | None
     """Return the gradient, or None, and check that it is one of this parameter."""
     if (by := replaced_by(param)) is not None:
         blame = f"{name} is not the one that has the gradient: {by} puts a sharded one in its place"
-        raise ValueError(explain(asked, blame, f"parameter: {_show(param)}", f"model.parameters() after {by}"))
+        raise InvalidValue(asked, blame, f"parameter: {_show(param)}", f"model.parameters() after {by}")
     attribute = "grad" if param.grad is not None else "main_grad"
     grad = getattr(param, attribute, None)
     if grad is None:
@@ -272,7 +272,7 @@ def _gradient(asked: str, name: str, param: torch.Tensor) -> torch.Tensor | None
     fault = _fault(name, param, grad)
     if fault is not None:
         seen = f"parameter: {_show(param)}   {attribute}: {_show(grad)}"
-        raise ValueError(explain(asked, fault[0], seen, fault[1]))
+        raise InvalidValue(asked, fault[0], seen, fault[1])
     return grad
 
 
@@ -457,7 +457,7 @@ def _check_finite(asked: str, total: torch.Tensor, p: float, error_if_nonfinite:
         return
     blame = f"the norm of order {p} is {total.item()}, and error_if_nonfinite is set"
     hint = "a smaller learning rate or loss scale, or error_if_nonfinite=False and skip the step"
-    raise RuntimeError(explain(asked, blame, f"norm: {total.item()}   norm_type: {p}", hint))
+    raise InvalidState(asked, blame, f"norm: {total.item()}   norm_type: {p}", hint)
 
 
 # -- the scaling -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidValue
 from hyper_parallel.core.common.groups import all_gather_single, on_wire, reduce_scatter_single
 from hyper_parallel.platform import Event, Platform
 
@@ -322,7 +322,7 @@ class GroupLog:
             blame = "ranks have gathered or reduced different units together, and got a mixture of their values"
             hint = "the same units in the same order on all ranks (a unit that a rank does not need runs on no rows)"
             seen = self._first_difference(self._compared)
-            raise RuntimeError(explain("cannot go on with the step", blame, seen, hint))
+            raise InvalidState("cannot go on with the step", blame, seen, hint)
 
     def compare_units(self, asked: str, keys: Sequence[tuple[bytes, str]], platform: Platform) -> None:
         """Compare the units over this group, given by label, before they are first gathered.
@@ -346,7 +346,7 @@ class GroupLog:
                 "one model on all ranks of a mesh; or, if only the names of modules or parameters differ, "
                 "model.set_check_identity(True, names=False) before the first forward"
             )
-            raise ValueError(explain(asked, blame, self._first_difference(entries), hint))
+            raise InvalidValue(asked, blame, self._first_difference(entries), hint)
 
     def _extremes(self, value: int, platform: Platform) -> torch.Tensor | None:
         """Return the largest of the ranks' values and of their negatives; None where tensors have no values."""

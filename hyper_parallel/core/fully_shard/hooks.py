@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidType, class_name
 
 
 class _CallListener(Protocol):
@@ -238,7 +238,7 @@ def refuse_lazy(module: nn.Module, output: Any) -> None:
     if isinstance(output, (GeneratorType, CoroutineType, AsyncGeneratorType)):
         asked, blame = "cannot run forward", "it returns code that runs later, when its parameters are shards again"
         seen = f"unit: {class_name(module)}; seen: a {type(output).__name__}"
-        raise TypeError(explain(asked, blame, seen, "return list(...) of what it yields"))
+        raise InvalidType(asked, blame, seen, "return list(...) of what it yields")
 
 
 def explain_mixed(module: nn.Module, error: Exception, below: set[int]) -> None:
@@ -266,7 +266,7 @@ def explain_mixed(module: nn.Module, error: Exception, below: set[int]) -> None:
         blame = f"parameter {name!r} is used outside of the forward of its unit, where it is a shard"
         seen = f"unit: {class_name(module.get_submodule(owner))}; seen: {line.filename}:{line.lineno}, in {line.name}"
         hint = f"call the module {owner!r}; or do not wrap it on its own, so that the unit that uses it gathers it"
-        raise RuntimeError(explain(asked, blame, seen, hint)) from error
+        raise InvalidState(asked, blame, seen, hint) from error
 
 
 def _name_used(frame: FrameType, line: traceback.FrameSummary, names: Mapping[int, str]) -> str | None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hyper_parallel.core.common.checks import check, check_above, check_choice, list_modules
-from hyper_parallel.core.common.errors import InvalidValue, class_name, explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidType, InvalidValue, class_name
 from hyper_parallel.core.common.torch_compat import note_empty, runs_eagerly
 from hyper_parallel.core.fully_shard.hooks import explain_mixed
 from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
@@ -54,7 +54,7 @@ def needed_unit(module: Any) -> Unit:
         refuse_traced(asked, module)
     if unit is None:
         hint = "fully_shard(module, mesh=mesh) or hsdp(module) first"
-        raise ValueError(explain(asked, "it was never wrapped", "seen: a module without a unit of its own", hint))
+        raise InvalidValue(asked, "it was never wrapped", "seen: a module without a unit of its own", hint)
     return unit
 
 
@@ -100,7 +100,7 @@ def _refuse_owners(asked: str, unit: Unit, comm: Any) -> None:
     if comm is not None and owned:
         blame = f"one rank holds all of parameter {owned[0]!r}, and what torch's protocol moves has shards of one size"
         hint = "Shard(0) or None for it in shard_placement_fn"
-        raise ValueError(explain(asked, blame, f"seen: a {type(comm).__name__}", hint))
+        raise InvalidValue(asked, blame, f"seen: a {type(comm).__name__}", hint)
 
 
 def _gathered_buckets(unit: Unit) -> Iterator[tuple[Any, Any]]:
@@ -124,7 +124,7 @@ def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument
     for index, module in enumerate(modules):
         if not isinstance(module, kind) or not is_wrapped(module):  # type: ignore[arg-type]
             blame = f"item {index}, a {class_name(module)}, was not wrapped by {by}"
-            raise ValueError(explain(asked, blame, f"seen: {len(modules)} items", f"{by}(that_module) first"))
+            raise InvalidValue(asked, blame, f"seen: {len(modules)} items", f"{by}(that_module) first")
     return [unit for module in modules if (unit := unit_of(module)) is not None]
 
 
@@ -166,8 +166,8 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
     if busy is not None:
         name = class_name(busy.modules[0])
         hint = "reduce_gradients(module), or release_parameters(module), once per hold_parameters(module)"
-        raise RuntimeError(
-            explain("cannot hold parameters", "they are unsharded for a step already", f"seen: unit {name}", hint)
+        raise InvalidState(
+            "cannot hold parameters", "they are unsharded for a step already", f"seen: unit {name}", hint
         )
     for unit in units:  # all checked before: an error half way would leave some unsharded for good
         if before is not None:
@@ -378,7 +378,7 @@ def refuse_traced(asked: str, module: nn.Module, hint: str = "hsdp(cell, ..., us
         if traced_unit_of(child) is not None:
             blame = f"{name or class_name(child)!r} was wrapped for torch.compile to trace"
             seen = "seen: hsdp(..., use_eager_hook=False), whose communication is part of its graph"
-            raise ValueError(explain(asked, blame, seen, hint))
+            raise InvalidValue(asked, blame, seen, hint)
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
@@ -503,7 +503,7 @@ class ManagedModule(FSDPModule):
         blame = "its parameters are shards that belong to running groups"
         seen = "seen: copy.copy, pickle or torch.save of the module itself, or copy.deepcopy of a traced one"
         hint = "its state_dict(), copy.deepcopy, or copy the module before it is wrapped"
-        raise TypeError(explain(f"cannot copy or pickle a {class_name(self)}", blame, seen, hint))
+        raise InvalidType(f"cannot copy or pickle a {class_name(self)}", blame, seen, hint)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -728,7 +728,7 @@ class ManagedModule(FSDPModule):
         if unit.schedule is not None and not unit.is_root:
             asked, blame = f"reset_iter_state cannot start at a {class_name(self)}", "it is a unit inside of another"
             seen = f"seen: the root is a {class_name(unit.schedule.units[0].modules[0])}"
-            raise RuntimeError(explain(asked, blame, seen, "call it on the root"))
+            raise InvalidState(asked, blame, seen, "call it on the root")
         if unit.schedule is not None:
             unit.schedule.forget_failed_backward()
         for nested in needed_units(self):
@@ -816,7 +816,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         asked = f"cannot let {name!r} of a {class_name(module)} run as forward does"
         seen = "nothing of that name" if method is None else "a generator" if callable(method) else repr(method)
         hint = "the name of a method, such as 'encode'"
-        raise ValueError(explain(asked, "it is no method that returns a result", f"seen: {seen}", hint))
+        raise InvalidValue(asked, "it is no method that returns a result", f"seen: {seen}", hint)
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:

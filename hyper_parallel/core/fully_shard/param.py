@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidValue
 from hyper_parallel.core.common.torch_compat import ADDS_UP, note_replaced
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
 from hyper_parallel.core.mesh.device_mesh import OwnerMesh
@@ -308,7 +308,7 @@ class ManagedParam:
         if gradient.layout is not torch.strided:
             asked, blame = "fully_shard cannot reduce gradients", f"the gradient of {self.name!r} is sparse"
             hint = "nn.Embedding(sparse=False), or pass the parameter in ignored_params"
-            raise RuntimeError(explain(asked, blame, f"seen: {gradient.layout}", hint))
+            raise InvalidState(asked, blame, f"seen: {gradient.layout}", hint)
         is_wrapper: bool = is_traceable_wrapper_subclass(gradient)
         if is_wrapper:  # as that of a parameter of this kind may be
             gradient = torch.empty(self.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient.detach())
@@ -531,7 +531,7 @@ def _refuse_lacking(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
             blame = f"torch cannot step over the {uneven}shards of parameter {name!r} with it"
             seen = f"shape: {tuple(parameter.shape)}   placements: {parameter.placements} over {shards} ranks"
             hint = _INSTEAD.get(kind, "fused=False" if fused else f"sizes of dim 0 that {shards} divides, or AdamW")
-            raise ValueError(explain(f"cannot step with {title}", blame, seen, hint))
+            raise InvalidValue(f"cannot step with {title}", blame, seen, hint)
 
 
 def _drop_old_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

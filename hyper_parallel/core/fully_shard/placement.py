@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.core.common.checks import list_modules, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.dtensor.spelling import is_strided
 from hyper_parallel.core.fully_shard.utils import FullyShardParamMode
 from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh, flatten_axes
@@ -205,19 +205,19 @@ def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParalle
     seen = f"mesh: {describe_mesh(mesh)}"
     if mesh.ndim not in (1, 2):
         blame = f"it takes 1 axis (shard) or 2 axes (replicate, shard), got {mesh.ndim}"
-        raise ValueError(explain(asked, blame, seen, "a slice of it, such as mesh['dp_replicate', 'dp_shard']"))
+        raise InvalidValue(asked, blame, seen, "a slice of it, such as mesh['dp_replicate', 'dp_shard']")
     names = mesh.mesh_dim_names
     if names and mesh.ndim == 2 and "shard" in names[0].lower() and "repl" in names[1].lower():
         blame = f"the first axis is to replicate and the second to shard, but they are named {names}"
         hint = f"mesh[{names[1]!r}, {names[0]!r}] of a mesh built in that order"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     check_member(asked, mesh)
     with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
         in_order = bool((mesh.mesh.diff(dim=-1) > 0).all())
     if not in_order:
         # A process group sorts its ranks: shards would change places.
         blame, seen = "ranks along the shard axis have to ascend", f"{seen}   ranks: {mesh.mesh.tolist()}"
-        raise ValueError(explain(asked, blame, seen, "a mesh whose rows ascend, as init_device_mesh makes them"))
+        raise InvalidValue(asked, blame, seen, "a mesh whose rows ascend, as init_device_mesh makes them")
     return DataParallelMesh.of(mesh, platform_of(mesh), mesh.ndim)
 
 
@@ -231,13 +231,13 @@ def data_axes(mesh: Any, dims: Any) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         blame, hint = "dp_mesh_dims names axes of mesh", "init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'tp'))"
         seen = "mesh=None" if mesh is None else "a mesh without names"
-        raise ValueError(explain(asked, blame, f"seen: {seen}", f"mesh={hint}"))
+        raise InvalidValue(asked, blame, f"seen: {seen}", f"mesh={hint}")
     replicate, shard = tuple(dims.replicate_names), tuple(dims.shard_names)
     missing = [name for name in (*replicate, *shard) if name not in mesh.mesh_dim_names]
     if missing or not (replicate or shard) or set(replicate) & set(shard):
         blame = f"no axis {missing[0]!r}" if missing else "each axis once, and at least one"
         asked, seen = f"fully_shard cannot use dp_mesh_dims={dims!r}", f"mesh: {describe_mesh(mesh)}"
-        raise ValueError(explain(asked, blame, seen, f"DataParallelMeshDims(shard={mesh.mesh_dim_names[0]!r})"))
+        raise InvalidValue(asked, blame, seen, f"DataParallelMeshDims(shard={mesh.mesh_dim_names[0]!r})")
     # All ranks make these meshes in one order: where an axis is flattened, its groups are made, by all together.
     lines = [_one_axis(mesh, names) for names in (replicate, shard) if names]
     if len(lines) == 1:
@@ -263,10 +263,10 @@ def _default_mesh(device_types: set[str]) -> DeviceMesh:
     asked, seen = "fully_shard cannot make a mesh", "seen: mesh=None"
     if len(known) > 1:
         blame = f"parameters are on several device types: {', '.join(known)}"
-        raise ValueError(explain(asked, blame, seen, "pass mesh=, or move the module to one device first"))
+        raise InvalidValue(asked, blame, seen, "pass mesh=, or move the module to one device first")
     if not dist.is_initialized():
         hint = "torch.distributed.init_process_group() first, or pass mesh="
-        raise ValueError(explain(asked, "torch.distributed is not initialised", seen, hint))
+        raise InvalidValue(asked, "torch.distributed is not initialised", seen, hint)
     device_type = known[0] if known else get_platform().device_type
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
@@ -282,7 +282,7 @@ def platform_of(mesh: DeviceMesh) -> Platform:
     except ValueError as error:
         blame = f"there is no platform for the device type {mesh.device_type!r}"
         asked, seen = "fully_shard cannot use its mesh", f"mesh: {describe_mesh(mesh)}"
-        raise ValueError(explain(asked, blame, seen, "a mesh on cuda, npu or cpu")) from error
+        raise InvalidValue(asked, blame, seen, "a mesh on cuda, npu or cpu") from error
 
 
 def unpackable(parameter: nn.Parameter) -> str | None:
@@ -304,7 +304,7 @@ def refuse_fusion(name: str, reason: str) -> None:
         ValueError: Always.
     """
     hint = "comm_fusion=False, or pass it in replicate_params or ignored_params"
-    raise ValueError(explain(f"comm_fusion cannot take parameter {name!r}", reason, "seen: comm_fusion=True", hint))
+    raise InvalidValue(f"comm_fusion cannot take parameter {name!r}", reason, "seen: comm_fusion=True", hint)
 
 
 def shard_dim(
@@ -334,14 +334,14 @@ def shard_dim(
     if type(placement) is not Shard:
         hint = "lambda p: Shard(1) if p.dim() > 1 else None, with torch.distributed.tensor.Shard"
         expected = "expected: Shard(dim), Owner(rank), or None for dim 0"
-        raise ValueError(explain(asked, returned, expected, hint))
+        raise InvalidValue(asked, returned, expected, hint)
     dims = parameter.dim()
     if not -dims <= placement.dim < dims:
         seen = f"seen: shape {tuple(parameter.shape)}"
-        raise ValueError(explain(asked, f"{returned}, and it has no such dim", seen, f"a dim from 0 to {dims - 1}"))
+        raise InvalidValue(asked, f"{returned}, and it has no such dim", seen, f"a dim from 0 to {dims - 1}")
     if placement.dim % dims and has_extension(parameter):
         seen = "seen: fsdp_pre_all_gather, whose results fsdp_post_all_gather gets one below the other"
-        raise ValueError(explain(asked, returned, seen, "Shard(0) or None for this parameter"))
+        raise InvalidValue(asked, returned, seen, "Shard(0) or None for this parameter")
     return placement.dim % dims, None
 
 
@@ -349,10 +349,10 @@ def _checked_owner(parameter: nn.Parameter, placement: Owner, ranks: int, asked:
     if placement.rank >= ranks:
         seen = f"seen: a shard axis of {ranks} ranks"
         hint = f"a rank from 0 to {ranks - 1}; whole_parameters(model, {ranks})"
-        raise ValueError(explain(asked, f"{returned}, and the shard axis has no such rank", seen, hint))
+        raise InvalidValue(asked, f"{returned}, and the shard axis has no such rank", seen, hint)
     if has_extension(parameter):
         seen = "seen: fsdp_pre_all_gather, of which every rank gives a shard"
-        raise ValueError(explain(asked, returned, seen, "Shard(0) or None for this parameter"))
+        raise InvalidValue(asked, returned, seen, "Shard(0) or None for this parameter")
     return placement.rank
 
 
@@ -438,7 +438,7 @@ def unified_placement(
             asked = f"fully_shard cannot split parameter {name!r} over its mesh"
             seen = f"{_layout(parameter)}   mesh: {describe_mesh(data.mesh)}"
             hint = "mesh=None, which keeps its layout, or a mesh of axes along which it is replicated"
-            raise ValueError(explain(asked, "it is split over these ranks already", seen, hint))
+            raise InvalidValue(asked, "it is split over these ranks already", seen, hint)
     kept = [parameter.placements[axis] for axis in spmd_mesh.kept]
     unified = FullyShardParamMode.DTENSOR_UNIFIED
     view = (parameter.device_mesh, tuple(parameter.placements), spmd_mesh.shared)
@@ -468,7 +468,7 @@ def _check_placements(parameter: DTensor, name: str, api: str) -> None:
         if placement.is_partial() or is_strided(placement):
             asked, blame = f"{api} cannot manage parameter {name!r}", f"it is a DTensor with placement {placement}"
             hint = "hyper_parallel.redistribute it to Shard and Replicate placements first"
-            raise ValueError(explain(asked, blame, _layout(parameter), hint))
+            raise InvalidValue(asked, blame, _layout(parameter), hint)
 
 
 def _layout(parameter: DTensor) -> str:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidState, class_name
 from hyper_parallel.core.fully_shard.bucket import Bucket, CopyStreams
 from hyper_parallel.core.fully_shard.comm import GroupLog
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
@@ -398,7 +398,7 @@ class Structure:
                 blame = f"parameters came into {class_name(root)} after it was wrapped: {', '.join(unmanaged)}"
                 seen = "seen: no unit reduces their gradients, so every rank would train its own copy"
                 hint = "add them before wrapping, wrap the module that brings them, or pass them in ignored_params"
-                raise RuntimeError(explain("cannot run forward", blame, seen, hint))
+                raise InvalidState("cannot run forward", blame, seen, hint)
             self._check_buffers(root)
         modules = dict.fromkeys(module for root in self._roots for module in root.modules())
         self._seen = [
@@ -412,7 +412,7 @@ class Structure:
             blame = f"buffers of {class_name(root)} are still on the meta device: {', '.join(on_meta)}"
             seen = "seen: parameters with values, beside buffers without"
             hint = "init_parameters(model, seed), or module.buffer = values; buffers outside of state_dict too"
-            raise RuntimeError(explain("cannot run forward", blame, seen, hint))
+            raise InvalidState("cannot run forward", blame, seen, hint)
 
     def _has_changed(self) -> bool:
         return any(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidValue, class_name
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -77,7 +77,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     asked = "get_model_state_dict cannot read a model"
     if options.broadcast_from_rank0 and not options.full_state_dict:
         blame = "broadcast_from_rank0=True is for full tensors, and full_state_dict is False"
-        raise ValueError(explain(asked, blame, f"options: {options}", "full_state_dict=True beside it"))
+        raise InvalidValue(asked, blame, f"options: {options}", "full_state_dict=True beside it")
     for unit in nested_units(model):
         unit.reshard()  # torch reads what modules show, which after an `unshard()` are no shards
     sharded_only = replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
@@ -189,7 +189,7 @@ def load_into(module: nn.Module, state_dict: Any, load: Callable[[Any], Any], *,
         kinds = (("Missing", missing), ("Unexpected", unexpected))  # in torch's words, which callers look for
         seen = [f"{kind} key(s) in state_dict: {_quoted(keys)}. " for kind, keys in kinds if keys]
         asked, blame = f"cannot load all of {class_name(module)}", "the keys are not those of the module"
-        raise RuntimeError(explain(asked, blame, "\n  ".join(seen), "strict=False to load the keys that fit"))
+        raise InvalidState(asked, blame, "\n  ".join(seen), "strict=False to load the keys that fit")
     return outcome
 
 
@@ -273,7 +273,7 @@ def misfit(key: str, value: Any, target: torch.Tensor, others: str = "") -> Valu
     seen = f"global shape: {tuple(target.shape)}   this rank's shard: {tuple(local.shape)}"
     seen += f"\n  likewise: {others}" if others else ""
     hint = "a dense tensor of one of these two shapes, or a DTensor of the global shape, with data"
-    return ValueError(explain(f"cannot load {key!r}", f"got a {got}", seen, hint))
+    return InvalidValue(f"cannot load {key!r}", f"got a {got}", seen, hint)
 
 
 def _has_no_data(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidValue, class_name
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
 from hyper_parallel.core.fully_shard.comm import UNNAMED, GroupLog, Pending
@@ -591,7 +591,7 @@ class Unit:
                 blame = f"the forward of {class_name(self.modules[0])} ran inside of a backward of modules in it"
                 seen = f"seen: its first forward, in the backward of {class_name(schedule.units[0].modules[0])}"
                 hint = "run the whole model's forward once before"
-                raise RuntimeError(explain("cannot make it the root", blame, seen, hint))
+                raise InvalidState("cannot make it the root", blame, seen, hint)
         _check_one_way(self.modules[0], units)
         # A submodule may have run alone before, for an evaluation or to find out shapes, and have become a root: what
         # it has under way goes on in the larger schedule. FSDP2 raises an error there.
@@ -658,7 +658,7 @@ class Unit:
         raise self._error("run backward", blame, "seen: a gradient of its parameters, which are freed by now", hint)
 
     def _error(self, what: str, blame: str, seen: str, hint: str) -> RuntimeError:
-        return RuntimeError(explain(f"cannot {what}", blame, f"unit: {class_name(self.modules[0])}; {seen}", hint))
+        return InvalidState(f"cannot {what}", blame, f"unit: {class_name(self.modules[0])}; {seen}", hint)
 
     @runs_eagerly
     def post_backward(self, call: ForwardCall) -> None:
@@ -899,7 +899,7 @@ def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
             "set_reduce_op_type('avg') on the root, which sets all, for a loss that is each rank's mean (FSDP2 does "
             "so); or 'sum', for a loss that is each rank's share; or for each unit what it does now"
         )
-        raise ValueError(explain(f"cannot train {class_name(root)}", blame, seen, hint))
+        raise InvalidValue(f"cannot train {class_name(root)}", blame, seen, hint)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hyper_parallel.core.common.checks import check, check_choice, check_int, read_int
-from hyper_parallel.core.common.errors import InvalidValue, explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
     FoundParameter,
@@ -235,11 +235,11 @@ def _size(name: str, value: Any, hint: str) -> int:
 def _platform(found: list[FoundParameter], cell: nn.Module) -> Platform:
     if not dist.is_initialized():
         blame, hint = "torch.distributed is not initialised", "torch.distributed.init_process_group() first"
-        raise ValueError(explain(_ASKED, blame, "seen: no default process group", hint))
+        raise InvalidValue(_ASKED, blame, "seen: no default process group", hint)
     known = sorted({item.parameter.device.type for item in found} - {"meta"})
     if len(known) > 1:
         blame = "its parameters are on several devices"
-        raise ValueError(explain(_ASKED, blame, f"seen: {', '.join(known)}", "cell.to(device) first"))
+        raise InvalidValue(_ASKED, blame, f"seen: {', '.join(known)}", "cell.to(device) first")
     nested = nested_units(cell)
     if not found and nested:
         return nested[0].platform
@@ -281,7 +281,7 @@ def _check_alike(found: list[FoundParameter]) -> None:
             blame = f"ranks with shards of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not"
             seen = f"plain: {', '.join(plain)}   {item.name}: {parameter.placements}"
             hint = "distribute_tensor with Replicate() for the plain ones, or fully_shard(cell, mesh=data_mesh)"
-            raise ValueError(explain(asked, blame, seen, hint))
+            raise InvalidValue(asked, blame, seen, hint)
 
 
 def _refuse_dtensors(found: list[FoundParameter]) -> None:
@@ -291,7 +291,7 @@ def _refuse_dtensors(found: list[FoundParameter]) -> None:
             asked = f"hsdp cannot gather {item.name!r} in a way that torch.compile traces"
             blame = "it is a DTensor, and use_eager_hook=False takes plain parameters only"
             seen = f"seen: placements {item.parameter.placements}"
-            raise ValueError(explain(asked, blame, seen, "use_eager_hook=True for this cell"))
+            raise InvalidValue(asked, blame, seen, "use_eager_hook=True for this cell")
 
 
 def _wanted(item: FoundParameter, shard_size: int, threshold: int) -> tuple[int, ParameterPlacement | None]:

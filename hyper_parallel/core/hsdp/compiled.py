@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState
 from hyper_parallel.core.common.groups import on_wire
 from hyper_parallel.core.common.torch_compat import computes_again
 from hyper_parallel.core.fully_shard.bucket import Storage
@@ -134,11 +134,11 @@ class _Unsharded(torch.autograd.Function):
                 "seen: create_graph=True, for parameters of a cell",
             )
             hint = "create_graph=False, or autograd.grad(loss, [x], create_graph=True) for inputs only"
-            raise RuntimeError(explain(asked, blame, seen, hint))
+            raise InvalidState(asked, blame, seen, hint)
         if not torch.compiler.is_compiling() and gradients[0].layout is not torch.strided:
             asked, seen = "hsdp cannot reduce gradients", f"seen: {gradients[0].layout} {tuple(gradients[0].shape)}"
             blame, hint = "the gradient of a parameter of this shape is sparse", "nn.Embedding(sparse=False)"
-            raise RuntimeError(explain(asked, blame, seen, hint))
+            raise InvalidState(asked, blame, seen, hint)
         return None, _reduced(gradients[0], ctx.recipe).to(ctx.dtype), None
 
 
@@ -196,7 +196,7 @@ class TracedUnit:
             if total.sink.dtype not in (rows.dtype, total.dtype):  # only in a graph: its gradients would be rounded
                 asked, blame = "hsdp cannot trace this cell", "a parameter was replaced by one of another dtype"
                 hint = "set_requires_grad_sync(True), which looks for such, before the forward"
-                raise RuntimeError(explain(asked, blame, f"seen: {rows.dtype}, was {total.sink.dtype}", hint))
+                raise InvalidState(asked, blame, f"seen: {rows.dtype}, was {total.sink.dtype}", hint)
             return _Unsharded.apply(unsharded, total.sink, total.recipe)
         return _Unsharded.apply(unsharded, rows, recipe)
 

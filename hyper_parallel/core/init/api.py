@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.common.checks import read_int
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidValue, class_name
 from hyper_parallel.core.common.torch_compat import forget_empty, is_empty, plain_name
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.init.filling import DefaultsToCpu, Filling
@@ -156,12 +156,12 @@ def _targets(model: nn.Module, seed: int) -> list[FillTarget]:
         unit = module.__dict__.get("_hyper_parallel_unit")
         if unit is not None and not unit.is_resharded():
             blame = f"{path or 'the model'} shows unsharded parameters, which are freed or gathered again later"
-            raise ValueError(explain(_ASKED, blame, f"seen: {class_name(module)}, unsharded", "reshard() first"))
+            raise InvalidValue(_ASKED, blame, f"seen: {class_name(module)}, unsharded", "reshard() first")
     targets, outside = [], _outside_of_state_dicts(model)
     for name, tensor in _tensors(model):
         if is_lazy(tensor):
             hint = "one forward pass with an input of the right size first, or sizes instead of a Lazy module"
-            raise ValueError(explain(_ASKED, f"{name!r} has no shape yet", f"seen: {type(tensor).__name__}", hint))
+            raise InvalidValue(_ASKED, f"{name!r} has no shape yet", f"seen: {type(tensor).__name__}", hint)
         region, sharded = _region(name, tensor)
         # What is in no state dict has to be filled here, or assigned: no checkpoint can have written to it.
         fresh = tensor.is_meta or is_empty(tensor, may_be_written=name in outside)
@@ -183,7 +183,7 @@ def _region(name: str, tensor: torch.Tensor) -> tuple[Region, bool]:
     if layout.is_partial():
         hint = "redistribute(parameter, layout.reset_partial()), or a layout without a reduction"
         blame = f"{name!r} has a reduction pending, so no rank holds values of it"
-        raise ValueError(explain(_ASKED, blame, f"layout: {layout}", hint))
+        raise InvalidValue(_ASKED, blame, f"layout: {layout}", hint)
     sharded = any(layout.mesh_shape[axis] > 1 for axes in layout.splits(tensor.ndim) for axis in axes)
     if tensor.device_mesh.get_coordinate() is None:  # this rank holds nothing of it
         return tuple(slice(0, 0) for _ in tensor.shape), sharded
@@ -192,7 +192,7 @@ def _region(name: str, tensor: torch.Tensor) -> tuple[Region, bool]:
     if size != tuple(tensor._local_tensor.shape):
         seen = f"shard: {tuple(tensor._local_tensor.shape)}   of: {tuple(tensor.shape)}   layout: {layout}"
         blame = f"this rank's shard of {name!r} has another shape than its layout says, {size}"
-        raise ValueError(explain(_ASKED, blame, seen, "distribute_tensor, or from_local with the global shape"))
+        raise InvalidValue(_ASKED, blame, seen, "distribute_tensor, or from_local with the global shape")
     return region, sharded
 
 
@@ -231,14 +231,14 @@ def _device(model: nn.Module, device: Any) -> torch.device:
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(explain(_ASKED, f"device: {error}", f"device: {device!r}", 'device="cpu"')) from None
+        raise InvalidValue(_ASKED, f"device: {error}", f"device: {device!r}", 'device="cpu"') from None
     hint = 'device=None, or device="cpu"'
     if target.type == "meta":
-        raise ValueError(explain(_ASKED, "nothing on meta has values", f"device: {device!r}", hint))
+        raise InvalidValue(_ASKED, "nothing on meta has values", f"device: {device!r}", hint)
     for kind in kinds:
         if target.type not in (kind, "cpu"):
             blame = f"its DTensors are on a mesh of another device type, {kind!r}"
-            raise ValueError(explain(_ASKED, blame, f"device: {device!r}", f'device=None, or device="{kind}"'))
+            raise InvalidValue(_ASKED, blame, f"device: {device!r}", f'device=None, or device="{kind}"')
     return target
 
 
@@ -249,7 +249,7 @@ def _check_filled(model: nn.Module, targets: list[FillTarget], init_fn: Any) -> 
         if isinstance(target.tensor, nn.Parameter) and id(target.tensor) not in kept:
             seen = f"seen: {target.name!r} of shape {tuple(target.tensor.shape)}"
             hint = "write into the parameter, as copy_ does"
-            raise ValueError(explain(_ASKED, f"{target.name!r} was replaced by another parameter", seen, hint))
+            raise InvalidValue(_ASKED, f"{target.name!r} was replaced by another parameter", seen, hint)
     fresh = [target for target in targets if target.fresh and id(target.tensor) in kept]  # buffers may be replaced
     bare = [target for target in fresh if not target.filled] or [one for one in fresh if _has_nan(one.local)]
     if not bare:
@@ -263,7 +263,7 @@ def _check_filled(model: nn.Module, targets: list[FillTarget], init_fn: Any) -> 
     shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     blame = "nothing fills what was on meta" if init_fn is None else "init_fn leaves out what was on meta"
     hint = "a reset_parameters() there that fills all of it" + (", or init_fn=..." if init_fn is None else "")
-    raise ValueError(explain(_ASKED, blame, f"not filled: {shown}", hint))
+    raise InvalidValue(_ASKED, blame, f"not filled: {shown}", hint)
 
 
 def _has_nan(local: torch.Tensor) -> bool:

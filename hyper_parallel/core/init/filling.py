@@ -14,7 +14,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.init.tiles import FillTarget, Write, digest, normal, truncated, uniform
 
 _DRAWS: Mapping[str, Callable[..., None]] = MappingProxyType({"normal_": normal, "uniform_": uniform})
@@ -193,7 +193,7 @@ class Filling(TorchDispatchMode):
 
     def _refusal(self, blame: str, target: FillTarget, hint: str = _SET_ALL_FIRST) -> ValueError:
         seen = f"seen: {target.name!r} of shape {tuple(target.tensor.shape)}"
-        return ValueError(explain(f"cannot fill {self._where} shard by shard", blame, seen, hint))
+        return InvalidValue(f"cannot fill {self._where} shard by shard", blame, seen, hint)
 
 
 def _is_tilewise(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

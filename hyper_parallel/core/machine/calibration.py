@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.machine.file import tomllib
 
 DATA = Path(__file__).parent / "data"
@@ -80,7 +80,7 @@ class Calibration:
             *parents, last = path.split(".")
             if not parents:
                 hint = nearest(path, sections)
-                raise ValueError(explain(f"cannot change {path!r}", "it names no section", "", f"'{hint}.name'"))
+                raise InvalidValue(f"cannot change {path!r}", "it names no section", "", f"'{hint}.name'")
             here = sections
             for name in parents:
                 here = here.setdefault(name, {})

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.machine.calibration import Calibration, load_calibration
 from hyper_parallel.core.machine.file import FIGURES, Figure, read_machine_file, write_machine_file
 from hyper_parallel.core.machine.links import COLLECTIVES, Links
@@ -123,7 +123,7 @@ class Machine:
             return self.figures[figure].value
         if default is None:
             names = nearest(figure, self.figures)
-            raise ValueError(explain(f"cannot read {figure!r} of {self.name}", "it has no such figure", "", names))
+            raise InvalidValue(f"cannot read {figure!r} of {self.name}", "it has no such figure", "", names)
         return default
 
     def grade(self, figure: str) -> str:
@@ -154,7 +154,7 @@ class Machine:
             return float(self.memory_bytes)
         if not limit > 0:
             blame = "a memory limit must be above 0"
-            raise ValueError(explain(asked, blame, f"memory_limit: {limit!r}", f"memory_limit={self.memory_bytes}"))
+            raise InvalidValue(asked, blame, f"memory_limit: {limit!r}", f"memory_limit={self.memory_bytes}")
         return float(limit)
 
     @property
@@ -205,7 +205,7 @@ class Machine:
             return self.computed_as("bf16")
         known = [name[5:] for name in self.figures if name.startswith("peak.")]
         seen = f"known: {', '.join(known)}"
-        raise ValueError(explain(f"cannot tell how fast {self.name} computes in {dtype}", "no figure", seen, known[0]))
+        raise InvalidValue(f"cannot tell how fast {self.name} computes in {dtype}", "no figure", seen, known[0])
 
     def with_figures(self, grade: str = "assumed", source: str = "given by the caller", **values: float) -> Machine:
         """Return it with other figures, in basic units; dots of a name are written as two underscores.
@@ -217,9 +217,9 @@ class Machine:
         for name, value in names.items():
             asked = f"cannot change {name!r} of {self.name}"
             if name not in FIGURES:
-                raise ValueError(explain(asked, "no such figure", f"given: {value!r}", nearest(name, FIGURES)))
+                raise InvalidValue(asked, "no such figure", f"given: {value!r}", nearest(name, FIGURES))
             if not value > 0 and not FIGURES[name].zero:
-                raise ValueError(explain(asked, "a figure is above 0", f"given: {value!r}", "leave it out"))
+                raise InvalidValue(asked, "a figure is above 0", f"given: {value!r}", "leave it out")
         made = {name: Figure(value, FIGURES[name].unit, grade, source) for name, value in names.items()}
         return replace(self, figures={**self.figures, **made})
 
@@ -344,7 +344,7 @@ def find_machine(hardware: str | Path | Machine) -> Machine:
     given: object = hardware
     if not isinstance(given, (str, Path)):
         blame = f"hardware is a {type(hardware).__name__}, not a name, a path or a Machine"
-        raise TypeError(explain("cannot find the hardware", blame, f"hardware: {hardware!r}", "'h100-sxm'"))
+        raise InvalidType("cannot find the hardware", blame, f"hardware: {hardware!r}", "'h100-sxm'")
     files = _files()
     if str(hardware) in files:
         path = files[str(hardware)]
@@ -355,7 +355,7 @@ def find_machine(hardware: str | Path | Machine) -> Machine:
         seen = f"known: {', '.join(known)}"
         begin = [name for name in known if name.startswith(hardware)]
         hint = f"{nearest(hardware, begin or known)}, or the path of a TOML file"
-        raise ValueError(explain(f"cannot find the hardware {hardware!r}", "nothing has that name", seen, hint))
+        raise InvalidValue(f"cannot find the hardware {hardware!r}", "nothing has that name", seen, hint)
     return _read(path, path.stat().st_mtime_ns if path.exists() else 0)
 
 

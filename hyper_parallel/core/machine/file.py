@@ -26,7 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -123,7 +123,7 @@ class _File:
         except (OSError, UnicodeDecodeError) as error:
             reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
             hint = "'h100-sxm', or the path of a TOML file"
-            raise ValueError(explain("cannot read the hardware", reason, f"path: {path}", hint)) from None
+            raise InvalidValue("cannot read the hardware", reason, f"path: {path}", hint) from None
 
     def error(self, blame: str, seen: str, hint: str, key: str = "") -> ValueError:
         """Build the error that points at a key, given as `section.key`."""
@@ -134,7 +134,7 @@ class _File:
             current = header[1] if header else current
             if current == section and re.match(rf"\s*{re.escape(name)}\s*[=.]", line):
                 at = f":{number}"
-        return ValueError(explain(f"cannot read the hardware {self.path}{at}", blame, seen, hint))
+        return InvalidValue(f"cannot read the hardware {self.path}{at}", blame, seen, hint)
 
 
 def read_machine_file(path: Path) -> dict[str, Any]:

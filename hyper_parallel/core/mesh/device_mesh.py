@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.checks import check, check_listed, read_int
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.common.groups import forget_past_groups
 
 Ranks = range | tuple[int, ...]
@@ -73,7 +73,7 @@ class MeshAxes:
             seen = f"mesh: {self}   ranks: {describe_ranks(self.ranks)}"
             hint = f"rank={self.ranks[0]}, or a mesh that holds rank {rank}"
             asked = f"cannot find rank {rank} on the mesh"
-            raise ValueError(explain(asked, "rank is not one of its ranks", seen, hint)) from None
+            raise InvalidValue(asked, "rank is not one of its ranks", seen, hint) from None
 
     def coordinates(self, position: int) -> tuple[int, ...]:
         """Return the coordinate along each axis of a mesh position."""
@@ -123,17 +123,17 @@ def check_axes(shape: Any, names: Any, rank_list: Any = None) -> MeshAxes:
     sizes, labels = tuple(shape), tuple(names)
     if len(sizes) != len(labels):
         blame = f"names has {len(labels)} entries and shape has {len(sizes)}"
-        raise ValueError(explain(asked, blame, seen, "one name per axis"))
+        raise InvalidValue(asked, blame, seen, "one name per axis")
     if not sizes:
-        raise ValueError(explain(asked, "shape has no axes", seen, 'one axis of size 1: Layout((1,), ("dp",))'))
+        raise InvalidValue(asked, "shape has no axes", seen, 'one axis of size 1: Layout((1,), ("dp",))')
     for index, name in enumerate(labels):
         check(asked, "str", f"a name such as {'axis' + str(index)!r}", **{f"the name of axis {index}": name})
         if name in ("", "None"):
             blame = f"{name!r}, given for axis {index}, cannot be an axis name"
-            raise ValueError(explain(asked, blame, seen, 'a name such as "dp"; "None" means a dim that is not split'))
+            raise InvalidValue(asked, blame, seen, 'a name such as "dp"; "None" means a dim that is not split')
         if name in labels[:index]:
             blame = f"axis name {name!r} is given to axes {labels.index(name)} and {index}"
-            raise ValueError(explain(asked, blame, seen, "a different name for each axis"))
+            raise InvalidValue(asked, blame, seen, "a different name for each axis")
     checked = tuple(
         read_int(asked, f"the size of axis {name!r}", size, 1, f"{name}=1, or a mesh without {name!r}")
         for size, name in zip(sizes, labels, strict=True)
@@ -173,7 +173,7 @@ def describe_ranks(ranks: Ranks) -> str:
 def unknown_axis(asked: str, name: object, axes: MeshAxes, given: str) -> ValueError:
     """Return the error for a name that no axis has, with the nearest name that one has."""
     seen = f"{given}   mesh: {axes}"
-    return ValueError(explain(asked, f"no axis is called {name!r}", seen, nearest(name, axes.names)))
+    return InvalidValue(asked, f"no axis is called {name!r}", seen, nearest(name, axes.names))
 
 
 def _check_ranks(asked: str, rank_list: Any, count: int, seen: str) -> Ranks:
@@ -185,12 +185,12 @@ def _check_ranks(asked: str, rank_list: Any, count: int, seen: str) -> Ranks:
     ranks = [read_int(asked, f"rank_list[{index}]", rank, 0, hint) for index, rank in enumerate(rank_list)]
     if len(ranks) != count:
         blame = f"rank_list has {len(ranks)} ranks and the mesh has {count} places"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     if len(set(ranks)) != count:
         once: set[int] = set()
         twice = next(rank for rank in ranks if rank in once or once.add(rank))  # type: ignore[func-returns-value]
         blame = f"rank_list holds rank {twice} more than once"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     return compact_ranks(tuple(ranks))
 
 
@@ -281,7 +281,7 @@ def check_member(asked: str, mesh: DeviceMesh, which: str = "the mesh") -> None:
                 f"mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.flatten().tolist()}   calling rank: {dist.get_rank()}"
             )
         blame, hint = f"the calling rank is not on {which}", "call it on the mesh's ranks only"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
 
 
 def check_ascending(asked: str, mesh: DeviceMesh) -> None:
@@ -305,7 +305,7 @@ def check_ascending(asked: str, mesh: DeviceMesh) -> None:
         if (np.diff(ranks, axis=axis) < 0).any():
             blame = f"ranks along axis {name!r} have to ascend, as a process group has no other order"
             hint = "a mesh whose rows and columns ascend, as init_device_mesh makes them"
-            raise ValueError(explain(asked, blame, f"mesh: {axes}   ranks: {describe_ranks(axes.ranks)}", hint))
+            raise InvalidValue(asked, blame, f"mesh: {axes}   ranks: {describe_ranks(axes.ranks)}", hint)
 
 
 def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:
@@ -336,17 +336,15 @@ def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMes
     in_order = tuple(part for part in axes.names if part in chosen)
     if not chosen or chosen != in_order:
         blame = "names must hold each axis once, in mesh order" if chosen else "names is empty"
-        raise ValueError(explain(asked, blame, seen, repr(in_order or axes.names)))
+        raise InvalidValue(asked, blame, seen, repr(in_order or axes.names))
     if mesh.mesh_dim_names is None:
-        raise ValueError(
-            explain(asked, "the mesh has no axis names", seen, "init_device_mesh(..., mesh_dim_names=...)")
-        )
+        raise InvalidValue(asked, "the mesh has no axis names", seen, "init_device_mesh(..., mesh_dim_names=...)")
     part_mesh = mesh if chosen == axes.names else mesh[chosen]
     try:
         return part_mesh._flatten(name)
     except (ValueError, RuntimeError) as error:
         blame = f"the name {name!r} is taken, by an axis or by other axes flattened before"
-        raise ValueError(explain(asked, blame, seen, f"another name, such as {'_'.join(chosen)!r}")) from error
+        raise InvalidValue(asked, blame, seen, f"another name, such as {'_'.join(chosen)!r}") from error
 
 
 def reorder_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
@@ -364,7 +362,7 @@ def reorder_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     axes = axes_of(mesh)
     asked, seen = "cannot re-order the axes of a mesh", f"names: {tuple(names)!r}   mesh: {axes}"
     if sorted(names) != sorted(axes.names):
-        raise ValueError(explain(asked, "names must hold each axis of the mesh once", seen, repr(axes.names)))
+        raise InvalidValue(asked, "names must hold each axis of the mesh once", seen, repr(axes.names))
     if tuple(names) == axes.names:
         return mesh
     check_member(asked, mesh)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_parallel.core.common.checks import MOST_LISTED, check
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.common.groups import group_of, init_process_group
 from hyper_parallel.platform import get_platform
 
@@ -569,12 +569,12 @@ def _check_names(source: Any, names: tuple[str, ...]) -> None:
     nearly = [name for name in given if name not in names and _is_nearly_one(str(name), names)]
     if nearly:
         blame, hint = f"it has {nearly[0]!r}, which is none of their names", nearest(nearly[0], names)
-        raise ValueError(explain(asked, blame, f"names: {known}", hint))
+        raise InvalidValue(asked, blame, f"names: {known}", hint)
     has_any = any(name in given or (not is_mapping and hasattr(source, name)) for name in names)
     could_be = is_mapping or source is None or hasattr(source, "__dict__")
     if not has_any and ((is_mapping and given) or not could_be):
         blame = "it has none of their names" if is_mapping else f"it is a {type(source).__name__}"
-        raise ValueError(explain(asked, blame, f"got: {source!r}"[:200], f'{{"tp": 4}}; names: {known}'))
+        raise InvalidValue(asked, blame, f"got: {source!r}"[:200], f'{{"tp": 4}}; names: {known}')
 
 
 @lru_cache(maxsize=256)  # a search asks for the same few fields of its descriptions each time

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh
 
@@ -166,7 +166,7 @@ def _spmd_mesh(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
     asked, seen = _TOGETHER, _both(param_mesh, data_mesh)
     if param_mesh.device_type != data_mesh.device_type:
         blame = f"one is of {param_mesh.device_type!r}, the other of {data_mesh.device_type!r}"
-        raise ValueError(explain(asked, blame, seen, "slices of one mesh for both"))
+        raise InvalidValue(asked, blame, seen, "slices of one mesh for both")
     check_member(asked, param_mesh, "the parameter's mesh")
     check_member(asked, data_mesh, "the data mesh")
     param, data = _ranks(param_mesh), _ranks(data_mesh)
@@ -192,7 +192,7 @@ def _is_shared(param_mesh: DeviceMesh, data_mesh: DeviceMesh, axis: int, param: 
         called = _name(param_mesh, axis) or f"axis {axis}"
         blame = f"of the {len(line)} ranks along {called!r} of the parameter's mesh, {common} are on the data mesh"
         hint = f"a data mesh with all of {called!r}, if need be along an axis that replicates, or with none of it"
-        raise ValueError(explain(_TOGETHER, blame, _both(param_mesh, data_mesh), hint))
+        raise InvalidValue(_TOGETHER, blame, _both(param_mesh, data_mesh), hint)
     return common > 1
 
 
@@ -210,18 +210,18 @@ def _cross(own: Ranks, data: Ranks, param_mesh: DeviceMesh, data_mesh: DeviceMes
     whole = next((root for root in roots if _holds(root, own) and _holds(root, data)), None)
     if whole is None:
         blame = "they are no slices of one mesh, and neither's root holds the ranks of both"
-        raise ValueError(explain(asked, blame, seen, "the root mesh that has the axes of both, or slices of it"))
+        raise InvalidValue(asked, blame, seen, "the root mesh that has the axes of both, or slices of it")
     moved = _moved(whole, own, data)
     inside = all(((at >= 0) & (at < size)).all() for at, size in zip(moved, whole.shape, strict=True))
     ranks = whole[tuple(moved)] if inside else None
     if ranks is None or int(np.bincount(ranks.ravel()).max()) > 1:
         blame = "their axes do not cross: some ranks are along both"
-        raise ValueError(explain(asked, blame, seen, "two slices, without a common axis, of one mesh"))
+        raise InvalidValue(asked, blame, seen, "two slices, without a common axis, of one mesh")
     for root in roots:
         # Where the other root knows the same ranks, it must tell the same of them: else another rank's slices differ.
         if root is not whole and _holds(root, ranks) and not _same(_at(root, ranks), _moved(root, own, data)):
             blame = "they are slices of two meshes, which number the ranks differently"
-            raise ValueError(explain(asked, blame, seen, "slices of one mesh for both"))
+            raise InvalidValue(asked, blame, seen, "slices of one mesh for both")
     return ranks
 
 
@@ -234,7 +234,7 @@ def _split(
         blame = f"shard_size does not divide the {domain} ranks that hold the same data"
         seen = f"shard_size: {shard_size}   mesh: {f'{domain} ranks' if mesh is None else describe_mesh(mesh)}"
         hint = f"shard_size={divisor(max(shard_size, 1), domain, domain)}"
-        raise ValueError(explain(f"cannot split a parameter over {shard_size} ranks", blame, seen, hint))
+        raise InvalidValue(f"cannot split a parameter over {shard_size} ranks", blame, seen, hint)
     ranks = cube.reshape(*cube.shape[:-1], domain // shard_size, shard_size)
     shard = _group(_line(ranks, -1), "shard", mesh)
     replicate = _group(_line(ranks, -2), "replicate", mesh)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from hyper_parallel.core.common.checks import check, check_choice, check_least, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.optim.matrices import Exchange, Sharing, share
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform
@@ -305,7 +305,7 @@ def _gradient(param: torch.Tensor) -> torch.Tensor | None:
         grad = redistribute(grad, param.device_mesh, param.placements)
     if grad is not None and grad.layout != torch.strided:
         blame = "a gradient is sparse"
-        raise ValueError(explain("cannot update by Muon", blame, f"gradient: {grad.layout}", "sparse=False"))
+        raise InvalidValue("cannot update by Muon", blame, f"gradient: {grad.layout}", "sparse=False")
     return None if grad is None else _local(grad)
 
 
@@ -333,13 +333,13 @@ def _read_params(params: object) -> list[Any]:
     check(_ASKED, "iterable", _PARAMS, params=params)
     found = list(params)  # type: ignore[call-overload]
     if not found:
-        raise ValueError(explain(_ASKED, "there is no parameter to update", f"params: {params!r}"[:200], _PARAMS))
+        raise InvalidValue(_ASKED, "there is no parameter to update", f"params: {params!r}"[:200], _PARAMS)
     for number, entry in enumerate(found):
         if not isinstance(entry, dict):
             continue
         if "params" not in entry:
             seen = f"params[{number}]: options {', '.join(map(repr, entry)) or 'none'}"
-            raise ValueError(explain(_ASKED, "a group has no parameters", seen, '{"params": [...], "use_muon": False}'))
+            raise InvalidValue(_ASKED, "a group has no parameters", seen, '{"params": [...], "use_muon": False}')
         given = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else entry["params"]
         entry["params"] = list(given)
     return found
@@ -357,7 +357,7 @@ def _check_options(options: dict[str, Any]) -> None:
         numbers = options[name]
         if len(numbers) != count:
             blame = f"{name} has {len(numbers)} numbers, and {count} are needed"
-            raise ValueError(explain(_ASKED, blame, f"{name}: {numbers!r}", f"{name}={hint}"))
+            raise InvalidValue(_ASKED, blame, f"{name}: {numbers!r}", f"{name}={hint}")
         check(_ASKED, "float", f"{name}={hint}", **{f"{name}[{place}]": number for place, number in enumerate(numbers)})
     check_least(_ASKED, 0, 1, **{f"betas[{place}]": beta for place, beta in enumerate(options["betas"])})
 
@@ -367,6 +367,6 @@ def _check_matrix(number: int, param: torch.Tensor) -> None:
     if len(shape) not in (2, 3):
         blame = f"a parameter of {len(shape)} dims is neither a matrix nor a stack of matrices"
         hint = 'a group of its own: {"params": [...], "use_muon": False}, which AdamW updates'
-        raise ValueError(explain(_ASKED, blame, seen, hint))
+        raise InvalidValue(_ASKED, blame, seen, hint)
     if not param.is_floating_point():
-        raise ValueError(explain(_ASKED, "Muon is for real parameters", seen, "use_muon=False in their group"))
+        raise InvalidValue(_ASKED, "Muon is for real parameters", seen, "use_muon=False in their group")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidValue
 from hyper_parallel.core.common.torch_compat import autocast_dtype
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.module import hold_parameters, release_parameters
@@ -164,7 +164,7 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             blame = "gradients are switched off here"
-            raise RuntimeError(explain("cannot run a step", blame, "seen: torch.no_grad()", "pipeline.eval(...)"))
+            raise InvalidState("cannot run a step", blame, "seen: torch.no_grad()", "pipeline.eval(...)")
         return self._run(inputs, targets, training=True)
 
     def eval(self, inputs: Tensors, targets: Any) -> torch.Tensor:
@@ -277,7 +277,7 @@ class Pipeline:
             seen = f"{what}: {', '.join(str(tuple(each.shape)) for each in tensors)}"
             best = max((sizes[0] if sizes else 0) // self.micro_batches, 1) * self.micro_batches
             hint = f"{best} rows, or drop the last batch of the data"
-            raise ValueError(explain("cannot run the pipeline", blame, seen, hint))
+            raise InvalidValue("cannot run the pipeline", blame, seen, hint)
         chunks = [each.chunk(self.micro_batches) for each in tensors]
         return list(zip(*chunks, strict=True))
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.core.common.checks import check, list_modules
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, class_name
 from hyper_parallel.core.fully_shard.unit import nested_units
 from hyper_parallel.core.mesh.device_mesh import check_ascending
 
@@ -42,7 +42,7 @@ def checked_stages(stages: Any) -> list[nn.Module]:
     """Return the stages as a list of modules."""
     found = list(stages) if isinstance(stages, nn.ModuleList) else list_modules(stages)
     if not found:
-        raise TypeError(explain(_ASKED, "there are no stages", f"stages: {stages!r}", "Pipeline([stage], ...)"))
+        raise InvalidType(_ASKED, "there are no stages", f"stages: {stages!r}", "Pipeline([stage], ...)")
     return found
 
 
@@ -50,7 +50,7 @@ def check_mesh(mesh: Any) -> None:
     """Refuse what is no mesh of one axis."""
     if mesh.ndim != 1:
         blame = f"mesh has {mesh.ndim} axes, and stages are along one"
-        raise ValueError(explain(_ASKED, blame, f"mesh: {mesh}", 'mesh["pp"]'))
+        raise InvalidValue(_ASKED, blame, f"mesh: {mesh}", 'mesh["pp"]')
     check_ascending(_ASKED, mesh)  # or stages would change places
 
 
@@ -62,11 +62,11 @@ def check_indices(
     if given is not None and tuple(given) != mine:
         blame = f"{schedule} gives this rank other stages"
         seen = f"stage_indices: {list(given)}   the schedule's: {list(mine)}"
-        raise ValueError(explain(_ASKED, blame, seen, "stages_of_rank(schedule, rank, ranks), which says them"))
+        raise InvalidValue(_ASKED, blame, seen, "stages_of_rank(schedule, rank, ranks), which says them")
     if asked is not None and asked != count:
         blame = f"every rank has as many stages as this one, which are {count} in all"
         seen = f"num_stages: {asked}   stages of this rank: {len(mine)}"
-        raise ValueError(explain(_ASKED, blame, seen, f"num_stages={count}"))
+        raise InvalidValue(_ASKED, blame, seen, f"num_stages={count}")
 
 
 def check_units(stages: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
@@ -81,14 +81,14 @@ def check_units(stages: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
                 kind = class_name(unit.modules[0])
                 blame = f"parameters of {kind} are shared with rank {wrong[0]}, which has other stages"
                 hint = 'fully_shard(module, mesh=mesh["dp"]), a mesh without the pipeline axis; hsdp takes all ranks'
-                raise ValueError(explain(_ASKED, blame, f"pipeline ranks: {peers}   shared: {sorted(over)}", hint))
+                raise InvalidValue(_ASKED, blame, f"pipeline ranks: {peers}   shared: {sorted(over)}", hint)
 
 
 def check_split_backward(name: str, stages: Sequence[nn.Module], *, keep_gathered: bool) -> None:
     """Refuse what cannot have its backward in two parts."""
     if not keep_gathered:
         blame = f"{name!r} computes gradients of weights later, when parameters would be freed"
-        raise ValueError(explain(_ASKED, blame, "keep_gathered: False", "keep_gathered=True, or schedule='1f1b'"))
+        raise InvalidValue(_ASKED, blame, "keep_gathered: False", "keep_gathered=True, or schedule='1f1b'")
     from torch._dynamo import OptimizedModule
 
     for stage in stages:
@@ -97,4 +97,4 @@ def check_split_backward(name: str, stages: Sequence[nn.Module], *, keep_gathere
             by_hand = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
             if by_hand or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
                 blame = f"{name!r} computes gradients of inputs and weights apart, and {path!r} is compiled as one"
-                raise ValueError(explain(_ASKED, blame, f"seen: {class_name(module)}", "schedule='interleaved'"))
+                raise InvalidValue(_ASKED, blame, f"seen: {class_name(module)}", "schedule='interleaved'")

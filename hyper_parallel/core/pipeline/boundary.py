@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.entry_exit import enter, leave
@@ -98,11 +98,11 @@ class Boundary:
         values = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         if not all(isinstance(value, torch.Tensor) for value in values):
             kinds = ", ".join(type(value).__name__ for value in values)
-            raise TypeError(explain(asked, "only tensors can go to the next stage", f"returned: {kinds}", "a tensor"))
+            raise InvalidType(asked, "only tensors can go to the next stage", f"returned: {kinds}", "a tensor")
         layouts = self.layouts(len(values))
         if len(layouts) != len(values):
             seen = f"tensors: {len(values)}   layouts: {len(layouts)}"
-            raise ValueError(explain(asked, "there must be a layout for each tensor", seen, "one layout for all"))
+            raise InvalidValue(asked, "there must be a layout for each tensor", seen, "one layout for all")
         return tuple(_part(asked, value, layout) for value, layout in zip(values, layouts, strict=True))
 
     def metas(self, output: Any, shards: Sequence[torch.Tensor]) -> tuple[Meta, ...]:
@@ -157,7 +157,7 @@ def plain_loss(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         kind = f"a {type(loss).__name__}" + (f" of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else "")
         hint = "loss_fn=lambda output, target: a tensor without dims, this micro-batch's share of the loss"
-        raise TypeError(explain("cannot use the loss", f"loss_fn returned {kind}", f"loss: {loss!r}", hint))
+        raise InvalidType("cannot use the loss", f"loss_fn returned {kind}", f"loss: {loss!r}", hint)
     if isinstance(loss, DTensor):
         reduced = Layout.of(loss).reset_partial()
         loss = enter(loss, reduced, reduced)
@@ -168,11 +168,11 @@ def _part(asked: str, value: torch.Tensor, layout: Layout | None) -> torch.Tenso
     if layout is None and isinstance(value, DTensor):
         seen = f"layout: {Layout.of(value)}   shape: {tuple(value.shape)}"
         hint = "Pipeline(..., boundary=layout), with the layout of the values between stages"
-        raise ValueError(explain(asked, "it is a DTensor, and no boundary was given", seen, hint))
+        raise InvalidValue(asked, "it is a DTensor, and no boundary was given", seen, hint)
     if layout is not None and not isinstance(value, DTensor):
         seen = f"boundary: {layout}   shape: {tuple(value.shape)}"
         hint = "boundary=None, or a stage whose last module returns a DTensor"
-        raise ValueError(explain(asked, "it is a plain tensor, and a boundary of DTensors was given", seen, hint))
+        raise InvalidValue(asked, "it is a plain tensor, and a boundary of DTensors was given", seen, hint)
     # Ranks that hold the same compute the same: their gradients are one gradient, and each sends all of it.
     shard = value if layout is None else enter(value, layout, layout)  # type: ignore[arg-type]
     return memory_of(shard)
@@ -186,7 +186,7 @@ def _check_layout(given: object, layout: Any) -> None:
     if layout.mesh is None or layout.tensor_map is None or layout.is_partial():
         lacks = "has a reduction pending" if layout.is_partial() else "has no mesh"
         lacks = "has no entries for dims" if layout.tensor_map is None else lacks
-        raise ValueError(explain(asked, f"its layout {lacks}", f"boundary: {layout}", hint))
+        raise InvalidValue(asked, f"its layout {lacks}", f"boundary: {layout}", hint)
 
 
 # Shapes and dtypes between pipeline stages, found by one forward of one micro-batch -----------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.common.checks import check_int
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 
 __all__ = ["SCHEDULES", "ScheduleKind", "find_schedule"]
 
@@ -58,13 +58,13 @@ class ScheduleKind:
         """
         if not self.is_available:
             blame = f"the gradients of {self.name!r} are wrong before torch 2.13"
-            raise ValueError(explain(_ASKED, blame, f"torch: {torch.__version__}", "'interleaved', or torch 2.13"))
+            raise InvalidValue(_ASKED, blame, f"torch: {torch.__version__}", "'interleaved', or torch 2.13")
         from torch.distributed.pipelining import schedules  # half a second, which only pipelines pay
 
         found = getattr(schedules, self.torch_name, None)
         if found is None:
             blame = f"this torch has no {self.torch_name}"
-            raise ValueError(explain(_ASKED, blame, f"torch: {torch.__version__}", "'1f1b', or a newer torch"))
+            raise InvalidValue(_ASKED, blame, f"torch: {torch.__version__}", "'1f1b', or a newer torch")
         return found
 
     def checked_stages_per_rank(self, asked: int | None) -> int:
@@ -89,7 +89,7 @@ class ScheduleKind:
         else:
             blame = f"{self.name!r} has exactly {self.stages_per_rank} per rank"
         hint = f"stages_per_rank={self.stages_per_rank}" + ("" if self.is_multi else ", or schedule='interleaved'")
-        raise ValueError(explain(_ASKED, blame, f"stages_per_rank: {asked!r}", hint))
+        raise InvalidValue(_ASKED, blame, f"stages_per_rank: {asked!r}", hint)
 
     def begins_all_stages(self, micro_batches: int, ranks: int) -> bool:
         """Whether all gradients of a rank are in memory, of each of its stages, before any stage's last backward.
@@ -112,7 +112,7 @@ class ScheduleKind:
         >>> find_schedule("1f1b").check_micro_batches(3, ranks=4, stages=4)
         Traceback (most recent call last):
             ...
-        ValueError: cannot schedule the pipeline: '1f1b' needs at least as many micro-batches as stages
+        hyper_parallel.InvalidValue: cannot schedule the pipeline: '1f1b' needs at least as many micro-batches as stages
           micro_batches: 3   stages: 4
           try: micro_batches=4, or schedule='gpipe'
 
@@ -129,15 +129,15 @@ class ScheduleKind:
         seen = f"micro_batches: {micro_batches!r}   stages: {stages}"
         number = check_int(micro_batches)
         if number is None or number < 1:
-            raise ValueError(explain(_ASKED, "micro_batches must be an int from 1 up", seen, f"micro_batches={stages}"))
+            raise InvalidValue(_ASKED, "micro_batches must be an int from 1 up", seen, f"micro_batches={stages}")
         if self.rule == "stages" and number < stages:
             blame = f"{self.name!r} needs at least as many micro-batches as stages"
-            raise ValueError(explain(_ASKED, blame, seen, f"micro_batches={stages}, or schedule='gpipe'"))
+            raise InvalidValue(_ASKED, blame, seen, f"micro_batches={stages}, or schedule='gpipe'")
         rounds = max(1, number // ranks)
         if self.rule == "rounds" and number % rounds:
             blame = f"{self.name!r} runs them in {rounds} rounds of equal size, {ranks} or more at a time"
             fits = f"micro_batches={number // ranks * ranks} or {-(-number // ranks) * ranks}"
-            raise ValueError(explain(_ASKED, blame, f"{seen}   ranks: {ranks}", fits))
+            raise InvalidValue(_ASKED, blame, f"{seen}   ranks: {ranks}", fits)
 
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
@@ -163,7 +163,7 @@ def find_schedule(name: str) -> ScheduleKind:
     >>> find_schedule("1fib")
     Traceback (most recent call last):
         ...
-    ValueError: cannot schedule the pipeline: there is no schedule '1fib'
+    hyper_parallel.InvalidValue: cannot schedule the pipeline: there is no schedule '1fib'
       schedules: gpipe, 1f1b, interleaved, looped-bfs, zero-bubble, zbv
       try: '1f1b'
 
@@ -173,5 +173,5 @@ def find_schedule(name: str) -> ScheduleKind:
     kind = SCHEDULES.get(name) if isinstance(name, str) else None
     if kind is None:
         seen = f"schedules: {', '.join(SCHEDULES)}"
-        raise ValueError(explain(_ASKED, f"there is no schedule {name!r}", seen, nearest(name, SCHEDULES)))
+        raise InvalidValue(_ASKED, f"there is no schedule {name!r}", seen, nearest(name, SCHEDULES))
     return kind

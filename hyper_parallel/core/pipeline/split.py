@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.core.common.checks import check_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.pipeline.schedules import find_schedule
 
 __all__ = ["StageSlice", "rank_of_stage", "split_layers", "stage_slices", "stages_of_rank"]
@@ -49,17 +49,17 @@ def split_layers(
     """
     seen = f"num_layers: {num_layers}   stages: {stages}"
     if stages < 1:
-        raise ValueError(explain(_ASKED, "there must be a stage at least", seen, "stages=1"))
+        raise InvalidValue(_ASKED, "there must be a stage at least", seen, "stages=1")
     if sizes is not None:
         return _ranges(_checked(list(sizes), num_layers, stages))
     if num_layers < stages:
         hint = f"at most {max(num_layers, 1)} stages, or sizes=[...], which may name stages without a layer"
-        raise ValueError(explain(_ASKED, "there are fewer layers than stages", seen, hint))
+        raise InvalidValue(_ASKED, "there are fewer layers than stages", seen, hint)
     extras = [0.0] * stages
     for place, name, extra in ((0, "first_extra", first_extra), (-1, "last_extra", last_extra)):
         if isinstance(extra, bool) or not isinstance(extra, (int, float)) or not 0 <= extra < math.inf:
             blame = f"{name} must be a number of layers, from 0 up"
-            raise ValueError(explain(_ASKED, blame, f"{name}: {extra!r}", f"{name}=1"))
+            raise InvalidValue(_ASKED, blame, f"{name}: {extra!r}", f"{name}=1")
         extras[place] += extra
     return _ranges(_balanced(num_layers, tuple(extras)))
 
@@ -83,11 +83,11 @@ def _checked(sizes: list[int], num_layers: int, stages: int) -> list[int]:
     seen = f"sizes: {sizes}   num_layers: {num_layers}   stages: {stages}"
     hint = f"sizes={[len(part) for part in split_layers(max(num_layers, stages), stages)]}, or none"
     if any(check_int(size) is None or size < 0 for size in sizes):
-        raise ValueError(explain(_ASKED, "sizes must be numbers of layers, from 0 up", seen, hint))
+        raise InvalidValue(_ASKED, "sizes must be numbers of layers, from 0 up", seen, hint)
     if len(sizes) != stages:
-        raise ValueError(explain(_ASKED, f"there are {len(sizes)} sizes for {stages} stages", seen, hint))
+        raise InvalidValue(_ASKED, f"there are {len(sizes)} sizes for {stages} stages", seen, hint)
     if sum(sizes) != num_layers:
-        raise ValueError(explain(_ASKED, f"sizes add up to {sum(sizes)} layers, not {num_layers}", seen, hint))
+        raise InvalidValue(_ASKED, f"sizes add up to {sum(sizes)} layers, not {num_layers}", seen, hint)
     return sizes
 
 
@@ -118,7 +118,7 @@ def stages_of_rank(schedule: str, rank: int, ranks: int, stages_per_rank: int | 
     each = kind.checked_stages_per_rank(stages_per_rank)
     if not 0 <= rank < ranks:
         blame = f"there is no rank {rank} along an axis of {ranks}"
-        raise ValueError(explain("cannot place stages", blame, f"rank: {rank}   ranks: {ranks}", f"rank={ranks - 1}"))
+        raise InvalidValue("cannot place stages", blame, f"rank: {rank}   ranks: {ranks}", f"rank={ranks - 1}")
     total = ranks * each
     if kind.style == "v":
         return (rank, total - 1 - rank)
@@ -141,7 +141,7 @@ def rank_of_stage(schedule: str, stage: int, ranks: int, stages_per_rank: int | 
     if not owners:
         total = ranks * find_schedule(schedule).checked_stages_per_rank(stages_per_rank)
         blame = f"there are {total} stages, numbered from 0"
-        raise ValueError(explain("cannot find a stage", blame, f"stage: {stage}   ranks: {ranks}", f"{total - 1}"))
+        raise InvalidValue("cannot find a stage", blame, f"stage: {stage}   ranks: {ranks}", f"{total - 1}")
     return owners[0]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidValue
 from hyper_parallel.core.fully_shard.module import StepReductions, units_with_wider_sums
 from hyper_parallel.core.fully_shard.unit import Unit, nested_units
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta, plain_loss
@@ -172,7 +172,7 @@ class Stage(PipelineStage):
             now, before = (", ".join(map(str, which)) for which in (metas, self.sent))
             blame = "it differs from what the stage returned before for inputs of these shapes"
             hint = "shapes and dtypes that depend on the inputs' shapes alone"
-            raise ValueError(explain(asked, blame, f"now: {now}   before: {before}", hint))
+            raise InvalidValue(asked, blame, f"now: {now}   before: {before}", hint)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -193,9 +193,7 @@ class Stage(PipelineStage):
             asked = f"cannot compute the gradients of the weights of stage {self.stage_index} apart"
             blame = "some weight is used several times, each time beside another one, which torch cannot take apart"
             seen = f"seen: {str(error).partition('.')[0]}"
-            raise RuntimeError(
-                explain(asked, blame, seen, "schedule='interleaved', or a copy of the weight")
-            ) from error
+            raise InvalidState(asked, blame, seen, "schedule='interleaved', or a copy of the weight") from error
         if backward_type == "full" and self.is_last:
             # Torch keeps all losses until the step ends, and with each of them its graph, and what that still holds.
             given = bwd_kwargs["stage_output"]

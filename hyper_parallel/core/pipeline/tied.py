@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.checks import list_modules
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_, get_total_norm
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
@@ -70,7 +70,7 @@ class TiedWeights:
             blame = blame if one[0] and other[0] else "a stage has no such parameter"
             seen = f"{first!r}: {one[1]}\n  {last!r}: {other[1]}"
             hint = "names of two parameters of one shape, split alike: embedding='vocabulary' with a split head"
-            raise ValueError(explain(_ASKED, blame, seen, hint))
+            raise InvalidValue(_ASKED, blame, seen, hint)
 
     def _gather(self, mine: tuple[Any, Any]) -> list[tuple[Any, Any]]:
         """What each rank along the axis has to say of both parameters."""

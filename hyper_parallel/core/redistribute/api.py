@@ -13,7 +13,7 @@ import torch.distributed.tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_shape, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.common.groups import gather_numbers, group_of, on_wire
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.convert import build, device_of, in_split_order, to_placements, torch_form
@@ -171,7 +171,7 @@ def _check_whole(asked: str, tensor: Any) -> None:
     if not tensor.is_leaf:
         blame = "tensor was computed from one that wants a gradient, and the result, a leaf, would not pass one on"
         hint = "tensor.detach(), or from_local(tensor, layout()) and redistribute, which pass gradients on"
-        raise ValueError(explain(asked, blame, f"grad_fn: {type(tensor.grad_fn).__name__}", hint))
+        raise InvalidValue(asked, blame, f"grad_fn: {type(tensor.grad_fn).__name__}", hint)
 
 
 def _check_source(asked: str, src_data_rank: int | None, target: Layout) -> None:
@@ -182,7 +182,7 @@ def _check_source(asked: str, src_data_rank: int | None, target: Layout) -> None
     if not 0 <= index < least:
         small = target.alias_name[target.mesh_shape.index(least)]
         blame = f"src_data_rank {index} is an index along every axis, and axis {small!r} has {least} ranks"
-        raise ValueError(explain(asked, blame, seen, f"0 to {least - 1}, or None for every rank's own"))
+        raise InvalidValue(asked, blame, seen, f"0 to {least - 1}, or None for every rank's own")
 
 
 @runs_eagerly
@@ -312,14 +312,14 @@ def read_layout(
     seen = f"layout: {given!r}   placements: {placements!r}{_shown(known)}"
     if entries is None and mesh is not None and mesh is given:
         blame, first = "a mesh alone does not say where the tensor goes", Layout.from_device_mesh(mesh).alias_name[0]
-        raise ValueError(explain(asked, blame, seen, f'placements=("{first}", "None"), or torch\'s, one per axis'))
+        raise InvalidValue(asked, blame, seen, f'placements=("{first}", "None"), or torch\'s, one per axis')
     _check_entries(asked, "placements" if entries is placements else "layout", entries, seen)
     if entries is given and placements is not None:
         blame = "entries were given twice, as layout and as placements"
-        raise ValueError(explain(asked, blame, seen, "one of the two"))
+        raise InvalidValue(asked, blame, seen, "one of the two")
     if mesh is None:
         blame = "entries do not say which mesh they are for"
-        raise ValueError(explain(asked, blame, seen, f"a mesh before them, or {_EXAMPLE}"))
+        raise InvalidValue(asked, blame, seen, f"a mesh before them, or {_EXAMPLE}")
     try:
         return Layout.from_entries(mesh, tuple(entries))
     except TypeError:  # a list among them, or a mistake, which is then named
@@ -331,13 +331,13 @@ def _read_assigned(asked: str, given: Layout, placements: Sequence[Any] | None, 
         seen = f"layout: {given}   placements: {placements!r}"
         if given.is_assigned:
             blame = "both a layout with an assignment and placements were given"
-            raise ValueError(explain(asked, blame, seen, "one of the two"))
+            raise InvalidValue(asked, blame, seen, "one of the two")
         _check_entries(asked, "placements", placements, seen)
         given = given(*placements)
     if not given.is_assigned:
         first = given.alias_name[0]
         blame, hint = "the layout is a mesh without an assignment", f'layout("{first}", "None")'
-        raise ValueError(explain(asked, blame, f"layout: {given}", f"{hint}, or layout() for everything replicated"))
+        raise InvalidValue(asked, blame, f"layout: {given}", f"{hint}, or layout() for everything replicated")
     return given if given.mesh is not None else _on_known_mesh(asked, given, known)
 
 
@@ -353,7 +353,7 @@ def _check_entries(asked: str, name: str, entries: object, seen: str) -> None:
         blame, hint = "a layout was given beside a mesh", "the layout alone, which is for a mesh of its own"
     elif isinstance(entries, Placement):
         hint = f"[{entries!r}, ...], one placement per axis"
-    raise TypeError(explain(asked, blame, seen, hint))
+    raise InvalidType(asked, blame, seen, hint)
 
 
 def _shown(known: DeviceMesh | None) -> str:
@@ -369,8 +369,8 @@ def _on_known_mesh(asked: str, layout: Layout, known: DeviceMesh | None) -> Layo
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     if world is not None and max(layout.rank_list) >= world:
         blame = f"the layout is for ranks up to {max(layout.rank_list)}, and there are {world} ranks"
-        raise ValueError(explain(asked, blame, seen, f"a mesh of at most {world} ranks"))
-    raise ValueError(explain(asked, blame, seen, "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)"))
+        raise InvalidValue(asked, blame, seen, f"a mesh of at most {world} ranks")
+    raise InvalidValue(asked, blame, seen, "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)")
 
 
 def check_dtensor(asked: str, x: Any) -> DTensor:
@@ -397,7 +397,7 @@ def read_grad_layout(asked: str, grad_layout: LayoutLike | None, layout: Layout,
     torch_form(wanted, tuple(shape))
     seen, hint = f"layout: {layout}   grad_layout: {wanted}", "the same splits, and partial={...} where gradients add"
     if sorted(wanted.rank_list) != sorted(layout.rank_list):
-        raise ValueError(explain(asked, "grad_layout lies on other ranks than the parts", seen, hint))
+        raise InvalidValue(asked, "grad_layout lies on other ranks than the parts", seen, hint)
     if wanted.axes == layout.axes and wanted.splits(len(shape)) == layout.splits(len(shape)):
         return wanted
     expected, got = (which.slices(shape)[np.argsort(which.rank_list)] for which in (layout, wanted))
@@ -406,7 +406,7 @@ def read_grad_layout(asked: str, grad_layout: LayoutLike | None, layout: Layout,
         row = int(differ.argmax())
         rank = sorted(layout.rank_list)[row]
         blame = f"grad_layout gives rank {rank} {_ranges(got[row])}, and its part is {_ranges(expected[row])}"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     return wanted
 
 
@@ -434,9 +434,7 @@ def _check_part(asked: str, local: torch.Tensor, layout: Layout, shape: tuple[in
     if tuple(local.shape) != expected:
         blame = f"rank {rank}'s part has shape {tuple(local.shape)}, and the layout gives it {expected}"
         seen = f"shape: {shape}   layout: {layout}"
-        raise ValueError(
-            explain(asked, blame, seen, "the global shape, and parts as layout.local_slice(shape) cuts them")
-        )
+        raise InvalidValue(asked, blame, seen, "the global shape, and parts as layout.local_slice(shape) cuts them")
 
 
 def _agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
@@ -446,7 +444,7 @@ def _agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int,
     ranks = tuple(sorted(layout.rank_list))
     if dist.get_rank() not in ranks:
         blame, seen = "this rank is not on the mesh, so its part says nothing", f"layout: {layout}"
-        raise ValueError(explain(asked, blame, seen, "shape=(...)"))
+        raise InvalidValue(asked, blame, seen, "shape=(...)")
     if len(ranks) > 1:
         _check_alike(asked, layout, ranks, _all_parts(local, ranks, layout))
     return tuple(size * count for size, count in zip(local.shape, parts, strict=True))
@@ -458,7 +456,7 @@ def _check_alike(asked: str, layout: Layout, ranks: tuple[int, ...], parts: list
         if len(set(found)) > 1:
             lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, found, strict=True))
             blame = f"the parts have different {which}, and the shape of the full tensor is not guessed"
-            raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", hint))
+            raise InvalidValue(asked, blame, f"layout: {layout}\n  {lines}", hint)
 
 
 def _all_parts(local: torch.Tensor, ranks: tuple[int, ...], layout: Layout) -> list[tuple[tuple[int, ...], str]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.common.groups import all_gather_single, group_of, reduce_scatter_single
 from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.mesh.device_mesh import describe_ranks, mesh_among
@@ -311,13 +311,13 @@ def _check_rank(plan: Plan) -> int:
     if not (dist.is_available() and dist.is_initialized()):
         asked, blame = "cannot execute a plan", "torch.distributed is not initialized"
         seen = f"from: {plan.src}   to: {plan.dst}"
-        raise ValueError(explain(asked, blame, seen, "torchrun, or sim.run(function, world_size=8)"))
+        raise InvalidValue(asked, blame, seen, "torchrun, or sim.run(function, world_size=8)")
     rank = dist.get_rank()
     if rank not in plan.ranks:
         asked = f"cannot redistribute on rank {rank}"
         blame = "the rank is neither on the mesh that the tensor is on nor on the one it goes to"
         seen = f"from: {plan.src}   to: {plan.dst}"
-        raise ValueError(explain(asked, blame, seen, f"call it on ranks {_listed(plan.ranks)} only"))
+        raise InvalidValue(asked, blame, seen, f"call it on ranks {_listed(plan.ranks)} only")
     return rank
 
 
@@ -335,9 +335,9 @@ def _check_local(plan: Plan, local: torch.Tensor | None, rank: int, mesh: Device
     assert local is not None, "refused as no tensor"
     if local.dtype != plan.dtype:
         blame = f"local has dtype {local.dtype}, and the plan is for {plan.dtype}"
-        raise TypeError(explain(asked, blame, seen, f"plan(..., dtype={local.dtype})"))
+        raise InvalidType(asked, blame, seen, f"plan(..., dtype={local.dtype})")
     blame = f"local has shape {tuple(local.shape)}, and the layout gives this rank {expected}"
-    raise ValueError(explain(asked, blame, seen, "the global shape and the layout that the tensor really has"))
+    raise InvalidValue(asked, blame, seen, "the global shape and the layout that the tensor really has")
 
 
 @lru_cache(maxsize=8192)

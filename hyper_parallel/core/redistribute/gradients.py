@@ -14,7 +14,7 @@ import torch
 import torch.distributed.tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.torch_compat import is_set_to, runs_eagerly
 from hyper_parallel.core.dtensor.convert import build, local_tensor, on_mesh_device, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -117,7 +117,7 @@ def _check_slices(asked: str, mesh: DeviceMesh, target: Layout) -> None:
         blame = f"{name} is a slice, of which ranks elsewhere have another, and the other mesh reaches beyond it"
         seen = f"mesh of x: {axes_of(mesh)}   layout: {target}   sliced from: {axes_of(root)}"
         hint = "both layouts on the mesh that was sliced, 'None' or pending over its other axes"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
 
 
 class PendingRedistribute:
@@ -249,7 +249,7 @@ class FromLocal(torch.autograd.Function):
             asked = "cannot pass a gradient back through from_local"
             blame = f"copies pend {', '.join(sorted(kinds))}, and whose copy counts is known only when all are compared"
             hint = "redistribute with torch.no_grad(), a sum instead, or grad_layout=... for what you mean"
-            raise ValueError(explain(asked, blame, f"layout: {layout}", hint))
+            raise InvalidValue(asked, blame, f"layout: {layout}", hint)
         part = take_part(back_to(grad, layout.reset_partial()), cotangents(layout, grad.dim()), "from_local")
         return part / over if kinds == {"avg"} else part, None, None, None
 
@@ -298,7 +298,7 @@ def refuse_ambiguous(src: Layout, shape: torch.Size, verb: str) -> None:
         entries = src.placement_to_tensor_map(len(shape)).alias_placements or ()
         add = ", ".join([*map(repr, entries), f"partial={dict.fromkeys(loose, 'sum')!r}"])
         hint = f"{verb}(x, grad_layout={entries!r}) if equal; Layout.of(x)({add}) if partial; x.detach() if neither"
-        raise ValueError(explain(asked, blame, f"{'x' if verb == 'to_local' else 'result'}: {src}", hint))
+        raise InvalidValue(asked, blame, f"{'x' if verb == 'to_local' else 'result'}: {src}", hint)
 
 
 def _pending(layout: Layout) -> tuple[int, set[str]]:

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from hyper_parallel.core.common.errors import explain, readable_bytes
+from hyper_parallel.core.common.errors import InvalidValue, readable_bytes
 from hyper_parallel.core.common.tables import View, plain_table
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.bounds import TorchPlan, TorchStep, lower_bound, torch_plan
@@ -348,4 +348,4 @@ def _grid(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[
 def _check_two(what: str, given: Sequence[object]) -> None:
     if not 1 <= len(given) <= 2:
         blame = f"it has {len(given)} {what}, and a page has two"
-        raise ValueError(explain("cannot draw a redistribution", blame, f"{what}: {tuple(given)}", f"1 or 2 {what}"))
+        raise InvalidValue("cannot draw a redistribution", blame, f"{what}: {tuple(given)}", f"1 or 2 {what}")

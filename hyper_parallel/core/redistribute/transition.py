@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.core.common.checks import check, check_shape
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits
 from hyper_parallel.core.redistribute.cost import Nodes
@@ -241,7 +241,7 @@ def _read_side(asked: str, name: str, layout: Layout, shape: tuple[int, ...], se
         pending = ", ".join(f"{kind} over {axis!r}" for axis, kind in partial.items())
         blame = f"{name} has {pending} pending, and the order in which to take them is nowhere said"
         hint = f"one kind, such as partial={dict.fromkeys(partial, kinds[0])!r}"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     real = tuple(tuple(axis for axis in chain if axes.sizes[axis] > 1) for chain in splits)
     over = tuple(axis for axis in map(axes.index, partial) if axes.sizes[axis] > 1)
     kind = kinds[0] if over else None
@@ -256,7 +256,7 @@ def _check_countable(asked: str, before: LayoutSide, after: LayoutSide, seen: st
     elements = math.prod(before.shape)
     if elements * _MOST_BYTES * (len(before.ranks) + len(after.ranks)) >= 2**63:
         blame = f"{elements:,} elements are more than {len(before.ranks)} ranks' bytes can be counted for"
-        raise ValueError(explain(asked, blame, seen, "a tensor of fewer elements"))
+        raise InvalidValue(asked, blame, seen, "a tensor of fewer elements")
 
 
 # Integers that torch stores and does not add; likewise floats of one byte.
@@ -271,7 +271,7 @@ def _check_reductions(asked: str, before: LayoutSide, after: LayoutSide, dtype: 
         moved = [axis for axis in side.pending if not (stay and axis in other.pending)]
         if why is not None and moved:
             blame = f"{side.reduction} is pending over {side.names[moved[0]]!r}, and {why}"
-            raise TypeError(explain(asked, blame, seen, "a tensor of another dtype, such as x.to(torch.float32)"))
+            raise InvalidType(asked, blame, seen, "a tensor of another dtype, such as x.to(torch.float32)")
 
 
 def _no_reduction(kind: str, dtype: torch.dtype) -> str | None:

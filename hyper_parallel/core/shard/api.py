@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.torch_compat import note_replaced, refuse_lost
 from hyper_parallel.core.dtensor.convert import build, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -130,7 +130,7 @@ def _check_parameters(
             other = next(alias for alias in aliases if alias in reading.parameters and alias != name)
             blame = f"{name!r} and {other!r} are one parameter, and the plan has two layouts for it"
             seen = f"{name}: {layout}   {other}: {reading.parameters[other]}"
-            raise ValueError(explain(asked, blame, seen, "the same layout for both, or one of them only"))
+            raise InvalidValue(asked, blame, seen, "the same layout for both, or one of them only")
         chosen[id(param)] = param, aliases, layout
         _check_parameter(asked, model, name, param, layout, mesh)
         refuse_lost(f"{asked}: parameter {name!r}", param, "shard_module")
@@ -146,11 +146,11 @@ def _check_parameter(
     if wrapped is not None:
         blame = f"fully_shard or hsdp has parameter {name!r} already, with module {wrapped!r}"
         hint = "shard_module first, fully_shard after it"
-        raise ValueError(explain(asked, blame, f"layout: {layout}", hint))
+        raise InvalidValue(asked, blame, f"layout: {layout}", hint)
     if isinstance(param, DTensor) and axes_of(param.device_mesh) != layout._axes:
         blame = f"parameter {name!r} is a DTensor on another mesh"
         seen = f"parameter: {param.placements} on {axes_of(param.device_mesh)}   layout: {layout}"
-        raise ValueError(explain(asked, blame, seen, "its mesh, or a model whose parameters are unsharded"))
+        raise InvalidValue(asked, blame, seen, "its mesh, or a model whose parameters are unsharded")
     try:
         torch_form(layout, param.shape)
     except ValueError as error:
@@ -258,9 +258,7 @@ def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Cal
             first = done[id(module)]
             if here != _said(reading, first):
                 blame = f"{name!r} and {first!r} are one module, and the plan says different things of it"
-                raise ValueError(
-                    explain("cannot shard the model", blame, f"modules: {first}, {name}", "one of the two")
-                )
+                raise InvalidValue("cannot shard the model", blame, f"modules: {first}, {name}", "one of the two")
             continue
         done[id(module)] = name
         found.append((module, _attachment(name, module, reading, region)))
@@ -310,9 +308,7 @@ def _shard_function(asked: str, function: M, mesh: DeviceMesh, plan: ShardingPla
             if getattr(plan, field):
                 blame = f"{name!r} is a function, which has no parameters or modules, and {field} is given"
                 seen = f"{field}: {getattr(plan, field)!r}"
-                raise ValueError(
-                    explain(asked, blame, seen, 'input_plan={"input": ...} and output_plan={"output": ...}')
-                )
+                raise InvalidValue(asked, blame, seen, 'input_plan={"input": ...} and output_plan={"output": ...}')
     reading = read_plan(asked, plan, layout_on(mesh), [""], {})
     inputs, outputs = reading.inputs.get(""), reading.outputs.get("")
     if inputs is None and outputs is None:

@@ -14,7 +14,7 @@ import torch.distributed.tensor as torch_tensor
 from torch.distributed.tensor.placement_types import Partial
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.api import from_local, redistribute
@@ -103,7 +103,7 @@ class Arguments:
             if len(entries) > len(self.positional) and not self.any_number:
                 blame = f"there are more layouts ({len(entries)}) than arguments by position ({len(self.positional)})"
                 hint = "at most one layout per argument, or a dict by name"
-                raise ValueError(explain(asked, blame, f"layouts: {describe(tree)}   signature: {self.written}", hint))
+                raise InvalidValue(asked, blame, f"layouts: {describe(tree)}   signature: {self.written}", hint)
             names = [*self.positional, *[None] * len(entries)]
             found = [ArgumentLayout(index, names[index], entry) for index, entry in enumerate(entries)]
         return [place for place in found if place.tree is not None]
@@ -117,7 +117,7 @@ class Arguments:
             if name in self.unnamed:
                 blame = f"argument {name!r} is given by position only"
                 hint = f"a list of layouts by position, that of {name!r} at index {self.unnamed.index(name)}"
-            raise ValueError(explain(asked, blame, f"signature: {self.written}", hint))
+            raise InvalidValue(asked, blame, f"signature: {self.written}", hint)
         return ArgumentLayout(None, name, entry)
 
 
@@ -160,7 +160,7 @@ class Inputs:
         blame = f"there are more layouts than arguments: {number} were given"
         seen = f"layouts: {describe(self.tree)}"
         asked = f"cannot lay out the inputs of {self.where}"
-        raise ValueError(explain(asked, blame, seen, f"{number} layouts, or {(place.index or 0) + 1} arguments"))
+        raise InvalidValue(asked, blame, seen, f"{number} layouts, or {(place.index or 0) + 1} arguments")
 
 
 class Outputs:
@@ -240,7 +240,7 @@ def _unlike(what: str, value: Any, tree: LayoutTree) -> ValueError:
     else:
         is_there, hint = f"a {type(value).__name__}", "one layout"
     asked, blame = f"cannot lay out the {what}", f"it is {is_there}, and the layouts are for something else"
-    return ValueError(explain(asked, blame, f"layouts: {describe(tree)}", hint))
+    return InvalidValue(asked, blame, f"layouts: {describe(tree)}", hint)
 
 
 def _inside(what: str, error: ValueError) -> str:

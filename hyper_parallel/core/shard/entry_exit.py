@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidValue
 from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import has_saved_tensors_hooks, is_set_to, runs_eagerly
 from hyper_parallel.core.dtensor.convert import build, contiguous_stride, device_of, stride_like, torch_form
@@ -231,7 +231,7 @@ def _check_shard(local: torch.Tensor, produced: Layout, shape: torch.Size) -> No
         asked = "cannot make a DTensor from local shards"
         blame = f"rank {rank}'s shard has shape {tuple(local.shape)}, and the layout gives it {expected}"
         seen = f"shape: {tuple(shape)}   layout: {produced}"
-        raise ValueError(explain(asked, blame, seen, "the shape of the full tensor, and the layout it really has"))
+        raise InvalidValue(asked, blame, seen, "the shape of the full tensor, and the layout it really has")
 
 
 # -- DTensors --------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, 
     if blame is not None:
         lines = "\n  ".join(f"rank {rank}: {shard}" for rank, shard in zip(ranks, shards, strict=True))
         hint = "a layout that the shards have, with dims split as torch.chunk does it"
-        raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", hint))
+        raise InvalidValue(asked, blame, f"layout: {layout}\n  {lines}", hint)
     return shape
 
 
@@ -439,7 +439,7 @@ class _Regather:
             asked = f"cannot gather an input of {self._where} again"
             blame = "its shard was changed in place after the forward that gathered it"
             seen = f"shard: {tuple(self._held.shape)}, version {self._held._version}, was {self._version}"
-            raise RuntimeError(explain(asked, blame, seen, "no in-place change, or a plan without reshard_inputs"))
+            raise InvalidState(asked, blame, seen, "no in-place change, or a plan without reshard_inputs")
         mesh = self._src.mesh
         assert mesh is not None, "noted with a mesh"
         steps = plan(self._src, self._dst, self._shape, self._held.dtype, get_platform(mesh.device_type).machine())

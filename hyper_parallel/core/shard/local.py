@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.core.common.checks import check, check_shape
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.boundaries import ArgumentLayout, Arguments, spread
@@ -169,7 +169,7 @@ class _Code:
                 where[key] = spread(what, where[key], tree, move)
             elif name is None:
                 blame = f"there is a layout for argument {index}, and {len(values)} were given"
-                raise ValueError(explain(self.asked, blame, describe(tree), "as many layouts as arguments"))
+                raise InvalidValue(self.asked, blame, describe(tree), "as many layouts as arguments")
         return values, named
 
     def _refuse_unclear(self, x: Any, layout: Layout) -> Any:
@@ -184,7 +184,7 @@ class _Code:
                 blame = f"over {names} copies are to be compared or multiplied, and whose counts is not known here"
             seen = f"layout: {layout}   outputs: {describe(self.outputs)}"
             hint = "in_grad_layouts=..., with partial={...} where they are to be added; or detach() the input"
-            raise ValueError(explain("cannot differentiate", blame, seen, hint))
+            raise InvalidValue("cannot differentiate", blame, seen, hint)
         return x
 
     def _check_left_alone(self, result: Any) -> None:
@@ -196,7 +196,7 @@ class _Code:
                 )
                 seen = f"outputs: {describe(self.outputs)}   left alone: shape {tuple(leaf.shape)}"
                 hint = "a layout for it, in_grad_layouts=..., or detach() for what is only looked at"
-                raise ValueError(explain(self.asked, blame, seen, hint))
+                raise InvalidValue(self.asked, blame, seen, hint)
 
 
 # -- inputs ----------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _read_inputs(
         _match(asked, place.tree, grads.pop(place[:2], None), outs, known)
     for (index, name), tree in grads.items():
         blame = f"there is none in in_layouts for argument {index if name is None else name!r}"
-        raise ValueError(explain(asked, blame, describe(tree), "gradients of inputs that have layouts"))
+        raise InvalidValue(asked, blame, describe(tree), "gradients of inputs that have layouts")
     return _Inputs(places, known)
 
 
@@ -229,7 +229,7 @@ def _match(asked: str, tree: Any, grads: Any, outs: Sequence[Layout], known: dic
     elif isinstance(tree, Layout) and isinstance(grads, Layout):
         if tree.reset_partial() != grads.reset_partial():
             blame, hint = "it is split otherwise than the input", "the same splits, and partial={...} where they add"
-            raise ValueError(explain(asked, blame, f"input: {tree}   gradient: {grads}", hint))
+            raise InvalidValue(asked, blame, f"input: {tree}   gradient: {grads}", hint)
         known[id(tree)] = _Input(tree, grads, (), False)
     elif isinstance(tree, tuple) and (grads is None or (isinstance(grads, tuple) and len(grads) == len(tree))):
         for each, grad in zip(tree, grads or (None,) * len(tree), strict=True):
@@ -239,7 +239,7 @@ def _match(asked: str, tree: Any, grads: Any, outs: Sequence[Layout], known: dic
             _match(asked, each, (grads or {}).get(name), outs, known)
     elif tree is not None or grads is not None:
         blame, seen = "it is built otherwise than in_layouts", f"in_layouts: {describe(tree)}   this: {describe(grads)}"
-        raise ValueError(explain(asked, blame, seen, "one gradient per input, None for what the rule says"))
+        raise InvalidValue(asked, blame, seen, "one gradient per input, None for what the rule says")
 
 
 def _by_rule(layout: Layout, outs: Sequence[Layout]) -> _Input:
@@ -277,7 +277,7 @@ class _Shapes:
         if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
             blame = f"an output that has a layout is a {type(shard).__name__}, not a plain tensor"
             hint = "local tensors, or None in out_layouts for what is left alone"
-            raise TypeError(explain(self._asked, blame, f"layout: {layout}", hint))
+            raise InvalidType(self._asked, blame, f"layout: {layout}", hint)
         shape, known = self._declared.get(id(layout)), resolved(layout, shard.dim())
         if shape is None:
             live = any(known.mesh_shape[axis] > 1 for chain in known.splits(shard.dim()) for axis in chain)
@@ -303,7 +303,7 @@ class _Shapes:
     def _unlike(self, tree: LayoutTree, shapes: Any) -> ValueError:
         blame, seen = "out_shapes is built otherwise than out_layouts", f"out_layouts: {describe(tree)}"
         hint = "one shape per layout, None for one that the ranks exchange"
-        return ValueError(explain(self._asked, blame, f"{seen}   out_shapes: {shapes!r}", hint))
+        return InvalidValue(self._asked, blame, f"{seen}   out_shapes: {shapes!r}", hint)
 
 
 def _checked_shape(asked: str, shape: Any, layout: Layout) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.common.torch_compat import calls_compiled, runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -63,7 +63,7 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
                 "gradients are partial sums is ambiguous"
             )
             hint = "the same along that axis, or one module for each result"
-            raise ValueError(explain(asked, blame, f"results: {describe(produced)}", hint))
+            raise InvalidValue(asked, blame, f"results: {describe(produced)}", hint)
         if not all(replicated):
             shared.add(name)
     return frozenset(shared)
@@ -85,10 +85,10 @@ def _chunks_of(
     )
     hint = 'input ("dp", "None", "None"), local a sum pending over tp, output ("dp", "tp", "None")'
     if not (isinstance(taken, Layout) and isinstance(pending, Layout) and isinstance(split, Layout)):
-        raise ValueError(explain(asked, "input_plan, local_plan and output_plan need one layout each", seen, hint))
+        raise InvalidValue(asked, "input_plan, local_plan and output_plan need one layout each", seen, hint)
     sums = [name for name, kind in pending.partial.items() if kind == "sum"]
     if taken.is_partial() or split.is_partial() or not sums or len(sums) != len(pending.partial):
-        raise ValueError(explain(asked, "its result is to be a pending sum, and nothing else pending", seen, hint))
+        raise InvalidValue(asked, "its result is to be a pending sum, and nothing else pending", seen, hint)
     dims, live = set[int](), False
     for axis, name in enumerate(pending.alias_name):
         before, within, after = ((layout._specs or ())[axis] for layout in (taken, pending, split))
@@ -97,14 +97,14 @@ def _chunks_of(
             live = live or pending.mesh_shape[axis] > 1
         elif name in sums or not before == within == after:
             blame = f"over axis {name!r} its input is not gathered where its result is scattered, or laid out otherwise"
-            raise ValueError(explain(asked, blame, seen, hint))
+            raise InvalidValue(asked, blame, seen, hint)
     if len(dims) != 1 or min(dims) < 0:
         blame = "the sum is scattered over several dims, or over one that is counted from the last"
-        raise ValueError(explain(asked, blame, seen, hint))
+        raise InvalidValue(asked, blame, seen, hint)
     (dim,), (count, along) = dims, given if isinstance(given, tuple) else (given, None)
     if along is not None and along > dim:
         blame = f"dim {along}, along which it is to be cut, is behind that over which its input is gathered"
-        raise ValueError(explain(asked, blame, seen, f"({count}, 0), or any dim up to {dim}"))
+        raise InvalidValue(asked, blame, seen, f"({count}, 0), or any dim up to {dim}")
     if not live:
         return None
     grad = _grad_layout_of(taken, frozenset(sums))
@@ -117,7 +117,7 @@ def _shape_to_cut(asked: str, x: torch.Tensor, chunks: Chunks) -> tuple[int, ...
     """Return the sizes of the full tensor that is cut."""
     if x.dim() < chunks.dim + 2:
         blame = f"rows are cut along dim {chunks.dim}, which is the last one, or is not there"
-        raise ValueError(explain(asked, blame, f"argument: {tuple(x.shape)}", "no entry in chunks for it"))
+        raise InvalidValue(asked, blame, f"argument: {tuple(x.shape)}", "no entry in chunks for it")
     mark = mark_of(x)
     return agreed_shape(asked, x, chunks.split) if mark is None else tuple(mark.shape)
 
@@ -175,7 +175,7 @@ class LocalModule:
             if reshards:
                 blame = "its input would be gathered again whole, and it is gathered in chunks"
                 seen = f"chunks: {chunks}   reshard_inputs: it is named there"
-                raise ValueError(explain(f"cannot run {self.where} in chunks", blame, seen, "one of the two"))
+                raise InvalidValue(f"cannot run {self.where} in chunks", blame, seen, "one of the two")
         if self.chunks is not None:  # what goes in and what comes out is split: in between, `in_chunks` communicates
             produced = outputs = self.chunks.split
             inputs = dict.fromkeys(inputs, produced) if isinstance(inputs, Mapping) else produced
@@ -250,7 +250,7 @@ class LocalModule:
             blame = "its rows are those of one tensor, and it was called with something else"
             seen = f"arguments: {', '.join(type(value).__name__ for value in given.values()) or 'none'}"
             hint = "no entry in chunks for it; with more arguments one of its dims too, (2, 0)"
-            raise TypeError(explain(asked, blame, seen, hint))
+            raise InvalidType(asked, blame, seen, hint)
         x: torch.Tensor = given[key]
 
         def computed(chunk: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ class LocalModule:
             if not isinstance(result, torch.Tensor) or result.shape[:-1] != chunk.shape[:-1]:
                 seen = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
                 blame = f"it returns no tensor with the rows of its argument, {tuple(chunk.shape)}"
-                raise TypeError(explain(asked, blame, f"result: {seen}", "no entry in chunks for it"))
+                raise InvalidType(asked, blame, f"result: {seen}", "no entry in chunks for it")
             return result
 
         return in_chunks(computed, x, _shape_to_cut(asked, x, self.chunks), self.chunks)
@@ -302,7 +302,7 @@ class LocalModule:
         if self.is_inner and not self.wraps and x.is_floating_point():
             blame = "it is a plain tensor, and nothing says which shard of the full tensor it is"
             hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that shard already"
-            raise ValueError(explain("cannot take the shard", blame, f"layout: {target}", hint))
+            raise InvalidValue("cannot take the shard", blame, f"layout: {target}", hint)
         self._bare += 1
         return self._wrapped(x, known) if self.wraps else x  # this rank's shard already
 
@@ -318,7 +318,7 @@ class LocalModule:
         elif self._seen_bare and self._bare > max(self._seen_bare):
             blame = "nothing says which shards they are, as it did inside of the module that holds this one"
             hint = "checkpoint(..., use_reentrant=False), as the other kind computes with other tensors"
-            raise ValueError(explain(f"cannot take the inputs of {self.where}", blame, "inputs: plain tensors", hint))
+            raise InvalidValue(f"cannot take the inputs of {self.where}", blame, "inputs: plain tensors", hint)
 
     def _wrapped(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return a plain tensor as a shard in a layout; where the ranks share the work, its gradients are added."""
@@ -384,10 +384,10 @@ class LocalModule:
         if not isinstance(shard, torch.Tensor):
             blame = f"it is a {type(shard).__name__}, not a tensor"
             hint = "a tensor, or a list, tuple or mapping of tensors"
-            raise ValueError(explain(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint))
+            raise InvalidValue(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint)
         if isinstance(shard, DTensor):
             blame, hint = "it is a DTensor already", "no local_plan for a module that returns DTensors"
-            raise ValueError(explain(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint))
+            raise InvalidValue(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint)
         layout = resolved(layout, shard.dim())
         target = resolved(wanted, shard.dim()) if isinstance(wanted, Layout) else None
         shape = torch.Size(self._shape(call, what, shard, layout, path))
@@ -412,7 +412,7 @@ class LocalModule:
         if shard_shape(layout, torch.Size(known), rank) != tuple(shard.shape):
             blame = f"rank {rank} returned a shard of shape {tuple(shard.shape)}, and of {known} it has another one"
             hint = "code whose shapes follow from those of its arguments"
-            raise ValueError(explain(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint))
+            raise InvalidValue(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint)
         return known
 
 
@@ -436,7 +436,7 @@ def _grad_layout_of(layout: Layout, shared: frozenset[str]) -> Layout | None:
     if refused:
         blame = f"{refused[0]} is pending, and whose copy counts is known only when all are compared"
         hint = "an input_plan that says where it should be"
-        raise ValueError(explain("cannot take a shard for a gradient", blame, f"layout: {layout}", hint))
+        raise InvalidValue("cannot take a shard for a gradient", blame, f"layout: {layout}", hint)
     added = {name: "sum" for name, kind in pending.items() if kind == "avg" or (kind is None and name in shared)}
     if not added and not layout.is_partial():
         return layout
@@ -531,7 +531,7 @@ def begin_lookup(
         return args, kwargs, None
     if _has_empty_shard(layout, weight.shape):
         blame = f"some rank has none of the {weight.shape[0]} rows"
-        raise ValueError(explain(asked, blame, f"layout: {layout}", "fewer ranks along the axes that split the rows"))
+        raise InvalidValue(asked, blame, f"layout: {layout}", "fewer ranks along the axes that split the rows")
     shard = layout.local_slice(weight.shape)[0]
     ids = args[0] if args else kwargs["input"]
     local = ids - shard.start
@@ -561,13 +561,13 @@ def _check_options(asked: str, module: nn.Embedding, *, wants_gradient: bool) ->
     """Refuse what depends on the tokens, or on the numbers, of other ranks."""
     if module.max_norm is not None:
         blame = "rows are shards or copies on several ranks, and max_norm changes them in each forward"
-        raise ValueError(explain(asked, blame, f"max_norm: {module.max_norm}", "max_norm=None"))
+        raise InvalidValue(asked, blame, f"max_norm: {module.max_norm}", "max_norm=None")
     if wants_gradient and module.scale_grad_by_freq:
         blame = "scale_grad_by_freq counts how often a token is among those of a rank, not among all"
-        raise ValueError(explain(asked, blame, "scale_grad_by_freq: True", "scale_grad_by_freq=False"))
+        raise InvalidValue(asked, blame, "scale_grad_by_freq: True", "scale_grad_by_freq=False")
     if wants_gradient and module.sparse:
         blame = "gradients go from rank to rank, which sparse ones cannot"
-        raise ValueError(explain(asked, blame, "sparse: True", "sparse=False"))
+        raise InvalidValue(asked, blame, "sparse: True", "sparse=False")
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.core.common.checks import check, check_choice, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -266,19 +266,19 @@ def _checked_shape(
     hint = f"targets of shape {tuple(rows)}"
     if part is not None and part != tuple(rows):
         blame, hint = f"{blame}, {part} of them on this rank", f"{hint}, or {part}, this rank's"
-    raise ValueError(explain(_ASKED, blame, f"logits: shape {tuple(logits.shape)}, classes in the last dim", hint))
+    raise InvalidValue(_ASKED, blame, f"logits: shape {tuple(logits.shape)}, classes in the last dim", hint)
 
 
 def _check_tensors(logits: torch.Tensor, targets: torch.Tensor) -> None:
     seen = f"logits: {logits.dtype} {tuple(logits.shape)}   targets: {targets.dtype} {tuple(targets.shape)}"
     if not logits.is_floating_point() or not logits.dim():
         blame = "logits are no floats" if logits.dim() else "logits have no dim of classes"
-        raise TypeError(explain(_ASKED, blame, seen, "floats of shape (..., vocab)"))
+        raise InvalidType(_ASKED, blame, seen, "floats of shape (..., vocab)")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise TypeError(explain(_ASKED, "targets are no class indices", seen, "targets.long()"))
+        raise InvalidType(_ASKED, "targets are no class indices", seen, "targets.long()")
     if isinstance(targets, DTensor) and not isinstance(logits, DTensor):
         blame = "targets is a DTensor, and logits are a plain tensor"
-        raise TypeError(explain(_ASKED, blame, seen, "both as DTensors, or full_tensor(targets)"))
+        raise InvalidType(_ASKED, blame, seen, "both as DTensors, or full_tensor(targets)")
 
 
 def _check_options(reduction: object, ignore_index: Any, label_smoothing: Any) -> int:
@@ -287,5 +287,5 @@ def _check_options(reduction: object, ignore_index: Any, label_smoothing: Any) -
     check_choice(_ASKED, "reduction", reduction, _REDUCTIONS)
     seen = f"reduction: {reduction!r}   ignore_index: {ignore_index!r}   label_smoothing: {label_smoothing!r}"
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(explain(_ASKED, "label_smoothing is not from 0 to 1", seen, "label_smoothing=0.1"))
+        raise InvalidValue(_ASKED, "label_smoothing is not from 0 to 1", seen, "label_smoothing=0.1")
     return index

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import parse_layout, parse_mesh, write_layout
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
@@ -150,12 +150,12 @@ class _PlanText:
         try:
             return cls(path, path.read_bytes().decode("utf-8-sig"))
         except UnicodeDecodeError:
-            raise ValueError(explain(asked, "it is no UTF-8 text", f"file: {path}", "a TOML file")) from None
+            raise InvalidValue(asked, "it is no UTF-8 text", f"file: {path}", "a TOML file") from None
         except OSError as error:
             reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
             there = sorted(other.name for other in path.parent.glob("*.toml"))
             near = nearest(path.name, there) if there else "hyper-parallel verify --show-plan > plan.toml"
-            raise ValueError(explain(asked, reason, f"TOML files there: {', '.join(there) or 'none'}", near)) from None
+            raise InvalidValue(asked, reason, f"TOML files there: {', '.join(there) or 'none'}", near) from None
 
     def table(self) -> dict[str, Any]:
         """Return what the TOML says."""
@@ -171,7 +171,7 @@ class _PlanText:
         """Return an error that shows a line."""
         lines = self.text.splitlines()
         seen = lines[number - 1].strip() if number and number <= len(lines) else key or "the end of the file"
-        return ValueError(explain(f"cannot read the plan {self.place(number)}", blame, seen, hint))
+        return InvalidValue(f"cannot read the plan {self.place(number)}", blame, seen, hint)
 
     def place(self, number: int | None) -> str:
         """Name the file, and the line if it is known."""
@@ -260,7 +260,7 @@ def _layouts(place: str, value: Any, base: Layout) -> Any:
         return {name: None if each == ALONE else _layouts(place, each, base) for name, each in value.items()}
     blame = "it is empty" if isinstance(value, (list, dict)) else f"{json.dumps(value, default=str)} is no layout"
     hint = f'"{base.alias_name[0]},None"; ["{base.alias_name[0]},None", "-"] for several, "-" leaves one alone'
-    raise ValueError(explain(f"cannot read the plan {place}", blame, f"given: {value!r}", hint))
+    raise InvalidValue(f"cannot read the plan {place}", blame, f"given: {value!r}", hint)
 
 
 def _layout(place: str, text: str, base: Layout) -> Layout:
@@ -305,5 +305,5 @@ def _alias_form(asked: str, layout: Layout) -> Layout:
     dims = [placement.dim for placement in layout.placements or () if hasattr(placement, "dim")]
     if any(dim < 0 for dim in dims):
         blame = "it counts a dim from the last one, and the number of dims is not known here"
-        raise ValueError(explain(asked, blame, f"layout: {layout}", "Shard(1) for the second of two dims"))
+        raise InvalidValue(asked, blame, f"layout: {layout}", "Shard(1) for the second of two dims")
     return layout.placement_to_tensor_map(max(dims, default=-1) + 1)

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.core.common.errors import class_name, explain
+from hyper_parallel.core.common.errors import InvalidValue, class_name
 from hyper_parallel.core.common.torch_compat import ADDS_UP, runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -64,7 +64,7 @@ class Region:
                 blame = f"fully_shard has {name!r} in it, whose parameters are gathered only when that is called"
                 seen = f"modules: {class_name(module)} holds {name!r}, a {class_name(child)}"
                 hint = "fully_shard on the module that has the local_plan, or on one that holds it"
-                raise ValueError(explain("cannot run a module on local tensors", blame, seen, hint))
+                raise InvalidValue("cannot run a module on local tensors", blame, seen, hint)
             yield from self.owners(child)
 
 
@@ -184,7 +184,7 @@ class LocalParameters:
         axes = ", ".join(map(repr, self._shared))
         blame = f"parameter {name!r} has no layout, and over {axes} its gradients are shares to be added"
         hint = 'a layout for it in the plan, ("None",) if all ranks have the same; or requires_grad_(False)'
-        return ValueError(explain(asked, blame, f"{name}: a plain tensor of shape {tuple(param.shape)}", hint))
+        return InvalidValue(asked, blame, f"{name}: a plain tensor of shape {tuple(param.shape)}", hint)
 
     def _look_up(self, owner: nn.Module, name: str, param: DTensor) -> _Known:
         found = self._known.get((id(owner), name))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_least
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layout, read_layouts
 
@@ -150,7 +150,7 @@ def _check_local(asked: str, paths: Sequence[str], local: Mapping[str, Match], w
         if path not in local:
             blame = f"module {path!r} does not compute on local tensors, {why}"
             seen = f"local_plan: {_short(list(local))}"
-            raise ValueError(explain(asked, blame, seen, f"an entry for {path!r} in local_plan"))
+            raise InvalidValue(asked, blame, seen, f"an entry for {path!r} in local_plan")
 
 
 def _short(value: object) -> str:
@@ -170,7 +170,7 @@ def _section(
         if one and isinstance(value, (list, Mapping)):
             blame = "a parameter has one layout"
             hint = f"{tuple(value)!r}, a tuple" if isinstance(value, list) and value else '("tp", "None")'
-            raise ValueError(explain(here, blame, f"given: {value!r}", hint))
+            raise InvalidValue(here, blame, f"given: {value!r}", hint)
         found[path] = path, read_layout(here, value, base) if one else read_layouts(here, value, base)
     return found
 
@@ -186,7 +186,7 @@ def _boundary(asked: str, plan: ShardingPlan, word: str, base: Layout, modules: 
             blame = f"the last part of a key is {word!r}, and {key!r} ends in {last!r}"
             near = key if matches_any(key, modules) else path
             hint = f"{near + '.' if near else ''}{word}"
-            raise ValueError(explain(f"{asked}: {field}", blame, f"keys: {_short(list(given))}", repr(hint)))
+            raise InvalidValue(f"{asked}: {field}", blame, f"keys: {_short(list(given))}", repr(hint))
     for key, (_, tree) in _section(asked, field, given, base).items():
         entries[key.rpartition(".")[0]] = key, tree
     found = resolve(f"{asked}: {field}", entries, modules, "module")
@@ -202,7 +202,7 @@ def _check_entries(asked: str, name: str, key: str, layout: Layout, ndim: int) -
     if layout.is_partial():
         blame = f"parameter {name!r} would have a reduction pending, and optimizers change it as values"
         hint = "a layout without pending reductions: split, or replicated"
-        raise ValueError(explain(f"{asked}: plan[{key!r}]", blame, f"layout: {layout}", hint))
+        raise InvalidValue(f"{asked}: plan[{key!r}]", blame, f"layout: {layout}", hint)
     try:
         layout.splits(ndim)
     except ValueError:
@@ -212,7 +212,7 @@ def _check_entries(asked: str, name: str, key: str, layout: Layout, ndim: int) -
         if ndim == 0:
             whole = "Replicate(), " * len(layout.mesh_shape)
             hint = f"({whole.rstrip(', ') if len(layout.mesh_shape) > 1 else whole.rstrip()}), one per axis"
-        raise ValueError(explain(f"{asked}: plan[{key!r}]", blame, f"layout: {written!r}", hint)) from None
+        raise InvalidValue(f"{asked}: plan[{key!r}]", blame, f"layout: {written!r}", hint) from None
 
 
 # -- paths: the parameters or modules that `layers.*.mlp.w1.weight` names ----------------------------------------------
@@ -303,7 +303,7 @@ def resolve(asked: str, entries: Mapping[str, tuple[str, Any]], names: Sequence[
                 blame = f"{kind} {name!r} is meant by {known[1].key!r} and by {key!r}, which say different things"
                 seen = f"{known[1].key}: {known[1].value}   {key}: {value}"
                 hint = f"an entry for {name + key[len(path) :]!r} as well, which counts before both"
-                raise ValueError(explain(asked, blame, seen, hint))
+                raise InvalidValue(asked, blame, seen, hint)
             if known is None or rank < known[0]:
                 found[name] = rank, Match(key, value)
     return {name: found[name][1] for name in names if name in found}

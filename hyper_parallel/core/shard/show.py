@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_shape
-from hyper_parallel.core.common.errors import class_name, explain, readable_bytes
+from hyper_parallel.core.common.errors import InvalidValue, class_name, readable_bytes
 from hyper_parallel.core.common.tables import View, display, fold, plain_table
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -80,7 +80,7 @@ def view(x: Any, shape: Sequence[int] | None = None) -> View:
     if shape is not None:
         if not isinstance(x, Layout) or not x.is_assigned:
             blame = "a shape goes with a layout; what has one of its own, or is a mesh, takes none"
-            raise ValueError(explain(asked, blame, f"x: {type(x).__name__}   shape: {shape!r}", "hp.show(x)"))
+            raise InvalidValue(asked, blame, f"x: {type(x).__name__}   shape: {shape!r}", "hp.show(x)")
         shape = check_shape(shape)
     if isinstance(x, DTensor):
         return _tensor_view(x)
@@ -131,7 +131,7 @@ def _least_dims(layout: Layout) -> int:
     dims = [placement.dim for placement in layout.placements or () if hasattr(placement, "dim")]
     if min(dims, default=0) < 0:
         blame = "it counts a dim from the last one, and without a shape the number of dims is not known"
-        raise ValueError(explain("cannot show who holds what", blame, f"layout: {layout}", "hp.show(layout, (8, 4))"))
+        raise InvalidValue("cannot show who holds what", blame, f"layout: {layout}", "hp.show(layout, (8, 4))")
     return max(dims, default=-1) + 1
 
 

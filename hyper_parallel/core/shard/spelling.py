@@ -7,7 +7,7 @@ from typing import Any, Union
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.spelling import is_placement
 from hyper_parallel.core.mesh.device_mesh import axes_of
@@ -48,7 +48,7 @@ def read_layouts(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout
     if isinstance(value, list) or (isinstance(value, tuple) and any(map(_is_layout, value))):
         if not value:
             blame = "it is empty"
-            raise ValueError(explain(asked, blame, f"given: {value!r}", _example(base)))
+            raise InvalidValue(asked, blame, f"given: {value!r}", _example(base))
         return tuple(_read_entry(asked, entry, base, value) for entry in value)
     try:
         return read_layout(asked, value, base)
@@ -77,20 +77,20 @@ def read_layout(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout:
     if isinstance(value, Layout):
         return _on_mesh(asked, value, base)
     if not isinstance(value, tuple):
-        raise ValueError(explain(asked, _what_it_is(value), seen, _example(base)))
+        raise InvalidValue(asked, _what_it_is(value), seen, _example(base))
     if not value:
-        raise ValueError(explain(asked, "() is no layout: it has no entries", seen, _example(base)))
+        raise InvalidValue(asked, "() is no layout: it has no entries", seen, _example(base))
     placed = [is_placement(entry) for entry in value]
     if any(placed) and not all(placed):
         blame = f"placements and axis names are mixed ({value[placed.index(False)]!r} is no placement)"
-        raise ValueError(explain(asked, blame, seen, _example(base)))
+        raise InvalidValue(asked, blame, seen, _example(base))
     if any(map(_is_layout, value)):
         blame = "it holds several layouts, and there is one tensor"
-        raise ValueError(explain(asked, blame, seen, _example(base)))
+        raise InvalidValue(asked, blame, seen, _example(base))
     try:
         return base(*value)
     except TypeError as error:  # an entry that is no name
-        raise ValueError(explain(asked, _first_line(error), seen, _example(base))) from None
+        raise InvalidValue(asked, _first_line(error), seen, _example(base)) from None
     except ValueError as error:
         raise ValueError(_within(asked, error)) from None
 
@@ -140,9 +140,9 @@ def _read_names(asked: str, value: Mapping[Any, Any], base: Layout) -> dict[str,
     for name in value:
         if not isinstance(name, str):
             blame = f"a name is a str, and {name!r} is a {type(name).__name__}"
-            raise ValueError(explain(asked, blame, f"given: {value!r}", _named_example(base)))
+            raise InvalidValue(asked, blame, f"given: {value!r}", _named_example(base))
     if not value:
-        raise ValueError(explain(asked, "it is empty", f"given: {value!r}", _named_example(base)))
+        raise InvalidValue(asked, "it is empty", f"given: {value!r}", _named_example(base))
     return {name: read_layouts(f"{asked} ({name!r})", entry, base) for name, entry in value.items()}
 
 
@@ -150,7 +150,7 @@ def _read_entry(asked: str, entry: object, base: Layout, whole: Sequence[object]
     if isinstance(entry, str) or is_placement(entry):
         blame = f"a list holds one layout per tensor, and {entry!r} is one entry of a layout"
         hint = f"{tuple(whole)!r} for one layout, [{tuple(whole)!r}] for one in a list"
-        raise ValueError(explain(asked, blame, f"given: {whole!r}", hint))
+        raise InvalidValue(asked, blame, f"given: {whole!r}", hint)
     return read_layouts(asked, entry, base)
 
 
@@ -162,10 +162,10 @@ def _is_layout(entry: object) -> bool:
 def _on_mesh(asked: str, layout: Layout, base: Layout) -> Layout:
     seen = f"layout: {layout}   mesh: {base._axes}"
     if layout._specs is None:
-        raise ValueError(explain(asked, "the layout is a mesh without an assignment", seen, _example(base)))
+        raise InvalidValue(asked, "the layout is a mesh without an assignment", seen, _example(base))
     if layout._axes != base._axes:
         blame = "the layout is for another mesh"
-        raise ValueError(explain(asked, blame, seen, "a layout on the mesh given, or names, which are read on it"))
+        raise InvalidValue(asked, blame, seen, "a layout on the mesh given, or names, which are read on it")
     return layout if base.mesh is None else layout.with_mesh(base.mesh)
 
 

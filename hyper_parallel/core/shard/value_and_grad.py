@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from hyper_parallel.core.common.checks import check
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType
 from hyper_parallel.core.dtensor.convert import contiguous_stride
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Replicate
@@ -149,13 +149,13 @@ def _check_weights(fn: object, weights: Any) -> list[torch.Tensor]:
     chosen = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     if not chosen:
         blame = "weights is empty, so there is nothing to differentiate for"
-        raise TypeError(explain(_ASKED, blame, f"weights: {weights!r}", "list(model.parameters())"))
+        raise InvalidType(_ASKED, blame, f"weights: {weights!r}", "list(model.parameters())")
     for place, weight in enumerate(chosen):
         name = "weights" if isinstance(weights, torch.Tensor) else f"weights[{place}]"
         if not weight.requires_grad:
             blame, seen = f"{name} wants no gradient", f"{name}: shape {tuple(weight.shape)}, {weight.dtype}"
             hint = "weight.requires_grad_(), or [w for w in model.parameters() if w.requires_grad]"
-            raise TypeError(explain(_ASKED, blame, seen, hint))
+            raise InvalidType(_ASKED, blame, seen, hint)
     return chosen
 
 
@@ -173,18 +173,18 @@ def _differentiated(value: object, scales: tuple[float, ...] | None) -> list[tup
     outputs = _read_outputs(value)
     if scales is not None and not several:
         blame, hint = "fn returned one tensor, and sens is for several", "sens=None, and scale the output in fn"
-        raise TypeError(explain(_ASKED, blame, f"sens: {list(scales)!r}   returned: {_shown(value)}", hint))
+        raise InvalidType(_ASKED, blame, f"sens: {list(scales)!r}   returned: {_shown(value)}", hint)
     if scales is not None and len(scales) != len(outputs):
         blame = f"fn returned {len(outputs)} tensors, and sens has {len(scales)} numbers"
         hint = "one number per output, 0.0 for one that does not count"
-        raise TypeError(explain(_ASKED, blame, f"sens: {list(scales)!r}", hint))
+        raise InvalidType(_ASKED, blame, f"sens: {list(scales)!r}", hint)
     chosen = [(outputs[0], 1.0)] if scales is None else list(zip(outputs, scales, strict=True))
     for place, (output, _) in enumerate(chosen):
         if not output.is_floating_point():
             name = f"output {place}" if several else "the output"
             blame = f"{name} is of dtype {output.dtype}, which has no gradient of its own"
             hint = "output.real or output.abs()" if output.is_complex() else "output.float(), or float outputs first"
-            raise TypeError(explain(_ASKED, blame, f"returned: {_shown(output)}", hint))
+            raise InvalidType(_ASKED, blame, f"returned: {_shown(output)}", hint)
     return chosen
 
 
@@ -194,15 +194,15 @@ def _read_outputs(value: object) -> list[torch.Tensor]:
     if not isinstance(value, (list, tuple)):
         blame = f"fn returned a {type(value).__name__}, not a tensor or a list or tuple of them"
         hint = "return the loss, or (loss, other, ...); 'return' may be missing" if value is None else "return loss"
-        raise TypeError(explain(_ASKED, blame, f"returned: {_shown(value)}", hint))
+        raise InvalidType(_ASKED, blame, f"returned: {_shown(value)}", hint)
     if not value:
         blame = f"fn returned an empty {type(value).__name__}"
-        raise TypeError(explain(_ASKED, blame, f"returned: {value!r}", "a tensor to differentiate"))
+        raise InvalidType(_ASKED, blame, f"returned: {value!r}", "a tensor to differentiate")
     for place, entry in enumerate(value):
         if not isinstance(entry, torch.Tensor):
             what = "nested outputs are" if isinstance(entry, (list, tuple, dict)) else f"a {type(entry).__name__} is"
             blame = f"output {place} is a {type(entry).__name__}, and {what} not differentiated"
-            raise TypeError(explain(_ASKED, blame, f"returned: {_shown(value)}", "a flat list or tuple of tensors"))
+            raise InvalidType(_ASKED, blame, f"returned: {_shown(value)}", "a flat list or tuple of tensors")
     return cast("list[torch.Tensor]", list(value))
 
 

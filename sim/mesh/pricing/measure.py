@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.checks import check_int, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.platform import get_platform
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
@@ -67,9 +67,7 @@ def measure(
     most = os.cpu_count() or 1 if device == "cpu" else get_platform(device).device_count()
     if count is None or not 1 <= count <= most:
         unit = {"cpu": "cores", "cuda": "GPUs", "npu": "NPUs"}[device]
-        raise ValueError(
-            explain(asked, f"processes is not from 1 to the number of {unit}", f"{unit}: {most}", f"{most}")
-        )
+        raise InvalidValue(asked, f"processes is not from 1 to the number of {unit}", f"{unit}: {most}", f"{most}")
     if threads is not None:
         read_int(asked, "threads", threads, 1, most=os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:

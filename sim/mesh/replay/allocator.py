@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.mesh.program import Alloc, Event, Free, Program
 
 # torch's caching allocator as a model: which memory it takes from the device, and which pieces of it lie idle ---------
@@ -338,13 +338,11 @@ class MemoryPlan:
         for key, _ in program.order:
             if key not in self.memory:
                 known = ", ".join(map(str, sorted(self.memory)))
-                raise ValueError(
-                    explain(
-                        f"cannot replay the memory of rank {program.rank}",
-                        f"its order names the segment {key}, which it does not have",
-                        f"segments: {known}",
-                        "a program whose segments are all there",
-                    )
+                raise InvalidValue(
+                    f"cannot replay the memory of rank {program.rank}",
+                    f"its order names the segment {key}, which it does not have",
+                    f"segments: {known}",
+                    "a program whose segments are all there",
                 )
 
     def _once(self, events: dict[tuple[str, int, str], list[_Change]]) -> set[int]:

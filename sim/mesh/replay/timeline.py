@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue, explain
 from sim.mesh.program import Comm, Program
 from sim.mesh.replay.draw import draw
 from sim.mesh.replay.pieces import Channel, Prices
@@ -47,13 +47,11 @@ def replay_time(programs: Sequence[Program], prices: Prices, *, exact: bool = Fa
         ValueError: no program, an order without segments, or messages that ranks wait for and that are never sent.
     """
     if not programs or not all(program.order for program in programs):
-        raise ValueError(
-            explain(
-                "cannot replay a step",
-                "programs: there is nothing to run",
-                f"segments in their orders: {[len(program.order) for program in programs]}",
-                "the programs that sim.mesh.trace records",
-            )
+        raise InvalidValue(
+            "cannot replay a step",
+            "programs: there is nothing to run",
+            f"segments in their orders: {[len(program.order) for program in programs]}",
+            "the programs that sim.mesh.trace records",
         )
     peers = frozenset([program.rank for program in programs]) if len(programs) > 1 else frozenset()
     _check_peers(programs)
@@ -89,13 +87,11 @@ def _check_peers(programs: Sequence[Program]) -> None:
                 if isinstance(event, Comm) and event.op in ("send", "recv") and event.peer not in known:
                     if program.groups[event.group].axis != "pp":
                         continue  # within a stage, where all do the same
-                    raise ValueError(
-                        explain(
-                            "cannot replay a pipeline",
-                            f"rank {program.rank} has a {event.op} whose peer, rank {event.peer}, is in no program",
-                            f"programs of ranks: {', '.join(map(str, sorted(known)))}",
-                            "programs of ranks that differ in their place along 'pp' alone",
-                        )
+                    raise InvalidValue(
+                        "cannot replay a pipeline",
+                        f"rank {program.rank} has a {event.op} whose peer, rank {event.peer}, is in no program",
+                        f"programs of ranks: {', '.join(map(str, sorted(known)))}",
+                        "programs of ranks that differ in their place along 'pp' alone",
                     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hyper_parallel.core.common.errors import HyperParallelError, explain
+from hyper_parallel.core.common.errors import HyperParallelError
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import UnknownOperation
@@ -131,7 +131,7 @@ class _Fitting:
         if host and _bytes(closest) <= self.limit:
             seen += f", and {gib(host)} of its host's memory, which is more than it has"
         hint = "a larger budget, shorter sequences or more micro-batches, or weights split over more devices"
-        raise NoPolicyFits(explain(asked, "no activation policy needs less", seen, hint))
+        raise NoPolicyFits(asked, "no activation policy needs less", seen, hint)
 
     def kinds(self, names: Sequence[str], none: Estimate) -> Iterator[_Checkpointing]:
         """Yield the kinds that fit for all blocks, with what a straight line says of fewer."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from hyper_parallel.core.common.errors import HyperParallelError, explain
+from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import gib
@@ -316,12 +316,12 @@ class Exploration:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in counts)
         if not complete:
             seen = f"estimated so far: {len(self.too_large)}   left: {len(left)}"
-            return ValueError(explain(asked, "the search was interrupted before anything fitted", seen, "more time"))
+            return InvalidValue(asked, "the search was interrupted before anything fitted", seen, "more time")
         bounded = [entry for entry in self.rejected if entry.bytes_needed is not None]
         if not self.too_large and not bounded:
             detail = self.rejected[-1].detail if self.rejected else "no degrees multiply to the devices"
             hint = f"another number of devices than {space.num_devices:,}, or a global batch that they divide"
-            return ValueError(explain(asked, "no degrees can be placed", f"{reasons or detail}: {detail}", hint))
+            return InvalidValue(asked, "no degrees can be placed", f"{reasons or detail}: {detail}", hint)
         if self.too_large:
             closest = min(self.too_large, key=lambda one: one.bytes)
             needed = closest.bytes
@@ -337,7 +337,7 @@ class Exploration:
         hint = f"about {_next_multiple(more, space.num_devices):,} devices, or shorter sequences"
         if left:
             hint = f"limit={2 * (self.limit or 0) or None}, as {len(left)} are not estimated yet; or {hint}"
-        return NothingFits(explain(asked, blame, seen, hint))
+        return NothingFits(asked, blame, seen, hint)
 
 
 class NothingFits(HyperParallelError, ValueError):

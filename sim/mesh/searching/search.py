@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.common.checks import check_listed
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.machine.description import Machine, find_machine
 from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe
@@ -123,9 +123,9 @@ def _silent(done: int, total: int, now: str) -> None:
 def _check(**counts: int) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(explain("cannot search", f"{name} must be an int", f"{name}: {value!r}", f"{name}=64"))
+            raise InvalidType("cannot search", f"{name} must be an int", f"{name}: {value!r}", f"{name}=64")
         if value < 1:
-            raise ValueError(explain("cannot search", f"{name} must be 1 or more", f"{name}: {value}", f"{name}=64"))
+            raise InvalidValue("cannot search", f"{name} must be 1 or more", f"{name}: {value}", f"{name}=64")
 
 
 def _checked_fixed(fixed: Mapping[str, int], num_devices: int) -> dict[str, int]:
@@ -133,7 +133,7 @@ def _checked_fixed(fixed: Mapping[str, int], num_devices: int) -> dict[str, int]
     for name, value in fixed.items():
         if name not in known:
             blame = f"there is no degree {name!r}"
-            raise ValueError(explain("cannot search", blame, f"fixed: {dict(fixed)}", nearest(name, known)))
+            raise InvalidValue("cannot search", blame, f"fixed: {dict(fixed)}", nearest(name, known))
         if name == "fold_experts" and isinstance(value, bool):
             continue
         _check(**{name: value})
@@ -141,5 +141,5 @@ def _checked_fixed(fixed: Mapping[str, int], num_devices: int) -> dict[str, int]
             blame = f"{name}={value} does not divide the devices"
             fits = [d for d in range(1, num_devices + 1) if num_devices % d == 0][:12]
             hint = f"{name} one of {', '.join(map(str, fits))}"
-            raise ValueError(explain("cannot search", blame, f"num_devices: {num_devices}", hint))
+            raise InvalidValue("cannot search", blame, f"num_devices: {num_devices}", hint)
     return dict(fixed)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.platform import attention_operators
 from sim.mesh.tracing.fusion import order_by_kernel
 from sim.mesh.tracing.kinds import being, enter, take_numbers, traces
@@ -279,7 +279,7 @@ def compile_like(
 def _check(checkpointing: object) -> None:
     if checkpointing not in _POLICIES:
         blame, hint = f"there is no policy {checkpointing!r}", nearest(checkpointing, _POLICIES)
-        raise ValueError(explain("cannot compile", blame, f"checkpointing: {checkpointing!r}", hint))
+        raise InvalidValue("cannot compile", blame, f"checkpointing: {checkpointing!r}", hint)
 
 
 class _Reached(Exception):

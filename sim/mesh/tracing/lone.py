@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.core.common.checks import MOST_LISTED
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.cpu import HostEvent, HostStream
@@ -178,7 +178,7 @@ class _LoneGroup(Group):
             blame = "it moves values, and the ranks that it would get them from do not live"
             seen = f"tensor: {tensor.dtype}, {tuple(tensor.shape)}, not a fake one"
             hint = "tensors made under the FakeTensorMode of this world, or sim.world(...), in which all ranks live"
-            raise ValueError(explain(f"cannot carry out {what}", blame, seen, hint))
+            raise InvalidValue(f"cannot carry out {what}", blame, seen, hint)
 
     def forget_unfinished(self) -> None:
         self.slots.clear()
@@ -278,10 +278,10 @@ class LoneWorld(World):
         asked = f"cannot let rank {rank!r} of {world_size!r} live alone"
         if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_LONE_RANKS:
             blame = f"world_size is not an int from 1 to {MAX_LONE_RANKS:,}"
-            raise ValueError(explain(asked, blame, f"world_size: {world_size!r}", "world_size=1024"))
+            raise InvalidValue(asked, blame, f"world_size: {world_size!r}", "world_size=1024")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
             blame = f"rank is not an int from 0 to {world_size - 1}"
-            raise ValueError(explain(asked, blame, f"rank: {rank!r}", "rank=0"))
+            raise InvalidValue(asked, blame, f"rank: {rank!r}", "rank=0")
         self._let_live(
             world_size,
             (rank,),

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.loss import Logits, target_places, vocab_parallel_cross_entropy
 from sim.mesh.tracing.compiled import compile_like
@@ -56,7 +56,7 @@ class Loss:
     def __init__(self, kind: str = "eager") -> None:
         if kind not in KINDS:
             blame, hint = f"there is no kind {kind!r}", nearest(kind, KINDS)
-            raise ValueError(explain("cannot compute the loss", blame, f"kind: {kind!r}", hint))
+            raise InvalidValue("cannot compute the loss", blame, f"kind: {kind!r}", hint)
         self.kind, self._whole, self._split = kind, *KINDS[kind]
 
     @classmethod
@@ -209,12 +209,10 @@ def fuse_head(model: nn.Module, chunk: int | None = None) -> None:
     asked = "cannot compute head and loss as one"
     if not isinstance(head, nn.Linear):
         blame = "the model has no linear layer named head"
-        raise ValueError(explain(asked, blame, f"head: {type(head).__name__}", "Recipe(fused_loss=False)"))
+        raise InvalidValue(asked, blame, f"head: {type(head).__name__}", "Recipe(fused_loss=False)")
     if isinstance(head.weight, DTensor):
         blame = "tensor parallelism splits the head's classes over ranks"
-        raise ValueError(
-            explain(asked, blame, f"tp: {head.weight.device_mesh.size()} ranks", "Recipe(fused_loss=False)")
-        )
+        raise InvalidValue(asked, blame, f"tp: {head.weight.device_mesh.size()} ranks", "Recipe(fused_loss=False)")
     head.forward = functools.partial(_head_losses, head, chunk)  # type: ignore[method-assign]
 
 

@@ -19,7 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.platform import AttentionKernel
 from sim.comm.collectives import Call
 from sim.kernel.waiting import Waitable
@@ -672,7 +672,7 @@ def _issue(group: Any, name: str, source: torch.Tensor, result: torch.Tensor, ar
         cast_options.rootRank = int(args[1])
         return group.broadcast([result], cast_options)
     asked, blame = f"cannot record the functional collective {name!r}", "it is none that is known here"
-    raise ValueError(explain(asked, blame, f"group: {group!r}", "dist.all_gather and the like, or another collective"))
+    raise InvalidValue(asked, blame, f"group: {group!r}", "dist.all_gather and the like, or another collective")
 
 
 def _grouped_mm(

@@ -11,7 +11,7 @@ import os
 from functools import partial
 from typing import NoReturn
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.comm.collectives import Call
 from sim.comm.group import Endpoint, Group, Message, Network, Slot
 from sim.comm.observer import Observer
@@ -288,13 +288,13 @@ class Reform:
         if not 0 <= rank < size <= began:
             hint = "rank=survivors.index(sim.current_rank()), world_size=len(survivors)"
             seen = f"seen: rank {rank} of {size}, and the world began with {began}"
-            raise ValueError(explain(_ASKED, "ranks that are left are numbered from 0", seen, hint))
+            raise InvalidValue(_ASKED, "ranks that are left are numbered from 0", seen, hint)
         gathering = self._gatherings.setdefault(size, Gathering(size))
         taken = gathering.members.setdefault(rank, endpoint.rank)
         if taken != endpoint.rank:
             hint = "rank=survivors.index(sim.current_rank()), with the same survivors on each of them"
             seen = f"seen: simulated ranks {taken} and {endpoint.rank}"
-            raise ValueError(explain(_ASKED, f"two ranks ask to be rank {rank} of {size}", seen, hint))
+            raise InvalidValue(_ASKED, f"two ranks ask to be rank {rank} of {size}", seen, hint)
         if len(gathering.members) == size:
             self._made += 1
             gathering.generation = self._made

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TypeAlias
 
 from hyper_parallel.core.common.checks import check_above, check_int, check_least, read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.explain.errors import ranks_phrase
 
 
@@ -136,7 +136,7 @@ class _OfTwoRanks(Fault):
             read_int(_asked(self), name, getattr(self, name), 0)
         if len(set(self.involved())) == 1:
             hint = f"sim.faults.{type(self).__name__}(0, 1, ...)"
-            raise ValueError(explain(_asked(self), "it takes two different ranks", f"seen: {self!r}", hint))
+            raise InvalidValue(_asked(self), "it takes two different ranks", f"seen: {self!r}", hint)
 
     def involved(self) -> tuple[int, ...]:
         one, other = (getattr(self, f.name) for f in fields(self)[:2])
@@ -206,15 +206,15 @@ def _check_at(fault: Fault, at: object) -> None:
         "at is none of an operation's number (from 0), a region's name, (name, number), sim.at_time(seconds), or a "
         "probability (a float between 0 and 1)"
     )
-    raise ValueError(explain(_asked(fault), blame, f"at: {at!r}", "at=3, at='backward', at=0.01"))
+    raise InvalidValue(_asked(fault), blame, f"at: {at!r}", "at=3, at='backward', at=0.01")
 
 
 def check_kinds(asked: str, kinds: Sequence[type[Fault]]) -> None:
     """Refuse what is no kind of fault, and no kind at all."""
     if not kinds or not set(kinds) <= set(FAULT_KINDS):
         known = ", ".join(f"sim.faults.{kind.__name__}" for kind in FAULT_KINDS)
-        raise ValueError(
-            explain(asked, f"kinds: {list(kinds)!r} are no kinds of fault", f"known: {known}", "[sim.faults.Kill]")
+        raise InvalidValue(
+            asked, f"kinds: {list(kinds)!r} are no kinds of fault", f"known: {known}", "[sim.faults.Kill]"
         )
 
 
@@ -223,4 +223,4 @@ def check_ranks(fault: Fault, world_size: int) -> None:
     unknown = [rank for rank in fault.involved() if rank >= world_size]
     if unknown:
         blame, hint = f"there is no {ranks_phrase(unknown)}", "one of the world's ranks, or a larger world_size"
-        raise ValueError(explain(f"cannot inject {fault!r}", blame, f"world: ranks 0 to {world_size - 1}", hint))
+        raise InvalidValue(f"cannot inject {fault!r}", blame, f"world: ranks 0 to {world_size - 1}", hint)

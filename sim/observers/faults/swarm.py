@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from hyper_parallel.core.common.checks import check_least
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.explain.callables import check_call
 from sim.explain.errors import RankLost, SimError
 from sim.observers.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, check_kinds
@@ -90,7 +90,7 @@ def swarm(
     check_least(asked, 0, mesh_axes=mesh_axes, max_faults=max_faults)
     if not chosen or not sizes:
         seen = f"seeds: {len(chosen)}, world_size: {sizes}"
-        raise ValueError(explain(asked, "there is no run to make", seen, "seeds=range(100), world_size=(2, 4)"))
+        raise InvalidValue(asked, "there is no run to make", seen, "seeds=range(100), world_size=(2, 4)")
     if max_faults or kinds:
         check_kinds(asked, kinds)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.checks import read_int
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import Machine
 from sim.observers.races import look
@@ -135,11 +135,9 @@ def verify_step(
     for name, value in (("step", step), ("model_fn", model_fn)):
         if isinstance(value, nn.Module) or not callable(value):
             blame = f"{name} is a {type(value).__name__}, not a function"
-            raise TypeError(
-                explain(_ASKED, blame, f"{name}: {value!r:.80}", "verify_step(step, lambda: Model(), x, ...")
-            )
+            raise InvalidType(_ASKED, blame, f"{name}: {value!r:.80}", "verify_step(step, lambda: Model(), x, ...")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(explain(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
+        raise InvalidType(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64")
     read_int(_ASKED, "seed", seed, hint="seed=0")
     if steps is not None:
         read_int(_ASKED, "steps", steps, 1)
@@ -221,7 +219,7 @@ class _StepTask:
         )
         if bad is not None:
             blame = "one device computes nan, and nan cannot be compared"
-            raise ValueError(explain(_ASKED, blame, f"nan in the gradient of {bad}", "a batch with finite results"))
+            raise InvalidValue(_ASKED, blame, f"nan in the gradient of {bad}", "a batch with finite results")
         floor = None if self.dtype == torch.float64 else unit_roundoff(self.dtype)
         return expected, [self._on_one(Perturbed(floor, seed=number), same) for number in range(_RUNS)]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices, mesh_lines
 from sim.explain.errors import ReplicaMismatch, SimError
@@ -311,7 +311,7 @@ def _placed(asked: str, given: Mapping[str, Any], name: str, mesh: Layout) -> di
             axes = ", ".join(mesh.alias_name)
             blame = f"names[{pattern!r}] has {len(placements)} placements for the axes {axes}"
             seen = f"placements: {placements}"
-            raise ValueError(explain(asked, blame, seen, '("up.weight", Shard(0)), one Shard or Replicate per axis'))
+            raise InvalidValue(asked, blame, seen, '("up.weight", Shard(0)), one Shard or Replicate per axis')
         result: dict[int, tuple[str, ...]] = {}
         for axis, each in zip(mesh.alias_name, placements, strict=True):
             if isinstance(each, Shard):

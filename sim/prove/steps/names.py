@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.infer import explanations, submesh
@@ -91,7 +91,7 @@ def read_names(asked: str, given: Mapping[str, Any], ranks: Sequence[str], one: 
         fits = [(name, match) for name in ranks if (match := form.fullmatch(name))]
         if not fits:
             hint = nearest(pattern, list(ranks))
-            raise ValueError(explain(asked, f"no rank has a parameter {pattern!r}", f"names: {list(ranks)[:8]}", hint))
+            raise InvalidValue(asked, f"no rank has a parameter {pattern!r}", f"names: {list(ranks)[:8]}", hint)
         for name, match in fits:
             filled = []
             for each in values:
@@ -100,7 +100,7 @@ def read_names(asked: str, given: Mapping[str, Any], ranks: Sequence[str], one: 
             unknown = [each for each in filled if each not in one]
             if unknown:
                 blame = f"one device has no parameter {unknown[0]!r}, which names[{pattern!r}] asks for"
-                raise ValueError(explain(asked, blame, f"names: {list(one)[:8]}", nearest(unknown[0], list(one))))
+                raise InvalidValue(asked, blame, f"names: {list(one)[:8]}", nearest(unknown[0], list(one)))
             result[name] = tuple(filled)
     return result
 
