@@ -37,7 +37,7 @@ def said(world_size: int, call) -> str:
 
 def test_a_mesh_of_several_axes() -> None:
     assert said(4, lambda: ContextParallel(mesh_of(2, 2))) == (
-        "ValueError: cannot set up context parallelism: the mesh has 2 axes, and a sequence is split over one\n"
+        "InvalidValue: cannot set up context parallelism: the mesh has 2 axes, and a sequence is split over one\n"
         "  mesh: dp=2, cp=2   ranks: [0, 1, 2, 3]\n"
         "  try: mesh['cp']"
     )
@@ -45,7 +45,7 @@ def test_a_mesh_of_several_axes() -> None:
 
 def test_no_mesh() -> None:
     assert said(2, lambda: ContextParallel(2)).startswith(
-        "TypeError: cannot read a mesh: mesh is an int, not a DeviceMesh\n"
+        "InvalidType: cannot read a mesh: mesh is an int, not a DeviceMesh\n"
     )
 
 
@@ -54,8 +54,8 @@ def test_ranks_out_of_order() -> None:
         ContextParallel(DeviceMesh("cpu", [1, 0], mesh_dim_names=("cp",)))
 
     assert said(2, call) == (
-        "ValueError: cannot set up context parallelism: the ranks of the mesh are not in increasing order, and process "
-        "groups have no other\n"
+        "InvalidValue: cannot set up context parallelism: the ranks of the mesh are not in increasing order, and "
+        "process groups have no other\n"
         "  mesh: cp=2   ranks: [1, 0]\n"
         "  try: the axis of a mesh from init_device_mesh"
     )
@@ -74,7 +74,7 @@ def test_a_mesh_without_the_calling_rank() -> None:
 @pytest.mark.parametrize("degree", [3, 0, -1, 8])
 def test_a_degree_that_does_not_divide(degree: int) -> None:
     assert said(4, lambda: ContextParallel(mesh_of(4), degree)) == (
-        "ValueError: cannot split sequences over 4 ranks: ulysses_degree does not divide the number of ranks\n"
+        "InvalidValue: cannot split sequences over 4 ranks: ulysses_degree does not divide the number of ranks\n"
         f"  ulysses_degree: {degree}   ranks: 4\n"
         "  try: ulysses_degree = one of [1, 2, 4]"
     )
@@ -82,7 +82,7 @@ def test_a_degree_that_does_not_divide(degree: int) -> None:
 
 def test_a_balance_that_is_no_bool() -> None:
     assert said(2, lambda: ContextParallel(mesh_of(2), 1, 0.5)) == (
-        "TypeError: cannot split sequences over 2 ranks: balance is a float, not a bool\n"
+        "InvalidType: cannot split sequences over 2 ranks: balance is a float, not a bool\n"
         "  balance: 0.5\n"
         "  try: balance=True"
     )
@@ -94,21 +94,21 @@ def test_a_balance_that_is_no_bool() -> None:
         (
             (2, 12),
             1,
-            "ValueError: cannot split dim 1 over the sequence: its size 12 is not a multiple of 8\n"
+            "InvalidValue: cannot split dim 1 over the sequence: its size 12 is not a multiple of 8\n"
             "  shape: (2, 12)   ranks: 4 of the ring x 1 of Ulysses\n"
             "  try: a length of 8 or 16, padded with targets of -100",
         ),
         (
             (2, 3),
             -1,
-            "ValueError: cannot split dim -1 over the sequence: its size 3 is not a multiple of 8\n"
+            "InvalidValue: cannot split dim -1 over the sequence: its size 3 is not a multiple of 8\n"
             "  shape: (2, 3)   ranks: 4 of the ring x 1 of Ulysses\n"
             "  try: a length of 8, padded with targets of -100",
         ),
         (
             (8,),
             1,
-            "ValueError: cannot split dim 1 over the sequence: a tensor of 1 dims has no such dim\n"
+            "InvalidValue: cannot split dim 1 over the sequence: a tensor of 1 dims has no such dim\n"
             "  shape: (8,)   ranks: 4 of the ring x 1 of Ulysses\n"
             "  try: dim=1 of (batch, seq)",
         ),
@@ -123,14 +123,14 @@ def test_only_plain_tensors_are_split() -> None:
         mesh = mesh_of(2)
         ContextParallel(mesh).split(distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()], src_data_rank=None))
 
-    assert said(2, call).startswith("TypeError: cannot split dim 1 over the sequence: x is a DTensor, not a plain")
+    assert said(2, call).startswith("InvalidType: cannot split dim 1 over the sequence: x is a DTensor, not a plain")
 
 
 @pytest.mark.parametrize("tokens", [3, 0])
 def test_a_number_of_tokens_that_no_rank_can_have(tokens: int) -> None:
     blame = "a rank holds two intervals of one length, so an even number" if tokens else "there are none"
     assert said(2, lambda: ContextParallel(mesh_of(2), 1).positions(tokens)) == (
-        f"ValueError: cannot tell the positions of a rank's tokens: {blame}\n"
+        f"InvalidValue: cannot tell the positions of a rank's tokens: {blame}\n"
         f"  tokens on this rank: {tokens}   ranks: 2 of the ring x 1 of Ulysses\n"
         "  try: sequences whose length is a multiple of 4, cut by ContextParallel.split"
     )
@@ -150,7 +150,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_heads_that_the_ranks_cannot_share() -> None:
     assert attend(zeros(1, 6, 4, 8), zeros(1, 3, 4, 8), degree=4) == (
-        "ValueError: cannot share 6 query heads among 4 ranks: ulysses_degree must divide them\n"
+        "InvalidValue: cannot share 6 query heads among 4 ranks: ulysses_degree must divide them\n"
         "  heads of this rank: 6 of queries, 3 of keys   ranks: 1 of the ring x 4 of Ulysses\n"
         "  try: ulysses_degree = one of [1, 2]"
     )
@@ -164,13 +164,13 @@ def test_shapes_that_do_not_go_together() -> None:
         (zeros(1, 3, 4, 8), None, "4 query heads cannot share 3 key and value heads evenly"),
     ]:
         found = attend(zeros(1, 4, 4, 8), k, v)
-        assert found.startswith(f"ValueError: cannot attend: {blame}")
+        assert found.startswith(f"InvalidValue: cannot attend: {blame}")
         assert found.endswith(f"  try: {SHAPES}")
 
 
 def test_dtypes_that_do_not_go_together() -> None:
     assert attend(zeros(1, 4, 4, 8), zeros(1, 4, 4, 8, dtype=torch.bfloat16)) == (
-        "TypeError: cannot attend: q, k and v must be of one floating dtype\n"
+        "InvalidType: cannot attend: q, k and v must be of one floating dtype\n"
         "  dtypes: q torch.float32, k torch.bfloat16, v torch.bfloat16\n"
         "  try: k.to(q.dtype)"
     )
@@ -182,13 +182,13 @@ def test_an_odd_number_of_tokens() -> None:
 
 
 def test_something_that_is_no_tensor() -> None:
-    assert attend([1.0]).startswith("TypeError: cannot attend: q is a list, not a plain tensor\n")
+    assert attend([1.0]).startswith("InvalidType: cannot attend: q is a list, not a plain tensor\n")
 
 
 def test_documents_that_do_not_fit() -> None:
     q = zeros(1, 4, 4, 8)
     assert attend(q, documents=zeros(1, 16, dtype=torch.int64)) == (
-        "ValueError: cannot attend: documents must have an id for each token of this rank\n"
+        "InvalidValue: cannot attend: documents must have an id for each token of this rank\n"
         "  documents: (1, 16) of torch.int64   tokens of this rank: (1, 4)\n"
         "  try: cp.split(ids), where ids (batch, seq) numbers the document of every token"
     )
@@ -207,7 +207,7 @@ def test_models_without_the_seams() -> None:
         (Llama(LlamaConfig(num_hidden_layers=1)).layers, "no attribute 'positions' of the model"),
     ]:
         assert said(2, lambda model=model: context_parallel(model, mesh_of(2))) == (
-            f"TypeError: cannot make the model attend over several ranks: {blame}\n"
+            f"InvalidType: cannot make the model attend over several ranks: {blame}\n"
             f"  model: {type(model).__name__}\n  try: {hint}"
         )
 

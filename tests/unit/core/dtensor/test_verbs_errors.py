@@ -313,7 +313,7 @@ def texts_of(mistake):
     def on_rank():
         with pytest.raises((TypeError, ValueError)) as caught:
             mistake(Given())
-        return type(caught.value), str(caught.value)
+        return TypeError if isinstance(caught.value, TypeError) else ValueError, str(caught.value)
 
     with sim.world(4) as world:
         return world.run(on_rank), world.trace.events

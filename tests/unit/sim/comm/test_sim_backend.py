@@ -50,7 +50,7 @@ def refusals(call, dtype, op, **options) -> list[str]:
 def test_every_reduction_is_looked_at_on_every_rank(call):
     answers = refusals(call, torch.float64, ReduceOp.SUM, backend="hccl")
     assert answers[0] == answers[1]
-    assert answers[0].startswith(f"TypeError: cannot {call.split(',')[0]} float64 by ReduceOp.SUM")
+    assert answers[0].startswith(f"InvalidType: cannot {call.split(',')[0]} float64 by ReduceOp.SUM")
     assert refusals(call, torch.float32, ReduceOp.MAX, backend="hccl") == ["", ""]
     assert refusals(call, torch.float64, ReduceOp.SUM) == ["", ""], "by default nothing is refused"
 
@@ -59,7 +59,7 @@ def test_a_dtype_that_is_refused():
     with pytest.raises(TypeError) as caught:
         sim.run(lambda: dist.all_reduce(torch.ones(4, 3, dtype=torch.float64)), 2, backend="hccl")
     assert str(caught.value).endswith(
-        "TypeError: cannot all_reduce float64 by ReduceOp.SUM: hccl does not reduce this dtype\n"
+        "InvalidType: cannot all_reduce float64 by ReduceOp.SUM: hccl does not reduce this dtype\n"
         "  tensor: float64 [4, 3]   group: world   hccl takes: float32, float16, bfloat16, int64, int32, int16, int8, "
         "uint8, bool\n"
         "  try: tensor.to(torch.float32)\n"

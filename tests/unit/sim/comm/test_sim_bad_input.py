@@ -297,7 +297,7 @@ def test_a_result_that_has_yet_to_be_run():
         sim.run(calls(lazy), 2)
     assert isinstance(found.value, sim.RankFailed)
     assert str(found.value) == (
-        f"rank {found.value.rank} raised TypeError: cannot take what call returned: it is a coroutine, "
+        f"rank {found.value.rank} raised InvalidType: cannot take what call returned: it is a coroutine, "
         "and nothing of it has run\n"
         "  result: lazy(), which nobody has begun to run\n"
         "  try: to run it on the rank, as in asyncio.run(lazy())\n"

@@ -274,7 +274,7 @@ def test_the_npu_arm_on_simulated_ranks(tmp_path):
     for passed in ("asks[sim]", "asks[npu]", "does_not_ask[sim]", "without_a_sim_arm[npu]"):
         assert f"test_{passed} PASSED" in out
     assert "test_does_not_ask[npu] FAILED" in out
-    assert "TypeError: cannot all_reduce float64 by ReduceOp.SUM: hccl does not reduce this dtype" in out
+    assert "InvalidType: cannot all_reduce float64 by ReduceOp.SUM: hccl does not reduce this dtype" in out
     assert "replay: pytest 'test_bodies.py::test_does_not_ask[npu]' --sim-seed=0 --sim-backend=hccl" in out
 
 
@@ -336,7 +336,7 @@ def test_failures_are_shown(tmp_path):
         assert f"test_lazy[{backend}] FAILED" in out
     assert "only rank 0 of 2 xfailed: later, on this rank" in out
     assert "--- rank 0 ---\nxfailed: later, on this rank" in plain
-    assert out.count("TypeError: cannot take what test_lazy returned: it is a coroutine, and nothing of it") >= 2
+    assert out.count("InvalidType: cannot take what test_lazy returned: it is a coroutine, and nothing of it") >= 2
     assert "test_unpicklable[sim] PASSED" in out
     assert "the arguments of test_unpicklable cannot be sent to other processes" in out
     assert "fixtures: unpicklable" in out
