@@ -136,7 +136,7 @@ def _shard(asked: str, name: str, tensor: torch.Tensor, rank: int) -> LocalShard
     try:
         layout = layout_of(tensor)
     except ValueError as error:
-        raise ValueError(f"{asked}, because of {name!r}: {error}") from None
+        raise InvalidValue(f"{asked}, because of {name!r}: {error}") from None
     shape = tuple(tensor.shape)
     if layout.is_partial():
         hint = f"redistribute(x, {layout.reset_partial()})"

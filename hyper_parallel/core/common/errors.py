@@ -5,6 +5,7 @@ An error says what was asked, what is to blame, what was seen, and what to try.
 
 import difflib
 from collections.abc import Iterable
+from typing import overload
 
 
 def explain(asked: str, blame: str, seen: str, hint: str) -> str:
@@ -27,7 +28,8 @@ def explain(asked: str, blame: str, seen: str, hint: str) -> str:
 class HyperParallelError(Exception):
     """Base class of the errors of hyper_parallel and of its simulator.
 
-    Most have four parts. `raise InvalidValue(text)` takes a finished text, and leaves the four attributes empty.
+    Most have four parts. `raise InvalidValue(text)` takes a finished text, and leaves the four attributes empty. Two or
+    three parts are a `TypeError`.
 
     >>> error = InvalidValue("cannot split dim 0 over 'td'", "no axis has that name", "mesh: dp=2, tp=4", "'tp'")
     >>> error.blame, error.hint, isinstance(error, ValueError)
@@ -43,13 +45,21 @@ class HyperParallelError(Exception):
     __module__ = "hyper_parallel"  # tracebacks show it; it is where users import the class from
     asked = blame = seen = hint = ""
 
-    def __init__(self, asked: str, blame: str = "", seen: str = "", hint: str = "") -> None:
+    @overload
+    def __init__(self, text: str, /) -> None: ...
+
+    @overload
+    def __init__(self, asked: str, blame: str, seen: str, hint: str, /) -> None: ...
+
+    def __init__(self, *parts: str) -> None:
         """Render the four parts into one text, which is all of `args`."""
-        if not (blame or seen or hint):
-            super().__init__(asked)
+        if len(parts) == 1:
+            super().__init__(*parts)
             return
-        super().__init__(explain(asked, blame, seen, hint))
-        self.asked, self.blame, self.seen, self.hint = asked, blame, seen, hint
+        if len(parts) != 4:
+            raise TypeError(f"{type(self).__name__} takes asked, blame, seen and hint, or one text: not {len(parts)}")
+        super().__init__(explain(*parts))
+        self.asked, self.blame, self.seen, self.hint = parts
 
 
 class InvalidValue(HyperParallelError, ValueError):

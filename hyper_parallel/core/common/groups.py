@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from hyper_parallel.core.common.errors import InvalidState
 from hyper_parallel.core.common.torch_compat import clear_sharding_caches
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
@@ -216,10 +217,9 @@ def attempt_store(store: Any, rank: int, world_size: int) -> dist.Store:
             told = True
             logging.getLogger(__name__).warning("waiting for ranks %s of %d", missing[:16], world_size)
         if missing and time.monotonic() > end:
-            raise RuntimeError(
-                f"cannot start {world_size} ranks: not all have come in {store.timeout.total_seconds():.0f} s\n"
-                f"  missing: {', '.join(map(str, missing[:16]))}\n  try: a look at what they have printed"
-            )
+            blame = f"not all have come in {store.timeout.total_seconds():.0f} s"
+            seen = f"missing: {', '.join(map(str, missing[:16]))}"
+            raise InvalidState(f"cannot start {world_size} ranks", blame, seen, "a look at what they have printed")
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
 

@@ -627,9 +627,9 @@ class Bucket:
             param.show(param.sharded)
 
 
-def _replaced_error(name: str, registered: Any) -> RuntimeError:
+def _replaced_error(name: str, registered: Any) -> InvalidState:
     what = "removed" if registered is None else f"replaced by a {type(registered).__name__}"
-    return RuntimeError(
+    return InvalidState(
         f"the sharded parameter {name!r} was {what}\n"
         "  expected: an nn.Parameter, a DTensor with the layout it had\n"
         "  try: change sharded parameters in place or with load_state_dict; parametrize (weight_norm ...) before "

@@ -310,10 +310,10 @@ class Unit:
             return True
         return any(reference() is not None for reference in self._past_calls)
 
-    def _no_data_error(self) -> RuntimeError:
+    def _no_data_error(self) -> InvalidState:
         roots = (self.schedule.units[0] if self.schedule is not None else self).modules
         names = [name for root in roots for name, parameter in root.named_parameters() if parameter.is_meta]
-        return RuntimeError(
+        return InvalidState(
             f"parameters are still on the meta device when they are first gathered: {', '.join(names)}\n"
             "  seen: no data to gather\n"
             "  try: model.to_empty(device=...) and then initialise them, or load a checkpoint, before training"

@@ -527,9 +527,9 @@ class ParallelDims:
     def _set(self, name: str, value: int) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ fills values in
 
-    def _error(self, what: str, hint: str) -> ValueError:
+    def _error(self, what: str, hint: str) -> InvalidValue:
         degrees = ", ".join(f"{name}={value}" for name, value in self._said())
-        return ValueError(f"{what}\n  degrees: {degrees}\n  try: {hint}")
+        return InvalidValue(f"{what}\n  degrees: {degrees}\n  try: {hint}")
 
 
 def _name(root: DeviceMesh, source: DeviceMesh, name: str) -> DeviceMesh:

@@ -194,8 +194,8 @@ class TooTight(HyperParallelError, ValueError):
         least: the smallest one that some plan meets, in bytes.
     """
 
-    def __init__(self, asked: str, blame: str = "", seen: str = "", hint: str = "", *, least: int = 0) -> None:
-        super().__init__(asked, blame, seen, hint)
+    def __init__(self, *parts: str, least: int = 0) -> None:
+        super().__init__(*parts)
         self.least = least
 
 

@@ -155,7 +155,7 @@ def _check_parameter(
         torch_form(layout, param.shape)
     except ValueError as error:
         first, _, rest = str(error).partition("\n")
-        raise ValueError(f"{asked}: parameter {name!r}: {first}\n{rest}") from None
+        raise InvalidValue(f"{asked}: parameter {name!r}: {first}\n{rest}") from None
 
 
 def _distribute(

@@ -199,7 +199,7 @@ def spread(what: str, value: Any, tree: LayoutTree, move: Move) -> Any:
         try:
             return move(value, tree)
         except ValueError as error:
-            raise ValueError(_inside(what, error)) from error
+            raise InvalidValue(_inside(what, error)) from error
     if isinstance(tree, Mapping):
         return _spread_names(what, value, tree, move)
     if not isinstance(value, (list, tuple)) or len(value) != len(tree):
@@ -267,7 +267,7 @@ def _redistributed_or_wrapped(x: Any, layout: Layout) -> Any:
             return from_local(x, layout, shape=global_shape)
         except ValueError as error:
             hint = "try: from_local(x, layout, shape=...) before the call, which says what they are shards of"
-            raise ValueError(str(error).replace("try: shape=(...), the full tensor's", hint)) from None
+            raise InvalidValue(str(error).replace("try: shape=(...), the full tensor's", hint)) from None
     return _redistributed(x, layout)
 
 

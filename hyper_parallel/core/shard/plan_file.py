@@ -268,7 +268,7 @@ def _layout(place: str, text: str, base: Layout) -> Layout:
         return parse_layout(base, text)
     except ValueError as error:
         said = str(error).removeprefix("cannot read a layout: ")
-        raise ValueError(f"cannot read the plan {place}: {said}") from None
+        raise InvalidValue(f"cannot read the plan {place}: {said}") from None
 
 
 def _is_list_of_str(value: object) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_least
-from hyper_parallel.core.common.errors import InvalidValue, explain, nearest
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layout, read_layouts
 
@@ -295,7 +295,7 @@ def resolve(asked: str, entries: Mapping[str, tuple[str, Any]], names: Sequence[
     for path, (key, value) in entries.items():
         hit = [name for name in names if matches(path, name)]
         if not hit:
-            raise ValueError(_nothing(asked, path, key, names, kind))
+            raise _nothing(asked, path, key, names, kind)
         for name in hit:
             rank = 0 if path == name else 2 if "**" in path.split(".") else 1
             known = found.get(name)
@@ -309,14 +309,14 @@ def resolve(asked: str, entries: Mapping[str, tuple[str, Any]], names: Sequence[
     return {name: found[name][1] for name in names if name in found}
 
 
-def _nothing(asked: str, path: str, key: str, names: Iterable[str], kind: str) -> str:
+def _nothing(asked: str, path: str, key: str, names: Iterable[str], kind: str) -> InvalidValue:
     known, tail = [name for name in names if name], key[len(path) :]
     if not known:
         hint = f"{tail[1:]!r}, for the model itself" if kind == "module" else "a model with parameters"
-        return explain(asked, f"{key!r} is for a {kind} inside, and there is none", f"{kind}s: none", hint)
+        return InvalidValue(asked, f"{key!r} is for a {kind} inside, and there is none", f"{kind}s: none", hint)
     blame = f"{key!r} means no {kind} of the model" if is_glob(path) else f"{path!r} is no {kind} of the model"
     shown = known if len(known) <= _MOST_SHOWN else [*known[:_MOST_SHOWN], f"... ({len(known)} in all)"]
-    return explain(asked, blame, f"{kind}s: {', '.join(shown)}", _instead(path, tail, known, kind))
+    return InvalidValue(asked, blame, f"{kind}s: {', '.join(shown)}", _instead(path, tail, known, kind))
 
 
 def _instead(path: str, tail: str, known: Sequence[str], kind: str) -> str:

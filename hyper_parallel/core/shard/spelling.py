@@ -55,7 +55,7 @@ def read_layouts(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout
     except ValueError as error:
         if not isinstance(value, tuple) or len(value) < 2 or not all(isinstance(entry, tuple) for entry in value):
             raise
-        raise ValueError(f"{error}; {list(value)!r}, a list, for several layouts") from None
+        raise InvalidValue(f"{error}; {list(value)!r}, a list, for several layouts") from None
 
 
 def read_layout(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout:
@@ -92,7 +92,7 @@ def read_layout(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout:
     except TypeError as error:  # an entry that is no name
         raise InvalidValue(asked, _first_line(error), seen, _example(base)) from None
     except ValueError as error:
-        raise ValueError(_within(asked, error)) from None
+        raise InvalidValue(_within(asked, error)) from None
 
 
 def leaves(tree: LayoutTree) -> Iterator[Layout]:

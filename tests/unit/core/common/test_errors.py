@@ -45,6 +45,18 @@ def test_has_the_text_of_four_parts_and_survives_copies(kind, builtin):
     assert (str(again), parts_of(again)) == (TEXT, ("", "", "", ""))
 
 
+@pytest.mark.parametrize("kind", [hp.InvalidValue, hp.InvalidType, hp.InvalidState, CheckpointError, TooTight])
+@pytest.mark.parametrize("parts", [(), PARTS[:2], PARTS[:3], (*PARTS, "more")], ids=len)
+def test_takes_one_text_or_four_parts(kind, parts):
+    with pytest.raises(TypeError, match=f"^{kind.__name__} takes .*: not {len(parts)}$") as caught:
+        kind(*parts)
+    assert type(caught.value) is TypeError
+
+
+def test_parts_may_be_empty():
+    assert str(hp.InvalidValue("cannot", "", "", "")) == "cannot: \n  \n  try: "
+
+
 def test_pickles_keep_the_other_attributes():
     assert pickle.loads(pickle.dumps(TooTight(*PARTS, least=3))).least == 3
 

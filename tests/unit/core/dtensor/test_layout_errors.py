@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from errors_kit import ours
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -373,6 +374,7 @@ def test_errors(case):
     call, kind, text = ERRORS[case]
     with pytest.raises(kind, match=re.escape(text)) as caught:
         call()
+    assert type(caught.value) is ours(kind)
     lines = str(caught.value).splitlines()
     assert len(lines) == 3, "what was asked and what is to blame; what was seen; what to try"
     assert lines[0].startswith("cannot ")

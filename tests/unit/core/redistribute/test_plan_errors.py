@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from errors_kit import ours
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
@@ -196,6 +197,7 @@ def test_a_mistake_is_explained(mistake):
     do, kind, (asked, blame, seen, hint) = MISTAKES[mistake]
     with pytest.raises(kind) as caught:
         do()
+    assert type(caught.value) is ours(kind)
     assert str(caught.value) == f"{asked}: {blame}\n  {seen}\n  try: {hint}"
 
 

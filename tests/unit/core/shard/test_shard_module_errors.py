@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from errors_kit import ours
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -405,6 +406,7 @@ def refuse(make, given, kind, asked, blame, seen, hint, shape):
         shard_module(model, mesh, given)
     message = str(caught.value)
     first, *middle, last = message.split("\n")
+    assert type(caught.value) is ours(kind)
     assert first.startswith(f"{asked}: "), message
     assert blame in first, message
     assert seen in "\n".join(middle), message
