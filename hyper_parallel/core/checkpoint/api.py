@@ -18,6 +18,7 @@ from hyper_parallel.core.checkpoint.record import CheckpointMetadata, read_recor
 from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import InvalidValue, nearest
+from hyper_parallel.core.common.torch_compat import record_function
 
 __all__ = ["load_checkpoint", "read_metadata", "save_checkpoint"]
 
@@ -115,7 +116,8 @@ def write(
         on_stage("begin")
         planner = SavePlanner(_cannot_save(folder))
         writer = Writer(folder, place, attempt, rank=peers.rank, step=step, extra=extra, on_stage=on_stage, run=run)
-        _drive_save(dict(shards), planner, writer, peers)
+        with record_function("checkpoint::save"):
+            _drive_save(dict(shards), planner, writer, peers)
     except Exception:
         if peers.rank == 0 and attempt:
             shutil.rmtree(folders.place(folder, attempt), ignore_errors=True)
@@ -243,7 +245,7 @@ def load(
     if strict:
         _check_all_wanted(asked, wanted, record)
     peers.agree(check_files(path, record, wanted, peers.rank, peers.size))
-    with torch.no_grad():
+    with torch.no_grad(), record_function("checkpoint::load"):
         _drive_load(shards, LoadPlanner(), Reader(path, record), peers)
     return record
 

@@ -1,16 +1,19 @@
-"""Compatibility with torch's wrappers, norms and optimizers: eager code, plain names, marks on parameters."""
+"""Compatibility with torch's wrappers, norms and optimizers: eager code, ranges in profiles, marks on parameters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -52,6 +55,23 @@ def _called_between_graphs(verb: Callable[P, R], *, recursive: bool) -> Callable
     own = cast(FunctionType, called)
     own.__code__ = own.__code__.replace(co_name=verb.__name__)
     return called
+
+
+def record_function(name: str, fqn: str = "") -> AbstractContextManager[object]:
+    """Return a context that profiles show under `name (fqn)`, as `torch.profiler.record_function` does.
+
+    Torch's own costs as much as a small kernel even while nothing is recorded, so it is used only while torch's
+    profiler records. Otherwise the range is of the lighter kind that compiled kernels have, because torch_npu's
+    profiler reads the same callbacks but does not set torch's flag (torch_npu 2.14.0). Compiled code has no ranges.
+
+    Args:
+        name: What happens, e.g. "FSDP::pre_forward".
+        fqn: The path of the module that it happens to; "" for the root.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    name = f"{name} ({fqn})" if fqn else name
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _RecordFunctionFast(name)
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import InvalidState, InvalidType, InvalidValue
-from hyper_parallel.core.common.torch_compat import replaced_by
+from hyper_parallel.core.common.torch_compat import record_function, replaced_by
 from hyper_parallel.core.fully_shard.comm import GroupLog
 from hyper_parallel.core.fully_shard.schedule import check_logs, hsdp_sync_stream, log_of
 from hyper_parallel.core.mesh.device_mesh import mesh_among
@@ -97,11 +97,12 @@ def clip_grad_norm_(
     limit = _limit(asked, max_norm)
     p = _options(asked, norm_type, error_if_nonfinite, foreach, stage_group)
     hsdp_sync_stream()
-    found, groups = _read(asked, parameters)
-    total = _norm_of(found, groups, p, foreach, stage_group)
-    _check_finite(asked, total, p, error_if_nonfinite)
-    if limit < math.inf:
-        _scale([_local(x.grad) for x in found if x.grad is not None], limit, total, foreach)
+    with record_function("clip_grad_norm_"):
+        found, groups = _read(asked, parameters)
+        total = _norm_of(found, groups, p, foreach, stage_group)
+        _check_finite(asked, total, p, error_if_nonfinite)
+        if limit < math.inf:
+            _scale([_local(x.grad) for x in found if x.grad is not None], limit, total, foreach)
     check_logs()  # before an optimizer steps; last, as a device still has all of the above to do
     return total
 

@@ -26,6 +26,7 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import InvalidState, class_name
+from hyper_parallel.core.common.torch_compat import record_function
 from hyper_parallel.core.fully_shard.bucket import Bucket, CopyStreams
 from hyper_parallel.core.fully_shard.comm import GroupLog
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
@@ -310,13 +311,14 @@ class Schedule(Generic[U]):
         self._ending = None  # first: should a reduction raise, the next forward is in no backward
         # Units none of whose inputs needs a gradient have had no post-backward: there is no node to run it. Their
         # reductions are issued in one order on all ranks, whenever their gradients have come.
-        for unit in reversed(self.units):
-            unit.finalize_backward()
-        if self.is_last_backward:
-            if any(unit.options.leave_pending for unit in self.units):
-                note_pending_reductions(self)
-            else:
-                self.finish_reductions()
+        with record_function("FSDP::root_post_backward_callback"):
+            for unit in reversed(self.units):
+                unit.finalize_backward()
+            if self.is_last_backward:
+                if any(unit.options.leave_pending for unit in self.units):
+                    note_pending_reductions(self)
+                else:
+                    self.finish_reductions()
         for unit in self.units:
             assert unit.is_resharded(), f"unsharded parameters outlive backward: {class_name(unit.modules[0])}"
 

@@ -16,14 +16,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.core.common.errors import InvalidState, InvalidValue, class_name
-from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.common.torch_compat import record_function, runs_eagerly
 from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
 from hyper_parallel.core.fully_shard.comm import UNNAMED, GroupLog, Pending
 from hyper_parallel.core.fully_shard.hooks import (
@@ -41,6 +42,9 @@ from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.schedule import Schedule, Structure, log_of
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class ShardedState(Enum):
@@ -128,6 +132,21 @@ class _Wrapping:
     copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
 
 
+def _in_range(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator of a unit's method, which then runs in a range of that name in profiles."""
+
+    def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(method)
+        def ranged(*args: _P.args, **options: _P.kwargs) -> _R:
+            unit: Any = args[0]
+            with record_function(name, unit.fqn):
+                return method(*args, **options)
+
+        return ranged
+
+    return decorate
+
+
 class Unit:
     """The parameters of one call of `fully_shard` or `hsdp`, and the modules whose forward they serve."""
 
@@ -200,6 +219,11 @@ class Unit:
         return [param for bucket in self.buckets for param in bucket.params]
 
     @property
+    def fqn(self) -> str:
+        """The path of the unit's first module from the root; "" for the root, and before its first forward."""
+        return self.buckets[0].unit_name if self.buckets else ""
+
+    @property
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters have their data."""
         return self.state is ShardedState.UNSHARDED
@@ -247,7 +271,8 @@ class Unit:
             # from the host: collectives start behind what the current stream holds, such as an optimizer's step, and
             # run on the process group's stream.
             self._note_gather()
-            works = [bucket.storage.gather(bucket.start_gather) for bucket in self.buckets]
+            with record_function("FSDP::all_gather", self.fqn):
+                works = [bucket.storage.gather(bucket.start_gather) for bucket in self.buckets]
             self._gather = _GatherRecord(works, version, number, self._holds_gradients())
             self.state = ShardedState.UNSHARDING
 
@@ -367,8 +392,9 @@ class Unit:
             works, self._gather.works = self._gather.works, []
             # Until all is there: a wait raises where a peer has died, and what is not there must be gathered again.
             self.state = ShardedState.SHARDED
-            for bucket, work in zip(self.buckets, works, strict=True):
-                bucket.finish_gather(work.wait(), keep_post_forward_shard=keep_post_forward_shards)
+            with record_function("FSDP::all_gather_copy_out", self.fqn):
+                for bucket, work in zip(self.buckets, works, strict=True):
+                    bucket.finish_gather(work.wait(), keep_post_forward_shard=keep_post_forward_shards)
             self.state = ShardedState.UNSHARDED
 
     def use_post_forward_mesh(self, mesh: tuple[dist.ProcessGroup, int] | None) -> None:
@@ -407,6 +433,7 @@ class Unit:
     # -- forward -------------------------------------------------------------------------------------------------
 
     @runs_eagerly
+    @_in_range("FSDP::pre_forward")
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -489,6 +516,7 @@ class Unit:
                 yield from (param.sharded for param in traced.params)
 
     @runs_eagerly
+    @_in_range("FSDP::post_forward")
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Watch the outputs for backward, and free the parameters, unless backward will soon be here."""
         if self.control is StepControl.UNSHARDED_FOR_STEP:
@@ -609,6 +637,7 @@ class Unit:
     # -- backward ------------------------------------------------------------------------------------------------
 
     @runs_eagerly
+    @_in_range("FSDP::pre_backward")
     def pre_backward(self, call: ForwardCall) -> None:
         """Backward is about to use an output of `call`: gather again, and the unit that it reaches next ahead."""
         if torch.is_grad_enabled():
@@ -709,6 +738,7 @@ class Unit:
             self._reshard_after_backward()
             self._reduce(schedule, in_place=in_place)
 
+    @_in_range("FSDP::post_backward_reduce")
     def _reduce(self, schedule: Schedule[Unit], *, in_place: bool) -> None:
         options = self.options
         # In place there is no buffer whose memory the next one could get. A wait would only hold up what this stream
@@ -740,6 +770,7 @@ class Unit:
                 for log in reduction.owner.logs:
                     log.note("reduction", *reduction.owner.bucket.keys[log])
 
+    @_in_range("FSDP::post_backward_reshard")
     def _reshard_after_backward(self) -> None:
         """Backward needs the unsharded parameters no more; a forward in whose middle it ran still does."""
         if self._calls:

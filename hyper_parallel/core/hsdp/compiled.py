@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.common.errors import InvalidState
 from hyper_parallel.core.common.groups import on_wire
-from hyper_parallel.core.common.torch_compat import computes_again
+from hyper_parallel.core.common.torch_compat import computes_again, record_function
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import FoundParameter, Grouping, make_buckets, own_modules
 from hyper_parallel.core.fully_shard.hooks import refuse_lazy
@@ -90,7 +90,8 @@ def _all_gather(rows: torch.Tensor, recipe: _TracedCollectives) -> torch.Tensor:
     if recipe.shard is None:
         return rows.view_as(rows)
     sent = on_wire(rows)
-    gathered = _run("all_gather_into_tensor", sent, recipe.size, recipe.shard)
+    with record_function("FSDP::all_gather"):
+        gathered = _run("all_gather_into_tensor", sent, recipe.size, recipe.shard)
     return gathered if sent is rows else gathered.view(rows.dtype)
 
 
@@ -331,9 +332,10 @@ class _AccumulatedGradient:
         reducer, options = self.reducer, self.unit.options
         wide = MixedPrecisionPolicy(reduce_dtype=self.dtype) if self.dtype.is_floating_point else options.mp_policy
         how = replace(options, requires_all_reduce=self.unit.synced, mp_policy=wide)
-        reduction = reducer.go_on(scattered, how) if self.is_scattered else reducer.reduce(how, FusedAllReduces(0))
-        if reduction is not None:
-            reduction.finish()
+        with record_function("FSDP::post_backward_reduce"):
+            reduction = reducer.go_on(scattered, how) if self.is_scattered else reducer.reduce(how, FusedAllReduces(0))
+            if reduction is not None:
+                reduction.finish()
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

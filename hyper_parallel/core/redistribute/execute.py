@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.common.groups import all_gather_single, group_of, reduce_scatter_single
-from hyper_parallel.core.common.torch_compat import flat_bytes
+from hyper_parallel.core.common.torch_compat import flat_bytes, record_function
 from hyper_parallel.core.mesh.device_mesh import describe_ranks, mesh_among
 from hyper_parallel.core.redistribute.holdings import Located
 from hyper_parallel.core.redistribute.plan import Plan
@@ -51,11 +51,12 @@ def execute(plan: Plan, local: torch.Tensor | None, *, mesh: DeviceMesh | None =
 
 def drive(working: Working) -> torch.Tensor:
     """Run to the end, waiting for each collective."""
-    try:
-        while True:
-            next(working).wait()
-    except StopIteration as end:
-        return end.value
+    with record_function("redistribute"):
+        try:
+            while True:
+                next(working).wait()
+        except StopIteration as end:
+            return end.value
 
 
 def start(plan: Plan, local: torch.Tensor | None, mesh: DeviceMesh | None = None) -> Working:

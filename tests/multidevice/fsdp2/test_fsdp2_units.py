@@ -1,17 +1,20 @@
 """fully_shard against FSDP2: what a unit may be, and how its modules may be called."""
 
 from collections import namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fsdp2_kit import FSDP2, SAME_ORDER, Block, Net, Theme, loss_of, on_processes, sgd
+from fsdp2_kit import FSDP2, OURS, SAME_ORDER, Block, Net, Theme, loss_of, on_processes, sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
+import hyper_parallel as hp
 import sim
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -871,6 +874,35 @@ def attention_with_one_tensor_for_all(run):
     run.wrap(model.self_attn)
     run.wrap(model)
     run.train(model, lambda step: loss_of(model, run.batch(step, width=8)[:, None]))
+
+
+# -- names in a profile --------------------------------------------------------------------------------------------
+
+
+@sim.ranks(2, backends=("sim",))
+def test_a_profile_shows_fsdp2s_ranges(ctx, tmp_path):
+    found = []
+    for engine in (OURS, FSDP2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for part in (*model, model):
+            engine.api.fully_shard(part)
+        with profile() if ctx.rank == 0 else nullcontext() as recorded:
+            loss_of(model, torch.ones(2, 4)).backward()
+            hp.clip_grad_norm_(model, 1.0)
+            if engine is OURS:
+                hp.save_checkpoint(tmp_path / "step", {"weight": model[0].weight})
+                hp.load_checkpoint(tmp_path / "step", {"weight": model[0].weight})
+                hp.redistribute(model[0].weight.detach(), ())
+        found.append({event.name for event in recorded.events()} if ctx.rank == 0 else set())
+    ours, theirs = found
+    if ctx.rank == 0:
+        assert {name for name in theirs if name.endswith((" (0)", " (1)"))} - ours == {
+            # We have no such phases: gradients arrive where they are reduced from, and the next gather waits.
+            *(f"FSDP::{name} ({i})" for name in ("post_backward_accumulate", "post_backward_rs_wait") for i in (0, 1))
+        } & theirs
+        assert {"FSDP::root_post_backward_callback", "FSDP::pre_forward (1)"} <= ours & theirs
+        assert {"redistribute", "clip_grad_norm_", "checkpoint::save", "checkpoint::load"} <= ours
 
 
 # -- the tests -----------------------------------------------------------------------------------------------------
