@@ -37,13 +37,17 @@ TIERS = ("check", "test", "full", "deep")
 # larger: an import, the first call of an operator in a process, or a shared reference falls on whoever comes first.
 LIMITS = {"check": 0.1, "test": 1.0, "full": 30.0}
 TOO_SLOW = {"check": 4.0, "test": 15.0, "full": 200.0}
-EXAMPLES = {"check": 10, "test": 10, "full": 16, "deep": 5_000}
 FOLDER = Path(__file__).parent
 # The files whose tests for NPUs stand for all others in the tier `full`: they say most of a device for their time.
-LATE = {
-    *("redistribute", "clip_norm", "activations", "checkpoint_ranks", "layout_dtensor", "torch_libraries_on_sim"),
-    *("value_and_grad", "conformance_async", "conformance_functional", "conformance_groups", "conformance_movement"),
-    *("conformance_objects", "conformance_point_to_point", "conformance_reductions"),
+CONFORMANCE = {
+    *("conformance_async", "conformance_errors", "conformance_functional", "conformance_groups"),
+    *("conformance_movement", "conformance_objects", "conformance_point_to_point", "conformance_reductions"),
+}
+LATE = CONFORMANCE | {"redistribute", "activations", "checkpoint_ranks", "layout_dtensor", "torch_libraries_on_sim"}
+# The files whose tests on processes run below `deep` although simulated ranks run the same bodies.
+PROCESSES = CONFORMANCE | {
+    *("redistribute", "clip_norm", "checkpoint_ranks", "fully_shard", "hsdp", "sharded_state_dict", "shard_inner"),
+    *("context_parallel", "trainer"),
 }
 COST = "cpu_s"
 RANKS_COST = "ranks_cpu_s"  # of the processes that ran a body, see sim/testing/processes.py
@@ -60,9 +64,8 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Derandomized: the same for all who change code.
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, max_examples=EXAMPLES["full"])
-settings.register_profile("quick", settings.get_profile("ci"), max_examples=EXAMPLES["test"])
-settings.register_profile("deep", deadline=None, print_blob=True, max_examples=EXAMPLES["deep"])
+settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, max_examples=10)
+settings.register_profile("deep", deadline=None, print_blob=True, max_examples=5_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,8 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile"):
-        profiles = {"check": "quick", "test": "quick", "deep": "deep"}
-        settings.load_profile(profiles.get(config.getoption("--tier"), "ci"))
+        settings.load_profile("deep" if config.getoption("--tier") == "deep" else "ci")
     if not hasattr(config, "workerinput"):  # not a worker of xdist: whoever reports
         config.pluginmanager.register(Costs(config), "costs")
 
@@ -94,18 +96,21 @@ def tiers_of(items: Sequence[pytest.Item]) -> list[str]:
     """Return the tier of each item."""
     seen: Counter[str] = Counter()
     found = []
-    for item in items:
-        if item.get_closest_marker("slow"):
+    functions = [item.nodeid.partition("[")[0] for item in items]
+    on_processes = [item.get_closest_marker("gloo") for item in items]
+    simulated = {name for name, gloo in zip(functions, on_processes, strict=True) if not gloo}
+    for item, function, gloo in zip(items, functions, on_processes, strict=True):
+        name = item.path.stem.removeprefix("test_")
+        if item.get_closest_marker("slow") or (gloo and function in simulated and name not in PROCESSES):
             found.append("deep")
         elif item.get_closest_marker("gpu") or item.get_closest_marker("npu"):  # on simulated ranks: --sim-backend
-            found.append("full" if item.path.stem.removeprefix("test_") in LATE else "deep")
+            found.append("full" if name in LATE else "deep")
         elif mark := item.get_closest_marker("tier"):
-            function = item.nodeid.partition("[")[0]
             found.append("deep" if seen[function] % mark.kwargs.get("each", 1) else mark.args[0])
             seen[function] += 1
         else:
             # What processes are forked from takes seconds, and so do the references that properties share.
-            found.append("test" if item.get_closest_marker("gloo") or "property" in item.path.parts else "check")
+            found.append("test" if gloo or "property" in item.path.parts else "check")
     return found
 
 
@@ -186,8 +191,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         ranks = sum(value for name, value in item.user_properties if name == RANKS_COST)
         own, children = (now - then for now, then in zip(cpu_s(), item.stash[STARTED], strict=True))
         report.user_properties.append((COST, (own, children + ranks)))
-        drawn = bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
-        report.user_properties.append(("placed", (item.stash[TIER], drawn)))
+        report.user_properties.append(("placed", item.stash[TIER]))
     return report
 
 
@@ -234,9 +238,8 @@ class Costs:
         found = dict(report.user_properties)
         if report.when != "teardown" or COST not in found:
             return
-        (tier, drawn), cost = found["placed"], found[COST]
-        at_full_examples = drawn and self.tier not in ("check", "test")
-        limit = TOO_SLOW.get("full" if at_full_examples and tier != "deep" else tier, float("inf"))
+        tier, cost = found["placed"], found[COST]
+        limit = TOO_SLOW.get(tier, float("inf"))
         if sum(cost) > limit and not self.file:
             self.limits[report.nodeid] = tier, limit
         self.costs[report.nodeid] = cost

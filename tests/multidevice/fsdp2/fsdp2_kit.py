@@ -14,6 +14,7 @@ have to equal fully_shard. Where they refuse, or differ, `without_hsdp` and `wit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -409,12 +410,16 @@ class Theme:
         return [name for name, check in self.checks.items() if check.ranks == ranks and name not in apart]
 
     def contestants(self, ranks: int, tier: str = "test") -> Any:
-        """Parametrize a test: each behaviour that needs so many ranks, by fully_shard in this tier, then by cells."""
-        tiers = {"fully_shard": tier, "hsdp": "full" if tier == "full" else "test", "traced": "full"}
+        """Parametrize a test: each behaviour that needs so many ranks, by fully_shard in this tier, then by cells.
+
+        Every second behaviour runs by cells below `deep`: by hsdp, and some of the others in a graph.
+        """
+        tiers = {"fully_shard": [tier], "hsdp": ["full" if tier == "full" else "test", "deep"]}
+        tiers["traced"] = ["deep", "full", "deep", "deep"]
         cases = [
             pytest.param(name, contestant, marks=pytest.mark.tier(tier), id=f"{name}-{contestant}")
-            for contestant, tier in tiers.items()
-            for name in self.names(ranks, contestant)
+            for contestant, in_turn in tiers.items()
+            for name, tier in zip(self.names(ranks, contestant), itertools.cycle(in_turn), strict=False)
         ]
         return pytest.mark.parametrize(("name", "contestant"), cases)
 

@@ -382,7 +382,7 @@ def test_dtypes_on_four_ranks(ctx, name, contestant):
     THEME.check(ctx, name, contestant)
 
 
-@on_processes("full")
+@on_processes()
 @sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_dtypes_on_processes(ctx, contestant):
     THEME.check_all(ctx, 2, contestant)

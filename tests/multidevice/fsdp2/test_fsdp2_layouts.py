@@ -619,7 +619,7 @@ def test_layouts_on_processes(ctx, contestant):
     THEME.check_all(ctx, 2, contestant)
 
 
-@on_processes("full")
+@on_processes()
 @sim.ranks(4, backends=("gloo", "gpu", "npu"))
 def test_layouts_on_four_processes(ctx, contestant):
     THEME.check_all(ctx, 4, contestant)

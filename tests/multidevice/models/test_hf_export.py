@@ -52,7 +52,7 @@ def alone(config: LlamaConfig, seed: int) -> torch.nn.Module:
     return init_parameters(model, seed)
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full", each=4)
 @sim.ranks(4)
 @pytest.mark.parametrize("config", [DENSE, TIED, SPARSE], ids=["dense", "tied", "experts"])
 def test_a_sharded_model_goes_out_and_comes_back(ctx, config, tmp_path):

@@ -171,7 +171,7 @@ CASES = [
 ]
 
 
-@pytest.mark.tier("full", each=7)
+@pytest.mark.tier("full", each=14)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_trains_as_one_device_does(case: Case) -> None:
     found = sim.run(together, world_size=math.prod(case.mesh.values()), args=("cpu", case))

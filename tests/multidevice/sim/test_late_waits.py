@@ -88,7 +88,7 @@ def on_the_cpu(name: str) -> list[Any]:
     return sim.run(program, ranks, ("cpu",))
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full", each=5)
 @pytest.mark.parametrize("name", WAITS)
 def test_it_gives_what_it_gives_on_the_cpu(name):
     program, ranks = PROGRAMS[name]
@@ -99,7 +99,7 @@ def test_it_gives_what_it_gives_on_the_cpu(name):
     torch.testing.assert_close(found, on_the_cpu(name), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.tier("full", each=11)
+@pytest.mark.tier("full", each=22)
 @pytest.mark.parametrize(("name", "site"), MUTANTS)
 def test_without_one_of_its_waits_it_is_wrong_and_both_lines_are_named(name, site):
     program, ranks = PROGRAMS[name]
@@ -120,7 +120,7 @@ def test_without_one_of_its_waits_it_is_wrong_and_both_lines_are_named(name, sit
             raise AssertionError("no seed gives a wrong number")
 
 
-@pytest.mark.tier("full", each=6)
+@pytest.mark.tier("full", each=9)
 @pytest.mark.parametrize("name", WAITS)
 def test_on_a_device_that_ranks_share_each_of_its_waits_is_followed(name):
     """There, `check_races` records what the streams do, and a wait that is missing there is found, too."""
@@ -166,6 +166,7 @@ FSDP2 = {
 }
 
 
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_gives_what_one_device_gives(name):
     shape, options, rounding = FSDP2[name]
@@ -196,7 +197,7 @@ RUNS = {
 on_one_device = cache(run)
 
 
-@pytest.mark.tier("full", each=7)
+@pytest.mark.tier("full", each=13)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_gives_what_one_device_gives(name):
     ranks, parallel = RUNS[name]
@@ -261,6 +262,7 @@ def of_run() -> sim.Report:
 PROOFS = {"plan": of_plan, "step": of_step, "run": of_run}
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("name", PROOFS)
 def test_offloaded_activations_are_proved(name):
     report = PROOFS[name]()
@@ -268,6 +270,7 @@ def test_offloaded_activations_are_proved(name):
     assert "activations go to the host and back on npu devices without a race, and all is the same" in report.notes
 
 
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("name", PROOFS)
 @pytest.mark.parametrize("site", WAITS["inputs of blocks on the host"])
 def test_a_proof_names_the_race_that_a_missing_wait_leaves(name, site):
@@ -275,6 +278,7 @@ def test_a_proof_names_the_race_that_a_missing_wait_leaves(name, site):
         PROOFS[name]()
 
 
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("name", PROOFS)
 def test_a_proof_finds_what_comes_back_otherwise(name, monkeypatch):
     copy = Platform.copy_to_device

@@ -42,7 +42,7 @@ def test_on_simulated_ranks(script: str, capsys: pytest.CaptureFixture[str]) -> 
     assert simulated(script, 4, 1, capsys) == losses, "another interleaving gives the same, bit for bit"
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.gloo
 @pytest.mark.parametrize("script", ["fsdp2", "moe"])
 def test_torchrun_prints_the_same_losses(script: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,7 @@ def test_accumulation_communicates_once_per_step_or_in_each_micro_batch() -> Non
     assert counts[2] == 2 * counts[1]
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.sim
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_of_norms_are_added_up_together_over_tp(accumulate: int) -> None:
@@ -193,6 +193,7 @@ def test_gradients_of_norms_are_added_up_together_over_tp(accumulate: int) -> No
     assert {dtype for _, dtype, _ in step} == {"float32"}, "ranks tell each other shapes once, not in each step"
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.sim
 @pytest.mark.parametrize(
     "parallel",

@@ -17,7 +17,7 @@ from hyper_parallel.trainer.config import Config, DataConfig, ExpertsConfig, Par
 from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import TrainResult
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("test", each=2)
 
 DENSE = Config(
     model=LlamaConfig(
@@ -198,7 +198,7 @@ def test_experts_on_four_ranks(ctx, experts: Numbers, degrees: Numbers, rounding
     check(ctx, EXPERTS, degrees, experts, rounding)
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("degrees", EXPERTS_8, ids=named)
 @sim.ranks(8, backends=("sim",))
 def test_experts_on_eight_simulated_ranks(ctx, experts: Numbers, degrees: Numbers):
@@ -221,26 +221,22 @@ def test_muon_on_four_simulated_ranks(ctx, dense_by_muon: Numbers, experts_by_mu
 # with all degrees, find out together.
 
 
+def check_each(ctx, dense: list[Numbers], experts: list[Numbers], *alone: Numbers) -> None:
+    for config, ways, wanted in zip((DENSE, EXPERTS), (dense, experts), alone, strict=True):
+        for degrees in (each for each in ways if each in GLOO):
+            check(ctx, config, degrees, wanted)
+
+
 @pytest.mark.tier("full")
 @sim.ranks(2, backends=("gloo",))
 def test_two_processes(ctx, dense: Numbers, experts: Numbers):
-    for degrees in DENSE_2:
-        if degrees in GLOO:
-            check(ctx, DENSE, degrees, dense)
-    for degrees in EXPERTS_2:
-        if degrees in GLOO:
-            check(ctx, EXPERTS, degrees, experts)
+    check_each(ctx, DENSE_2, EXPERTS_2, dense, experts)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("deep")
 @sim.ranks(4, backends=("gloo",))
 def test_four_processes(ctx, dense: Numbers, experts: Numbers, dense_by_muon: Numbers):
-    for degrees in DENSE_4:
-        if degrees in GLOO:
-            check(ctx, DENSE, degrees, dense)
-    for degrees in EXPERTS_4:
-        if degrees in GLOO:
-            check(ctx, EXPERTS, degrees, experts)
+    check_each(ctx, DENSE_4, EXPERTS_4, dense, experts)
     check_muon(ctx, DENSE, WHOLE_4[0], dense_by_muon)
 
 

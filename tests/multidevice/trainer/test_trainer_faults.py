@@ -33,7 +33,7 @@ from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import StepRecord, TrainResult, read_log
 from hyper_parallel.trainer.watchdog import STUCK_EXIT
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("full")
 
 SCRIPT = Path(__file__).with_name("trainer_kill_script.py")
 TINY = Config(
@@ -64,7 +64,6 @@ folder = "saved"
 FOREVER = ("--steps", "1000000")
 
 
-@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_a_run_of_processes_survives_a_kill() -> None:
     done = warm.run([sys.executable, str(SCRIPT)])
@@ -98,7 +97,7 @@ def numbers(result: TrainResult) -> list[tuple[float, float, float | None]]:
     return [(record.loss, record.grad_norm, record.valid_loss) for record in result.steps]
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.sim
 @pytest.mark.parametrize("background", [False, True])
 def test_a_simulated_run_survives_a_kill_anywhere(tmp_path: Path, background: bool) -> None:
@@ -179,7 +178,6 @@ def two_ranks(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[str
             process.wait()
 
 
-@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path) -> None:
     with two_ranks(tmp_path, "--tp", "2") as processes:
@@ -197,6 +195,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path) -
     assert sim.run(train, 2, args=(config,))[0].first_step == stopped_after + 1
 
 
+@pytest.mark.tier("test")
 @pytest.mark.gloo
 @pytest.mark.parametrize("have_met", [False, True])
 def test_a_rank_that_waits_for_one_that_stands_still_ends_when_asked_to_stop(tmp_path: Path, have_met: bool) -> None:
@@ -212,7 +211,6 @@ def test_a_rank_that_waits_for_one_that_stands_still_ends_when_asked_to_stop(tmp
     assert "another rank is gone, or stuck" in err
 
 
-@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_a_signal_stops_simulated_ranks_and_a_second_start_goes_on(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--sim", "2")
@@ -234,7 +232,6 @@ def test_a_signal_stops_simulated_ranks_and_a_second_start_goes_on(tmp_path: Pat
     assert [record.step for record in read_log(tmp_path / "log.jsonl")] == list(range(1, stopped_after + 2))
 
 
-@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml")
@@ -259,6 +256,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path:
     assert all(path.name.startswith("step-") for path in (tmp_path / "saved").iterdir()), "nothing is left behind"
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 @pytest.mark.parametrize("background", [False, True])
 def test_a_run_whose_folder_goes_away_ends_with_a_code_of_its_own(tmp_path: Path, background: bool) -> None:
@@ -287,7 +285,6 @@ def last_line(text: str) -> str:
     return text.rstrip().splitlines()[-1]
 
 
-@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_a_disk_without_space_does_not_end_the_run_but_is_its_exit_code(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--sim", "2", "--save-every", "2")
@@ -310,7 +307,6 @@ def test_a_disk_without_space_does_not_end_the_run_but_is_its_exit_code(tmp_path
     assert last_line(err) == "error: the last save failed; step 4 is safe, and the last in saved"
 
 
-@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_all_processes_tell_by_their_exit_code_that_the_last_save_failed(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--background", "--stuck-after", "60")
@@ -343,6 +339,7 @@ cli.main()
 """
 
 
+@pytest.mark.tier("test")
 def test_a_run_that_hangs_ends_and_says_where(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     process = start("hangs.py", folder=tmp_path)
@@ -527,7 +524,7 @@ def check_resumes(folder: Path, fault: Fault, degrees: tuple[str, ...], full: An
     return err
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=3)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("fault", "degrees"),
@@ -568,7 +565,6 @@ checkpointer.close()
 """
 
 
-@pytest.mark.tier("full")
 @pytest.mark.gloo
 def test_another_torchrun_of_the_same_name_never_takes_the_lease_of_a_live_one(tmp_path: Path) -> None:
     (tmp_path / "holds.py").write_text(HOLDS)
@@ -621,6 +617,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.tier("test")
 @pytest.mark.gloo
 def test_an_attempt_whose_folder_an_earlier_one_has_lost_does_not_begin_anew(tmp_path: Path) -> None:
     (tmp_path / "loses.py").write_text(LOSES)
@@ -636,6 +633,7 @@ def test_an_attempt_whose_folder_an_earlier_one_has_lost_does_not_begin_anew(tmp
     assert not list((tmp_path / "saved").iterdir()), "nothing is saved where no earlier checkpoint is"
 
 
+@pytest.mark.tier("test")
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("number", range(20))
@@ -644,6 +642,7 @@ def test_drawn_faults(tmp_path: Path, number: int, uninterrupted: Any) -> None:
     check_resumes(tmp_path, fault, degrees, uninterrupted)
 
 
+@pytest.mark.tier("test")
 def test_all_kinds_of_faults_are_drawn() -> None:
     faults, degrees = zip(*map(drawn, range(20)), strict=True)
     for index, names in enumerate((KINDS, WHO, WHERE)):
@@ -651,7 +650,6 @@ def test_all_kinds_of_faults_are_drawn() -> None:
     assert set(degrees) == set(DEGREES)
 
 
-@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_degrees_that_are_given_hold_and_dp_shard_takes_what_is_left(tmp_path: Path) -> None:
     """A run that is started anew with other ranks: the rule of docs/training.md."""
@@ -679,6 +677,7 @@ def wait_until(holds: Callable[[], bool], run: subprocess.Popen[str], what: str)
     raise AssertionError(f"never {what}")
 
 
+@pytest.mark.tier("test")
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("comes", [False, True])

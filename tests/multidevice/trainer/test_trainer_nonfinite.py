@@ -89,7 +89,7 @@ def test_stop_is_the_same_error_on_every_rank(
     assert [record.step for record in read_log(tmp_path / "log.jsonl")] == [1]
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("model", ["llama", "moe"])
 @pytest.mark.parametrize(("world_size", "degrees"), ARRANGED)
 def test_skip_leaves_the_step_out_and_goes_on(
@@ -196,7 +196,7 @@ def test_a_rate_that_is_far_too_high_ends_the_run(tmp_path: Path) -> None:
         sim.run(train, 2, args=(config,))
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=2)
 @pytest.mark.parametrize(("world_size", "degrees"), [(1, {}), *ARRANGED])
 def test_a_batch_without_a_target_is_no_step(tmp_path: Path, world_size: int, degrees: dict[str, int]) -> None:
     few = replace(TINY.with_changes("data", {"ignored": 0.97}), parallel=ParallelConfig(**degrees))

@@ -258,6 +258,7 @@ def recorded(full: tuple[torch.Tensor, ...], kernel: str, rank: int, *, balance:
         return world.run_alone(body)
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("balance", [True, False], ids=["balanced", "in order"])
 @pytest.mark.parametrize("kernel", ["cpu", "flash", "efficient", "cudnn", pytest.param("npu", marks=needs_late)])
 def test_what_is_recorded_of_a_ring_is_what_the_device_runs(kernel: str, balance: bool) -> None:
@@ -293,6 +294,7 @@ def test_all_ranks_of_a_ring_together_compute_one_attention(kernel: str, balance
 TINY = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, hidden_size=256, max_seq_len=512)
 
 
+@pytest.mark.tier("test", each=2)
 @pytest.mark.parametrize(
     ("hardware", "names"),
     [

@@ -143,12 +143,14 @@ def test_flex_attention_over_ranks_is_that_of_one_device(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.tier("test", each=2)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize(("mask", "score"), [("window", "none"), ("documents", "capped"), ("none", "alibi")])
 def test_on_a_late_device(mask: str, score: str) -> None:
     check(Case(SequenceSplit(2), (2, 1), 6, mask, score, 4, False, torch.float32), "npu")
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("mask", MASKS)
 def test_torch_computes_the_same(mask: str) -> None:
     """The formulas of `alone` are torch's; on the CPU it has no gradient."""

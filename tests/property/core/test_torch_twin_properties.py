@@ -73,6 +73,7 @@ def every_layout(mesh, dims, *, partial):
         yield mesh(*entries, partial={name: role for name, role in axes if role == "sum"})
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("shape", [(8, 16), (5, 3)], ids=["even", "uneven"])
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
 def test_plain_layouts_of_a_matrix(sizes, shape):

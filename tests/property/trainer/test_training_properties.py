@@ -108,6 +108,7 @@ def test_a_saved_run_goes_on_under_any_ranks(data, problem, step, changed):
 # -- what the reference is worth ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_bounds_are_far_below_what_is_trained(problem):
     values, bounds = reference(problem)

@@ -68,7 +68,7 @@ def run_of(folder: Path) -> Config:
     return run.with_changes("parallel", {"tp": 2})
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.sim
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in FOUND]
@@ -102,7 +102,7 @@ def made(kind: str, rank: int) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.sim
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_model_is_trained_on_tensor_and_data_parallel_ranks_as_on_one(rank: int) -> None:

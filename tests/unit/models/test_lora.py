@@ -219,7 +219,7 @@ def test_export_says_what_it_has_written_and_where_the_model_is(
 # -- models that transformers alone knows ------------------------------------------------------------------------------
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=6)
 @pytest.mark.sim
 @pytest.mark.parametrize("rank", [0, 3])
 def test_any_model_of_transformers_is_trained_from_its_folder_and_exported(

@@ -116,7 +116,7 @@ def test_what_is_predicted_is_the_trainers_step():
     assert forward == {"attention", "mlp"}
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("deep")
 def test_a_case_is_trained_and_its_memory_is_near():
     case = Case(ParallelConfig(dp_shard=2), TINY, 2, 32)
     measured = mesh_here.run_case(case, steps=2, warmup=1)

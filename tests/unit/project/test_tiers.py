@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FOLDER, LATE, TIERS
+from conftest import FOLDER, LATE, PROCESSES, TIERS
 
 pytestmark = pytest.mark.tier("full")
 
@@ -62,7 +62,7 @@ def suite(tmp_path):
     """A suite of its own with this one's conftest, in which less is slow."""
     (tmp_path / "conftest.py").write_text((FOLDER / "conftest.py").read_text() + LOWER_LIMITS)
     (tmp_path / "test_slow.py").write_text(SLOW)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: x\n    tier: x\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: x\n    tier: x\n    sim: x\n    gloo: x\n")
 
     def run(*options: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
@@ -89,7 +89,6 @@ def test_what_is_too_slow_is_named_and_fails_the_full_tier(suite, tmp_path):
     marked = SLOW.replace("def test_slow", '@pytest.mark.tier("full")\ndef test_slow')
     (tmp_path / "test_slow.py").write_text(f"import pytest\n{marked}")
     assert suite("--tier", "full").returncode == 0
-    assert "1 passed, 2 deselected" in suite("--tier", "test").stdout
 
 
 def test_what_is_slow_only_among_others_is_named_and_passes(suite, tmp_path):
@@ -101,32 +100,41 @@ def test_what_is_slow_only_among_others_is_named_and_passes(suite, tmp_path):
     assert "too slow" not in full.stdout
 
 
+# Of a long list, some run in their tier, and the others in `deep`.
+SOME = """
+@pytest.mark.tier("test", each=3)
+@pytest.mark.parametrize("n", range(7))
+def test_some(n):
+    print(f'item {n}')
+"""
+# A file that does not stand for others: what simulated ranks run, processes run in `deep`.
+ON_PROCESSES = """
+@pytest.mark.parametrize("arm", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("sim", "gloo")])
+def test_both(arm): ...
+
+
+@pytest.mark.gloo
+def test_on_processes_only(): ...
+"""
+
+
 def test_each_tier_runs_what_the_one_before_runs(suite, tmp_path):
     marks = {"check": "", "test": '@pytest.mark.tier("test")', "full": '@pytest.mark.tier("full")'}
     marks["deep"] = "@pytest.mark.slow"
     tests = "".join(f"{mark}\ndef test_{tier}(): ...\n" for tier, mark in marks.items())
-    (tmp_path / "test_slow.py").write_text(f"import pytest\n{tests}")
-    for number, tier in enumerate(TIERS, start=1):
-        assert f"{number} passed" in suite("--tier", tier).stdout, tier
-    assert "4 passed" in suite().stdout, "without a tier all run"
+    (tmp_path / "test_slow.py").write_text(f"import pytest\n{tests}{SOME}{ON_PROCESSES}")
+    shown = {tier: suite("--tier", tier, "-s", "-v").stdout for tier in TIERS}
+    for tier, number in zip(TIERS, (2, 7, 8, 14), strict=True):
+        assert f" {number} passed" in shown[tier], shown[tier]
+    assert re.findall(r"item (\d)", shown["test"]) == ["0", "3", "6"], shown["test"]
+    assert "14 passed" in suite().stdout, "without a tier all run"
 
 
-def test_files_that_stand_for_others_on_late_devices_are_there():
+@pytest.mark.parametrize("names", [LATE, PROCESSES])
+def test_files_that_stand_for_others_are_there(names):
     files = {path.stem.removeprefix("test_") for path in FOLDER.rglob("test_*.py")}
-    assert LATE
-    assert not LATE - files, "a name that is no file's puts no test of it into the tier full"
-
-
-def test_of_a_long_list_of_items_some_run_in_their_tier_and_the_others_in_deep(suite, tmp_path):
-    (tmp_path / "test_slow.py").write_text(
-        'import pytest\n\n@pytest.mark.tier("test", each=3)\n@pytest.mark.parametrize("n", range(7))\n'
-        "def test_some(n):\n    print(f'item {n}')\n"
-    )
-    shown = suite("--tier", "test", "-s", "-v").stdout
-    assert re.findall(r"item (\d)", shown) == ["0", "3", "6"], shown
-    assert "3 passed" in suite("--tier", "full").stdout
-    assert "7 passed" in suite("--tier", "deep").stdout
-    assert "no tests ran" in suite("--tier", "check").stdout or "7 deselected" in suite("--tier", "check").stdout
+    assert names
+    assert not names - files, "a name that is no file's puts no test of it into the tier full"
 
 
 CACHES = """
@@ -176,22 +184,9 @@ def test_a_run_in_which_interrupts_are_ignored_ends():
     tests = "test_ctrl_c_stops_all_simulated_ranks_and_keeps_the_log or test_an_interrupt_in_this_process"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "tests/multidevice/trainer/test_trainer.py",
-                "-k",
-                tests,
-            ],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command = [*pytest_here, "tests/multidevice/trainer/test_trainer.py", "-k", tests]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     finally:
         signal.signal(signal.SIGINT, before)
     out, _ = process.communicate(timeout=200)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("full")
 
 pytest.importorskip("hatchling", reason="needs hatchling, of the extra 'dev'")
 
@@ -88,14 +88,12 @@ def bare(tmp_path_factory):
     return run
 
 
-@pytest.mark.tier("full")
 def test_the_environment_is_bare(bare):
     for extra in ("pytest", "hypothesis", "matplotlib", "transformers", "tensorboard"):
         assert f"No module named '{extra}'" in bare("python", "-c", f"import {extra}", code=1).stderr
     assert str(ROOT) not in bare("python", "-c", "import sim; print(sim.__file__)").stdout
 
 
-@pytest.mark.tier("full")
 def test_the_first_snippet_of_the_readme(bare):
     source = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     lines = bare("python", "-c", source.group(1)).stdout.splitlines()
@@ -103,30 +101,30 @@ def test_the_first_snippet_of_the_readme(bare):
     assert lines[0].split()[2:] == lines[1].split()[2:]
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("deep")
 def test_the_demo(bare):
     said = bare("hyper-parallel", "demo", "--steps", "2").stdout
     assert "no out/demo/loss.png: matplotlib is not installed; try: pip install 'hyper_parallel[plot]'" in said
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(bare, command):
     assert "usage: " in bare("hyper-parallel", command, "--help").stdout.lower()
 
 
+@pytest.mark.tier("test")
 def test_no_command_is_left_out(bare):
     listed = re.findall(r"^│ ([a-z]+) ", bare("hyper-parallel", "--help").stdout, re.MULTILINE)
     assert sorted(listed) == sorted(COMMANDS)
 
 
-@pytest.mark.tier("full")
 def test_a_script_on_simulated_ranks(bare, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group()\nprint('rank', dist.get_rank())\n")
     assert bare("python", "-m", "sim", "run", "--nproc", "2", str(script)).stdout == "rank 0\n"
 
 
-@pytest.mark.tier("full")
 def test_a_missing_extra_is_one_sentence(bare):
     uses = {
         "sim.ranks": "test",

@@ -451,7 +451,7 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
             load_corpus(DataConfig(path, tokenizer=str(tmp_path / folder)))
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.sim
 @pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
 def test_a_model_of_transformers_is_trained_on_conversations_and_answers(

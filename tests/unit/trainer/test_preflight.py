@@ -277,7 +277,7 @@ SMALL = LlamaConfig(
 WIDE = dataclasses.replace(SMALL, hidden_size=256, intermediate_size=512)
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=2)
 @pytest.mark.parametrize(
     ("model", "world_size", "train", "parallel"),
     [

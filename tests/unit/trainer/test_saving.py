@@ -94,7 +94,7 @@ def test_a_run_goes_on_bit_for_bit(
     assert rest.valid_loss == whole.valid_loss
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.sim
 @pytest.mark.parametrize("model", ["llama", "moe"])
 def test_other_degrees_go_on_from_it(tmp_path: Path, model: str) -> None:
@@ -677,7 +677,7 @@ def test_records_go_on_from_any_place_within_a_block(records: Any, shuffle: int)
     assert places == set(range(6))
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full", each=5)
 @pytest.mark.sim
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_loader_of_ones_own_goes_on_whatever_the_degrees(kind: str, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_peak_is_what_an_estimate_says_and_what_the_docs_say():
     assert least.by_category["workspace"] + least.by_category["activations"] < 2.7 * one, "of two blocks, and gradients"
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full", each=6)
 @late
 @pytest.mark.sim
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
@@ -116,7 +116,7 @@ def peak_of_run(config: Config) -> int:
     return train_a_run(config).steps[-1].memory_bytes
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full", each=4)
 @late
 @pytest.mark.sim
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def graphs():
     torch._dynamo.reset()
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=3)
 @late
 @pytest.mark.sim
 @pytest.mark.parametrize(

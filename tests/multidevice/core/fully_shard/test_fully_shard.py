@@ -167,7 +167,7 @@ def check_all_wrappings(ctx, mesh, wrappings, *, fp32=True):
                 assert_same(ctx, got[2], wanted[2])
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 4)])
 @sim.ranks(4, backends=NO_GLOO)
 def test_one_device_and_fsdp2_on_four_ranks(ctx, shape):
@@ -730,6 +730,7 @@ def counted(shape, wrap, steps, **options):
     return [event.op for event in events], {op: world.trace.bytes(op=op, rank=0) for op in {e.op for e in events}}
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.sim
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4), (4, 1)])
 @pytest.mark.parametrize("wrapper", [None, around_each, around_each_reentrant])

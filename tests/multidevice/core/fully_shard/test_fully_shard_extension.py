@@ -179,6 +179,7 @@ def test_one_byte_per_element_is_gathered():
     assert (gathered(None), gathered(Weight8)) == (4 * 24, 24)  # of the other rank's half of the elements
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -198,6 +198,7 @@ def check_placements(ctx, shape, placement):
     check(ctx, model, plain)
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4), (4, 1)])
 @sim.ranks(4, backends=NO_GLOO)
@@ -626,6 +627,7 @@ def test_one_mesh_for_all_whatever_is_wrapped_first(ctx):
     check(ctx, model, plain, parts=2, part=ctx.rank // 2, clip=0.05)
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -882,7 +884,7 @@ class Stack(Net):
 WRAPPERS = {"": None, "checkpointed": around(False), "checkpointed, reentrant": around(True)}
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @sim.ranks(4, backends=NO_GLOO)
 def test_resharding_to_fewer_ranks(ctx, wrapper):
@@ -1054,7 +1056,7 @@ OPTIMIZERS = {
 ALONE = {name: partial(alone, make_optimizer=make) for name, make in OPTIMIZERS.items()}
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @sim.ranks(4, backends=("sim",))

@@ -158,7 +158,7 @@ def pipeline_step(ctx, name, wrap, steps=2, **options):
     return found
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 @sim.ranks(4, backends=("sim",))
@@ -563,7 +563,7 @@ def spmd(mesh):
     return model
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=2)
 @pytest.mark.parametrize(
     ("shape", "names", "dims"),
     [

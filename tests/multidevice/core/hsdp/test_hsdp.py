@@ -132,7 +132,7 @@ def check_ways(ctx, ways, level, accumulate):
         assert_freed(model)
 
 
-@pytest.mark.tier("full", each=4)
+@pytest.mark.tier("full", each=8)
 @pytest.mark.parametrize("accumulate", [(3, True), (2, False)], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=NO_GLOO)
@@ -154,7 +154,7 @@ def test_a_single_rank(ctx, level):
     check_ways(ctx, WAYS[:4], level, (2, True))
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(6, backends=("sim",))
 def test_six_ranks_in_parts_of_two_and_three(ctx, level):
@@ -681,7 +681,7 @@ def test_frozen_parameters_of_dtypes_that_backends_do_not_gather(ctx):
             assert torch.equal(full_tensor(model.quantized).float(), alone.quantized.float())  # torch's own cannot
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=("sim",), check_replicas=True)
 def test_what_a_layout_calls_a_copy_is_one(ctx, level):
@@ -690,7 +690,7 @@ def test_what_a_layout_calls_a_copy_is_one(ctx, level):
         check_against_one_device(ctx, wrap(net(ctx), **options, **way), net(ctx), micros=2)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=("sim",), check_races=True)
 def test_nothing_is_used_while_it_is_communicated(ctx, level):

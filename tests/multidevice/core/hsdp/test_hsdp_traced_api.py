@@ -291,20 +291,20 @@ def backward_all(ctx, model, step=0):
 # -- torch.compile -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
+@pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(2, backends=NO_GLOO)
-def test_one_graph_of_a_cell_and_of_the_whole(ctx):
+def test_one_graph_of_a_cell_and_of_the_whole(ctx, level):
     # Both backends trace the same graph. AOTAutograd, which takes most of the time, gets each graph once: that of the
     # whole at each level, and that of a cell at the level that repeats gathers in backward.
     one, two = (train(ctx, net(ctx, blocks=blocks), micros=2) for blocks in (1, 2))
-    for level in LEVELS:
-        model = wrap(net(ctx, blocks=1), threshold=0, optimizer_level=level)
-        check(ctx, model, one, micros=2, call=compiled(ctx, model, "aot_eager"))
-        model = wrap(net(ctx, blocks=2), threshold=0, optimizer_level=level)
-        torch._dynamo.reset()
-        for block in () if is_stand_in(ctx) else model.blocks:
-            block.compile(backend="aot_eager" if level is LEVELS[-1] else "eager", fullgraph=True)
-        check(ctx, model, two, micros=2)
+    model = wrap(net(ctx, blocks=1), threshold=0, optimizer_level=level)
+    check(ctx, model, one, micros=2, call=compiled(ctx, model, "aot_eager"))
+    model = wrap(net(ctx, blocks=2), threshold=0, optimizer_level=level)
+    torch._dynamo.reset()
+    for block in () if is_stand_in(ctx) else model.blocks:
+        block.compile(backend="aot_eager" if level == LEVELS[-1] else "eager", fullgraph=True)
+    check(ctx, model, two, micros=2)
 
 
 @pytest.mark.tier("full")

@@ -23,7 +23,7 @@ from hyper_parallel.core.hsdp.api import hsdp
 from hyper_parallel.core.hsdp.compiled import install
 from hyper_parallel.platform import get_platform
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("full")
 
 LEVELS = tuple(OptimizerLevel)
 LEVEL1, LEVEL2, LEVEL3 = LEVELS
@@ -127,17 +127,16 @@ def check_against_one_device(ctx, model, call, wanted):
 
 
 @pytest.mark.tier("full", each=2)
+@pytest.mark.parametrize(
+    ("level", "backend"), [(LEVEL1, "eager"), (LEVEL2, "aot_eager"), (LEVEL3, "aot_eager"), (LEVEL3, "eager")]
+)
 @sim.ranks(2)
-def test_one_device(ctx):
-    wanted = train(ctx, net(ctx))
-    for level, backends in ((LEVEL1, ["eager"]), (LEVEL2, ["aot_eager"]), (LEVEL3, ["eager", "aot_eager"])):
-        for backend in backends:
-            model = net(ctx)
-            wrap(model, mesh_of(ctx), level)
-            check_against_one_device(ctx, model, compiled(ctx, model, backend), wanted)
+def test_one_device(ctx, level, backend):
+    model = net(ctx)
+    wrap(model, mesh_of(ctx), level)
+    check_against_one_device(ctx, model, compiled(ctx, model, backend), train(ctx, net(ctx)))
 
 
-@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_a_graph_over_a_replicate_axis(ctx):
     model = net(ctx)
@@ -152,7 +151,6 @@ def nested(model, mesh):
     return wrap(model, mesh, LEVEL1)
 
 
-@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_units_inside_of_units(ctx):
     wanted = train(ctx, net(ctx))
@@ -168,7 +166,6 @@ def test_units_inside_of_units(ctx):
     check_against_one_device(ctx, model, model, wanted)
 
 
-@pytest.mark.tier("full")
 @sim.ranks(2, backends=("sim",))
 def test_a_graph_inside_of_a_unit(ctx):
     """Of one module of a unit whose forward runs as it is."""
@@ -180,7 +177,6 @@ def test_a_graph_inside_of_a_unit(ctx):
     check_against_one_device(ctx, model, model, wanted)
 
 
-@pytest.mark.tier("full")
 @sim.ranks(2, backends=("sim",))
 def test_the_bits_of_the_engine(ctx):
     """The sums run in the same order. (Of tied weights, a graph adds up the gradients after their reduction.)"""
@@ -208,7 +204,6 @@ def test_the_bits_of_the_engine(ctx):
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.tier("full")
 @sim.ranks(2)
 def test_no_graph_breaks(ctx):
     if is_late(ctx):
@@ -226,7 +221,6 @@ def test_no_graph_breaks(ctx):
         torch.compile(model, backend="eager", fullgraph=True)(x)
 
 
-@pytest.mark.tier("full")
 @pytest.mark.sim
 def test_one_graph_serves_all_steps_and_all_blocks_that_are_alike_but_not_both_ranks():
     graphs = []
@@ -309,6 +303,7 @@ def test_collectives(level, backend, shape, again, scattered, reduced):
     assert backward == {"all_gather": again, "reduce_scatter": scattered, "all_reduce": reduced}
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2, backends=NO_GLOO)
 def test_level3_keeps_no_whole(ctx):
     for level, kept in ((LEVEL2, True), (LEVEL3, False)):
@@ -364,6 +359,7 @@ class Sections(Net):
         return self.head(self.blocks[0](x))
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("reentrant", [False, True])
 @sim.ranks(2, backends=NO_GLOO)
 def test_checkpoints_around_sections_of_a_cell(ctx, reentrant):
@@ -381,6 +377,7 @@ def test_checkpoints_around_sections_of_a_cell(ctx, reentrant):
         assert all(seen)  # hooks of users see the shard
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2, backends=NO_GLOO)
 def test_activation_checkpointing_still_saves_memory(ctx):
     """The hooks of level3 do not stand in the way of those that checkpoint an activation."""
@@ -394,7 +391,6 @@ def test_activation_checkpointing_still_saves_memory(ctx):
     assert len(kept) == 2  # computed twice
 
 
-@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_graphs_without_gradient_and_several_before_one_backward(ctx):
     plain = net(ctx)
@@ -411,6 +407,7 @@ def test_graphs_without_gradient_and_several_before_one_backward(ctx):
     assert_close(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2, backends=NO_GLOO)
 def test_what_others_see_of_a_module(ctx):
     model, plain = net(ctx), net(ctx)
@@ -440,7 +437,6 @@ def test_what_others_see_of_a_module(ctx):
         _ = model.blocks[0].up.bias
 
 
-@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_a_forward_that_fails_leaves_parts(ctx):
     model = net(ctx)
@@ -453,6 +449,7 @@ def test_a_forward_that_fails_leaves_parts(ctx):
         call(x)
 
 
+@pytest.mark.tier("test")
 @sim.ranks(4, backends=NO_GLOO)
 def test_parameters_where_the_engine_puts_them(ctx):
     wanted = train(ctx, net(ctx))
@@ -472,6 +469,7 @@ def test_parameters_where_the_engine_puts_them(ctx):
 # -- dtypes, factors, accumulation ------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2, backends=NO_GLOO)
 def test_reduction_in_another_dtype(ctx):
     """Of one bf16 gradient per rank, added in fp32: rounded once, which is what one rank computes here by hand."""
@@ -486,7 +484,6 @@ def test_reduction_in_another_dtype(ctx):
             assert torch.equal(model.weight.grad.full_tensor(), wanted)
 
 
-@pytest.mark.tier("full")
 @sim.ranks(4, backends=NO_GLOO)
 def test_accumulation_in_a_graph(ctx):
     """Three micro-steps, the third of which is synced, against their sum on one device; and once more after that."""
@@ -511,7 +508,6 @@ def test_accumulation_in_a_graph(ctx):
         assert model.embed.weight.grad is model.embed.weight.acc_grad is None
 
 
-@pytest.mark.tier("full")
 @sim.ranks(2, backends=NO_GLOO)
 def test_backwards_of_a_graph_that_are_not_synced(ctx):
     plain = net(ctx)
@@ -528,6 +524,7 @@ def test_backwards_of_a_graph_that_are_not_synced(ctx):
     assert not unit.uses_sinks
 
 
+@pytest.mark.tier("test")
 @sim.ranks(2, backends=NO_GLOO)
 def test_accumulation_in_another_dtype(ctx):
     """Small summands that bf16 would lose."""
@@ -559,6 +556,7 @@ def accumulated(level, synced, accumulate=True):
     return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
 
+@pytest.mark.tier("test")
 @pytest.mark.sim
 def test_what_a_micro_step_communicates():
     assert accumulated(LEVEL1, False) == {}

@@ -67,6 +67,7 @@ def test_one_rank_is_a_pipeline_too(ctx):
     check(Case("looped-bfs", pp=1, tied=True), ctx)
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("case", available(TWO), ids=str)
 @sim.ranks(2, backends=("sim",))
 def test_two_ranks(ctx, case):
@@ -80,26 +81,23 @@ def test_four_ranks(ctx, case):
     check(case, ctx)
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("case", available(EIGHT), ids=str)
 @sim.ranks(8, backends=("sim",))
 def test_eight_ranks(ctx, case):
     check(case, ctx)
 
 
+BY_DP = [Case(name, dp=2, shard="fully_shard") for name in ("interleaved", "zero-bubble")]
+SOME = [Case("1f1b", pp=4, tied=True), *BY_DP, Case("zbv", tp=2, tied=True), Case("1f1b", tp=2, recompute=True)]
+
+
 # Torch 2.11 itself receives from both neighbours into one buffer when it warms up.
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
+@pytest.mark.parametrize("case", available(SOME), ids=str)
 @sim.ranks(4, check_races=torch.__version__ >= "2.13", check_replicas=True)
-def test_a_few_of_them_on_all_arms(ctx):
-    some = [
-        Case("1f1b", pp=4, tied=True),
-        Case("interleaved", dp=2, shard="fully_shard"),
-        Case("zero-bubble", dp=2, shard="fully_shard"),
-        Case("zbv", tp=2, tied=True),
-        Case("1f1b", tp=2, recompute=True),
-    ]
-    for case in available(some):
-        check(case, ctx)
+def test_a_few_of_them_on_all_arms(ctx, case):
+    check(case, ctx)
 
 
 @pytest.mark.tier("full")

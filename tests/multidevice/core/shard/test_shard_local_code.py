@@ -78,7 +78,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("even", [True, False])
 @sim.ranks(4, backends=("sim",))
 def test_gradients_along_every_axis(ctx, even):

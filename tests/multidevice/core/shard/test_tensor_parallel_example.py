@@ -64,6 +64,7 @@ def test_the_plan_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("the model on dp=2, tp=2 computes what it computes on one device")
 
 
+@pytest.mark.tier("deep")
 @pytest.mark.gloo
 def test_torchrun_prints_losses_that_fall() -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")

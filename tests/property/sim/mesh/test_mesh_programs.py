@@ -40,7 +40,7 @@ from sim.mesh.program import Alloc, Op, Program
 from sim.mesh.recipe import Routing
 from sim.mesh.tracing.trace import trace
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.tier("test", each=3)]
 
 some = settings(
     max_examples=max(settings.default.max_examples // 20, 1),

@@ -116,6 +116,7 @@ def config_of(model: str, parallel: dict[str, Any], accumulate: int = 1) -> Any:
     return replace(config, train=replace(config.train, accumulate=accumulate), parallel=ParallelConfig(**parallel))
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("name", EACH)
 def test_each_dimension(name):
     model, size, parallel = EACH[name]

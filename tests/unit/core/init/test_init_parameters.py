@@ -463,7 +463,7 @@ def test_a_hugging_face_model(tied):
 # -- split models ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=2)
 @pytest.mark.parametrize("world_size", [1, 2, 8, 64])
 def test_the_llama_is_the_same_for_any_number_of_ranks(world_size):
     def body():

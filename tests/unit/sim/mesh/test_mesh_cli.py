@@ -507,7 +507,7 @@ def test_nothing_fits(asked: list[dict[str, Any]]) -> None:
     assert "\n  try: about " in output
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_search_prints_what_it_has(number: int, monkeypatch: pytest.MonkeyPatch) -> None:

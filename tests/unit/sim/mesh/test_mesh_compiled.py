@@ -79,7 +79,7 @@ def _by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend=backend)
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "alternate", "full"])
 def test_a_block_keeps_what_torchs_compiler_keeps(checkpointing: str) -> None:
     block, given = _block()
@@ -106,7 +106,7 @@ def test_a_block_keeps_what_torchs_compiler_keeps(checkpointing: str) -> None:
     assert sum(ours) - sum(state) == expected[checkpointing]
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=2)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "alternate", "full"])
 def test_it_computes_what_the_block_computes(checkpointing: str) -> None:
     block, given = _block()
@@ -256,7 +256,7 @@ def test_experts_are_left_alone() -> None:
     assert not {name for name in compiled if name == "mlp" or name.startswith(("mlp.experts", "mlp.router"))}
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("policy", ["none", "full", "selective", "alternate"])
 @pytest.mark.parametrize("of_run", [False, True])
 def test_modes_of_selective_checkpointing_cost_the_host(policy: str, of_run: bool) -> None:

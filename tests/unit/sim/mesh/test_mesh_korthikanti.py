@@ -39,7 +39,7 @@ def kept_by_a_layer(tp: int, sequence_parallel: bool, **options: Any) -> float:
     return (sizes[1] - sizes[0]) / 2 / TOKENS
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full", each=6)
 @pytest.mark.parametrize("attention", ["math", "math-recomputed"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
 def test_a_layer_keeps_what_the_formulas_say(tp, sequence_parallel, attention):

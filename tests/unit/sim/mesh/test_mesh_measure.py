@@ -131,7 +131,7 @@ def test_the_probes_communicate_what_hccl_takes():
     assert [sample["shape"] for sample in found[0]] == [sample["shape"] for sample in found[1]]
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("deep")
 def test_this_machine(tmp_path):
     hardware = measure(2 if find_machine("laptop-cpu").devices_per_node == 2 else 1, "cpu", seconds=1e-4, steps=False)
     assert hardware.peak("float32") > 1e8

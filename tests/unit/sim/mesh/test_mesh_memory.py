@@ -479,7 +479,7 @@ SMALL = LlamaConfig(
 )
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("seq_len", [32, 64])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_and_gradients_of_as_many_bytes_are_told_apart(tp: int, seq_len: int) -> None:

@@ -30,7 +30,7 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.replay.timeline import replay_time
 from sim.mesh.tracing.trace import trace
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("full")
 
 SCATTER_GATHER = MegatronConventions(scatter_gather=True)
 BLOCKING = MegatronConventions(blocking_messages=True)
@@ -56,7 +56,7 @@ def messages(stage):
     return [size for op, axis, size in stage if axis == "pp" and op in ("send", "recv")]
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("model", [gpt_tiny(), "llama-tiny"], ids=["gpt-tiny", "llama-tiny"])
 def test_each_rank_sends_a_part_and_gathers_what_it_gets(model):
     plain = comms(model, 2, sequence_parallel=False)
@@ -69,14 +69,12 @@ def test_each_rank_sends_a_part_and_gathers_what_it_gets(model):
         assert len(more) == len(fewer) + 2, "one for each message that comes in"
 
 
-@pytest.mark.tier("full")
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_where_ranks_do_not_have_the_same_nothing_changes(tp, sequence_parallel):
     plain = comms("llama-tiny", tp, sequence_parallel=sequence_parallel)
     assert comms("llama-tiny", tp, sequence_parallel=sequence_parallel, conventions=SCATTER_GATHER) == plain
 
 
-@pytest.mark.tier("full")
 def test_a_host_that_waits_for_messages():
     plain, waits = programs(gpt_tiny(), 1), programs(gpt_tiny(), 1, conventions=BLOCKING)
     for before, after in zip(plain, waits, strict=True):
@@ -88,6 +86,7 @@ def test_a_host_that_waits_for_messages():
         assert others == [e for segment, _ in before.segments_in_order() for e in segment.events if e != HostWait(None)]
 
 
+@pytest.mark.tier("test")
 def test_a_host_that_waits_issues_late_what_the_device_could_have_begun():
     slow = load_calibration().replace({"host.op_us": 100.0})
     hardware = find_machine("a100-80gb")
@@ -98,7 +97,6 @@ def test_a_host_that_waits_issues_late_what_the_device_could_have_begun():
     assert free[0] == pytest.approx(free[1])
 
 
-@pytest.mark.tier("full")
 def test_ranks_along_tp_share_what_goes_to_experts():
     dims = ParallelDims(dp_shard=1, ep=2, tp=2, etp=2, world_size=4)
 
@@ -125,6 +123,7 @@ def test_ranks_along_tp_share_what_goes_to_experts():
     assert sum(whole) == sum(size for op, axis, size, _ in plain if axis == "tp") + sum(size for size, _ in before)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(("ranks", "part"), [(range(16), None), (range(8), 1.0), (range(4, 12), None)])
 def test_a_token_goes_once_to_each_node_of_its_experts(ranks, part):
     dims = ParallelDims(dp_shard=1, ep=2, world_size=2)
@@ -146,7 +145,6 @@ def test_a_token_goes_once_to_each_node_of_its_experts(ranks, part):
     assert exchanges(after) == ([(int(part * size), int(part * moved)) for size, moved in before], others)
 
 
-@pytest.mark.tier("full")
 def test_metrics_compute_the_loss_again_after_each_forward():
     def ops(**options):
         job = Job(find_model(gpt_tiny()), ParallelDims(), 4, 64, Recipe(microbatches=2, loss="compiled", **options))
@@ -161,7 +159,6 @@ def test_metrics_compute_the_loss_again_after_each_forward():
     assert sum(op.bytes for _, op in metered) - sum(op.bytes for _, op in plain) == 4 * logits * (2 + 4 + 4 + 4)
 
 
-@pytest.mark.tier("full")
 @pytest.mark.parametrize(("checkpointing", "times"), [("none", 1), ("full", 2)])
 def test_queries_and_keys_of_all_heads_are_turned_on_every_rank(checkpointing, times):
     """As DTensor does, counted with torch 2.13 over a fake group, against norms that keep queries and keys split."""
@@ -198,7 +195,6 @@ def test_queries_and_keys_of_all_heads_are_turned_on_every_rank(checkpointing, t
     assert is_backward == [op for op in events(plain, Op) if op.kind == "attention_backward"]
 
 
-@pytest.mark.tier("full")
 def test_heads_are_gathered_along_tp_alone():
     (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 2, 64, Recipe()))
     assert gather_heads(alone) is alone
@@ -216,7 +212,6 @@ def first_of_pipeline():
     return trace(job)[0], job.model.config
 
 
-@pytest.mark.tier("full")
 def test_weights_kept_in_float8_are_not_made_for_each_micro_batch():
     """The first of two stages has two micro-batches under way: two copies of its linear layers, now none."""
     plain, config = first_of_pipeline()
@@ -243,6 +238,7 @@ def split_at_products(segment):
     return [op for op in ops if op.name == "aten._scaled_mm"], [op for op in ops if op.name != "aten._scaled_mm"]
 
 
+@pytest.mark.tier("test")
 def test_weights_are_cast_in_the_first_forward_alone():
     plain, config = first_of_pipeline()
     changed = cast_weights_once(plain)
@@ -262,7 +258,6 @@ def along_tp(program):
     return [e for e in events if isinstance(e, Comm) and program.groups[e.group].axis == "tp"]
 
 
-@pytest.mark.tier("full")
 def test_what_products_in_float8_read_is_gathered_in_float8():
     """Two gathers of a block in forward, and two of gradients; the head's and the embedding's stay in bfloat16."""
     recipe = Recipe(zero=1, reduce_dtype="bf16", float8=True, compile=True)
@@ -285,7 +280,6 @@ def test_what_products_in_float8_read_is_gathered_in_float8():
     assert gather_float8(other) == other, "without float8 nothing is cast"
 
 
-@pytest.mark.tier("full")
 def test_experts_multiply_in_float8_what_is_cast_once():
     """Three products of an expert read two inputs in forward; in backward, gradients of three outputs come to these."""
     (plain,) = trace(Job(find_model("moe-tiny"), ParallelDims(), 2, 64, Recipe(zero=1, float8=True, compile=True)))
@@ -306,6 +300,7 @@ def test_experts_multiply_in_float8_what_is_cast_once():
     assert counts["backward"] == (2 * products, products)
 
 
+@pytest.mark.tier("test")
 def test_gradients_are_copied_before_the_first_weight_is_updated():
     plain, _ = first_of_pipeline()
     changed = copy_gradients(plain)
@@ -322,7 +317,6 @@ def test_gradients_are_copied_before_the_first_weight_is_updated():
     assert copy_gradients(other) is other, "gradients that add up in float32 are used as they are"
 
 
-@pytest.mark.tier("full")
 def test_receives_that_are_issued_early_hide_messages():
     hardware, figures = find_machine("h100-sxm"), load_calibration().replace({"host.op_us": 0.0})
     recipe = Recipe(param_dtype="fp32", microbatches=8, zero=1, schedule="interleaved")

@@ -153,7 +153,7 @@ def test_a_run_that_cannot_be_trained_cannot_be_estimated():
         Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", tp=2)), world_size=4)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     ("model", "degrees"), [("llama-tiny", {"dp_shard": 2, "tp": 2}), ("moe-tiny", {"dp_shard": 2, "ep": 2})]
 )

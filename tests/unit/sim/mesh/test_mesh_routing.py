@@ -217,7 +217,7 @@ def sent(world, rank):
     return [(event.op, event.axis, event.send_bytes, event.recv_bytes) for event in world.trace.of_rank(rank)]
 
 
-@pytest.mark.tier("full", each=6)
+@pytest.mark.tier("full", each=12)
 @pytest.mark.parametrize("routing", [Routing(), Routing.zipf(0.8), Routing.zipf(0.5).drawn(1)], ids=Routing.describe)
 @pytest.mark.parametrize(
     "degrees",

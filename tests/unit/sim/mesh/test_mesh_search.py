@@ -480,7 +480,7 @@ _GUESSED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.tier("full", each=5)
+@pytest.mark.tier("full", each=10)
 @pytest.mark.parametrize("name", _GUESSED)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_guess_of_memory_is_near_an_estimate_and_the_bound_below(name: str, seed: int) -> None:
@@ -495,7 +495,7 @@ def test_the_guess_of_memory_is_near_an_estimate_and_the_bound_below(name: str, 
     assert guess_memory(where.shape, one, 4096) == pytest.approx(peak, rel=0.2), one
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_the_guess_of_a_pipeline_knows_that_gradients_wait_for_its_last_micro_batch(zero: int, schedule: str) -> None:
@@ -526,7 +526,7 @@ _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_intermediate_size"
 _MOE = MoEConfig(**_SIZES, **_EXPERTS, num_key_value_heads=4, intermediate_size=5632)
 
 
-@pytest.mark.tier("full", each=8)
+@pytest.mark.tier("full", each=16)
 @pytest.mark.parametrize(
     ("model", "degrees", "batch", "recipe", "layers"),
     [
@@ -638,7 +638,7 @@ def test_the_fastest_is_tried_in_chunks(factors: dict[int, float], chosen: int, 
     assert chosen == 1 or f"{chosen} tp chunks" in str(result)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     "options",
     [

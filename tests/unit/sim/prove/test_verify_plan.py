@@ -161,6 +161,7 @@ def ddp(model, mesh):
     return nn.parallel.DistributedDataParallel(model)
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("wrap", [fsdp, ours, ddp])
 @pytest.mark.parametrize("loss_fn", [None, lambda y, x: y.square().mean()])
 def test_data_parallel_wrappers_are_right(wrap, loss_fn):
@@ -771,7 +772,7 @@ def kept_by(policy, model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("policy", ["selective", "offload", "full offload"])
 def test_what_blocks_keep_for_backward_changes_nothing(policy, moved):
     report = sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=partial(kept_by, policy))

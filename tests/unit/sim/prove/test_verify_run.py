@@ -21,7 +21,7 @@ from hyper_parallel.trainer.preflight import plan_run
 from sim.prove import training
 from sim.prove.training import MOST_RANKS, reduced_run, verify_run
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("full")
 
 DENSE = Config(optimizer=OptimizerConfig(max_grad_norm=0.5))
 TIED = dataclasses.replace(DENSE, model=LlamaConfig(tie_embeddings=True), train=TrainConfig(accumulate=2))
@@ -48,7 +48,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.tier("full", each=4)
+@pytest.mark.tier("full", each=8)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_run_is_proved(name: str) -> None:
     report = verify_run(*RIGHT[name])
@@ -58,6 +58,7 @@ def test_a_right_run_is_proved(name: str) -> None:
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize(
     ("experts", "parallel", "dims", "share"),
     [
@@ -86,7 +87,6 @@ def test_each_rank_holds_as_much_of_experts(
     assert sim.run(build, world_size=4) == [(dims, {share})] * 4
 
 
-@pytest.mark.tier("full")
 def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
     with mock.patch.object(training, "_COARSE", 1e-18):
         report = verify_run(of(DENSE, tp=2), 2)
@@ -96,6 +96,7 @@ def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
         assert name in note
 
 
+@pytest.mark.tier("test")
 def test_a_bound_that_is_as_wide_as_its_tensor_proves_nothing() -> None:
     with mock.patch.object(training, "SAFETY", 1e16):
         report = verify_run(of(DENSE, tp=2), 2)
@@ -106,6 +107,7 @@ def test_a_bound_that_is_as_wide_as_its_tensor_proves_nothing() -> None:
     assert "so wide beside its values" in report.first.sentence
 
 
+@pytest.mark.tier("test")
 def test_a_gradient_whose_bound_is_as_wide_as_it_is_not_proved() -> None:
     with mock.patch.multiple(training, _WIDE=0.0, _TINY=0.0):
         report = verify_run(of(DENSE, tp=2), 2)
@@ -113,6 +115,7 @@ def test_a_gradient_whose_bound_is_as_wide_as_it_is_not_proved() -> None:
     assert {row.kind for row in report.not_proved} == {"forward", "gradient"}
 
 
+@pytest.mark.tier("test")
 def test_a_step_that_is_skipped_proves_nothing() -> None:
     run = DENSE.with_changes("train", {"on_nonfinite": "skip"}).with_changes("model", {"init_std": 1e300})
     with pytest.raises(sim.SimError, match="NonFiniteError"):
@@ -149,7 +152,6 @@ def with_gradients_times(factor: float, names: str = "") -> Callable[..., object
     return scaled
 
 
-@pytest.mark.tier("full")
 def test_gradients_that_are_averaged_over_the_ranks() -> None:
     real = parallelize.shard_units
 
@@ -163,7 +165,6 @@ def test_gradients_that_are_averaged_over_the_ranks() -> None:
     assert said.startswith("the gradient of head.weight in step 1: every part is 1/2 of what it should be")
 
 
-@pytest.mark.tier("full")
 def test_gradients_that_are_never_reduced() -> None:
     said = found(
         of(DENSE, dp_shard=1, dp_replicate=2), 2, parallelize_llama, "shard_blocks", lambda model, dims, parallel: None
@@ -173,7 +174,6 @@ def test_gradients_that_are_never_reduced() -> None:
     )
 
 
-@pytest.mark.tier("full")
 def test_a_loss_that_is_the_mean_of_each_rank() -> None:
     real = loop.RunGroups.over_tokens
 
@@ -184,7 +184,6 @@ def test_a_loss_that_is_the_mean_of_each_rank() -> None:
     assert said.startswith("the model's count of tokens of step 1: every part is 1/2")
 
 
-@pytest.mark.tier("full")
 def test_a_norm_of_the_own_shards_only() -> None:
     def own(model: parallelize.Parallelized, max_norm: float) -> float:
         grads = [param.grad.to_local() for part in model.parts for param in part.parameters()]
@@ -195,14 +194,12 @@ def test_a_norm_of_the_own_shards_only() -> None:
     assert found(DENSE, 2, loop, "clip_gradients", own).startswith("the gradient of the model's norm of the gradients")
 
 
-@pytest.mark.tier("full")
 def test_micro_batches_that_are_all_reduced_and_added_twice() -> None:
     run = DENSE.with_changes("train", {"accumulate": 2})
     said = found(run, 2, loop, "forward_backward", with_gradients_times(2))
     assert said.startswith("the gradient of head.weight in step 1: every part is 2 times what it should be")
 
 
-@pytest.mark.tier("full")
 def test_a_rank_that_decays_weights_otherwise() -> None:
     real = loop.build_optimizer
 
@@ -215,12 +212,12 @@ def test_a_rank_that_decays_weights_otherwise() -> None:
     assert said == f"embed.weight in step 1: {expected}"
 
 
+@pytest.mark.tier("test")
 def test_tied_weights_whose_gradients_are_not_added() -> None:
     said = found(of(TIED, pp=2), 2, TiedWeights, "add_gradients", lambda self: None)
     assert said.startswith("the gradient of embed.weight in step 1: ")
 
 
-@pytest.mark.tier("full")
 def test_experts_whose_bias_each_rank_updates_by_its_own_tokens() -> None:
     real = parallelize_llama.update_expert_bias
 
@@ -232,7 +229,6 @@ def test_experts_whose_bias_each_rank_updates_by_its_own_tokens() -> None:
     assert "mlp.router.bias in step 1" in said
 
 
-@pytest.mark.tier("full")
 def test_gradients_of_experts_that_are_divided_by_the_ranks_of_the_others() -> None:
     said = found(of(EXPERTS, ep=2), 2, loop, "forward_backward", with_gradients_times(0.5, ".experts."))
     assert "mlp.experts." in said.partition(" in step 1: ")[0]
@@ -279,7 +275,6 @@ def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
     return run, world_size
 
 
-@pytest.mark.tier("full")
 @settings(deadline=None, max_examples=max(2, settings().max_examples // 20))
 @given(small_runs())
 def test_right_runs_of_every_kind_are_proved(drawn: tuple[Config, int]) -> None:
@@ -335,6 +330,7 @@ def large_runs(draw: st.DrawFn) -> tuple[Config, int]:
     return run, replicate * shard * tp * cp * ep * pp
 
 
+@pytest.mark.tier("test")
 @settings(deadline=None)
 @given(large_runs())
 def test_a_run_of_a_cluster_becomes_a_small_one_of_its_kind(drawn: tuple[Config, int]) -> None:
@@ -358,6 +354,7 @@ def test_a_run_of_a_cluster_becomes_a_small_one_of_its_kind(drawn: tuple[Config,
     assert any(text.startswith("hidden_size 4096 -> ") for text in said)
 
 
+@pytest.mark.tier("test")
 def test_what_tp_cannot_split_evenly_stays_uneven() -> None:
     model = LlamaConfig(num_attention_heads=8, num_key_value_heads=4)
     for vocab, uneven in ((32_000, False), (32_002, True)):
@@ -368,6 +365,7 @@ def test_what_tp_cannot_split_evenly_stays_uneven() -> None:
         assert small.model.vocab_size >= 256
 
 
+@pytest.mark.tier("test")
 def test_few_ranks_keep_their_degrees_and_the_report_says_what_became_small() -> None:
     run = of(DENSE, tp=4).with_changes("model", {"num_key_value_heads": 4}).with_changes("train", {"batch_size": 12})
     small, ranks, said = reduced_run(run, 12)
@@ -376,6 +374,7 @@ def test_few_ranks_keep_their_degrees_and_the_report_says_what_became_small() ->
     assert "param_dtype fp32 -> fp64" in said
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("parallel", "per_node", "few"),
     [({"ep": 64}, 8, 1), ({"ep": 16, "cp": 4, "fold_experts": True}, 8, 2), ({"ep": 64}, 64, None)],
@@ -386,6 +385,7 @@ def test_experts_stay_on_several_nodes(parallel: dict[str, Any], per_node: int, 
     assert reduced_run(run, 128)[0].parallel.ranks_per_node == few
 
 
+@pytest.mark.tier("test")
 def test_a_run_that_is_refused_is_refused_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="cannot split batch_size=3"):
         verify_run(DENSE.with_changes("train", {"batch_size": 3}), 2)

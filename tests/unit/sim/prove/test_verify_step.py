@@ -24,7 +24,7 @@ from hyper_parallel import fully_shard, hsdp
 from sim.prove.judge import Finding
 from sim.prove.steps.compare import LoopComparison, _is_coarse
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("test", each=3)
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 4, 8, 4
 
@@ -190,7 +190,7 @@ def scaled(model, batch, average=True):
     return loss
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_mixed_precision_is_right_in_any_form(dtype):
     for options in (
@@ -518,7 +518,7 @@ def verify_gated(mesh="tp=2", parallelize=own_gated, **options):
     return sim.verify_step(squared, gated, draw(ROWS, WIDTH), mesh, parallelize=parallelize, **options)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(("mesh", "parallelize"), [("tp=2", own_gated), ("tp=2", some), ("dp=2,tp=2", own_gated)])
 def test_constructors_that_draw_their_own_part_are_right(mesh, parallelize):
     report = verify_gated(mesh, parallelize)
@@ -567,7 +567,7 @@ def test_placements_of_what_the_ranks_draw():
         take("dp=2,tp=2", **{"0_weight": ("0.weight", Shard(0))})
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("parallelize", [own_gated, some])
 def test_faults_of_constructors_that_draw_their_own_part(parallelize):
     first = verify_gated(parallelize=partial(parallelize, leave=False)).first
@@ -830,7 +830,7 @@ def contextual(cut, shifted=False):
     return parallelize
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_context_parallelism_in_any_order_is_right(cut):
     report = verify("cp=2", parallelize=contextual(cut), rank_step=with_averages(step), shard_batch=cut)
@@ -841,7 +841,7 @@ def test_context_parallelism_in_any_order_is_right(cut):
     assert verdicts <= {"exact", "rounding"}, report.table(verbose=True)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_positions_that_every_rank_counts_from_0(cut):
     report = verify("cp=2", parallelize=contextual(cut, shifted=True), rank_step=with_averages(step), shard_batch=cut)

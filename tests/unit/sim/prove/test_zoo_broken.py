@@ -32,6 +32,7 @@ def test_the_fault_is_found(case):
     assert all(len(line) <= 120 for line in str(report).splitlines())
 
 
+@pytest.mark.tier("test", each=4)
 @pytest.mark.parametrize("case", ZOO)
 def test_all_is_well_without_the_fault(case):
     report = case.verify(broken=False)

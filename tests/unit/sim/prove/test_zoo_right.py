@@ -51,7 +51,7 @@ from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models import huggingface_plan, llama_loss, llama_plan, parallelize_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
 
-pytestmark = pytest.mark.tier("test")
+pytestmark = pytest.mark.tier("test", each=3)
 
 PENDING = ("pending",)  # sums that hand-written code takes after a module, or a mean of losses that nobody takes
 PENDING_OR_PRIVATE = ("pending", "private")
@@ -239,7 +239,7 @@ def test_llamas(mesh, options, config):
     )
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("deep")
 def test_a_llama_of_twelve_layers():
     config = LlamaConfig(**{**LLAMA, "num_hidden_layers": 12})
     is_right(

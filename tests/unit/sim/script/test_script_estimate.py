@@ -49,7 +49,7 @@ def test_collectives_of_the_steps_are_those_on_simulated_ranks(name: str) -> Non
     assert recorded.events[0]
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_that_send_messages_to_each_other_are_run_together(rank: int) -> None:
     script = EXAMPLES / "pipeline.py"
@@ -120,7 +120,7 @@ def test_collectives_of_our_own_fully_shard_are_those_on_simulated_ranks(tmp_pat
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= {event[0] for event in found}
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=6)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parameters_with_owners_are_recorded_as_each_rank_has_them(rank: int, tmp_path: Path) -> None:
     path = sharded(tmp_path / "train.py", PACKAGES[0], "'shard_placement_fn': whole_parameters(model, 2)")
@@ -152,7 +152,7 @@ def moved(recorded: RecordedScript) -> dict[str, int]:
     return {op: size // 2 for op, size in found.items()}
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize(
     ("options", "batches", "copied"),
@@ -205,7 +205,7 @@ def test_what_is_offloaded_takes_on_the_device_what_it_takes_of_torch(package: s
     assert predicted_bytes(recorded) == pytest.approx(allocated_by_torch(path), rel=0.02)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_steps_of_what_is_offloaded_take_longer(
     package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -239,7 +239,7 @@ def test_a_model_made_on_meta_is_recorded_where_to_empty_puts_it(tmp_path: Path)
     assert on_meta.count("meta") == on_meta.count("to_empty") == 1
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("warmup", [1, 2])
 def test_buckets_of_ddp_are_torchs_before_and_after_they_are_made_anew(warmup: int) -> None:
     events = told(record(NANO_GPT, 2, warmup=warmup, steps=1).events[0])
@@ -365,7 +365,7 @@ for step in range(4):
 """
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(("sizes", "rows"), [((100_000,), 2), ((12_500, 8), 25_000)])
 def test_fsdp2_on_very_many_ranks(
     sizes: tuple[int, ...], rows: int, script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
@@ -391,6 +391,7 @@ def test_what_does_not_fit_ends_with_another_exit_code(rows: int, code: int, scr
     assert main(["--hardware", "h100-sxm", "--nproc", "2", path]) == code
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize(
     ("inside", "asked"),
     [

@@ -225,6 +225,7 @@ BY_HAND = "copy.data -= 0.1 * copy.grad"
 OVER_ALL = "torch.optim.SGD([copy], lr=0.1).step()"
 
 
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("update", [OVER_ALL, BY_HAND])
 @pytest.mark.parametrize(
     "fault",

@@ -217,7 +217,7 @@ def test_a_body_needs_as_many_devices_as_ranks(monkeypatch, there):
             backends._need_ranks("gpu", 2, required=required)
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("asked", [("-k", "gpu"), ("test_bodies.py::test_sum[gpu]",), ("--require-devices",)])
 def test_items_for_devices_are_made_when_they_are_asked_for(tmp_path, asked):
     source = f"{BODIES}\n\n@sim.ranks(1, backends=('gpu',))\ndef test_gpu(ctx): ...\n"

@@ -204,7 +204,7 @@ def outcome(operator: Callable[[], DTensor], mesh: DeviceMesh) -> Any:
     return local([result])
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(8, 4), (7, 5), (2, 3)])
 def test_operators_get_what_torch_finds_on_each_rank(placement, rows, columns, monkeypatch):
@@ -215,7 +215,7 @@ def test_operators_get_what_torch_finds_on_each_rank(placement, rows, columns, m
     assert shared.computed["aten.relu.default"] == 1 < alone.computed["aten.relu.default"] == 4
 
 
-@pytest.mark.tier("full")
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("rows", [8, 5])
 def test_on_two_axes(rows, monkeypatch):
     def body() -> list[Any]:
