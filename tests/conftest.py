@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import typer.testing
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # A file may import a kit of another room. Last on the path, because all that is not of this suite is looked up first.
 _ROOMS = (
@@ -64,8 +64,9 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Derandomized: the same for all who change code.
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, max_examples=10)
-settings.register_profile("deep", deadline=None, print_blob=True, max_examples=5_000)
+_SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much]  # a case is a training, or a rare one
+for _name, _drawn in {"ci": {"derandomize": True, "max_examples": 10}, "deep": {"max_examples": 5_000}}.items():
+    settings.register_profile(_name, deadline=None, print_blob=True, suppress_health_check=_SLOW, **_drawn)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

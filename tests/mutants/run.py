@@ -49,7 +49,7 @@ from exchange import (
     new_code,
     read_list,
 )
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 TIERS = ("check", "test", "full")
 ROOT = Path.cwd()
@@ -57,10 +57,9 @@ OUT = ROOT / "out" / "mutants"
 RECORD, OUTCOMES = OUT / "record.jsonl", OUT / "outcomes.jsonl"
 LONGEST_S = 600.0  # of wall time, of an unmutated item
 
-# As the tier `test`, but what fails is not made smaller: that would take most of the time.
-settings.register_profile(
-    "mutants", deadline=None, derandomize=True, max_examples=10, database=None, phases=[Phase.explicit, Phase.generate]
-)
+# As in the tiers, but what fails is not made smaller: that would take most of the time.
+ONLY = {"phases": [Phase.explicit, Phase.generate], "suppress_health_check": [*HealthCheck]}
+settings.register_profile("mutants", deadline=None, derandomize=True, max_examples=10, database=None, **ONLY)
 
 
 def tier_of(item: pytest.Item) -> str:

@@ -100,7 +100,7 @@ def public() -> Iterator[tuple[str, Any]]:
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         for name in getattr(module, "__all__", [each for each in own if not each.startswith("_")]):
             value = getattr(module, name)
-            is_ours = str(getattr(value, "__module__", "")).startswith("hyper_parallel.")
+            is_ours = str(getattr(value, "__module__", "")).split(".")[0] == "hyper_parallel"
             if callable(value) and is_ours and value is not DataParallelMeshDims:  # ours on torch 2.11, torch's later
                 assert found.setdefault(name, value) is value, f"two things are called {name}"
     for name, value in found.items():

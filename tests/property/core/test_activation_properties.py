@@ -41,7 +41,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(" ".join(words), engine, ranks, draw(st.integers(1, 4)), draw(st.sampled_from((8, 16))))
 
 
-@settings(deadline=None, max_examples=max(settings.default.max_examples // 4, 1))  # each is a training on late devices
+@settings(max_examples=max(settings.default.max_examples // 4, 1))  # each is a training on late devices
 @given(cases(), st.integers(0, 2**16))
 def test_training_is_that_of_one_device(case: Case, seed: int) -> None:
     event(f"{case.policy.partition(' every')[0].partition(' first')[0]} by {case.engine}")

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from attention_kit import KERNELS, STAND_INS, blocks_by, gpu_operators_on_the_cpu
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -139,7 +139,6 @@ def test_kernels_that_are_called_wrongly_fail() -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@settings(deadline=None)
 @given(
     name=st.sampled_from(NAMES),
     pick=st.integers(0, 3),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,12 +33,7 @@ pytestmark = pytest.mark.sim
 
 
 def examples(share: float) -> settings:
-    return settings(
-        max_examples=max(1, round(share * settings.default.max_examples)),
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+    return settings(max_examples=max(1, round(share * settings.default.max_examples)))
 
 
 class Entry(NamedTuple):

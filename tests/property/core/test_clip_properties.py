@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -172,7 +172,6 @@ def on_rank(case):
     return norm.item(), before, held(params)
 
 
-@settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_mix_of_parameters(case):
     count = len(case.mesh.rank_list)

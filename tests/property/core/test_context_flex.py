@@ -133,7 +133,7 @@ def check(case: Case, device: str = "cpu") -> None:
             )
 
 
-@settings(deadline=None, max_examples=max(1, round(0.3 * settings.default.max_examples)))
+@settings(max_examples=max(1, round(0.3 * settings.default.max_examples)))
 @given(cases())
 @example(Case(SequenceSplit(2), (2, 1), 8, "late", "none", 4, False, torch.float64))
 @example(Case(SequenceSplit(2, 2), (4, 2), 3, "heads", "alibi", 128, False, torch.float64))
@@ -180,7 +180,6 @@ def test_states_of_tiles_that_are_no_squares_are_those_of_their_scores():
 # -- what is left out --------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     mask=st.sampled_from([name for name in sorted(MASKS) if name != "none"]),
     tile=st.sampled_from([1, 2, 4, 16]),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_kit import blocks_by
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,12 +20,6 @@ from hyper_parallel.core.context_parallel import ContextParallel, SequenceSplit
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=settings.default.max_examples,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 ROUNDINGS = 16  # of inputs, weights, each block's output, and their sums, on both sides
 
@@ -132,7 +126,6 @@ def parts(case: Case) -> list[torch.Tensor]:
 
 
 @pytest.mark.tier("full")
-@many
 @given(cases())
 @example(Case(SequenceSplit(4), 1, 2, 1, 8, 16, True, False, torch.float64, 0))
 @example(Case(SequenceSplit(2, 2), 2, 4, 2, 8, 16, True, True, torch.float64, 0))

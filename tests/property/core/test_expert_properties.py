@@ -178,7 +178,7 @@ def added(value: torch.Tensor, mesh: Any, axes: tuple[str, ...]) -> torch.Tensor
 
 
 @pytest.mark.tier("full")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(drawn())
 def test_split_experts_are_the_experts(case: Drawn) -> None:
     layer = layer_of(case)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,12 +23,6 @@ from hyper_parallel.core.redistribute.api import full_tensor
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=settings.default.max_examples,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 WIDTH, VOCAB, PER_RANK, STEPS = 5, 7, 2, 3
 
@@ -271,7 +265,6 @@ def on_rank(case, start, reference):
 
 
 @pytest.mark.tier("full")
-@many
 @given(cases())
 def test_any_tree_wrapped_anyhow_trains_as_on_one_device(case):
     torch.manual_seed(case.seed)
@@ -299,7 +292,7 @@ class Scales(nn.Module):
         return x
 
 
-@settings(many, max_examples=max(many.max_examples // 5, 1))
+@settings(max_examples=max(settings.default.max_examples // 5, 1))
 @given(
     st.lists(st.sampled_from(["split", "whole"]), min_size=1, max_size=4),
     st.integers(1, 3),

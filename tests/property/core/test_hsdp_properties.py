@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,12 +20,6 @@ from hyper_parallel.core.hsdp.api import hsdp, hsdp_sync_stream
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=settings.default.max_examples,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 WIDTH, PER_RANK, STEPS = 8, 2, 2
 
@@ -223,7 +217,6 @@ def on_rank(case, start, reference):
 
 
 @pytest.mark.tier("full")
-@many
 @given(cases())
 def test_any_cells_with_any_options_train_as_on_one_device(case):
     torch.manual_seed(case.seed)

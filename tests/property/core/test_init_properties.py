@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,12 +24,7 @@ pytestmark = pytest.mark.sim
 
 def examples(share):
     """Settings for a share of what hypothesis would try."""
-    return settings(
-        max_examples=max(1, round(share * settings.default.max_examples)),
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+    return settings(max_examples=max(1, round(share * settings.default.max_examples)))
 
 
 def wide(w):

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, find, given, settings
+from hypothesis import assume, find, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -18,12 +18,7 @@ from sim.strategies import LayoutPair, layout_pairs, layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=2 * settings.default.max_examples,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+many = settings(max_examples=2 * settings.default.max_examples)
 
 
 def arange(shape):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,7 +131,6 @@ def apart(got, wanted, case, number):
     return ((got - wanted).norm() / went.norm().clamp(min=1e-12)).item()
 
 
-@settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_mix_of_matrices(case):
     expected = on_one_device(case)

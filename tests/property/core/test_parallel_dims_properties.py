@@ -90,7 +90,7 @@ def test_flattened_names_follow_the_table(dims: ParallelDims) -> None:
     assert dims.flattened_axes == expected
 
 
-@settings(deadline=None, max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(parallel_dims(max_world=32), st.data())
 def test_built_mesh_cuts_the_ranks_as_the_table_says(dims: ParallelDims, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, dims.world_size - 1), label="rank")
@@ -110,7 +110,7 @@ def test_built_mesh_cuts_the_ranks_as_the_table_says(dims: ParallelDims, data: s
         assert all(ranks.max() - ranks.min() + 1 == dims.world_size // dims.pp for ranks in stage), "in a row"
 
 
-@settings(deadline=None, max_examples=settings.default.max_examples // 10)
+@settings(max_examples=settings.default.max_examples // 10)
 @given(parallel_dims(max_world=8))
 def test_ranks_of_one_process_that_share_dims_get_their_own_meshes(dims: ParallelDims) -> None:
     def body() -> None:

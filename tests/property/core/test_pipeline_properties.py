@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,12 +22,6 @@ from hyper_parallel.core.pipeline import SCHEDULES, Pipeline, clip_grad_norm, st
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=settings.default.max_examples,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 WIDTH, STEPS = 3, 2
 
@@ -195,7 +189,6 @@ def by_pipeline(case: Case):
 
 
 @pytest.mark.tier("full")
-@many
 @given(cases())
 def test_a_pipeline_trains_as_one_device(case):
     expected = alone(case)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machine_kit import Made, machine
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,12 +33,7 @@ SLOW = machine("slow between", Made(1e-6, 1e-7, 1e9), Made(1e-6, 1e-7, 1e6), 2)
 
 def examples(share):
     """Settings for a share of what hypothesis would try."""
-    return settings(
-        max_examples=max(1, round(share * settings.default.max_examples)),
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+    return settings(max_examples=max(1, round(share * settings.default.max_examples)))
 
 
 @st.composite

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.core.dtensor.layout import Layout
@@ -26,12 +26,7 @@ NAMED = ("h100-sxm", "a100-80gb", "ascend-910b", "laptop-cpu")
 
 def examples(share):
     """Settings for a share of what hypothesis would try."""
-    return settings(
-        max_examples=max(1, round(share * settings.default.max_examples)),
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+    return settings(max_examples=max(1, round(share * settings.default.max_examples)))
 
 
 @st.composite

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,13 +16,6 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim
-
-many = settings(
-    max_examples=settings.default.max_examples,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 
 class Path(NamedTuple):
@@ -90,7 +83,6 @@ def check(grads, grad, layout):
         torch.testing.assert_close(found, wanted(grad, layout, rank), rtol=1e-12, atol=1e-12)
 
 
-@many
 @given(paths())
 def test_the_gradient_of_the_whole_is_that_of_one_device(path):
     def on_rank():
@@ -103,7 +95,6 @@ def test_the_gradient_of_the_whole_is_that_of_one_device(path):
     check(run(on_rank, path), on_one_device(path.shape), path.src)
 
 
-@many
 @given(paths(last_partial=False), st.data())
 def test_gradients_of_parts_are_put_together(path, data):
     """The gradient comes in as parts, and over some axes that do not split the tensor as copies to be added."""
@@ -123,7 +114,6 @@ def test_gradients_of_parts_are_put_together(path, data):
     check(run(on_rank, path), grad, path.src)
 
 
-@many
 @given(paths(1))
 def test_a_double_round_trip_leaves_values_and_gradients_alone(path):
     (dst, in_background), back = path.hops[0], path.src.reset_partial()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machine_kit import Made, machine
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,12 +32,7 @@ pytestmark = pytest.mark.sim
 
 def examples(share):
     """Settings for a share of what hypothesis would try."""
-    return settings(
-        max_examples=max(1, round(share * settings.default.max_examples)),
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+    return settings(max_examples=max(1, round(share * settings.default.max_examples)))
 
 
 # -- cases -----------------------------------------------------------------------------------------------------------

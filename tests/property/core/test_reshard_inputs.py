@@ -95,7 +95,7 @@ def sharded(case: Case, reshards: bool = False, chunks: Cut = None) -> tuple[Blo
     return shard_module(model, mesh, plan), distribute_tensor(x, layout("dp", "tp", "None")).requires_grad_()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases(), st.none() | st.integers(1, 4) | st.tuples(st.integers(1, 4), st.integers(0, 1)))
 def test_gradients_are_those_of_one_device(case: Case, chunks: Cut) -> None:
     model, x = case.made()
@@ -376,7 +376,7 @@ def attended(batch: int, seq: int, dp: int, chunks: Cut, by_name: bool, masks: i
     return [full_tensor(each).detach() if dist.is_initialized() else each.detach() for each in (result, *grads)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2]), st.integers(1, 4), st.booleans())
 def test_attention_in_chunks_of_sequences_is_that_of_one_device(
     batch: int, seq: int, dp: int, count: int, by_name: bool

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,12 +23,7 @@ from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=max(1, settings.default.max_examples // 2),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+many = settings(max_examples=max(1, settings.default.max_examples // 2))
 
 WIDTHS = (4, 1, 2, 3, 5, 8)
 

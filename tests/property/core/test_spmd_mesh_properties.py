@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import sim
 from hyper_parallel.core.mesh.spmd_mesh import divisor, split_replicated, spmd_mesh_of
 
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=60)
 
 
 @st.composite

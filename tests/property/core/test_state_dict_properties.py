@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -20,12 +20,6 @@ from sim.strategies import AXIS_NAMES, layouts
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=settings.default.max_examples,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
 WAYS = ("layout", "slice", "whole", "part", "mixed ranks")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -153,7 +147,6 @@ def loads_and_returns(case):
 
 
 @pytest.mark.tier("full")
-@many
 @given(cases())
 def test_any_layout_loads_into_any_sharding_and_comes_out_whole(case):
     ranks = torch.Size(case.first).numel()

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -18,13 +18,6 @@ from hyper_parallel.core.redistribute.bounds import COLLECTIVES, torch_plan
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim
-
-many = settings(
-    max_examples=settings.default.max_examples,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 
 def redistribute(world, pairs, shape):
@@ -83,7 +76,6 @@ def test_plain_layouts_of_a_matrix(sizes, shape):
     assert check(chosen, shape) == 144
 
 
-@many
 @given(st.data())
 def test_any_layouts(data):
     mesh = data.draw(meshes(max_ranks=12, max_axes=3), label="mesh")
@@ -92,7 +84,6 @@ def test_any_layouts(data):
     check([(data.draw(src, label="src"), data.draw(layouts(mesh, shape), label="dst"))], shape)
 
 
-@many
 @given(st.data())
 def test_pending_reductions_that_stay(data):
     mesh = data.draw(meshes(max_ranks=8, max_axes=3, min_axes=2, min_size=2), label="mesh")

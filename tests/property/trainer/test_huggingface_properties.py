@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -29,9 +29,6 @@ from hyper_parallel.models import (
 pytestmark = pytest.mark.sim
 many = settings(
     max_examples=min(1_000, settings.default.max_examples),  # each copies a folder
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODELS = {

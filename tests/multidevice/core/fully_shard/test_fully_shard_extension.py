@@ -428,7 +428,7 @@ def on_one_device(case):
 
 @pytest.mark.tier("full")
 @pytest.mark.sim
-@settings(deadline=None, max_examples=max(settings.default.max_examples // 4, 1))
+@settings(max_examples=max(settings.default.max_examples // 4, 1))
 @given(cases())
 @example(Case("tensor", 1, 2, 1, 6, 4, torch.float32, False, compiled=True))
 @example(Case("row", 1, 2, 2, 4, 4, torch.bfloat16, True, compiled=True))

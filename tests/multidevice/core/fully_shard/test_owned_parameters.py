@@ -508,7 +508,7 @@ def trained_in_blocks(shapes, block, ranks):
 
 @pytest.mark.tier("full")
 @pytest.mark.sim
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from([2, 4]),
     st.sampled_from([2, 3]),

@@ -11,7 +11,7 @@ import pytest
 import test_fully_shard_properties as sharded
 import test_hsdp_properties as cells
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from mesh_kit import Mode, compare, describe
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,12 +20,7 @@ from hyper_parallel.core.hsdp.api import hsdp_sync_stream
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=max(settings.default.max_examples // 4, 1),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+many = settings(max_examples=max(settings.default.max_examples // 4, 1))
 
 
 def renew(model):

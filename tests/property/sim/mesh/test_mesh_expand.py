@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mesh_kit import in_real_numbers
 from mesh_programs import renumbered, sent_by_program, standing_bytes, updated
@@ -38,12 +38,7 @@ from sim.mesh.tracing.trace import trace
 
 pytestmark = pytest.mark.sim
 
-few = settings(
-    max_examples=max(settings.default.max_examples // 50, 1),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+few = settings(max_examples=max(settings.default.max_examples // 50, 1))
 
 DENSE = {
     "vocab_size": 96,

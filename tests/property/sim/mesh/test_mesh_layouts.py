@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mesh_kit import COMPARED, alone, assert_same, compare, describe, facts, in_real_numbers
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,12 +26,7 @@ from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim
 
-many = settings(
-    max_examples=settings.default.max_examples // 2,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+many = settings(max_examples=settings.default.max_examples // 2)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

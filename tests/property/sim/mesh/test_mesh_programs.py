@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from mesh_kit import Seen, in_real_numbers
 from mesh_programs import (
@@ -42,12 +42,7 @@ from sim.mesh.tracing.trace import trace
 
 pytestmark = [pytest.mark.sim, pytest.mark.tier("test", each=3)]
 
-some = settings(
-    max_examples=max(settings.default.max_examples // 20, 1),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+some = settings(max_examples=max(settings.default.max_examples // 20, 1))
 
 
 CLIPPED, NOT_CLIPPED = 1e-6, 0.0

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -22,12 +22,7 @@ from sim.mesh.tracing.trace import record_stage, trace
 
 pytestmark = pytest.mark.sim
 
-few = settings(
-    max_examples=max(settings.default.max_examples // 25, 2),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+few = settings(max_examples=max(settings.default.max_examples // 25, 2))
 
 MODEL = find_model(
     LlamaConfig(

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from mesh_kit import Seen, alone, assert_same, compare, in_real_numbers
 from mesh_training import GivenRouting, only_steps
@@ -23,12 +23,7 @@ from sim.mesh.recipe import Routing
 
 pytestmark = pytest.mark.sim
 
-some = settings(
-    max_examples=max(settings.default.max_examples // 20, 1),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+some = settings(max_examples=max(settings.default.max_examples // 20, 1))
 
 ROUTINGS = (Routing(), Routing.zipf(1.0), Routing().drawn(3), Routing.zipf(0.5).drawn(1))
 

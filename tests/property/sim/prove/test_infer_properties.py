@@ -19,7 +19,7 @@ from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim
 
-many = settings(max_examples=2 * settings.default.max_examples, deadline=None, print_blob=True)
+many = settings(max_examples=2 * settings.default.max_examples)
 KINDS = ("sum", "avg", "max", "min", "prod")
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_shard_module_properties import cases
 from torch import nn
@@ -19,12 +19,7 @@ from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.sim
 
-some = settings(
-    max_examples=max(1, settings.default.max_examples // 16),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+some = settings(max_examples=max(1, settings.default.max_examples // 16))
 
 
 def normal(model):

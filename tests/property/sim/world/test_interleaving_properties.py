@@ -19,7 +19,7 @@ from sim.strategies import interleavings
 pytestmark = pytest.mark.sim
 
 # Seeds of its own and no database: an example found once must not decide what the next run finds.
-ALONE = settings(database=None, deadline=None, derandomize=True, max_examples=300)
+ALONE = settings(database=None, derandomize=True, max_examples=300)
 
 
 def simplest(fails: Callable[[tuple[int, ...]], bool], max_ranks: int = 3) -> tuple[int, ...]:

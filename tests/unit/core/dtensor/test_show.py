@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -103,7 +103,6 @@ def test_a_layout_without_a_shape_numbers_its_parts():
 
 @pytest.mark.tier("test")
 @given(st.data())
-@settings(deadline=None)
 def test_every_rank_is_in_the_row_of_its_part(data):
     shape = data.draw(shapes(max_dims=5, max_size=9))
     mesh = data.draw(meshes(max_ranks=8))  # of more, the ranks of a row may be cut

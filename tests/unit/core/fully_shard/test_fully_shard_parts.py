@@ -55,8 +55,8 @@ from hyper_parallel.platform import get_platform
 
 pytestmark = pytest.mark.sim
 
-many = settings(max_examples=200, deadline=None, print_blob=True)
-few = settings(max_examples=40, deadline=None, print_blob=True)
+many = settings(max_examples=200)
+few = settings(max_examples=40)
 
 shapes = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 

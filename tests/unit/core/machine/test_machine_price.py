@@ -37,7 +37,7 @@ def made_machines(draw):
 
 SHIPPED = st.sampled_from(machine_names()).map(find_machine)
 MACHINES = SHIPPED | made_machines()
-many = settings(max_examples=200, deadline=None)
+many = settings(max_examples=200)
 
 
 @many

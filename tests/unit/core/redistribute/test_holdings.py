@@ -39,7 +39,7 @@ from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.tier("test")
 
-EXAMPLES = settings(max_examples=200, deadline=None)
+EXAMPLES = settings(max_examples=200)
 SIZES = st.sampled_from([1, 2, 2, 3, 4])
 NAMES = ("a", "b", "c")
 LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 24])

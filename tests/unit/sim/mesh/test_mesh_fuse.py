@@ -220,7 +220,7 @@ def test_float8_that_is_not_compiled_moves_many_times_the_bytes() -> None:
 
 @pytest.mark.tier("test")
 @given(st.lists(st.integers(-20, 20), min_size=48, max_size=48), st.integers(1, 3), st.integers(0, 99))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_rows_of_any_size_keep_their_digits_in_rowwise_products(exponents: list[int], steps: int, seed: int) -> None:
     """Within 1/16 of each factor, what three bits round, and what the smallest numbers of a row or column lose."""
     generator = torch.Generator().manual_seed(seed)

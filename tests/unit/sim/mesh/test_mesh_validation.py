@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fit_mesh import SPREADS, fit_spreads, spreads_text
@@ -541,7 +541,6 @@ def test_intervals_know_what_was_seen():
 
 
 @pytest.mark.tier("test")
-@settings(deadline=None)
 @given(st.data())
 def test_less_evidence_never_narrows_an_interval(data):
     spreads = load_figures().section("estimate", "default")["spread"]

@@ -275,7 +275,7 @@ def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
     return run, world_size
 
 
-@settings(deadline=None, max_examples=max(2, settings().max_examples // 20))
+@settings(max_examples=max(2, settings().max_examples // 20))
 @given(small_runs())
 def test_right_runs_of_every_kind_are_proved(drawn: tuple[Config, int]) -> None:
     report = verify_run(*drawn)
@@ -331,7 +331,6 @@ def large_runs(draw: st.DrawFn) -> tuple[Config, int]:
 
 
 @pytest.mark.tier("test")
-@settings(deadline=None)
 @given(large_runs())
 def test_a_run_of_a_cluster_becomes_a_small_one_of_its_kind(drawn: tuple[Config, int]) -> None:
     run, world_size = drawn

@@ -613,7 +613,7 @@ def test_sum(ctx):
 
 
 @pytest.mark.sim
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(sim.strategies.interleavings(3), sim.strategies.shapes(1, 2))
 def test_drawn(schedule, shape):
     def body():
