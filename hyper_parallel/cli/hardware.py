@@ -38,7 +38,7 @@ def list_hardware(context: typer.Context) -> None:
             table.add_row(
                 name,
                 str(found.devices_per_node),
-                f"{found.total_bytes / 1e9:,.0f} GB",
+                f"{found.total_bytes / GIB:,.0f} GiB",
                 f"{found.memory_bandwidth / 1e9:,.0f} GB/s",
                 f"{_three_digits(found.peak('bf16') / 1e12)} TFLOP/s",
                 f"{_three_digits(found.value('intra.bandwidth') / 1e9)} GB/s",

@@ -10,7 +10,7 @@ fabric = "infiniband"       # network between nodes
 sheet = "vendor's datasheet, 2025"
 
 [device]
-memory = { value = 80, unit = "GB", grade = "datasheet", source = "sheet" }
+memory = { value = 80, unit = "GiB", grade = "datasheet", source = "sheet" }  # sold as 80 GB
 ```
 """
 
@@ -142,7 +142,7 @@ def read_machine_file(path: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: the file is missing or is not TOML; an unknown or missing key; a figure without a number, unit,
-            grade or source, or with a unit of something else.
+            grade or source, or with a unit of something else; half a device; more usable memory than there is.
     """
     file = _File(path)
     try:
@@ -171,7 +171,19 @@ def read_machine_file(path: Path) -> dict[str, Any]:
         section, _, key = absent[0].partition(".")
         hint = f'[{section}] {key} = {{ value = ..., unit = "{kind.unit}", grade = "datasheet", source = "..." }}'
         raise file.error(f"{absent[0]} is missing ({kind.meaning})", f"missing: {', '.join(absent)}", hint)
+    _check_together(file, made["figures"])
     return made
+
+
+def _check_together(file: _File, figures: Mapping[str, Figure]) -> None:
+    for name in ("node.devices", "device.cores", "intra.in_switch_from"):
+        if name in figures and not figures[name].value.is_integer():
+            raise file.error(f"{name} is not whole", f"value = {figures[name].value}", "value = 8", name)
+    capacity, usable = (figures[f"device.{name}"].value for name in ("memory", "usable_memory"))
+    if usable > capacity:
+        blame, seen = "a program can have no more memory than there is", f"{usable:,.0f} B of {capacity:,.0f} B"
+        hint = "usable_memory, in \"GiB\", at most memory; a maker's GB of a device's memory mostly are GiB"
+        raise file.error(blame, seen, hint, "device.usable_memory")
 
 
 def write_machine_file(

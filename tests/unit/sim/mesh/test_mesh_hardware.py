@@ -20,7 +20,7 @@ fabric = "infiniband"
 sheet = "the vendor's sheet"
 [device]
 memory = { value = 80, unit = "GB", grade = "datasheet", source = "sheet" }
-usable_memory = { value = 79, unit = "GiB", grade = "measured", source = "torch" }
+usable_memory = { value = 74, unit = "GiB", grade = "measured", source = "torch" }
 bandwidth = { value = 3, unit = "TB/s", grade = "datasheet", source = "sheet" }
 cores = { value = 100, unit = "1", grade = "datasheet", source = "sheet" }
 [peak]
@@ -177,6 +177,8 @@ def test_what_is_written_is_read_again(tmp_path):
         ('{ value = 80, unit = "GB", grade = "datasheet", source = "sheet" }', "80", r"device.memory is not a table"),
         ("[peak]", "[peaks]", r"there is no 'peaks'"),
         ("title =", "title", r"it is not valid TOML"),
+        ("devices = { value = 4", "devices = { value = 0.5", r"(?s)mine.toml:\d+: node.devices is not whole"),
+        ("value = 80, ", "value = 60, ", r"mine.toml:10: a program can have no more memory .*\n  .* of 60,000"),
         (re.search(r"devices = .*\n", GOOD)[0], "", r"node.devices is missing \(devices of a node\)"),
     ],
 )  # fmt: skip
