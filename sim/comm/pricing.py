@@ -11,7 +11,7 @@ from functools import partial
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.machine.description import Machine, find_machine
-from hyper_parallel.core.machine.links import Load, load_seconds
+from hyper_parallel.core.machine.links import Load, NodeSpread, load_seconds, spread_of
 from sim.comm.collectives import Call
 from sim.kernel.clock import check_seconds
 
@@ -50,22 +50,18 @@ class CommPricing:
             moved = max(getattr(call, _OF_ONE_COPY[op]) for call in calls)
         else:
             moved = max(max(call.send_bytes, call.recv_bytes) for call in calls)
-        intra = self._most_on_a_node(ranks)
-        inter = moved * (len(ranks) - intra) // max(len(ranks) - 1, 1)
-        return self._checked(op, Load(len(ranks), intra, moved, inter, 0))
+        n, nodes, most = self._spread(ranks)
+        return self._checked(op, Load(n, most, moved, moved * (n - most) // max(n - 1, 1), 0, nodes))
 
     def of_message(self, sender: int, receiver: int, size: int) -> float:
         """Seconds of a send of `size` bytes."""
         if self._cost is None or sender == receiver:
             return 0.0
-        intra = self._most_on_a_node((sender, receiver))
-        return self._checked("send", Load(2, intra, size, size if intra == 1 else 0, 0))
+        _, nodes, most = self._spread((sender, receiver))
+        return self._checked("send", Load(2, most, size, size * (nodes - 1), 0, nodes))
 
-    def _most_on_a_node(self, ranks: tuple[int, ...]) -> int:
-        if self._per_node is None:
-            return len(ranks)
-        nodes = [rank // self._per_node for rank in ranks]
-        return max(map(nodes.count, set(nodes)))
+    def _spread(self, ranks: tuple[int, ...]) -> NodeSpread:
+        return NodeSpread(len(ranks), 1, len(ranks)) if self._per_node is None else spread_of(ranks, self._per_node)
 
     def _checked(self, op: str, load: Load) -> float:
         assert self._cost is not None

@@ -145,10 +145,11 @@ class Load(NamedTuple):
 
     Attributes:
         ranks: ranks in the group.
-        per_node: of them, how many share a node; all of them when the group is within one.
+        per_node: of them, how many are on the node that has most; all of them when the group is within one.
         moved: the larger of sent and received.
         inter_node: of `moved`, what goes between nodes when each rank talks to each directly.
         copied: what is packed and unpacked in memory.
+        nodes: nodes that the group lies on; 0: as few as there can be.
     """
 
     ranks: int
@@ -156,6 +157,7 @@ class Load(NamedTuple):
     moved: int
     inter_node: int
     copied: int
+    nodes: int = 0
 
 
 def load_seconds(links: Links, op: str, load: Load) -> float:
@@ -172,7 +174,7 @@ def load_seconds(links: Links, op: str, load: Load) -> float:
     if pattern is None:
         return message_seconds(links, load.moved, same_node=load.per_node == n)[0]
     size = load.moved if pattern == "one" else load.moved * n / ((n - 1) * (2 if pattern == "reduce" else 1))
-    spread = NodeSpread(n, math.ceil(n / load.per_node), load.per_node)
+    spread = NodeSpread(n, load.nodes or math.ceil(n / load.per_node), load.per_node)
     return collective_seconds(links, op, size, spread, load.moved, load.inter_node)[0]
 
 

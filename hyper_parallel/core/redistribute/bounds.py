@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from hyper_parallel.core.dtensor.convert import to_placements
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 from hyper_parallel.core.machine.description import Machine, find_machine
+from hyper_parallel.core.machine.links import NodeSpread
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.holdings import Counts
 from hyper_parallel.core.redistribute.transition import LayoutSide, MeshTransition, Transition, on_one_mesh, read
@@ -415,22 +415,21 @@ class _Counter:
             own = received * (place + 1) // size - received * place // size
             received = received + (size - 2) * own
         received.setflags(write=False)
-        moved, intra_node = int(received.max()), self._ranks_per_node(axis)
-        inter_node = moved * (size - intra_node) // (size - 1)
-        group = size if load.kind in COLLECTIVES else 1
-        priced = cost.Load(group, min(intra_node, group), moved, inter_node, int(load.copied.max()) * self.itemsize)
+        moved, (_, nodes, most) = int(received.max()), self._spread(axis)
+        inter_node = moved * (size - most) // (size - 1)
+        group = (size, most) if load.kind in COLLECTIVES else (1, 1)
+        priced = cost.Load(*group, moved, inter_node, int(load.copied.max()) * self.itemsize, nodes)
         seconds = cost.seconds(load.kind, priced, self.machine)
         peak = int(extra.max()) * self.itemsize
         return TorchStep(load.kind, self.mesh.alias_name[axis], size, received, peak, seconds)
 
-    def _ranks_per_node(self, axis: int) -> int:
-        """Return how many ranks along an axis share a node, at least."""
+    def _spread(self, axis: int) -> NodeSpread:
+        """Return how the groups along an axis lie on the nodes."""
         size, per_node = self.mesh.mesh_shape[axis], cost.ranks_per_node(self.machine)
         if per_node is None:
-            return size
+            return NodeSpread(size, 1, size)
         nodes = np.array(self.mesh.rank_list).reshape(self.mesh.mesh_shape) // per_node
-        rows = np.sort(np.moveaxis(nodes, axis, -1).reshape(-1, size), axis=1)
-        return math.ceil(size / int((np.diff(rows, axis=1) != 0).sum(axis=1).max() + 1))
+        return cost.dearest_spread(np.moveaxis(nodes, axis, -1).reshape(-1, size))
 
 
 def _load(group_sizes: Bytes, size: int, before: Placement, after: Placement, *, on_cpu: bool) -> _Load:

@@ -198,10 +198,10 @@ class Builder:
                     int(np.broadcast_to(counts, task.sizes).sum()) for counts in (inter_node, received)
                 )
                 crossing = max(crossing, given * min(all_inter_node * size, everything) // everything)
-        ranks, per_node = task.ways(chosen), self.nodes.share(chosen)
+        ranks, nodes, most = self.nodes.spread(chosen)
         if kind == "permute":
-            ranks, per_node = 2, 2 if per_node == ranks else 1
-        load = cost.Load(ranks, per_node, moved, crossing, _most(copied) * size)
+            ranks, nodes, most = (2, 1, 2) if nodes == 1 else (2, 2, 1)
+        load = cost.Load(ranks, most, moved, crossing, _most(copied) * size, nodes)
         if sent is None and not chosen:
             sent = received
         return Step(

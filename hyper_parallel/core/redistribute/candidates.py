@@ -499,9 +499,8 @@ def _exchange(
     owners //= math.prod(at for at in _ways(before.holding))
     sent = np.maximum(askers * held - both, 0) // owners * itemsize
     moved = int(max(received.max(), sent.max()))
-    per_node = cost.Nodes(ranks, (len(ranks),), cost.ranks_per_node(on)).share((0,))
-    inter_node = 0 if per_node == len(ranks) else moved
-    load = cost.Load(len(ranks), per_node, moved, inter_node, int((received + sent).max()))
+    _, nodes, most = cost.Nodes(ranks, (len(ranks),), cost.ranks_per_node(on)).spread((0,))
+    load = cost.Load(len(ranks), most, moved, moved * (nodes > 1), int((received + sent).max()), nodes)
     return [Step("all_to_all", names, len(ranks), received, cost.seconds("all_to_all", load, on), before, after,
                  itemsize, ranks, None, estimated_send_bytes=sent, load=load)]  # fmt: skip
 

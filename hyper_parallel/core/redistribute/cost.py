@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hyper_parallel.core.machine.description import Machine
-from hyper_parallel.core.machine.links import Load, load_seconds
+from hyper_parallel.core.machine.links import Load, NodeSpread, load_seconds
 from hyper_parallel.core.redistribute.holdings import Counts, coordinate
 
-__all__ = ["Load", "Nodes", "latency", "ranks_per_node", "seconds"]
+__all__ = ["Load", "Nodes", "dearest_spread", "latency", "ranks_per_node", "seconds"]
 
 
 def seconds(kind: str, load: Load, on: Machine | None) -> float:
@@ -69,7 +69,7 @@ class Nodes:
             node = _array(ranks).reshape(self._sizes) // ranks_per_node
             self._node = node if (node != node.flat[0]).any() else None
         self._inside = self._along_nodes()
-        self._shared: dict[tuple[int, ...], int] = {}
+        self._spreads: dict[tuple[int, ...], NodeSpread] = {}
 
     def _along_nodes(self) -> frozenset[int] | None:
         """Return the axes along which nodes do not change, if every other axis leads to another node; else None."""
@@ -79,27 +79,28 @@ class Nodes:
         others = math.prod(size for axis, size in enumerate(self._sizes) if axis not in axes)
         return frozenset(axes) if len(np.unique(self._node)) == others else None
 
-    def share(self, axes: Iterable[int]) -> int:
-        """Return how many ranks of a group over these axes share a node, at least."""
-        chosen = tuple(sorted(axes))
-        if self._inside is not None:
-            return math.prod(self._sizes[axis] for axis in chosen if axis in self._inside)
-        if chosen not in self._shared:
-            self._shared[chosen] = self._share(chosen)
-        return self._shared[chosen]
+    def spread(self, axes: Iterable[int]) -> NodeSpread:
+        """Return how a group over these axes lies on the nodes: the one on most nodes, with fewest ranks on each.
 
-    def _share(self, axes: tuple[int, ...]) -> int:
+        >>> Nodes(range(12), (12,), 8).spread((0,)), Nodes(range(12), (2, 6), 8).spread((1,))
+        (NodeSpread(ranks=12, nodes=2, most=8), NodeSpread(ranks=6, nodes=2, most=4))
+        """
+        chosen = tuple(sorted(axes))
+        if chosen not in self._spreads:
+            self._spreads[chosen] = self._spread(chosen)
+        return self._spreads[chosen]
+
+    def _spread(self, axes: tuple[int, ...]) -> NodeSpread:
         size = math.prod(self._sizes[axis] for axis in axes)
-        if self._node is None or not axes:
-            return size
-        rows = np.moveaxis(self._node, axes, range(-len(axes), 0)).reshape(-1, size)
-        ordered = np.sort(rows, axis=1)
-        return math.ceil(size / (1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).max(initial=0))))
+        if self._inside is not None:
+            most = math.prod(self._sizes[axis] for axis in axes if axis in self._inside)
+            return NodeSpread(size, size // most, most)
+        assert self._node is not None, "or nodes change along no axis"
+        return dearest_spread(np.moveaxis(self._node, axes, range(-len(axes), 0)).reshape(-1, size))
 
     def spans_nodes(self, axes: Iterable[int]) -> bool:
         """Return whether groups over these axes reach over several nodes."""
-        chosen = tuple(sorted(axes))
-        return self.share(chosen) < math.prod(self._sizes[axis] for axis in chosen)
+        return self.spread(axes).nodes > 1
 
     def intra_node_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
         """Return those axes whose ranks share a node: as many as go together, inner ones first."""
@@ -134,6 +135,17 @@ class Nodes:
         moved = np.moveaxis(ranks, axes, last)
         order = moved.reshape(-1, math.prod(self._sizes[axis] for axis in axes)).argsort(axis=1).argsort(axis=1)
         return np.moveaxis(order.reshape(moved.shape), last, axes)
+
+
+def dearest_spread(nodes: Counts) -> NodeSpread:
+    """Return how the group lies that is on most nodes, and of these has the fewest ranks on its fullest node.
+
+    Args:
+        nodes: the node of each rank, as an array of groups x ranks of a group.
+    """
+    counts = [np.unique(group, return_counts=True)[1] for group in np.unique(nodes, axis=0)]
+    dearest = max(counts, key=lambda each: (len(each), -each.max()))
+    return NodeSpread(nodes.shape[1], len(dearest), int(dearest.max()))
 
 
 def _array(ranks: range | tuple[int, ...]) -> Counts:
