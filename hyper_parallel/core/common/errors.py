@@ -53,13 +53,12 @@ class HyperParallelError(Exception):
 
     def __init__(self, *parts: str) -> None:
         """Render the four parts into one text, which is all of `args`."""
-        if len(parts) == 1:
-            super().__init__(*parts)
-            return
-        if len(parts) != 4:
+        if len(parts) not in (1, 4):
             raise TypeError(f"{type(self).__name__} takes asked, blame, seen and hint, or one text: not {len(parts)}")
-        super().__init__(explain(*parts))
-        self.asked, self.blame, self.seen, self.hint = parts
+        self.args = parts  # not by super().__init__, which torch.compile cannot trace in an error
+        if len(parts) == 4:
+            self.args = (explain(*parts),)
+            self.asked, self.blame, self.seen, self.hint = parts
 
 
 class InvalidValue(HyperParallelError, ValueError):
