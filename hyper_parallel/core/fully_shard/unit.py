@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.core.common.errors import InvalidState, InvalidValue, class_name
-from hyper_parallel.core.common.torch_compat import record_function, runs_eagerly
+from hyper_parallel.core.common.torch_compat import P, R, record_function, runs_eagerly
 from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
 from hyper_parallel.core.fully_shard.comm import UNNAMED, GroupLog, Pending
 from hyper_parallel.core.fully_shard.hooks import (
@@ -42,9 +42,6 @@ from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.schedule import Schedule, Structure, log_of
 from hyper_parallel.core.fully_shard.utils import UnitOptions
 from hyper_parallel.platform import Platform
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class ShardedState(Enum):
@@ -132,12 +129,12 @@ class _Wrapping:
     copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
 
 
-def _in_range(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def _in_range(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator of a unit's method, which then runs in a range of that name in profiles."""
 
-    def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
-        def ranged(*args: _P.args, **options: _P.kwargs) -> _R:
+        def ranged(*args: P.args, **options: P.kwargs) -> R:
             unit: Any = args[0]
             with record_function(name, unit.fqn):
                 return method(*args, **options)

@@ -178,11 +178,11 @@ def read_machine_file(path: Path) -> dict[str, Any]:
 def _check_together(file: _File, figures: Mapping[str, Figure]) -> None:
     for name in ("node.devices", "device.cores", "intra.in_switch_from"):
         if name in figures and not figures[name].value.is_integer():
-            raise file.error(f"{name} is not whole", f"value = {figures[name].value}", "value = 8", name)
+            raise file.error(f"{name} is not a whole number", f"value = {figures[name].value}", "value = 8", name)
     capacity, usable = (figures[f"device.{name}"].value for name in ("memory", "usable_memory"))
     if usable > capacity:
         blame, seen = "a program can have no more memory than there is", f"{usable:,.0f} B of {capacity:,.0f} B"
-        hint = "usable_memory, in \"GiB\", at most memory; a maker's GB of a device's memory mostly are GiB"
+        hint = "memory in GiB, because a device that is sold with 80 GB has 80 GiB; or less usable_memory"
         raise file.error(blame, seen, hint, "device.usable_memory")
 
 

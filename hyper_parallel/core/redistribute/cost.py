@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hyper_parallel.core.machine.description import Machine
-from hyper_parallel.core.machine.links import Load, NodeSpread, load_seconds
+from hyper_parallel.core.machine.links import Load, NodeSpread, load_seconds, spread_of
 from hyper_parallel.core.redistribute.holdings import Counts, coordinate
 
 __all__ = ["Load", "Nodes", "dearest_spread", "latency", "ranks_per_node", "seconds"]
@@ -143,9 +143,8 @@ def dearest_spread(nodes: Counts) -> NodeSpread:
     Args:
         nodes: the node of each rank, as an array of groups x ranks of a group.
     """
-    counts = [np.unique(group, return_counts=True)[1] for group in np.unique(nodes, axis=0)]
-    dearest = max(counts, key=lambda each: (len(each), -each.max()))
-    return NodeSpread(nodes.shape[1], len(dearest), int(dearest.max()))
+    spreads = [spread_of(group, 1) for group in np.unique(nodes, axis=0).tolist()]
+    return max(spreads, key=lambda spread: (spread.nodes, -spread.most))
 
 
 def _array(ranks: range | tuple[int, ...]) -> Counts:

@@ -41,7 +41,6 @@ def late(model, mesh, **options):
     model.take = take
 
 
-@pytest.mark.tier("test", each=3)
 @pytest.mark.parametrize(("options", "ok"), CASES)
 @pytest.mark.parametrize("steps", [None, 2])
 def test_what_a_later_step_of_a_plan_chooses_near_a_tie_is_free(options, ok, steps):

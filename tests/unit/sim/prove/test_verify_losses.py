@@ -12,7 +12,7 @@ from zoo_kit import Collect, Gather, Leave, draw, rows
 
 import sim
 
-pytestmark = pytest.mark.tier("test", each=3)
+pytestmark = pytest.mark.tier("test")
 
 ROWS, WIDTH, EXPERTS = 8, 6, 2
 UNTRUE = ("parts of a", "optimizer", "averaged once too often", "counted once per rank")

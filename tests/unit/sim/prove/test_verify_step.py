@@ -24,7 +24,7 @@ from hyper_parallel import fully_shard, hsdp
 from sim.prove.judge import Finding
 from sim.prove.steps.compare import LoopComparison, _is_coarse
 
-pytestmark = pytest.mark.tier("test", each=3)
+pytestmark = pytest.mark.tier("test")
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 4, 8, 4
 
@@ -567,7 +567,7 @@ def test_placements_of_what_the_ranks_draw():
         take("dp=2,tp=2", **{"0_weight": ("0.weight", Shard(0))})
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("parallelize", [own_gated, some])
 def test_faults_of_constructors_that_draw_their_own_part(parallelize):
     first = verify_gated(parallelize=partial(parallelize, leave=False)).first
