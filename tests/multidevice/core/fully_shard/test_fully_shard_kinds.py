@@ -884,7 +884,7 @@ class Stack(Net):
 WRAPPERS = {"": None, "checkpointed": around(False), "checkpointed, reentrant": around(True)}
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @sim.ranks(4, backends=NO_GLOO)
 def test_resharding_to_fewer_ranks(ctx, wrapper):
