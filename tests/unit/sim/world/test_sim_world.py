@@ -88,13 +88,6 @@ def test_worlds_do_not_nest():
     assert sim.run(dist.get_rank, 2) == [0, 1]
 
 
-def test_a_rank_starts_no_ranks():
-    with pytest.raises(sim.SimError, match="a rank cannot start ranks of its own"):
-        sim.run(lambda: sim.run(dist.get_rank, 2), 2)
-    with sim.world(2) as world, pytest.raises(sim.SimError, match="a rank cannot start ranks of its own"):
-        world.run(lambda: world.run(dist.get_rank))
-
-
 @pytest.mark.tier("test")
 def test_a_world_lets_go_of_groups_that_all_members_have_destroyed():
     def some(rounds):
