@@ -214,6 +214,14 @@ def test_a_report_that_is_not_ok_has_a_first_row(kind):
         assert first is None or str(first) in str(report).replace("\n  ", "\n")
 
 
+def test_a_row_of_long_names_and_layouts_is_one_line():
+    rows = [
+        ReportRow("m" * 80, "weight", "parameter", "d" * 40, "f" * 40, verdict=each) for each in ("exact", "rounding")
+    ]
+    lines = Report(tuple(rows), "dp=2").table(verbose=True).splitlines()
+    assert [len(line) <= 120 for line in lines] == [True] * 4, "a headline, titles of columns, and two rows"
+
+
 # -- tokens in an order of their own -----------------------------------------------------------------------------------
 
 
