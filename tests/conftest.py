@@ -2,8 +2,9 @@
 
 `pytest --tier check` (or `test`, `full`, `deep`) runs the items of that tier and of those before it; without the option
 all items run. A test is in `check` unless it is marked: `@pytest.mark.tier("full", each=3)` puts every third of its
-items into `full`, and the others into `deep`. A run measures the CPU time of each item and names those that cost too
-much for their tier; CPU time, because wall time depends on the load of the machine.
+items into `full`, of lists that are multiplied at least one with each value, and the others into `deep`. A run measures
+the CPU time of each item and names those that cost too much for their tier; CPU time, because wall time depends on the
+load of the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,35 @@ def interruptible() -> Generator[None, None, None]:
 # -- which items a tier runs -----------------------------------------------------------------------------------------
 
 
+def values_of(item: pytest.Item) -> set[tuple[int, ...]]:
+    """Return which value an item has of each list that it is parametrised by."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [each.replace(" ", "").split(",") if isinstance(each, str) else each for each in lists]
+    return {(number, *(id(params[name]) for name in each)) for number, each in enumerate(names)}
+
+
+def some_of(items: Sequence[pytest.Item], each: int) -> list[pytest.Item]:
+    """Return every n-th of the items of one test, and for each value of several lists that none of them has one more.
+
+    Where a fault and its right twin, or two engines, are values of a list, both run in the tier. A list of one value,
+    the simulated ranks, does not count. Of a single list, the order says which run.
+    """
+    some = list(items[::each])
+    values = set().union(*map(values_of, items))
+    sizes = Counter(number for number, *_ in values)
+    if sum(size > 1 for size in sizes.values()) > 1:
+        missing = values - set().union(*map(values_of, some))
+        while missing:
+            some.append(max(items, key=lambda item: len(values_of(item) & missing)))
+            missing -= values_of(some[-1])
+    return some
+
+
 def tiers_of(items: Sequence[pytest.Item]) -> list[str]:
     """Return the tier of each item."""
-    seen: Counter[str] = Counter()
     found = []
+    marked: dict[tuple[str, str, int], list[pytest.Item]] = defaultdict(list)
     functions = [item.nodeid.partition("[")[0] for item in items]
     on_processes = [item.get_closest_marker("gloo") for item in items]
     simulated = {name for name, gloo in zip(functions, on_processes, strict=True) if not gloo}
@@ -107,12 +133,13 @@ def tiers_of(items: Sequence[pytest.Item]) -> list[str]:
         elif item.get_closest_marker("gpu") or item.get_closest_marker("npu"):  # on simulated ranks: --sim-backend
             found.append("full" if name in LATE else "deep")
         elif mark := item.get_closest_marker("tier"):
-            found.append("deep" if seen[function] % mark.kwargs.get("each", 1) else mark.args[0])
-            seen[function] += 1
+            found.append(mark.args[0])
+            marked[function, mark.args[0], mark.kwargs.get("each", 1)].append(item)
         else:
             # What processes are forked from takes seconds, and so do the references that properties share.
             found.append("test" if gloo or "property" in item.path.parts else "check")
-    return found
+    left = {item for (*_, each), some in marked.items() if each > 1 for item in {*some} - {*some_of(some, each)}}
+    return ["deep" if item in left else tier for item, tier in zip(items, found, strict=True)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,11 +1,11 @@
-"""Each behaviour in the kit's table has a test, each test is in the table; and a comparison that can fail does."""
+"""Each behaviour is run by a test, and none has gone; and a comparison that can fail does."""
 
 import importlib
 from pathlib import Path
 
 import pytest
 import torch
-from fsdp2_kit import BEHAVIOURS, CELLS, FSDP2, ONE, OURS, SAME_ORDER, Run, Theme, compare, loss_of
+from fsdp2_kit import CELLS, FSDP2, ONE, OURS, SAME_ORDER, Run, Theme, compare, loss_of
 
 import sim
 
@@ -19,12 +19,9 @@ def themes():
     return {module: module.THEME for module in modules}
 
 
-def test_each_behaviour_is_tested_once():
+def test_names_of_behaviours_are_unique_and_none_has_gone():
     tested = [name for theme in themes().values() for name in theme.checks]
-    assert len(tested) == len(set(tested))
-    assert sorted(tested) == sorted(BEHAVIOURS)
-    assert len(BEHAVIOURS) >= 60
-    assert all(what and what[-1] != "." for what in BEHAVIOURS.values())
+    assert len(tested) == len(set(tested)) >= 272
 
 
 def test_most_behaviours_are_compared_with_fsdp2():
@@ -94,7 +91,6 @@ def test_a_difference_in_the_last_bit_is_found():
 
 def check_on_two_ranks(body, contestant="fully_shard", **options):
     theme = Theme()
-    body.__name__ = "kept_after_forward"  # any name of the table
     theme.behaviour(**options)(body)
     run_on_two_ranks(theme, body.__name__, contestant)
 

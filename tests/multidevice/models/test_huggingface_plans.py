@@ -163,13 +163,13 @@ CASES = [
     Case("Qwen3", {"dp": 2, "tp": 4}, "fully_shard", mask=True, config={"tie_word_embeddings": True}),
     Case("Mistral", {"dp": 2, "tp": 2}),
     Case("Mixtral", {"dp": 2, "tp": 2}, mask=True),
-    Case("Mixtral", {"dp": 2, "tp": 4}, "fully_shard"),  # some ranks get no tokens for their only expert
     Case("Mixtral", {"tp": 2}, config={"output_router_logits": True, "router_aux_loss_coef": 0.5, **EAGER}),
+    Case("Mixtral", {"dp": 2, "tp": 4}, "fully_shard"),  # some ranks get no tokens for their only expert
     Case("Mixtral", {"tp": 2}, config={"experts_implementation": "batched_mm"}, options={"sequence_parallel": False}),
 ]
 
 
-@pytest.mark.tier("full", each=10)
+@pytest.mark.tier("full", each=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_trains_as_one_device_does(case: Case) -> None:
     found = sim.run(together, world_size=math.prod(case.mesh.values()), args=(case, build(case)))

@@ -13,7 +13,7 @@ import warm
 from sim.script.launch import main
 
 FOLDER = Path(__file__).parents[3] / "examples" / "torch_scripts"
-SCRIPTS = ("checkpoint", "ddp", "fsdp2", "moe", "pipeline", "tensor_parallel")
+SCRIPTS = ("checkpoint", "ddp", "fsdp2", "tensor_parallel", "moe", "pipeline")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")  # --standalone picks a free port
 
 

@@ -173,7 +173,7 @@ def test_accumulation_communicates_once_per_step_or_in_each_micro_batch() -> Non
 
 @pytest.mark.tier("full", each=2)
 @pytest.mark.sim
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2, 1])
 def test_gradients_of_norms_are_added_up_together_over_tp(accumulate: int) -> None:
     """Once a step, however many micro-batches it has."""
     model = replace(TINY.model, qk_norm=True, num_hidden_layers=3)

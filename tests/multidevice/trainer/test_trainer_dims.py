@@ -45,8 +45,8 @@ DENSE_2 = [
     {"pp": 2, "schedule": ZERO_BUBBLE},
     {"dp_replicate": 2},
     {"dp_shard": 2, "checkpointing": "selective"},
-    {"dp_shard": 2, "reshard_after_forward": False},
     {"dp_shard": 2, "engine": "hsdp"},
+    {"dp_shard": 2, "reshard_after_forward": False},
 ]
 DENSE_4 = [
     {"cp": 2, "ulysses_degree": 1, "tp": 2, "tp_chunks": 2},
@@ -81,8 +81,8 @@ EXPERTS_8 = [
     {"ep": 2, "dp_replicate": 2, "tp": 2, "etp": 1},
     {"ep": 2, "dp_shard": 2, "pp": 2, "tp": 1},
     {"ep": 2, "dp_shard": 2, "tp": 2, "etp": 1, "fold_experts": True},
-    {"cp": 2, "dp_replicate": 2, "pp": 2, "fold_experts": True},
     {"cp": 2, "tp": 2, "pp": 2, "etp": 1, "fold_experts": True, "layers_per_stage": "4,0"},  # no experts on the last
+    {"cp": 2, "dp_replicate": 2, "pp": 2, "fold_experts": True},
 ]
 WHOLE_4 = [
     {"dp_shard": 4, "whole_parameters": True},
@@ -90,7 +90,7 @@ WHOLE_4 = [
     {"pp": 2, "whole_parameters": True},
     {"ep": 2, "checkpointing": "full", "whole_parameters": True},
 ]
-MUON_4 = [{"dp_shard": 4}, {"dp_shard": 4, "ep": 1}, *WHOLE_4]  # with "ep", experts
+MUON_4 = [{"dp_shard": 4, "ep": 1}, {"dp_shard": 4}, *WHOLE_4]  # with "ep", experts
 NO_GLOO = ("sim", "gpu", "npu")
 GLOO = [  # of each way to communicate one
     {"tp": 2},

@@ -106,6 +106,14 @@ SOME = """
 @pytest.mark.parametrize("n", range(7))
 def test_some(n):
     print(f'item {n}')
+
+
+@pytest.mark.tier("full", each=4)
+@pytest.mark.parametrize("arm", ["one value"])
+@pytest.mark.parametrize(("fault", "message"), [(None, ""), ("left out", "lost"), ("twice", "too much")])
+@pytest.mark.parametrize("engine", ["ours", "theirs"])
+def test_product(engine, fault, message, arm):
+    print(f'{engine} {fault}.')
 """
 # A file that does not stand for others: what simulated ranks run, processes run in `deep`.
 ON_PROCESSES = """
@@ -124,10 +132,12 @@ def test_each_tier_runs_what_the_one_before_runs(suite, tmp_path):
     tests = "".join(f"{mark}\ndef test_{tier}(): ...\n" for tier, mark in marks.items())
     (tmp_path / "test_slow.py").write_text(f"import pytest\n{tests}{SOME}{ON_PROCESSES}")
     shown = {tier: suite("--tier", tier, "-s", "-v").stdout for tier in TIERS}
-    for tier, number in zip(TIERS, (2, 7, 8, 14), strict=True):
+    for tier, number in zip(TIERS, (2, 7, 11, 20), strict=True):
         assert f" {number} passed" in shown[tier], shown[tier]
     assert re.findall(r"item (\d)", shown["test"]) == ["0", "3", "6"], shown["test"]
-    assert "14 passed" in suite().stdout, "without a tier all run"
+    kept = {"ours None.", "theirs left out.", "ours twice."}  # each engine and each fault
+    assert set(re.findall(r"(?:ours|theirs) [\w ]+\.", shown["full"])) == kept
+    assert "20 passed" in suite().stdout, "without a tier all run"
 
 
 @pytest.mark.parametrize("names", [LATE, PROCESSES])

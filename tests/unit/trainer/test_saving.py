@@ -595,8 +595,8 @@ class Unnumbered:
 BASE = TINY.with_changes("train", {"steps": 4, "batch_size": 16, "seq_len": 8})
 LOADERS = {
     "with a state": Counting,
-    "without": Forgetful,
     "records": lambda: RecordLoader(RECORDS, BASE),
+    "without": Forgetful,
     "records with a state": lambda: RecordLoader(Streamed(), BASE),
     "shuffled records": lambda: RecordLoader(RECORDS, BASE, shuffle=100),
     "shuffled records with a state": lambda: RecordLoader(Streamed(), BASE, shuffle=6),
@@ -677,7 +677,7 @@ def test_records_go_on_from_any_place_within_a_block(records: Any, shuffle: int)
     assert places == set(range(6))
 
 
-@pytest.mark.tier("full", each=5)
+@pytest.mark.tier("full", each=2)
 @pytest.mark.sim
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_loader_of_ones_own_goes_on_whatever_the_degrees(kind: str, tmp_path: Path) -> None:

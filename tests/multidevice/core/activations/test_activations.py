@@ -116,7 +116,7 @@ def peak_of_run(config: Config) -> int:
     return train_a_run(config).steps[-1].memory_bytes
 
 
-@pytest.mark.tier("full", each=4)
+@pytest.mark.tier("full", each=2)
 @late
 @pytest.mark.sim
 @pytest.mark.parametrize(

@@ -126,14 +126,14 @@ def test_experts_are_split_and_all_is_sharded(ctx):
     check(ctx, Case({"dp_shard": 2, "ep": 2}))
 
 
-@pytest.mark.tier("full", each=2)
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("etp", [1, 2])
 @sim.ranks(8, backends=("sim", "gpu", "npu"))
 def test_three_axes(ctx, etp):
     check(ctx, Case({"dp_shard": 2, "ep": 2, "tp": 2}, etp=etp))
 
 
-@pytest.mark.tier("full", each=16)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize(
     "case",
     [

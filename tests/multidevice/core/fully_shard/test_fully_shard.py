@@ -14,14 +14,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import is_late, results, shorter
+from rounding_kit import results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 from units_kit import assert_freed, assert_near, full, gradients, mesh_of, values, wrap_nested
 
 import sim
@@ -48,24 +47,23 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Odd sizes; `scale` has fewer rows than there are ranks."""
 
-    def __init__(self, wrapper=None):
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.full((1,), 1.5))
         self.embed = nn.Linear(5, 7)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(7, 3)
-        self.wrapper = wrapper  # how the blocks are called
 
     def forward(self, x):
         x = self.embed(x) * self.scale
         for block in self.blocks:
-            x = block(x) if self.wrapper is None else self.wrapper(block, x)
+            x = block(x)
         return self.head(x)
 
 
-def net(ctx, dtype=None, **options):
+def net(ctx, dtype=None):
     torch.manual_seed(0)
-    return Net(**options).to(dtype or ctx.float_dtype).to(ctx.device)
+    return Net().to(dtype or ctx.float_dtype).to(ctx.device)
 
 
 def data(ctx, step=0, dtype=None, rank=None, per_rank=4):
@@ -85,17 +83,6 @@ def alone():
 
 
 assert_close = partial(assert_near, alone=alone)  # batch, widths and layers multiply to less than 4096
-
-
-def assert_same(ctx, ours, theirs):
-    """Bitwise on simulated ranks; elsewhere the backend may add in another order."""
-    if ctx.backend != "sim":
-        assert_close(ours, theirs, alone=None)
-        return
-    assert list(ours) == list(theirs)
-    for name, wanted in theirs.items():
-        assert (ours[name] is None) == (wanted is None), name
-        assert wanted is None or torch.equal(ours[name], wanted), name
 
 
 def train(ctx, model, steps=3, rank=None, dtype=None, lr=0.1):
@@ -124,61 +111,14 @@ def check_against_one_device(ctx, model, plain, **options):
 # -- training, on every mesh and nesting ---------------------------------------------------------------------------
 
 
-def nested(model, wrap, **options):
-    wrap_nested(model, wrap, **options)
-
-
-def one_block_only(model, wrap, **options):
-    wrap(model.blocks[1], **options)
-    wrap(model, **options)
-
-
-def a_list(model, wrap, **options):
-    wrap([model.embed, model.head], **options)
-    wrap([model.blocks[0], model.blocks[1]], **options)
-    wrap(model, **options)
-
-
-def everything(model, wrap, **options):
-    for block in model.blocks:
-        for inner in (block.norm, block.up, block.down):
-            wrap(inner, **options)
-        wrap(block, **options)  # with no parameter of its own
-    wrap_rest = (model.embed, model.head, model)
-    for module in wrap_rest:
-        wrap(module, **options)
-
-
-def check_all_wrappings(ctx, mesh, wrappings, *, fp32=True):
-    for wrapping in wrappings:
-        for keep in (True, False):
-            model = net(ctx)
-            wrapping(model, fully_shard, mesh=mesh, reshard_after_forward=keep)
-            check_against_one_device(ctx, model, net(ctx))
-            assert_freed(model)
-            if fp32:
-                ours, theirs = net(ctx, torch.float32), net(ctx, torch.float32)
-                wrapping(ours, fully_shard, mesh=mesh, reshard_after_forward=keep)
-                wrapping(theirs, fsdp2, mesh=mesh, reshard_after_forward=keep)
-                got = train(ctx, ours, rank=ctx.rank, dtype=torch.float32)
-                wanted = train(ctx, theirs, rank=ctx.rank, dtype=torch.float32)
-                assert_same(ctx, dict(enumerate(got[0])), dict(enumerate(wanted[0])))
-                assert_same(ctx, got[1], wanted[1])
-                assert_same(ctx, got[2], wanted[2])
-
-
-@pytest.mark.tier("full", each=4)
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 4)])
-@sim.ranks(4, backends=NO_GLOO)
-def test_one_device_and_fsdp2_on_four_ranks(ctx, shape):
-    check_all_wrappings(ctx, mesh_of(ctx, *shape), (nested, one_block_only, a_list, everything))
-
-
 @pytest.mark.tier("full")
 @sim.ranks(1, backends=NO_GLOO)
 def test_a_single_rank(ctx):
-    check_all_wrappings(ctx, mesh_of(ctx), (nested,))
-    check_all_wrappings(ctx, mesh_of(ctx, 1, 1), (nested,))
+    for mesh in (mesh_of(ctx), mesh_of(ctx, 1, 1)):
+        for keep in (True, False):
+            model = wrap_nested(net(ctx), mesh=mesh, reshard_after_forward=keep)
+            check_against_one_device(ctx, model, net(ctx))
+            assert_freed(model)
 
 
 # -- parameters of every kind --------------------------------------------------------------------------------------
@@ -609,109 +549,34 @@ def test_the_dtype_of_a_wrapped_module_can_change(ctx):
     assert held(torch.ones(1, 5, device=ctx.device)).dtype == torch.bfloat16
 
 
-@sim.ranks(2)
-def test_parameters_still_on_meta_are_named(ctx):
-    with torch.device("meta"):
-        model = wrap_nested(Net().to(ctx.float_dtype), mesh=mesh_of(ctx))
-    for call in (lambda: model(data(ctx)), model.unshard):
-        with pytest.raises(RuntimeError, match=r"still on the meta device .*: .*scale.*\n.*\n.*to_empty"):
-            call()
-
-
 # -- state dicts ---------------------------------------------------------------------------------------------------
 
 
-@sim.ranks(2)
-def test_state_dicts_show_shards_and_load_values_of_any_layout(ctx):
-    mesh = mesh_of(ctx)
-    model, plain = wrap_nested(net(ctx), mesh=mesh), net(ctx)
-    wanted = {name: value + 1 for name, value in plain.state_dict().items()}
-
-    def zero():
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-
+@sim.ranks(2, backends=NO_GLOO)
+def test_state_dicts_of_what_shows_whole_parameters_have_shards(ctx):
+    """`test_sharded_state_dict.py` loads values of any layout."""
+    model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx).state_dict()
     model.unshard()
     model.blocks[1].unshard()
     for module, prefix in ((model, ""), (model.blocks[1].up, "blocks.1.up."), (model.head, "head.")):
         for name, value in module.state_dict().items():
             assert isinstance(value, DTensor), name
-            assert torch.equal(value.full_tensor(), plain.state_dict()[prefix + name])
-    local = {name: model.state_dict()[name].to_local().clone() for name in wanted}
-    local = {name: distribute_tensor(value, mesh, [Shard(0)]).to_local() for name, value in wanted.items()}
-    replicated = {name: distribute_tensor(value, mesh, [Replicate()]) for name, value in wanted.items()}
-    columns = {name: distribute_tensor(value, mesh, [Shard(value.dim() - 1)]) for name, value in wanted.items()}
-    other = mesh_of(ctx, 1, ctx.world_size)
-    elsewhere = {n: distribute_tensor(value, other, [Replicate(), Shard(0)]) for n, value in wanted.items()}
-    for source in (wanted, local, replicated, columns, elsewhere):
-        zero()
-        model.unshard()
-        outcome = model.load_state_dict(source)
-        assert (outcome.missing_keys, outcome.unexpected_keys) == ([], [])
-        assert all(torch.equal(value, wanted[name]) for name, value in values(model).items())
-        model.unshard()
-        assert torch.equal(model.head.weight, wanted["head.weight"])
-        model.reshard()
-    assert isinstance(wanted["scale"], torch.Tensor)  # the caller's dict is as it was
-    zero()
-    model.blocks[0].unshard()
-    nn.Sequential(model.blocks[0]).load_state_dict({f"0.{k}": v for k, v in model.blocks[1].state_dict().items()})
-    assert not model.blocks[0].up.weight.full_tensor().any()
+            assert torch.equal(value.full_tensor(), plain[prefix + name])
     with pytest.warns(UserWarning, match="values are copied"):
-        model.load_state_dict(wanted, assign=True)
-    plain.load_state_dict(wanted)
-    check_against_one_device(ctx, model, plain, lr=1e-5)  # weights around 1 are no good start
-
-
-@sim.ranks(2)
-def test_state_dict_errors_and_buffers(ctx):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).to(ctx.device)
-    fully_shard(model, mesh=mesh_of(ctx))
-    good = {name: full(value) + 1 for name, value in model.state_dict().items()}
-    before = values(model)
-    for bad in (
-        torch.zeros(4, 5),
-        torch.zeros(3, 5, 1),
-        "text",
-        None,
-        distribute_tensor(torch.zeros(6, 5), mesh_of(ctx)),
-    ):
-        with pytest.raises(
-            ValueError, match=r"cannot load '0.weight': got a .*\n  global shape: \(3, 5\)   this rank's"
-        ):
-            model.load_state_dict(good | {"0.weight": bad})
-    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
-    some = {name: value for name, value in good.items() if not name.startswith("0.")}
-    keys = r'Missing key\(s\) in state_dict: "0.bias", "0.weight"\. \n  Unexpected key\(s\) in state_dict: "a", "z"\. '
-    with pytest.raises(RuntimeError, match=keys):
-        model.load_state_dict(some | {"z": torch.ones(1), "a": torch.ones(1)})
-    outcome = model.load_state_dict(some | {"z": torch.ones(1)}, strict=False)
-    assert outcome.unexpected_keys == ["z"]
-    assert sorted(outcome.missing_keys) == ["0.bias", "0.weight"]
-    assert torch.equal(model[1].running_mean, good["1.running_mean"])
-    assert torch.equal(model[1].bias.full_tensor(), good["1.bias"])
+        model.load_state_dict({name: value + 1 for name, value in plain.items()}, assign=True)
+    assert torch.equal(model.head.weight.full_tensor(), plain["head.weight"] + 1)
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------
 
 
-def around_each(block, x):
-    return checkpoint(block, x, use_reentrant=False)
-
-
-def around_each_reentrant(block, x):
-    return checkpoint(block, x, use_reentrant=True)
-
-
-def counted(shape, wrap, steps, **options):
+def counted(shape, wrap, steps):
     """Collectives and received bytes of rank 0 in the last of a few steps."""
     ranks = torch.Size(shape).numel()
 
     def setup():
         ctx = sim.RankTest(dist.get_rank(), ranks, "sim", torch.device("cpu"))
-        model = net(ctx, torch.float32, **options)
+        model = net(ctx, torch.float32)
         keep = wrap is fully_shard or None  # FSDP2's default for the root is what ours does
         for block in model.blocks:
             wrap(block, mesh=mesh_of(ctx, *shape), reshard_after_forward=True)
@@ -730,25 +595,22 @@ def counted(shape, wrap, steps, **options):
     return [event.op for event in events], {op: world.trace.bytes(op=op, rank=0) for op in {e.op for e in events}}
 
 
-@pytest.mark.tier("test", each=3)
 @pytest.mark.sim
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4), (4, 1)])
-@pytest.mark.parametrize("wrapper", [None, around_each, around_each_reentrant])
-def test_no_more_collectives_than_fsdp2(shape, wrapper):
+def test_no_more_collectives_than_fsdp2(shape):
     for step in (1, 2):  # the first step does not know the order yet
-        ours, our_bytes = counted(shape, fully_shard, step, wrapper=wrapper)
-        theirs, their_bytes = counted(shape, fsdp2, step, wrapper=wrapper)
+        ours, our_bytes = counted(shape, fully_shard, step)
+        theirs, their_bytes = counted(shape, fsdp2, step)
         assert len(ours) <= len(theirs), (ours, theirs)
         for op, size in our_bytes.items():
             flags = 0 if op == "all_gather" else 4 * 5 * 4 * torch.Size(shape).numel()  # 4 units, 5 parameters, fp32
             assert size <= their_bytes[op] + flags, op
-    if wrapper is None:
-        gathers = 0 if shape[-1] == 1 else 1 + 2 * 3  # once for the root, twice for every block
-        reductions = [op for op in ours if op != "all_gather"]
-        assert ours.count("all_gather") == gathers
-        assert len(reductions) == 4 * ((shape[-1] > 1) + (len(shape) == 2 and shape[0] > 1))
-        if shape == (2, 2):  # a reduce_scatter does not wait behind the all_reduce of the unit before
-            assert reductions == ["reduce_scatter", *["reduce_scatter", "all_reduce"] * 3, "all_reduce"]
+    gathers = 0 if shape[-1] == 1 else 1 + 2 * 3  # once for the root, twice for every block
+    reductions = [op for op in ours if op != "all_gather"]
+    assert ours.count("all_gather") == gathers
+    assert len(reductions) == 4 * ((shape[-1] > 1) + (len(shape) == 2 and shape[0] > 1))
+    if shape == (2, 2):  # a reduce_scatter does not wait behind the all_reduce of the unit before
+        assert reductions == ["reduce_scatter", *["reduce_scatter", "all_reduce"] * 3, "all_reduce"]
 
 
 @sim.ranks(2, backends=NO_GLOO)
@@ -798,15 +660,6 @@ def test_second_derivatives_are_refused(ctx):
         torch.autograd.grad(loss_of(model, x := data(ctx, rank=ctx.rank).requires_grad_()), [x], create_graph=True)
     model.zero_grad()
     check_one_step(ctx, model, net(ctx))
-
-
-@sim.ranks(2, backends=NO_GLOO)
-def test_sparse_gradients_are_refused(ctx):
-    if is_late(ctx):
-        pytest.skip("a late device has no sparse tensors")
-    model = fully_shard(nn.Embedding(7, 5, sparse=True).to(ctx.device), mesh=mesh_of(ctx))
-    with pytest.raises(RuntimeError, match=r"gradient of 'weight' is sparse.*\n.*sparse_coo\n  try: nn.Embedding"):
-        model(torch.tensor([1, 2], device=ctx.device)).sum().backward()
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -121,7 +121,7 @@ def check_equal(got, wanted):
         torch.testing.assert_close(got[name], wanted[name], **rounding)
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full")
 @sim.ranks(4)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_training_and_clipping(ctx, axes):
@@ -224,7 +224,7 @@ def test_a_rank_has_what_it_owns(ctx):
     assert held <= total / 4 + largest, "Graham's bound"
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full", each=2)
 @sim.ranks(4)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_checkpoint_goes_on_in_another_layout(ctx, axes, tmp_path):

@@ -125,7 +125,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.tier("full", each=3)
+@pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, backends=NO_GLOO)
 def test_one_device_on_four_ranks(ctx, level):

@@ -27,8 +27,8 @@ TWO = [
     Case("1f1b", sizes=(4, 0)),
     Case("zbv", sizes=(1, 0, 2, 1)),
     Case("gpipe", layers=2, micro_batches=1),
-    Case("interleaved", each=3, layers=7),
     Case("zero-bubble", each=1, micro_batches=8),
+    Case("interleaved", each=3, layers=7),
     Case("looped-bfs", each=3, layers=6, micro_batches=2),
     Case("zbv", micro_batches=1),
     Case("interleaved", each=4, sizes=(1, 1, 1, 1, 0, 2, 1, 0), layers=7),
@@ -67,7 +67,7 @@ def test_one_rank_is_a_pipeline_too(ctx):
     check(Case("looped-bfs", pp=1, tied=True), ctx)
 
 
-@pytest.mark.tier("test", each=3)
+@pytest.mark.tier("test", each=4)
 @pytest.mark.parametrize("case", available(TWO), ids=str)
 @sim.ranks(2, backends=("sim",))
 def test_two_ranks(ctx, case):

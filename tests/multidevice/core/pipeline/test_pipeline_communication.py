@@ -51,7 +51,7 @@ def counted(case: Case, *, evaluates: bool = False) -> Counter[tuple[int, str, s
     return counts
 
 
-@pytest.mark.tier("test", each=3)
+@pytest.mark.tier("test", each=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_gathered_and_gradients_reduced_once_per_step(name):
     few, many = (counted(Case(name, dp=2, shard="fully_shard", micro_batches=count)) for count in (2, 4))
@@ -66,7 +66,7 @@ def test_parameters_are_gathered_and_gradients_reduced_once_per_step(name):
         assert sent == 2 * 2 * boundaries * micro_batches  # forward and backward, on both ranks along dp
 
 
-@pytest.mark.tier("full", each=6)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_reduce_beside_their_last_backward_unless_another_one_waits_for_it(name):
     """Those of one that another stage waits for start behind its last product, and behind what it sends."""
@@ -92,7 +92,7 @@ def test_stages_reduce_beside_their_last_backward_unless_another_one_waits_for_i
 IN_PLACE = [(name, 4, {}, True) for name in NAMES if SCHEDULES[name].begins_all_stages(4, 2)]
 
 
-@pytest.mark.tier("full", each=8)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize(
     ("name", "micro_batches", "other", "in_place"),
     [

@@ -22,44 +22,42 @@ def positions(intervals: tuple[tuple[int, int], ...]) -> np.ndarray:
     return np.concatenate([np.arange(start, stop) for start, stop in intervals])
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("pieces", [1, 2, 5])
-def test_ranks_hold_every_position_once_and_all_as_many(split: SequenceSplit, pieces: int) -> None:
-    seq = pieces * split.multiple
-    held = [positions(split.intervals(rank, seq)) for rank in range(split.size)]
-    assert sorted(np.concatenate(held)) == list(range(seq))
-    assert {len(own) for own in held} == {seq // split.size}
-    for ring_rank in range(split.ring):
-        ranks = [rank for rank in range(split.size) if split.place(rank)[0] == ring_rank]
-        assert ranks == list(range(ranks[0], ranks[0] + split.ulysses)), "Ulysses ranks are neighbours"
-        part = np.concatenate([held[rank] for rank in ranks])
-        assert part.tolist() == positions(split.part(ring_rank, seq)).tolist()
+def test_ranks_hold_every_position_once_and_all_as_many() -> None:
+    for split, pieces in itertools.product(SPLITS, (1, 2, 5)):
+        seq = pieces * split.multiple
+        held = [positions(split.intervals(rank, seq)) for rank in range(split.size)]
+        assert sorted(np.concatenate(held)) == list(range(seq))
+        assert {len(own) for own in held} == {seq // split.size}
+        for ring_rank in range(split.ring):
+            ranks = [rank for rank in range(split.size) if split.place(rank)[0] == ring_rank]
+            assert ranks == list(range(ranks[0], ranks[0] + split.ulysses)), "Ulysses ranks are neighbours"
+            part = np.concatenate([held[rank] for rank in ranks])
+            assert part.tolist() == positions(split.part(ring_rank, seq)).tolist()
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_no_smaller_multiple_would_do(split: SequenceSplit) -> None:
+def test_no_smaller_multiple_would_do() -> None:
     """All ranks get as many tokens, and where parts are two intervals these are of one length."""
-    pieces = 2 * split.ring if split.zigzag else split.ring
-    fits = next(seq for seq in itertools.count(1) if seq % pieces == 0 and seq % split.size == 0)
-    assert split.multiple == fits
+    for split in SPLITS:
+        pieces = 2 * split.ring if split.zigzag else split.ring
+        fits = next(seq for seq in itertools.count(1) if seq % pieces == 0 and seq % split.size == 0)
+        assert split.multiple == fits
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_what_is_visible_is_what_a_mask_says(split: SequenceSplit, causal: bool) -> None:
-    seq = 2 * split.multiple
-    length = seq // split.ring
-    parts = [positions(split.part(rank, seq)) for rank in range(split.ring)]
-    for mine, theirs in itertools.product(range(split.ring), repeat=2):
-        expected = parts[mine][:, None] >= parts[theirs] if causal else np.ones((length, length), dtype=bool)
-        found = np.zeros_like(expected)
-        seen = split.visible(mine, theirs, length, causal)
-        if seen is not None:
-            block = np.ones((length - seen.first_query, seen.num_keys), dtype=bool)
-            found[seen.first_query :, : seen.num_keys] = np.tril(block) if seen.causal else block
-            assert block.any(), "a block that nobody sees is to be skipped"
-            assert not seen.causal or block.shape[0] == block.shape[1]
-        assert (found == expected).all(), (mine, theirs)
+def test_what_is_visible_is_what_a_mask_says() -> None:
+    for split, causal in itertools.product(SPLITS, (True, False)):
+        seq = 2 * split.multiple
+        length = seq // split.ring
+        parts = [positions(split.part(rank, seq)) for rank in range(split.ring)]
+        for mine, theirs in itertools.product(range(split.ring), repeat=2):
+            expected = parts[mine][:, None] >= parts[theirs] if causal else np.ones((length, length), dtype=bool)
+            found = np.zeros_like(expected)
+            seen = split.visible(mine, theirs, length, causal)
+            if seen is not None:
+                block = np.ones((length - seen.first_query, seen.num_keys), dtype=bool)
+                found[seen.first_query :, : seen.num_keys] = np.tril(block) if seen.causal else block
+                assert block.any(), "a block that nobody sees is to be skipped"
+                assert not seen.causal or block.shape[0] == block.shape[1]
+            assert (found == expected).all(), (mine, theirs)
 
 
 def scores_per_rank(split: SequenceSplit, seq: int) -> list[int]:

@@ -3,7 +3,7 @@
 import math
 import pickle
 import re
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -86,37 +86,35 @@ def test_with_mesh(mesh):
         Layout((12,), ("a",))("a").with_mesh(mesh)
 
 
-@pytest.mark.parametrize("order", list(permutations(("dp", "cp", "tp"))))
-@pytest.mark.parametrize("size", [24, 12, 0])
-def test_even_splits_in_every_order_are_dtensors(mesh, order, size):
-    layout = Layout.from_device_mesh(mesh)("None", order)
-    full = torch.arange(2.0 * size).reshape(2, size)
-    place, placements = to_torch(layout, full.shape)
-    assert place is mesh
-    assert placements == to_placements(layout, full.shape) == layout.placements
-    x = distribute_tensor(full, place, placements, src_data_rank=None)
-    assert torch.equal(x.to_local(), full[layout.local_slice(full.shape)])
-    assert Layout.of(x) == layout
-    assert Layout.of(x).alias_placements == layout.alias_placements
-    assert Layout.of(x).mesh is mesh
+def test_even_splits_in_every_order_are_dtensors(mesh):
+    for order, size in product(permutations(("dp", "cp", "tp")), (24, 12, 0)):
+        layout = Layout.from_device_mesh(mesh)("None", order)
+        full = torch.arange(2.0 * size).reshape(2, size)
+        place, placements = to_torch(layout, full.shape)
+        assert place is mesh
+        assert placements == to_placements(layout, full.shape) == layout.placements
+        x = distribute_tensor(full, place, placements, src_data_rank=None)
+        assert torch.equal(x.to_local(), full[layout.local_slice(full.shape)])
+        assert Layout.of(x) == layout
+        assert Layout.of(x).alias_placements == layout.alias_placements
+        assert Layout.of(x).mesh is mesh
 
 
-@pytest.mark.parametrize("order", list(permutations(("dp", "cp", "tp"))))
-@pytest.mark.parametrize("size", [23, 13, 7, 1])
-def test_uneven_splits_in_every_order_are_dtensors_on_a_mesh_in_split_order(mesh, order, size):
-    layout = Layout.from_device_mesh(mesh)(order, "None")
-    full = torch.arange(2.0 * size).reshape(size, 2)
-    place, placements = to_torch(layout, full.shape)
-    assert placements == (Shard(0),) * 3
-    assert place.mesh_dim_names == order
-    assert (place is mesh) is (order == ("dp", "cp", "tp"))
-    assert [place.get_group(name) for name in order] == [mesh.get_group(name) for name in order], "no new groups"
-    assert to_torch(layout, full.shape)[0] == place
-    x = distribute_tensor(full, place, placements, src_data_rank=None)
-    assert torch.equal(x.to_local(), full[layout.local_slice(full.shape)])
-    assert Layout.of(x).slices(x.shape).shape == (12, 2, 2)
-    for rank in range(12):
-        assert Layout.of(x).local_slice(x.shape, rank) == layout.local_slice(x.shape, rank)
+def test_uneven_splits_in_every_order_are_dtensors_on_a_mesh_in_split_order(mesh):
+    for order, size in product(permutations(("dp", "cp", "tp")), (23, 13, 7, 1)):
+        layout = Layout.from_device_mesh(mesh)(order, "None")
+        full = torch.arange(2.0 * size).reshape(size, 2)
+        place, placements = to_torch(layout, full.shape)
+        assert placements == (Shard(0),) * 3
+        assert place.mesh_dim_names == order
+        assert (place is mesh) is (order == ("dp", "cp", "tp"))
+        assert [place.get_group(name) for name in order] == [mesh.get_group(name) for name in order], "no new groups"
+        assert to_torch(layout, full.shape)[0] == place
+        x = distribute_tensor(full, place, placements, src_data_rank=None)
+        assert torch.equal(x.to_local(), full[layout.local_slice(full.shape)])
+        assert Layout.of(x).slices(x.shape).shape == (12, 2, 2)
+        for rank in range(12):
+            assert Layout.of(x).local_slice(x.shape, rank) == layout.local_slice(x.shape, rank)
 
 
 def test_a_default_order_dim_beside_an_uneven_re_ordered_one(mesh):

@@ -36,11 +36,6 @@ ERRORS = {
   layout: ('dp', 'dp')   mesh: dp=3, tp=2
   try: "None" in one of the two places""",
     ),
-    "axis used twice on one dim": (
-        lambda: L(("dp", "dp")),
-        ValueError,
-        "cannot split dim 0 over 'dp': axis 'dp' already splits dim 0",
-    ),
     "None among several": (
         lambda: L(("dp", "None")),
         ValueError,
@@ -154,11 +149,6 @@ partial=
   placements: (Shard(3), Shard(0))   mesh: dp=3, tp=2
   try: a dim from -2 to 1""",
     ),
-    "negative Shard dim out of range": (
-        lambda: L(Shard(0), Shard(-3)).slices((4, 4)),
-        ValueError,
-        "cannot split dim -3 over 'tp': the tensor has ndim 2",
-    ),
     "Shard of a scalar": (
         lambda: L(Shard(0), Replicate()).slices(()),
         ValueError,
@@ -175,16 +165,6 @@ partial=
         """cannot place a tensor: the layout is a mesh without an assignment
   layout: (no assignment)   mesh: dp=3, tp=2
   try: layout("dp", "None"), or layout() for everything replicated""",
-    ),
-    "no assignment to count": (
-        L.repeat_num,
-        ValueError,
-        "cannot count replicas: the layout is a mesh without",
-    ),
-    "no assignment to write": (
-        L.tensor_map_to_placement,
-        ValueError,
-        "cannot write placements: the layout is a mesh without an assignment",
     ),
     "a negative size": (
         lambda: L("dp").slices((4, -2)),
@@ -204,13 +184,6 @@ partial=
         """cannot tell which shard a rank holds: no rank was given and torch.distributed is not initialized
   layout: (dp)   mesh: dp=3, tp=2
   try: rank=0""",
-    ),
-    "names is one str": (
-        lambda: Layout((4,), "d"),
-        TypeError,
-        """cannot make a Layout: names is a str, not a sequence
-  names: 'd'
-  try: names=("dp", "tp")""",
     ),
     "lengths differ": (
         lambda: Layout((2, 4), ("dp",)),
@@ -282,20 +255,6 @@ partial=
         """cannot make a Layout: rank_list[0] must be at least 0
   rank_list[0]: -1
   try: rank_list=range(2)""",
-    ),
-    "from_device_mesh of something else": (
-        lambda: Layout.from_device_mesh((2, 4)),
-        TypeError,
-        """cannot read a mesh: mesh is a tuple, not a DeviceMesh
-  mesh: (2, 4)
-  try: init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), or Layout((2, 4), ("dp", "tp"))""",
-    ),
-    "of something else": (
-        lambda: Layout.of([1]),
-        TypeError,
-        """cannot read a layout: x is a list, not a DTensor
-  x: [1]
-  try: x=distribute_tensor(x, layout)""",
     ),
     "a missing key": (
         lambda: Layout.from_dict({"mesh_shape": (2,)}),

@@ -35,31 +35,6 @@ THERE = "mesh of the tensor: dp=2, tp=2"
 
 # What was done; the error's type; what was asked, what is to blame, what was seen, what to try.
 MISTAKES = {
-    "a plain tensor to redistribute": (
-        lambda g: redistribute(WHOLE, g.own("dp")),
-        TypeError,
-        (REDISTRIBUTE, "x is a Tensor, not a DTensor", "x: Tensor of shape (6, 4)", DTENSOR_HINT),
-    ),
-    "a DTensor to distribute_tensor": (
-        lambda g: distribute_tensor(g.x, g.own("dp")),
-        TypeError,
-        (
-            DISTRIBUTE,
-            "tensor is a DTensor, not a plain tensor",
-            "tensor: DTensor of shape (6, 4)",
-            "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers",
-        ),
-    ),
-    "a DTensor to from_local": (
-        lambda g: from_local(g.x, g.own("dp")),
-        TypeError,
-        (
-            FROM,
-            "local is a DTensor, not a plain tensor",
-            "local: DTensor of shape (6, 4)",
-            "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers",
-        ),
-    ),
     "a mesh alone": (
         lambda g: redistribute(g.x, g.mesh),
         ValueError,
@@ -95,16 +70,6 @@ MISTAKES = {
         ValueError,
         (
             FROM,
-            "the layout was made without a DeviceMesh",
-            "layout: (dp) on dp=2, tp=2",
-            "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)",
-        ),
-    ),
-    "a layout without mesh to distribute_tensor": (
-        lambda g: distribute_tensor(WHOLE, FREE("dp")),
-        ValueError,
-        (
-            DISTRIBUTE,
             "the layout was made without a DeviceMesh",
             "layout: (dp) on dp=2, tp=2",
             "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)",
@@ -205,16 +170,6 @@ MISTAKES = {
             "one entry per dim at most",
         ),
     ),
-    "too many entries for a part": (
-        lambda g: from_local(WHOLE, g.mesh, ("dp", None, "tp")),
-        ValueError,
-        (
-            "cannot place a tensor",
-            "entry 2, 'tp', is for a dim that a tensor of ndim 2 does not have",
-            "layout: (dp, -, tp)   mesh: dp=2, tp=2",
-            "one entry per dim at most",
-        ),
-    ),
     "a dim that is not there": (
         lambda g: distribute_tensor(WHOLE, g.mesh, [Shard(2), Replicate()]),
         ValueError,
@@ -235,16 +190,6 @@ MISTAKES = {
             "one kind, such as partial={'dp': 'sum', 'tp': 'sum'}, or reduce over one axis first",
         ),
     ),
-    "mixed kinds of partial in parts without a shape": (
-        lambda g: from_local(WHOLE, Layout.of(g.x)("None", partial={"dp": "sum", "tp": "max"})),
-        ValueError,
-        (
-            "cannot make a DTensor",
-            "sum over 'dp', max over 'tp' are pending, and torch keeps no order between kinds of reduction",
-            "layout: (-) pending sum over dp, max over tp on dp=2, tp=2",
-            "one kind, such as partial={'dp': 'sum', 'tp': 'sum'}, or reduce over one axis first",
-        ),
-    ),
     "gradients of other parts": (
         lambda g: to_local(g.x, grad_layout=("dp",)),
         ValueError,
@@ -252,16 +197,6 @@ MISTAKES = {
             TO,
             "grad_layout gives rank 0 [0:3, 0:4], and its part is [0:3, 0:2]",
             "layout: (dp, tp) on dp=2, tp=2   grad_layout: (dp) on dp=2, tp=2",
-            SAME,
-        ),
-    ),
-    "gradients of parts of the same shape": (
-        lambda g: to_local(distribute_tensor(torch.ones(4), g.mesh, ("dp",), src_data_rank=None), grad_layout=("tp",)),
-        ValueError,
-        (
-            TO,
-            "grad_layout gives rank 1 [2:4], and its part is [0:2]",
-            "layout: (dp) on dp=2, tp=2   grad_layout: (tp) on dp=2, tp=2",
             SAME,
         ),
     ),
@@ -283,16 +218,6 @@ MISTAKES = {
             "grad_layout gives rank 1 [3:6, 0:4], and its part is [0:3, 0:4]",
             "layout: (dp) on dp=2, tp=2   grad_layout: (tp) on dp=2, tp=2",
             SAME,
-        ),
-    ),
-    "gradients with too many entries, parts without a shape": (
-        lambda g: from_local(torch.ones(3, 4), g.own("dp"), grad_layout=("dp", None, "tp")),
-        ValueError,
-        (
-            "cannot place a tensor",
-            "entry 2, 'tp', is for a dim that a tensor of ndim 2 does not have",
-            "layout: (dp, -, tp)   mesh: dp=2, tp=2",
-            "one entry per dim at most",
         ),
     ),
     "a source that an axis does not have": (

@@ -887,6 +887,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(("kind", "options", "even"), OPTIMIZERS)
 def test_optimizers_of_torch(kind, options, even):
     """They do what they do on one device, or torch cannot: then the error is ours. docs/fully_shard.md has the list."""

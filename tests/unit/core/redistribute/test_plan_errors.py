@@ -11,7 +11,6 @@ import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import machine_names
 from hyper_parallel.core.redistribute import execute, lower_bound, plan
-from hyper_parallel.core.redistribute.bounds import torch_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))
 FLOAT = torch.float32
@@ -63,11 +62,6 @@ MISTAKES = {
         lambda: plan(MESH(), MESH(), [8, -1], FLOAT),
         ValueError,
         (PLACE, "global_shape[1] must be at least 0", "global_shape[1]: -1", "tensor.shape, such as (8, 4)"),
-    ),
-    "a dtype by name": (
-        between(MESH(), MESH(), "bfloat16"),
-        TypeError,
-        (PLAN, "dtype is a str, not a torch.dtype", "dtype: 'bfloat16'", "dtype=torch.bfloat16"),
     ),
     "a limit below 0": (
         lambda: plan(MESH(), MESH(), (8,), FLOAT, max_extra_bytes=-1),
@@ -134,21 +128,6 @@ MISTAKES = {
             DTYPE_HINT,
         ),
     ),
-    "a sum of ints that torch does not add": (
-        between(MESH(partial={"tp": "sum"}), MESH("tp"), torch.uint16),
-        TypeError,
-        (
-            PLAN,
-            "sum is pending over 'tp', and torch does not compute with torch.uint16",
-            f"from: {pends('()', 'sum over tp')}   to: (tp) {ON}   global_shape: (8,)",
-            DTYPE_HINT,
-        ),
-    ),
-    "a bound of sizes below 0": (
-        lambda: lower_bound(MESH(), MESH(), (-1,), FLOAT),
-        ValueError,
-        (PLACE, "global_shape[0] must be at least 0", "global_shape[0]: -1", "tensor.shape, such as (8, 4)"),
-    ),
     "a machine misspelt": (
         lambda: plan(MESH(), MESH(), (8,), FLOAT, "ascend-910"),
         ValueError,
@@ -157,26 +136,6 @@ MISTAKES = {
             "nothing has that name",
             KNOWN,
             f"'ascend-910b', {ANY_FILE}",
-        ),
-    ),
-    "torch on a machine misspelt": (
-        lambda: torch_plan(MESH(), MESH(), (8,), FLOAT, "h100-smx"),
-        ValueError,
-        (
-            "cannot find the hardware 'h100-smx'",
-            "nothing has that name",
-            KNOWN,
-            f"'h100-sxm', {ANY_FILE}",
-        ),
-    ),
-    "a machine's links": (
-        lambda: plan(MESH(), MESH(), (8,), FLOAT, {"intra": 1e9}),
-        TypeError,
-        (
-            "cannot find the hardware",
-            "hardware is a dict, not a name, a path or a Machine",
-            "hardware: {'intra': 1000000000.0}",
-            "'h100-sxm'",
         ),
     ),
     "to execute without ranks": (

@@ -131,11 +131,6 @@ MISTAKES = {
         ValueError,
         ("cannot run pair on local shards", "out_shapes is built otherwise than out_layouts", "one shape per layout"),
     ),
-    "a shape of floats": (
-        lambda g: g.made(double, DP, DP, out_shapes=(6.0, 4))(g.x),
-        TypeError,
-        ("cannot run double on local shards (out_shapes)", "global_shape[0] is a float", "tensor.shape"),
-    ),
     "a part of no shape that the layout has": (
         lambda g: g.made(lambda x: x[: 2 * torch.distributed.get_rank() + 1], DP, ("dp",))(g.x.detach()),
         ValueError,

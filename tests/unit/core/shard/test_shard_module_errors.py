@@ -66,22 +66,6 @@ OF_LAYER, OF_F = "cannot lay out the inputs of module 'layers.0'", "cannot lay o
 # What was given; the error's type; what was asked, what is to blame, what was seen, what to try.
 MISTAKES = {
     # the plan itself
-    "paths to return local tensors that are a str": (
-        plan(return_local_tensor="head"),
-        TypeError,
-        CANNOT,
-        "return_local_tensor is a str, not a list",
-        "return_local_tensor: 'head'",
-        "return_local_tensor=[...]",
-    ),
-    "wrap_inputs None": (
-        plan(wrap_inputs=None),
-        TypeError,
-        CANNOT,
-        "wrap_inputs is None, not a bool",
-        "wrap_inputs: None",
-        "wrap_inputs=True",
-    ),
     # paths
     "a parameter misspelt": (
         plan(plan={"layers.0.w1.wieght": ("tp",)}),
@@ -123,22 +107,6 @@ MISTAKES = {
         MODULES,
         "'layers.0.input'",
     ),
-    "a module whose tensors are returned": (
-        plan(return_local_tensor=["haed"]),
-        ValueError,
-        f"{CANNOT}: return_local_tensor",
-        "'haed' is no module of the model",
-        MODULES,
-        "'head'",
-    ),
-    "a local module misspelt": (
-        plan(local_plan={"layers.2": ("dp",)}),
-        ValueError,
-        f"{CANNOT}: local_plan",
-        "'layers.2' is no module of the model",
-        MODULES,
-        "'layers.",
-    ),
     "two globs that disagree": (
         plan(plan={"layers.*.w2.weight": ("tp",), "layers.0.*.weight": ("dp",)}),
         ValueError,
@@ -162,14 +130,6 @@ MISTAKES = {
         "and 'layers.*.inputs' ends in 'inputs'",
         "keys: ['layers.*.inputs']",
         "'layers.*.input'",
-    ),
-    "Output": (
-        plan(output_plan={"Output": ("dp",)}),
-        ValueError,
-        f"{CANNOT}: output_plan",
-        "and 'Output' ends in 'Output'",
-        "keys: ['Output']",
-        "'output'",
     ),
     "an input among outputs": (
         plan(output_plan={"head.input": ("dp",)}),
@@ -227,22 +187,6 @@ MISTAKES = {
         "no axis is called 'tpp'",
         "mesh: dp=2, tp=2",
         "'tp'",
-    ),
-    "an axis twice": (
-        weight(("tp", "tp")),
-        ValueError,
-        f"{PLANNED}: cannot split dim 1 over 'tp'",
-        "axis 'tp' already splits dim 0",
-        "layout: ('tp', 'tp')",
-        '"None" in one of the two places',
-    ),
-    "too few placements": (
-        weight((Shard(0),)),
-        ValueError,
-        PLANNED,
-        "there are 1 placements for 2 axes",
-        "placements: (Shard(dim=0),)   mesh: dp=2, tp=2",
-        "one for each of dp, tp",
     ),
     "more entries than dims": (
         weight(("tp", "None", "None")),

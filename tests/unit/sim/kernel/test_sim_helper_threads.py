@@ -434,19 +434,6 @@ def test_what_a_future_raises_reaches_the_rank():
         sim.run(body, 2)
 
 
-def test_a_mismatch_that_a_helper_finds():
-    def body() -> None:
-        def work() -> None:
-            dist.all_reduce(torch.ones(2 + dist.get_rank()))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-
-    with pytest.raises(sim.CollectiveMismatch, match="do not agree on its operation #0"):
-        sim.run(body, 2)
-
-
 def test_a_thread_that_is_started_twice_and_one_that_joins_itself():
     def body() -> list[str]:
         said: list[str] = []

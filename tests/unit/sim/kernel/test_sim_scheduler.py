@@ -104,32 +104,6 @@ def test_a_loop_that_asks_lets_the_others_run():
         assert sim.run(body, 4, seed=seed) == [4.0] * 4
 
 
-def test_asking_in_vain_is_a_deadlock():
-    def body() -> None:
-        if dist.get_rank() == 0:
-            work = dist.all_reduce(torch.ones(1), async_op=True)
-            while not work.is_completed():
-                pass
-
-    with pytest.raises(sim.Deadlock, match="asks again and again, in vain"):
-        sim.run(body, 2)
-
-
-def test_asking_in_vain_while_another_rank_waits_is_a_deadlock():
-    def body() -> None:
-        group = dist.new_group([0])
-        del group
-        if dist.get_rank() == 0:
-            work = dist.irecv(torch.ones(1), 1)
-            while not work.is_completed():
-                pass
-        else:
-            dist.barrier()
-
-    with pytest.raises(sim.Deadlock, match=r"rank 1 -> rank 0, which asks again and again"):
-        sim.run(body, 2)
-
-
 # -- what is left after a world --------------------------------------------------------------------------------
 
 

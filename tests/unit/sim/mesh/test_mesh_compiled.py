@@ -79,7 +79,7 @@ def _by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend=backend)
 
 
-@pytest.mark.tier("full", each=4)
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "alternate", "full"])
 def test_a_block_keeps_what_torchs_compiler_keeps(checkpointing: str) -> None:
     block, given = _block()

@@ -49,7 +49,7 @@ def proof(etp: int, op: str = "sum") -> Any:
     )
 
 
-@pytest.mark.tier("test", each=2)
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("etp", [1, 2])
 def test_what_each_rank_computes_is_a_part_of_what_one_device_does(etp):
     report = proof(etp)

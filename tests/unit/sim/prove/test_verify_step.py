@@ -114,13 +114,13 @@ def test_a_fault_in_backward_is_named_where_the_loss_is_scaled():
 # -- accumulation, and gradients that the user averages ----------------------------------------------------------------
 
 
-def accumulating(model, batch, share=True, average=True, count=2):
+def accumulating(model, batch, share=True, count=2):
     total = 0.0
     for ids, labels in zip(batch[0].chunk(count), batch[1].chunk(count), strict=True):
         loss = loss_of(model(ids), labels) / (count if share else 1)
         loss.backward()
         total = total + loss.detach()
-    for parameter in model.parameters() if average else ():
+    for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
     return total
@@ -140,13 +140,6 @@ def test_micro_batches_whose_gradients_are_added_up_whole():
     report = verify("dp=2", shard_batch=rows, rank_step=lambda *given: accumulating(*given, share=False))
     assert report.first.tensor == "loss"
     assert re.search("[24] times what it should be", report.first.sentence)  # the mean over ranks, or their sum
-
-
-@pytest.mark.tier("full")
-def test_gradients_that_nobody_averages():
-    report = verify("dp=2", shard_batch=rows, rank_step=lambda *given: accumulating(*given, average=False))
-    assert report.first.place == "the gradient of head.bias"
-    assert "parts of an average over dp" in report.first.sentence
 
 
 def low(model, batch, op=dist.ReduceOp.AVG, dtype=torch.bfloat16):
@@ -247,7 +240,7 @@ def test_a_step_may_have_an_optimizer_of_its_own():
 class FusedAttention(nn.Module):
     """Splits itself by heads, and has q, k and v in one weight."""
 
-    def __init__(self, attention, group, leave=True):
+    def __init__(self, attention, group):
         super().__init__()
         size, rank = group.size(), group.rank()
         parts = [getattr(attention, name) for name in "qkv"]
@@ -258,18 +251,18 @@ class FusedAttention(nn.Module):
         self.out = nn.Linear(WIDTH // size, WIDTH, bias=False, dtype=torch.float64)
         with torch.no_grad():
             self.out.weight.copy_(attention.o.weight.chunk(size, 1)[rank])
-        self.group, self.leave = group, leave
+        self.group = group
 
     def forward(self, x):
         given = self.qkv(Enter.apply(x, self.group)).chunk(3, -1)
         q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in given)
         y = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return Leave.apply(y, self.group) if self.leave else y
+        return Leave.apply(y, self.group)
 
 
-def fused(model, mesh, leave=True):
+def fused(model, mesh):
     for block in model.blocks:
-        block.attn = FusedAttention(block.attn, mesh.get_group("tp"), leave)
+        block.attn = FusedAttention(block.attn, mesh.get_group("tp"))
 
 
 @pytest.mark.parametrize(
@@ -404,13 +397,6 @@ def test_rows_in_an_order_that_is_no_turn_are_no_names():
 
     first = verify("tp=1", grouped(GroupedAttention), parallelize=partial(in_turns, turned=mixed)).first
     assert (first.kind, first.place) == ("parameter", "blocks.0.attn.q.weight"), first
-
-
-@pytest.mark.tier("full")
-def test_fused_weights_whose_outputs_nobody_adds_up():
-    report = verify("tp=2", parallelize=lambda model, mesh: fused(model, mesh, leave=False))
-    assert (report.first.module, report.first.tensor) == ("blocks.0.attn.o", "output")
-    assert "parts of a sum over tp" in report.first.sentence
 
 
 @pytest.mark.tier("full")
@@ -678,7 +664,7 @@ def staged(model, mesh):
     return Stage(model, mesh.get_local_rank("pp"))
 
 
-def by_hand(scale=2, received=lambda grad: grad):
+def by_hand(received=lambda grad: grad):
     """Two micro-batches forward, then backward, over sends and receives."""
 
     def take(stage, batch):
@@ -691,7 +677,7 @@ def by_hand(scale=2, received=lambda grad: grad):
             else:
                 x = torch.empty(*ids.shape, WIDTH, dtype=torch.float64)
                 dist.recv(x, 0)
-                loss = loss_of(stage(x.requires_grad_()), labels) / scale
+                loss = loss_of(stage(x.requires_grad_()), labels) / 2
                 kept.append((x, loss))
                 total = total + loss.detach()
         for x, y in kept:
@@ -717,13 +703,6 @@ def test_a_pipeline_by_hand_is_right():
         ("gradient", "embed"),
         ("update", "head"),
     } <= compared
-
-
-def test_a_pipeline_that_forgets_the_number_of_micro_batches():
-    report = verify("pp=2", parallelize=staged, rank_step=by_hand(scale=1))
-    assert report.first.tensor == "loss"
-    assert "2 times" in report.first.sentence
-    assert not any(row.verdict == "bug" and row.module == "blocks.0" and row.kind == "forward" for row in report.rows)
 
 
 def test_a_pipeline_that_scales_what_it_receives():

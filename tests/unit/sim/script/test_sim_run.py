@@ -296,23 +296,6 @@ def test_packages_that_cannot_be_copied(name: str) -> None:
         sim.world(2, own=[name])
 
 
-def test_random_numbers_are_each_ranks_own(run: Run) -> None:
-    source = """
-        import random
-        import numpy as np
-        dist.init_process_group()
-        random.seed(7), np.random.seed(7), torch.manual_seed(7)
-        drawn = []
-        for _ in range(3):
-            drawn.append((random.random(), float(np.random.randn()), torch.rand(()).item()))
-            dist.barrier()
-        both = [None] * 2
-        dist.all_gather_object(both, drawn)
-        print(both[0] == both[1], len(set(drawn)))
-    """
-    assert run(source) == (0, "True 3\n", "")
-
-
 def test_the_process_is_left_as_it_was(run: Run) -> None:
     before = list(sys.path), list(sys.argv), sys.stdout, sys.modules["__main__"], torch.get_default_dtype()
     assert run("sys.path.append('x'); sys.argv.append('y'); import atexit; atexit.register(print, 'bye')")[1] == "bye\n"

@@ -76,13 +76,6 @@ def test_a_fault_prints_as_what_makes_it(fault):
     assert eval(repr(fault), {"sim": sim}) == fault
 
 
-def test_how_a_fault_prints():
-    assert repr([Kill(2), Corrupt(1, 3, at="a"), Drop(0, 1, at=sim.at_time(2)), Slow(1, 2)]) == (
-        "[sim.faults.Kill(2, at=0), sim.faults.Corrupt(1, bits=3, at='a'), "
-        "sim.faults.Drop(0, 1, at=sim.at_time(2)), sim.faults.Slow(1, 2)]"
-    )
-
-
 NOT_AT = (
     "at is none of an operation's number (from 0), a region's name, (name, number), sim.at_time(seconds), or a "
     "probability (a float between 0 and 1)\n  at: {!r}\n  try: at=3, at='backward', at=0.01"
