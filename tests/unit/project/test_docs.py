@@ -198,6 +198,15 @@ def test_make_targets_in_the_docs_exist():
         assert set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE)) <= known
 
 
+def test_towncrier_takes_every_file_of_changes():
+    """It leaves out what it does not know without a word."""
+    kinds = re.findall(r'directory = "(\w+)", name', (ROOT / "pyproject.toml").read_text())
+    others = {path.name for path in (ROOT / "changelog.d").iterdir()} - {"README.md"}
+    assert len(kinds) == 4 and not [
+        name for name in others if not re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", name)
+    ]
+
+
 def test_the_index_links_every_page():
     linked = set(re.findall(r"\]\(([^)#:]+)\)", (DOCS / "index.md").read_text()))
     assert linked == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"index.md"}
