@@ -219,6 +219,10 @@ class Platform(ABC):
         """Return the machine that redistributions are planned for, alike on all ranks; by default an unnamed one."""
         return one_node()
 
+    def on_plan(self, plan: Any, limit: int | None) -> None:
+        """Note the plan of a redistribution that begins, and its limit of memory; a recorder of steps overrides it."""
+        del plan, limit
+
     @abstractmethod
     def is_available(self) -> bool:
         """Tell whether at least one such device can be used now."""

@@ -287,11 +287,12 @@ def estimate_job(job: Job, hardware: str | Path | Machine, calibration: Calibrat
 
 
 def job_on(job: Job, hardware: Machine, calibration: Calibration | None = None) -> Job:
-    """Return a job as a hardware runs it: with its kernels, where a trace depends on which they are."""
+    """Return a job as a hardware runs it: with its plans and kernels, where a trace depends on which they are."""
     recipe = job.recipe
     if hardware.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
         recipe = dataclasses.replace(recipe, norm="eager")
-    return dataclasses.replace(job, recipe=recipe, ring_kernel=ring_kernel_of(hardware, calibration))
+    ring_kernel = ring_kernel_of(hardware, calibration)
+    return dataclasses.replace(job, recipe=recipe, ring_kernel=ring_kernel, machine=hardware)
 
 
 def price(programs: list[Program], job: Job, hardware: Machine, calibration: Calibration | None = None) -> Estimate:

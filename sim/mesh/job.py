@@ -9,6 +9,7 @@ from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
@@ -55,6 +56,8 @@ class Job:
             it reads of a step is recorded, too. None: the recipe says how it is built, and nobody reads numbers.
         ring_kernel: whose fused attention computes the blocks of a ring: "flash" or "cudnn" of GPUs, "npu" or "cpu".
             `estimate` takes the device's.
+        machine: that redistributions are planned for; None: an unnamed one of one node. Jobs that differ in it alone
+            are equal. `estimate` takes its hardware.
         seat: which rank of each stage stands for the others, counted from the one whose experts get most tokens.
 
     Raises:
@@ -70,6 +73,7 @@ class Job:
     run: Config | None = None
     ring_kernel: str = "flash"
     seat: int = 0
+    machine: Machine | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"

@@ -28,8 +28,7 @@ from hyper_parallel.core.common.torch_compat import calls_compiled, runs_eagerly
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.redistribute.execute import Working, drive, start
-from hyper_parallel.core.redistribute.plan import plan
-from hyper_parallel.platform import get_platform
+from hyper_parallel.core.redistribute.plan import plan_here
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class _Passage:
         src, dst = self.ways[back]
         mesh = src.mesh
         assert mesh is not None, "the callers see to a mesh"
-        working = start(plan(src, dst, self.shape, part.dtype, get_platform(mesh.device_type).machine()), part, mesh)
+        working = start(plan_here(src, dst, self.shape, part.dtype, mesh.device_type), part, mesh)
         try:
             self._flights[number, back] = _Travelling(working, next(working), None)
         except StopIteration as end:  # an exchange in which this rank has no part

@@ -24,9 +24,8 @@ from hyper_parallel.core.dtensor.spelling import is_strided
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.device_mesh import axes_of
 from hyper_parallel.core.redistribute.execute import Working, drive, start
-from hyper_parallel.core.redistribute.plan import TooTight, plan
+from hyper_parallel.core.redistribute.plan import TooTight, plan_here
 from hyper_parallel.core.redistribute.transition import LINEAR
-from hyper_parallel.platform import get_platform
 
 Terms = tuple[str | Machine | None, int | None]
 """The machine and the limit of memory that a redistribution was asked for with."""
@@ -68,8 +67,7 @@ def _started(x: DTensor, target: Layout, terms: Terms) -> PendingRedistribute:
     x = _readable(x)
     src = Layout.of(x)
     machine, limit = terms
-    on = machine if machine is not None else get_platform(x.device_mesh.device_type).machine()
-    steps = plan(src, target, x.shape, x.dtype, on, max_extra_bytes=limit)
+    steps = plan_here(src, target, x.shape, x.dtype, x.device_mesh.device_type, machine, limit)
     with torch.no_grad():
         working = start(steps, on_mesh_device(local_tensor(x), x.device_mesh), _mesh_for_groups(src, target))
     return PendingRedistribute(x, working, target, terms=terms)

@@ -22,6 +22,7 @@ from hyper_parallel.core.redistribute.candidates import candidates
 from hyper_parallel.core.redistribute.holdings import Counts, Located, extent
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 from hyper_parallel.core.redistribute.transition import Transition, read
+from hyper_parallel.platform import get_platform
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +135,22 @@ def plan(
         _check(src, dst, global_shape, dtype, max_extra_bytes)
         global_shape = check_shape(global_shape)
     return _cached(src, dst, global_shape, dtype, on, max_extra_bytes)
+
+
+def plan_here(
+    src: Layout,
+    dst: Layout,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device_type: str,
+    machine: str | Machine | None = None,
+    limit: int | None = None,
+) -> Plan:
+    """Plan a redistribution that this rank carries out, by default for the machine of its platform; see `plan`."""
+    platform = get_platform(device_type)
+    found = plan(src, dst, shape, dtype, platform.machine() if machine is None else machine, max_extra_bytes=limit)
+    platform.on_plan(found, limit)
+    return found
 
 
 def _is_hashable(key: object) -> bool:

@@ -38,8 +38,7 @@ from hyper_parallel.core.dtensor.spelling import is_strided
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.execute import drive, start
 from hyper_parallel.core.redistribute.gradients import FromLocal, back_to, cotangents, refuse_ambiguous
-from hyper_parallel.core.redistribute.plan import plan
-from hyper_parallel.platform import get_platform
+from hyper_parallel.core.redistribute.plan import plan_here
 
 
 @runs_eagerly
@@ -212,7 +211,7 @@ def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: to
         with torch.no_grad():
             shard = waited_for(redistribute(build(local, src, shape), dst)._local_tensor)
         return local if is_set_to(shard, local) else shard
-    steps = plan(src, dst, shape, local.dtype, get_platform(mesh.device_type).machine())
+    steps = plan_here(src, dst, shape, local.dtype, mesh.device_type)
     if not steps.steps and local.numel():
         return local
     return drive(start(steps, local, mesh))  # also of no steps: an empty shard may get another shape
@@ -442,7 +441,7 @@ class _Regather:
             raise InvalidState(asked, blame, seen, "no in-place change, or a plan without reshard_inputs")
         mesh = self._src.mesh
         assert mesh is not None, "noted with a mesh"
-        steps = plan(self._src, self._dst, self._shape, self._held.dtype, get_platform(mesh.device_type).machine())
+        steps = plan_here(self._src, self._dst, self._shape, self._held.dtype, mesh.device_type)
         with torch.no_grad():
             self._working = start(steps, self._held, mesh)
             try:

@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import RANK_ORDER
 from sim.comm.process_group import moved_by_all_reduce
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Alloc, Comm, CommGroup, Event, Op, Touch
 from sim.mesh.tracing.categories import logit_sizes
-from sim.mesh.tracing.stitch import Chunk, Recording
+from sim.mesh.tracing.stitch import Chunk, Recording, UsedPlan
 
 _COUNTED = ("dp_replicate", "dp_shard", "pp")
 """Axes of which a recording depends on whether there are several ranks, and not on how many."""
@@ -50,6 +52,10 @@ class Anchor:
         """The terms that its numbers are sums of."""
         return _sizes(self.job.micro_batch, self.job.dims.dp_shard)
 
+    def holds_on(self, machine: Machine | None) -> bool:
+        """Return True if the step is the same on a machine."""
+        return self.job.machine == machine or all(used.holds_on(machine) for used in self.recording.plans)
+
 
 _Sizes = tuple[Fraction, ...]
 
@@ -65,7 +71,7 @@ class _DifferentError(Exception):
 def derive(anchors: Sequence[Anchor], job: Job, part: StagePart, kept: Sequence[int]) -> Recording | None:
     """Return what would be recorded of a stage, of the layers `kept`; None: that does not follow from the anchors.
 
-    These are recordings of stages that are built and arranged alike.
+    These are recordings of stages that are built and arranged alike, with the plans of the job's machine.
     """
     found = _weights([anchor.sizes for anchor in anchors], _sizes(job.micro_batch, job.dims.dp_shard))
     if found is None:
@@ -79,7 +85,8 @@ def derive(anchors: Sequence[Anchor], job: Job, part: StagePart, kept: Sequence[
         recording = _Sum([anchor.recording for anchor, _ in chosen], [weight for _, weight in chosen]).recording()
         if len(chosen) > 1:
             _check_logits(chosen[0][0], recording, job)
-        return _Move(chosen[0][0], job, part, kept).recording(recording)
+        moved = _Move(chosen[0][0], job, part, kept).recording(recording)
+        return moved if all(used.holds_on(job.machine) for used in moved.plans) else None
     except _DifferentError:
         return None
 
@@ -147,7 +154,10 @@ class _Sum:
             key: self.chunks(*[list(recording.segments.values())[at] for recording in (first, *others)])
             for at, key in enumerate(first.segments)
         }
-        return dataclasses.replace(first, sizes=sizes, standing=standing, segments=segments)
+        if len({len(recording.plans) for recording in (first, *others)}) > 1:
+            raise _DifferentError
+        plans = tuple([self.plan(used) for used in zip(*[r.plans for r in (first, *others)], strict=True)])
+        return dataclasses.replace(first, sizes=sizes, standing=standing, segments=segments, plans=plans)
 
     def number(self, *values: int) -> int:
         if values.count(values[0]) == len(values):
@@ -156,6 +166,12 @@ class _Sum:
         if total.denominator != 1 or total < 0:
             raise _DifferentError
         return int(total)
+
+    def plan(self, several: Sequence[UsedPlan]) -> UsedPlan:
+        found = several[0]._replace(shape=self.numbers([used.shape for used in several]))
+        if any(used._replace(shape=found.shape) != found for used in several):
+            raise _DifferentError
+        return found
 
     def chunks(self, *several: list[Chunk]) -> list[Chunk]:
         if len({len(chunks) for chunks in several}) > 1:
@@ -259,9 +275,16 @@ class _Move:
             for (name, _, variant), chunks in found.segments.items()
         }
         weights = tuple([w if w.layer is None else w._replace(layer=layers[w.layer]) for w in found.weights])
+        plans = tuple([u._replace(src=self._layout(u.src), dst=self._layout(u.dst)) for u in found.plans])
         return dataclasses.replace(
-            found, groups=groups, places=places, standing=standing, segments=segments, weights=weights
+            found, groups=groups, places=places, standing=standing, segments=segments, weights=weights, plans=plans
         )
+
+    def _layout(self, layout: Layout) -> Layout:
+        ranks = self._ranks(CommGroup("", layout.rank_list))
+        if len(ranks) != len(layout.rank_list):
+            raise _DifferentError
+        return layout if ranks == layout.rank_list else Layout.from_dict({**layout.to_dict(), "rank_list": ranks})
 
     def _event(self, event: Event, found: Recording, groups: Sequence[CommGroup]) -> Event:
         if not isinstance(event, Comm):

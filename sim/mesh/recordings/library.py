@@ -17,7 +17,7 @@ from sim.mesh.tracing.stitch import Recording, sends_end
 
 _MOST_EVENTS = 600_000  # about 300 MB
 _MOST_OF_A_STEP = 60_000  # events; about 30 MB
-_MOST_ANCHORS = 6  # of one kind: with more, they do not follow from each other
+_MOST_ANCHORS = 6  # of one kind with the same plans: with more, they do not follow from each other
 _DEFAULT = {field.name: field.default for field in dataclasses.fields(Recipe)}
 _LATER = ("microbatches", "graphs", "tp_overlap", "host")
 """Fields of a recipe that matter when a recording is priced or repeated, not when it is made."""
@@ -40,7 +40,7 @@ class Library:
 
     def programs(self, job: Job, make: Callable[[], list[Program]]) -> list[Program]:
         """Return what all ranks do in a step: that of the job before, if it is the same one, or it is made."""
-        if self._last is not None and self._last[0] == job:
+        if self._last is not None and (self._last[0], self._last[0].machine) == (job, job.machine):
             return list(self._last[1])
         made = make()
         small = sum(len(segment.events) for program in made for segment in program.segments.values()) <= _MOST_OF_A_STEP
@@ -64,14 +64,16 @@ class Library:
             return record()
         anchors = self._kinds.setdefault(kind, [])
         self._kinds.move_to_end(kind)
-        found = derive(anchors, job, part, kept)
+        fitting = [anchor for anchor in anchors if anchor.holds_on(job.machine)]
+        found = derive(fitting, job, part, kept)
         if found is not None:
             self.derived += 1
             return found
         found = record()
         self.made += 1
-        if len(anchors) == _MOST_ANCHORS:
-            self._events -= _size(anchors.pop(0))
+        if len(fitting) == _MOST_ANCHORS:
+            anchors.remove(fitting[0])
+            self._events -= _size(fitting[0])
         anchors.append(Anchor(job, part, tuple(kept), found))
         self._events += _size(anchors[-1])
         self._forget()

@@ -234,7 +234,8 @@ class Floors:
         (tp, cp, ulysses, ep, etp, fold), recipe, micro_batch = key
         degrees = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "ulysses_degree": ulysses, "fold_experts": fold}
         dims = ParallelDims(**degrees, world_size=tp * cp * ep)
-        job = Job(self.model, dims, micro_batch, self.seq_len, recipe, ring_kernel=ring_kernel_of(self.hardware))
+        kernel, machine = ring_kernel_of(self.hardware), self.hardware
+        job = Job(self.model, dims, micro_batch, self.seq_len, recipe, ring_kernel=kernel, machine=machine)
         with collector_paused():
             (program,) = trace(job)
             pricing = self._pricing(recipe)

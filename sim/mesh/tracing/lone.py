@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hyper_parallel.core.common.checks import MOST_LISTED
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine.description import Machine
+from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.platform.attention import AttentionKernel, host_attention
 from hyper_parallel.platform.cpu import HostEvent, HostStream
 from sim.comm.collectives import Call
@@ -60,6 +61,9 @@ class Listener:
         del causal, scale
         return host_attention(q, k, v)
 
+    def on_plan(self, plan: Plan, limit: int | None) -> None:
+        """A redistribution begins, with its limit of memory."""
+
     def on_collective(self, call: Call, axis: str, ranks: tuple[int, ...], waitable: Waitable) -> None:
         """A collective has been issued."""
 
@@ -98,7 +102,7 @@ class _LonePlatform(SimPlatform):
     def __init__(self, listener: Listener) -> None:
         super().__init__(stands_for="cuda", machine=listener.machine)
         self._listener = listener
-        asked = "copy_to_device copy_to_host attention new_stream current_stream use_stream new_event"
+        asked = "copy_to_device copy_to_host attention on_plan new_stream current_stream use_stream new_event"
         for name in asked.split():  # the listener answers as it is asked
             setattr(self, name, getattr(listener, name))
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hyper_parallel.core.common.errors import InvalidValue
+from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.platform import AttentionKernel
 from sim.comm.collectives import Call
 from sim.kernel.waiting import Waitable
@@ -170,6 +171,7 @@ class Recorder(Listener):
         reads: whether the host waits for such a value.
         on_host: blocks that are in the host's memory.
         ring_kernel: whose fused attention computes the blocks of a ring, see `Job`.
+        plans: of redistributions, each with its limit of memory, in order.
     """
 
     def __init__(self) -> None:
@@ -199,6 +201,7 @@ class Recorder(Listener):
         self._works: dict[int, dist.Work] = {}  # of functional collectives, by storage of the result
         self.on_host: set[int] = set()
         self.ring_kernel = "flash"
+        self.plans: dict[tuple[Plan, int | None], None] = {}
         self._asleep = False
         self._borrows = False
         self._deaf = False
@@ -546,6 +549,10 @@ class Recorder(Listener):
         self._next_handle += 1
         self._handles[id(waitable)] = self._next_handle
         return self._next_handle
+
+    def on_plan(self, plan: Plan, limit: int | None) -> None:
+        """Keep the plan, because another machine may need another one."""
+        self.plans[plan, limit] = None
 
     def on_collective(self, call: Call, axis: str, ranks: tuple[int, ...], waitable: Waitable) -> None:
         """Write a collective down."""

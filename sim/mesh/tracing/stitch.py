@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import split_points
+from hyper_parallel.core.machine.description import Machine, one_node
 from hyper_parallel.core.mesh.parallel_dims import RANK_ORDER
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import stages_of_rank
+from hyper_parallel.core.redistribute.plan import Plan, plan
 from sim.comm.process_group import moved_by_all_reduce
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import (
@@ -178,6 +182,39 @@ class Weight(NamedTuple):
     owner: tuple[tuple[str, ...], int] | None
 
 
+class UsedPlan(NamedTuple):
+    """A plan of a redistribution that a recording contains.
+
+    Attributes:
+        src: the layout before it, without a mesh.
+        dst: the layout after it, likewise.
+        shape: of the full tensor.
+        dtype: of the tensor.
+        limit: of extra memory, in bytes, see `plan`.
+        steps: their kinds and axes.
+    """
+
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    limit: int | None
+    steps: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, made: Plan, limit: int | None) -> UsedPlan:
+        """Return what a recording keeps of a plan."""
+        steps = tuple([(step.kind, step.axes) for step in made.steps])
+        return cls(made.src, made.dst, made.global_shape, made.dtype, limit, steps)
+
+    def holds_on(self, machine: Machine | None) -> bool:
+        """Return True if another machine takes the same steps."""
+        on = machine or one_node()
+        return self == UsedPlan.of(
+            plan(self.src, self.dst, self.shape, self.dtype, on, max_extra_bytes=self.limit), self.limit
+        )
+
+
 @dataclass
 class Recording:
     """What one stage does in a step.
@@ -192,6 +229,7 @@ class Recording:
         even: numbers of shards that divide this one split all weights without padding.
         splits: sets of groups over which the weights are split that the norm of gradients counts.
         weights: that are split over ranks.
+        plans: of its redistributions, on the machine that it was recorded for.
     """
 
     groups: list[CommGroup]
@@ -203,6 +241,7 @@ class Recording:
     even: int = 1
     splits: tuple[tuple[int, ...], ...] = ()
     weights: tuple[Weight, ...] = ()
+    plans: tuple[UsedPlan, ...] = ()
 
 
 def kept_layers(layers: Sequence[int], kinds: Sequence[str]) -> list[int]:

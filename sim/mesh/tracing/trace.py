@@ -48,7 +48,7 @@ from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
-from sim.mesh.tracing.stitch import Recording, Weight, expand, fullest_seat, kept_layers, sends_end, stitch
+from sim.mesh.tracing.stitch import Recording, UsedPlan, Weight, expand, fullest_seat, kept_layers, sends_end, stitch
 
 Key = tuple[str, int, str]
 _LARGE = float(2**60)
@@ -112,7 +112,7 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
     def record() -> Recording:
         recorder = Recorder()
         recorder.has_host = offloads
-        recorder.ring_kernel = job.ring_kernel
+        recorder.ring_kernel, recorder.machine = job.ring_kernel, job.machine
         with LoneWorld(job.dims.world_size, job.rank_of_stage_rank(part.rank), recorder) as world:
             return world.run_alone(_Run(job, part, kept, recorder).record)
 
@@ -137,7 +137,8 @@ class _Run:
         groups = _Numbers(self)
         # Of tensors without values torch cannot tell that they are detached.
         warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")
-        with recorder.recording(), AcceleratorKernels(norms=job.recipe.norm == "fused"), _collecting(), self._naming():
+        kernels = AcceleratorKernels(norms=job.recipe.norm == "fused")
+        with recorder.recording(), kernels, _collecting(), self._naming():
             recorder.place = Place("build")
             if job.run is not None:
                 built = build_of_run(job.run, job, self.part, self.kept, recorder)
@@ -171,6 +172,7 @@ class _Run:
             even=_even_shards(built.module, job.dims.dp_shard),
             splits=self._splits(),
             weights=self._weights(),
+            plans=tuple([UsedPlan.of(*used) for used in recorder.plans]),
         )
 
     @property

@@ -99,7 +99,7 @@ def asked(model: str, devices: int) -> Question:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "devices"), [("llama-tiny", 2), ("llama-tiny", 4), ("moe-tiny", 2), ("moe-tiny", 4)])
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_no_candidate_of_a_space_beats_its_search(model, devices, data):
     hold_search_against_all(model, devices, data)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
@@ -131,6 +132,19 @@ def test_experts_on_nodes_follow_from_each_other():
     assert found is not None
     assert (found.segments, found.groups) == (wanted.segments, wanted.groups)
     assert {("ep_nodes", (0, 2)), ("ep_node", (0, 1))} <= {(group.axis, group.ranks) for group in found.groups}
+
+
+def test_a_recording_serves_the_machines_that_plan_alike():
+    fast = find_machine("h100-sxm")
+    slow = fast.with_figures(intra__bandwidth=1e6, inter__bandwidth=1e6)  # plans as the unnamed machine
+    jobs = [dataclasses.replace(job_of("copies and tp", 2, 2), machine=machine) for machine in (None, fast, slow)]
+    wanted = [fresh(job)[1] for job in jobs]
+    assert wanted[0].segments == wanted[2].segments != wanted[1].segments
+    recordings.clear()
+    before = recordings.made
+    for job, recording in zip(jobs * 2, wanted * 2, strict=True):
+        assert record_stage(job, job.stages()[-1]).segments == recording.segments
+    assert recordings.made == before + 2
 
 
 def test_both_ranks_of_a_pipeline_follow_from_each_other():
