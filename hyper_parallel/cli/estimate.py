@@ -334,9 +334,9 @@ def _check_writable_settings(write: Path, run: Config, recipe: Any, settings: di
 
 def _said(file: Path | None, given: Given) -> set[str]:
     """Return the keys of [parallel], and accumulate, that the file or an option says."""
-    from hyper_parallel.trainer.config import tomllib
+    from hyper_parallel.trainer.config import RUN
 
-    table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    table = {} if file is None else RUN.read(file).table()
     named = {**table.get("parallel", {}), **given["parallel"]}
     named.update(
         {key: 1 for section in (table.get("train", {}), given["train"]) for key in section if key == "accumulate"}

@@ -39,16 +39,7 @@ def train(
     Without --sim the ranks come from torchrun:
     torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
     """
-    from hyper_parallel.cli.runs import (
-        check_run,
-        describe_run,
-        find_split,
-        predict_run,
-        run_here,
-        run_simulated,
-        summarise,
-        while_ranks_run,
-    )
+    from hyper_parallel.cli import runs
     from hyper_parallel.trainer.config import config_text
     from hyper_parallel.trainer.guards import stop_on_signals
 
@@ -59,20 +50,19 @@ def train(
         if dump_config:
             stdout_console().file.write(config_text(run))
             raise typer.Exit()
-        run = check_run(run, sim)
+        run = runs.check_run(run, sim)
         if is_first_rank():
             check_can_write(Path(str(run.train.log)))
-        split = find_split(stdout_console(), run)
-    with while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
+        split = runs.find_split(stdout_console(), run)
+    with runs.while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = stdout_console()
-        describe_run(console, run, sim)
+        runs.describe_run(console, run, sim)
         if sim is None:
-            result = run_here(
-                console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop, predict_run(console, run), split
-            )
+            title = f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}"
+            result = runs.run_here(console, title, run, stop, runs.predict_run(console, run), split)
         else:
-            result, _ = run_simulated(console, f"{sim} simulated ranks", run, sim, stop, split)
-        summarise(console, result, has_bytes=run.data.tokenizer is None)
+            result, _ = runs.run_simulated(console, f"{sim} simulated ranks", run, sim, stop, split)
+        runs.summarise(console, result, has_bytes=run.data.tokenizer is None)
         if run.checkpoint.folder is not None and result.steps:
             console.print(f"checkpoints: {run.checkpoint.folder}")
         elif result.stopped is not None:
@@ -90,15 +80,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of weights, data order and simulated interleaving.")] = 0,
 ) -> None:
     """Train a small Llama on 8 simulated ranks (2 replicas x 4 shards), then on one device, and compare."""
-    from hyper_parallel.cli.runs import (
-        check_run,
-        compare_runs,
-        describe_run,
-        one_thread,
-        run_here,
-        run_simulated,
-        while_ranks_run,
-    )
+    from hyper_parallel.cli import runs
     from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
 
     with mistakes_as_messages():
@@ -107,16 +89,16 @@ def demo(
             train=replace(both, log=str(out / "8_ranks.jsonl")), parallel=ParallelConfig(dp_replicate=2, dp_shard=4)
         )
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
-        ranks = check_run(ranks, sim=8)
+        ranks = runs.check_run(ranks, sim=8)
         for name in ("loss.png", "8_ranks.jsonl", "one_device.jsonl"):
             check_can_write(out / name)
-    with while_ranks_run(f"the logs so far are in {out}"):
+    with runs.while_ranks_run(f"the logs so far are in {out}"):
         console = stdout_console()
-        describe_run(console, ranks, sim=8)
-        simulated, traffic = run_simulated(console, "8 simulated ranks", ranks, 8)
-        with one_thread():
-            alone = run_here(console, "one device", single)
-        compare_runs(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
+        runs.describe_run(console, ranks, sim=8)
+        simulated, traffic = runs.run_simulated(console, "8 simulated ranks", ranks, 8)
+        with runs.one_thread():
+            alone = runs.run_here(console, "one device", single)
+        runs.compare_runs(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
 
 
 def export(

@@ -98,9 +98,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
         pytest.param(("--sim", "0"), ["error: cannot simulate 0 ranks: --sim 0", "try: --sim 8"], id="no ranks"),
         pytest.param(("--sim", "-1"), ["error: cannot simulate -1 ranks"], id="fewer than no ranks"),
         pytest.param(("missing.toml",), ["error: cannot read the config 'missing.toml': no such file"], id="no file"),
-        pytest.param(
-            ("tony.toml",), ["'tony.toml': no such file", "did you mean 'tiny.toml'?"], id="a file that is close"
-        ),
+        pytest.param(("tony.toml",), ["'tony.toml': no such file", "try: 'tiny.toml'"], id="a file that is close"),
         pytest.param(
             ("--device", "cuda", "--sim", "4"),
             ["error: simulated ranks compute on the CPU, but device is 'cuda' (--sim 4)", "try: leave out --device"],
@@ -330,7 +328,9 @@ def test_an_unknown_key_is_pointed_at() -> None:
     Path("typo.toml").write_text("[train]\nstpes = 3\n")
     code, output = invoke("train", "typo.toml")
     assert code == cli.USER_ERROR
-    expected = "error: typo.toml:2: unknown key 'stpes' in [train]\n    stpes = 3\n    ^^^^^\n  did you mean 'steps'?\n"
+    expected = (
+        "error: cannot read the config typo.toml:2: unknown key 'stpes' in [train]\n  stpes = 3\n  try: 'steps'\n"
+    )
     assert output == expected
 
 

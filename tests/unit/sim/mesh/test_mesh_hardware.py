@@ -176,7 +176,7 @@ def test_what_is_written_is_read_again(tmp_path):
         ("value = 80", "worth = 80", r"device.memory has an unknown key 'worth'\n.*\n  try:"),
         ('{ value = 80, unit = "GB", grade = "datasheet", source = "sheet" }', "80", r"device.memory is not a table"),
         ("[peak]", "[peaks]", r"there is no 'peaks'"),
-        ("title =", "title", r"it is not valid TOML"),
+        ("title =", "title", r"mine.toml:2: not valid TOML"),
         ("devices = { value = 4", "devices = { value = 0.5", r"(?s)mine.toml:\d+: node.devices is not a whole number"),
         ("value = 80, ", "value = 60, ", r"mine.toml:10: a program can have no more memory .*\n  .* of 60,000"),
         (re.search(r"devices = .*\n", GOOD)[0], "", r"node.devices is missing \(devices of a node\)"),
