@@ -19,7 +19,7 @@ from hyper_parallel.cli.kit import (
     stdout_console,
 )
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, read_run
+from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, file_of, read_run
 
 _WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 
@@ -27,7 +27,7 @@ _WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 @with_options(*RUN_OPTIONS)
 def train(
     given: Given,
-    config: ConfigFile = None,
+    words: RunWords = None,
     start_from: StartFrom = None,
     sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
     dump_config: Annotated[
@@ -44,7 +44,7 @@ def train(
     from hyper_parallel.trainer.guards import stop_on_signals
 
     with mistakes_as_messages():
-        run = read_run(config, given, start_from, others=True)
+        run = read_run(file_of(words, given), given, start_from, others=True)
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         if dump_config:

@@ -20,8 +20,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -355,11 +353,7 @@ class Config:
             TypeError: a value of another kind.
             ValueError: no such section or key, or a value that the section refuses.
         """
-        check_choice("cannot change a run", "section", section, [each.name for each in dataclasses.fields(self)])
-        given = {key: value for key, value in changes.items() if value is not None}
-        known = [each.name for each in dataclasses.fields(getattr(self, section))]
-        for key in given:
-            check_choice("cannot change a run", "key", key, known)
+        given = {key: checked_value(section, key, value) for key, value in changes.items() if value is not None}
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **given)})
 
     def shape(self) -> LlamaConfig:
@@ -435,17 +429,48 @@ def load_config(path: str | Path) -> Config:
 
 def build_config(file: TomlFile) -> Config:
     """Return the run of a file that is read already; see `load_config`."""
-    sections = _sections()
-    built: dict[str, Any] = {}
+    sections, built = _sections(), {}
     for name, values in file.table().items():
-        if isinstance(values, dict) and name in sections:
-            built[name] = _build_section(sections[name], name, values, file)
-        elif isinstance(values, dict):
-            raise file.error(f"unknown section [{name}]", nearest(name, sections), name)
-        else:
-            hint = _section_of(name) or f"one of the sections {', '.join(sections)}"
+        if not isinstance(values, dict):
+            hint = _home(name) or f"one of the sections {', '.join(sections)}"
             raise file.error(f"'{name}' stands outside of a section", hint, name)
+        if name not in sections:
+            raise file.error(f"unknown section [{name}]", nearest(name, sections), name)
+        key, checked = "", {}
+        try:
+            for key, value in values.items():
+                checked[key] = checked_value(name, key, value)
+            key = ""
+            built[name] = sections[name](**checked)
+        except HyperParallelError as error:
+            # The dataclass names the key in its message; find it to show the line.
+            key = key or next((key for key in values if re.search(rf"\b{key}\b", str(error))), "")
+            blame = re.sub(r"^cannot (use \[\w+\]|set \S+): ", "", f"{error.asked}: {error.blame}")
+            raise file.error(blame, error.hint, *((name, key) if key else (name,))) from None
     return Config(**built)
+
+
+def checked_value(section: str, key: str, value: Any) -> Any:
+    """Return a value as the section takes it, which checks its type: an int as a float where it may be a fraction.
+
+    >>> checked_value("optimizer", "lr", 1)
+    1.0
+
+    Raises:
+        ValueError: no such section or key, with the closest name.
+    """
+    place, sections = f"{section}.{key}".lstrip("."), _sections()
+    asked, seen = f"cannot set {place}", f"{place} = {value!r}"
+    if section not in sections:
+        blame = f"unknown section [{section}]" if section else "it names no section"
+        raise InvalidValue(asked, blame, seen, _home(key) or nearest(section or key, sections))
+    known = {each.name: str(each.type) for each in dataclasses.fields(sections[section])}
+    if key not in known:
+        raise InvalidValue(asked, f"unknown key '{key}' in [{section}]", seen, _home(key) or nearest(key, known))
+    try:
+        return float(value) if type(value) is int and "float" in known[key] else value
+    except OverflowError:  # of an int with hundreds of digits
+        return math.inf
 
 
 def config_text(config: Config) -> str:
@@ -462,60 +487,35 @@ def config_text(config: Config) -> str:
     return toml_text(said, RUN)
 
 
+def changed_text(file: TomlFile | None, config: Config) -> str:
+    """Return a file with a run that was made from another: comments and order stay, and all that is as before.
+
+    >>> print(changed_text(None, Config(train=TrainConfig(steps=20))))
+    schema = 1
+    <BLANKLINE>
+    [train]
+    steps = 20
+    <BLANKLINE>
+
+    Args:
+        file: of the other run; None: the defaults.
+        config: the new run.
+    """
+    file = TomlFile(RUN, Path(), "") if file is None else file
+    before, changes = build_config(file), {}
+    for name in _sections():
+        old, new = (dataclasses.asdict(getattr(run, name)) for run in (before, config))
+        changes[name] = {key: value for key, value in new.items() if value != old[key]}
+    return file.rewritten(changes)
+
+
 def _sections() -> dict[str, type]:
     return {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config)}
 
 
-def _build_section(cls: type, section: str, values: dict[str, Any], file: TomlFile) -> Any:
-    known = typing.get_type_hints(cls)
-    for key, value in values.items():
-        if key not in known:
-            hint = _section_of(key) or nearest(key, known)
-            raise file.error(f"unknown key '{key}' in [{section}]", hint, section, key)
-        if not _fits(value, known[key]):
-            got = str(value).lower() if isinstance(value, bool) else repr(value)
-            kind, example = _kind_of(known[key])
-            raise file.error(f"'{key}' in [{section}] must be {kind}, got {got}", f"{key} = {example}", section, key)
-        if float in _members(known[key]):
-            values = {**values, key: _as_float(value)}
-    try:
-        return cls(**values)
-    except HyperParallelError as error:
-        # The dataclass names the key in its message; find it to show the line.
-        blamed = next((key for key in values if re.search(rf"\b{key}\b", str(error))), None)
-        keys = (section,) if blamed is None else (section, blamed)
-        blame = f"{error.asked}: {error.blame}".removeprefix(f"cannot use [{section}]: ")
-        raise file.error(blame, error.hint, *keys) from None
-
-
-def _section_of(key: str) -> str:
-    found = [name for name, cls in _sections().items() if key in typing.get_type_hints(cls)]
-    return f"put it under [{found[0]}]" if found else ""
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Tell whether a TOML value has the annotated type; an int is a float too, a bool is not an int."""
-    allowed = _members(hint)
-    return type(value) in allowed or (type(value) is int and float in allowed)
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # of an int with hundreds of digits
-        return math.inf if value > 0 else -math.inf
-
-
-def _kind_of(hint: Any) -> tuple[str, str]:
-    """Return a kind of values in words, and an example in TOML."""
-    kinds = {
-        int: ("a whole number", "8"),
-        float: ("a number", "0.5"),
-        str: ("a string in quotes", '"text"'),
-        bool: ("true or false", "true"),
-    }
-    return next(kinds[member] for member in _members(hint) if member in kinds)
+def _home(key: str) -> str:
+    """Return the key with the section that has it, "" if none has."""
+    if key == "schema":
+        return "schema = 1 above all sections"
+    names = {name: [each.name for each in dataclasses.fields(kind)] for name, kind in _sections().items()}
+    return next((f"{name}.{key}" for name, known in names.items() if key in known), "")

@@ -143,9 +143,8 @@ def read_machine_file(path: Path) -> dict[str, Any]:
         kind = FIGURES[absent[0]]
         section, _, key = absent[0].partition(".")
         hint = f'[{section}] {key} = {{ value = ..., unit = "{kind.unit}", grade = "datasheet", source = "..." }}'
-        raise file.error(
-            f"{absent[0]} is missing ({kind.meaning})", hint, section, seen=f"missing: {', '.join(absent)}"
-        )
+        blame = f"{absent[0]} is missing ({kind.meaning})"
+        raise file.error(blame, hint, section, seen=f"missing: {', '.join(absent)}")
     _check_together(file, made["figures"])
     return made
 
@@ -188,12 +187,10 @@ def _figure(file: TomlFile, name: str, entry: object, sources: dict[str, str]) -
     kind = FIGURES[name]
     example = f'{{ value = 1, unit = "{kind.unit}", grade = "datasheet", source = "..." }}'
     if not isinstance(entry, dict):
-        raise file.error(f"{name} is not a table with value, unit, grade and source", example, *keys)
-    for key in entry:
-        if key not in ("value", "unit", "grade", "source"):
-            hint = nearest(key, ("value", "unit", "grade", "source"))
-            raise file.error(f"{name} has an unknown key {key!r}", hint, *keys)
-    value, unit, grade, source = (entry.get(key) for key in ("value", "unit", "grade", "source"))
+        raise file.error(f"{name} is not a table with {', '.join(Figure._fields)}", example, *keys)
+    if unknown := [key for key in entry if key not in Figure._fields]:
+        raise file.error(f"{name} has an unknown key {unknown[0]!r}", nearest(unknown[0], Figure._fields), *keys)
+    value, unit, grade, source = (entry.get(key) for key in Figure._fields)
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not kind.zero):  # type: ignore[operator]
         raise file.error(f"the value of {name} is not a number above 0", example, *keys)

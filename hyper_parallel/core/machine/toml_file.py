@@ -38,7 +38,9 @@ def move(old: str, new: str) -> Change:
     def change(table: dict[str, Any]) -> None:
         here, there = table.get(section), table.get(to_section, {})
         if isinstance(here, dict) and key in here and isinstance(there, dict) and to_key not in there:
-            table.setdefault(to_section, {})[to_key] = here.pop(key)
+            if to_section not in table:
+                table[to_section] = {}
+            table[to_section][to_key] = here.pop(key)
 
     return change
 
@@ -64,15 +66,7 @@ class Schema:
         return len(self.upgrades)
 
     def read(self, path: str | Path, hint: str = "a TOML file") -> TomlFile:
-        """Read the text of a file.
-
-        Args:
-            path: the file.
-            hint: an alternative to a file that is not there, if none beside it has a similar name.
-
-        Raises:
-            ValueError: it cannot be read, or is not UTF-8.
-        """
+        """Read the text of a file; the error of one that is not there has the closest name, or `hint`."""
         path = Path(path)
         try:
             return TomlFile(self, path, path.read_bytes().decode("utf-8-sig"))  # Notepad writes a byte order mark
@@ -80,33 +74,23 @@ class Schema:
             reason = "it is not UTF-8 text"
         except OSError as error:
             reason = "no such file" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
-        there = sorted(other.name for other in path.parent.glob("*.toml"))
-        near = nearest(path.name, there) if there else "one of"
-        hint = hint if near.startswith("one of") else f"'{path.with_name(near[1:-1])}'"
-        seen = f"TOML files there: {', '.join(there) or 'none'}"
+        there = sorted(other.stem for other in path.parent.glob("*.toml"))
+        near = nearest(path.stem, there) if there else "one of"
+        hint = hint if near.startswith("one of") else f"'{path.with_name(near[1:-1])}.toml'"
+        seen = f"TOML files there: {', '.join(f'{name}.toml' for name in there) or 'none'}"
         raise InvalidValue(f"cannot read the {self.name} '{path}'", reason, seen, hint) from None
 
 
 @dataclass(frozen=True)
 class TomlFile:
-    """The text of a file, to read and to point at.
-
-    Attributes:
-        schema: of its kind.
-        path: of the file.
-        text: without a byte order mark.
-    """
+    """The text of a file, to read, to point at and to change."""
 
     schema: Schema
     path: Path
     text: str
 
     def table(self) -> dict[str, Any]:
-        """Return what the file contains, upgraded to the newest version.
-
-        Raises:
-            ValueError: it is not TOML, or of a newer version.
-        """
+        """Return the tables of the file, upgraded to the newest version."""
         try:
             table: dict[str, Any] = _parser.loads(self.text)
         except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets in brackets
@@ -114,9 +98,9 @@ class TomlFile:
             at = re.search(r"line (\d+), column (\d+)", place)
             number = int(at[1]) if at else None
             seen = self._line(number)
-            if at and (before := self.text.splitlines()[int(at[1]) - 1 :]):
-                indent = len(before[0]) - len(before[0].lstrip())
-                seen += f"\n  {' ' * (int(at[2]) - 1 - indent)}^"
+            if at and (lines := self.text.splitlines()[int(at[1]) - 1 :]):
+                before = lines[0][: int(at[2]) - 1].lstrip()
+                seen += f"\n  {' ' * len(before)}^"
             blame = f"not valid TOML: {reason[:1].lower()}{reason[1:]}"
             hint = 'key = 3, or key = "text"; a key with dots stands in quotes, too'
             raise InvalidValue(f"cannot read {self.place(number)}", blame, seen, hint) from None
@@ -131,15 +115,43 @@ class TomlFile:
                 change(table)
         return table
 
-    def error(self, blame: str, hint: str, *keys: str, seen: str = "") -> InvalidValue:
-        """Return an error that shows a line.
+    def rewritten(self, changes: Mapping[str, Mapping[str, Any]]) -> str:
+        r"""Return the text with other values and of the newest version; comments and order stay.
+
+        >>> file = TomlFile(Schema("config"), Path(), "schema = 1\n\n[train]\nsteps = 3  # few\n")
+        >>> print(file.rewritten({"train": {"steps": 4, "lr": 0.5}}).partition("[train]\n")[2])
+        steps = 4  # few
+        lr = 0.5
+        <BLANKLINE>
 
         Args:
-            blame: see `explain`.
-            hint: see `explain`.
-            keys: the key to point at, after those of its tables; none points at nothing.
-            seen: in place of the line.
+            changes: new values by section and key; None takes the key out.
         """
+        import tomlkit
+
+        head = "" if "schema" in tomlkit.parse(self.text) else f"schema = 0\n{chr(10) * (self.text[:1] == '[')}"
+        document: Any = tomlkit.parse(f"{head}{self.text}".rstrip("\n") + "\n")
+        for upgrades in self.schema.upgrades[document["schema"] :]:
+            for change in upgrades:
+                change(document)
+        document["schema"] = self.schema.version
+        for section, values in changes.items():
+            for key, value in values.items():
+                if value is None:
+                    document.get(section, {}).pop(key, None)
+                    continue
+                if section not in document:
+                    document[section] = {}
+                body = document[section].value.body
+                end = next((at for at in range(len(body), 0, -1) if body[at - 1][0] is not None), 0)
+                after = body[end:]  # blank lines and comments, which are about the next section
+                del body[end:]
+                document[section][key] = value
+                body.extend(after)
+        return tomlkit.dumps(document)
+
+    def error(self, blame: str, hint: str, *keys: str, seen: str = "") -> InvalidValue:
+        """Return an error that shows the line of a key, named after its tables, or `seen`; no key is for no line."""
         number = self.line(*keys)
         return InvalidValue(f"cannot read {self.place(number)}", blame, seen or self._line(number), hint)
 
@@ -194,6 +206,18 @@ def toml_text(content: Mapping[str, Any], schema: Schema | None = None, comment:
         document["schema"] = schema.version
     document.update(content)
     return tomlkit.dumps(document)
+
+
+def read_value(text: str) -> Any:
+    """Read a value of the command line: TOML, or a word without quotes.
+
+    >>> read_value("2"), read_value("true"), read_value("full every 2")
+    (2, True, 'full every 2')
+    """
+    try:
+        return _parser.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
 
 
 def inline(content: Mapping[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from hyper_parallel.platform import PlatformUnavailableError
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer import config as config_module
 from hyper_parallel.trainer.config import (
+    RUN,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -26,6 +27,7 @@ from hyper_parallel.trainer.config import (
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
+    changed_text,
     config_text,
     load_config,
 )
@@ -89,15 +91,15 @@ def test_an_empty_file_is_the_default(write) -> None:
     [
         ("[train]\nsteps = 3\nstpes = 3\n", ":3: unknown key 'stpes' in [train]\n  stpes = 3\n  try: 'steps'"),
         ("[data]\nx = 3\n", ":2: unknown key 'x' in [data]\n  x = 3\n  try: one of 'path', 'pattern', 'max_bytes',"),
-        ("[model]\nsteps = 3\n", ":2: unknown key 'steps' in [model]\n  steps = 3\n  try: put it under [train]"),
+        ("[model]\nsteps = 3\n", ":2: unknown key 'steps' in [model]\n  steps = 3\n  try: train.steps"),
         ("[trian]\nsteps = 3\n", ":1: unknown section [trian]\n  [trian]\n  try: 'train'"),
-        ("steps = 3\n", ":1: 'steps' stands outside of a section\n  steps = 3\n  try: put it under [train]"),
+        ("steps = 3\n", ":1: 'steps' stands outside of a section\n  steps = 3\n  try: train.steps"),
         (
             "[train]\n  steps = 'many'\n",
-            ":2: 'steps' in [train] must be a whole number, got 'many'\n  steps = 'many'\n  try: steps = 8",
+            ":2: steps is a str, not an int\n  steps = 'many'\n  try: steps=1",
         ),
-        ("[train]\nsteps = true\n", ":2: 'steps' in [train] must be a whole number, got true\n  steps = true\n  try: "),
-        ("train = { steps = 'x' }\n", ":1: 'steps' in [train] must be a whole number, got 'x'\n  train = { steps"),
+        ("[train]\nsteps = true\n", ":2: steps is a bool, not an int\n  steps = true\n  try: "),
+        ("train = { steps = 'x' }\n", ":1: steps is a str, not an int\n  train = { steps"),
         (
             "[optimizer]\nbeta1 = 0.5\nlr = -1.0\n",
             ":3: lr must be a finite number of at least 0\n  lr = -1.0\n  try: lr=0",
@@ -183,65 +185,16 @@ def test_targets_of_no_adapters_are_those_of_the_model() -> None:
     check_lora(Config(lora=LoraConfig(targets="q_proj")))
 
 
-def test_every_section_is_read(write) -> None:
-    config = load_config(
-        write(
-            """
-            [data]
-            ignored = 0.25
-            [train]
-            model = "moe"
-            tensorboard = "board"
-            on_nonfinite = "skip"
-            max_skips = 3
-            stuck_after_s = 60
-            [experts]
-            num_experts = 16
-            score = "softmax"
-            aux_loss_weight = 0
-            [parallel]
-            dp_shard = 2
-            cp = 2
-            ulysses_degree = 1
-            tp = 2
-            pp = 2
-            ep = 2
-            etp = 1
-            schedule = "interleaved"
-            stages_per_rank = 2
-            layers_per_stage = "1,1,1,1"
-            engine = "fully_shard"
-            checkpointing = "selective"
-            compile = true
-            [checkpoint]
-            folder = "saved"
-            every = 10
-            keep = 2
-            background = true
-            resume = false
-            """
-        )
-    )
-    assert config == Config(
+def test_every_section_is_written_and_read(write) -> None:
+    config = Config(
         data=DataConfig(ignored=0.25),
         train=TrainConfig(model="moe", tensorboard="board", on_nonfinite="skip", max_skips=3, stuck_after_s=60.0),
         experts=ExpertsConfig(num_experts=16, score="softmax", aux_loss_weight=0.0),
-        parallel=ParallelConfig(
-            dp_shard=2,
-            cp=2,
-            ulysses_degree=1,
-            tp=2,
-            pp=2,
-            ep=2,
-            etp=1,
-            schedule="interleaved",
-            stages_per_rank=2,
-            layers_per_stage="1,1,1,1",
-            checkpointing="selective",
-            compile=True,
-        ),
+        lora=LoraConfig(targets="q_proj,o_proj"),
+        parallel=ParallelConfig(dp_shard=2, ep=2, schedule="interleaved", layers_per_stage="1,1,1,1", compile=True),
         checkpoint=CheckpointConfig(folder="saved", every=10, keep=2, background=True, resume=False),
     )
+    assert load_config(write(config_text(config))) == config
     assert config.parallel.stage_sizes() == [1, 1, 1, 1]
 
 
@@ -312,6 +265,32 @@ def test_an_upgrade_is_a_line_of_the_schema(write, monkeypatch: pytest.MonkeyPat
         load_config(write(f"schema = 1\n{old}"))
     with pytest.raises(ValueError, match=r"run.toml:\d: unknown key 'rate' in \[train\]\n.*\n  try: "):
         load_config(write(f"{OLD}[optimizer]\nlr = 1\n".replace("steps", "rate = 2\nsteps")))
+
+
+KEPT = """\
+# mine
+[train]
+steps = 7  # few
+log = "a.jsonl"
+
+# the degrees
+[parallel]
+tp = 2  # in a node
+
+# where it lies
+[checkpoint]
+every = 3"""
+
+
+def test_a_changed_run_keeps_the_comments_and_the_order_of_its_file(write) -> None:
+    run = load_config(write(KEPT)).with_changes("parallel", {"tp": 4, "pp": 2}).with_changes("data", {"ignored": 0.5})
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, log=None))
+    text = changed_text(RUN.read("run.toml"), run)
+    expected = KEPT.replace('log = "a.jsonl"\n', "").replace("tp = 2  # in a node", "tp = 4  # in a node\npp = 2")
+    assert text == f"schema = 1\n{expected}\n\n[data]\nignored = 0.5\n"
+    assert load_config(write(text)) == run
+    assert changed_text(RUN.read("run.toml"), run) == text, "nothing has changed"
+    assert changed_text(None, Config()) == "schema = 1\n"
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,9 @@ def test_the_kind_of_a_network_is_read_from_its_description(words, kind):
     assert fabric_kind(words) == kind
 
 
-def test_other_memory_peak_and_node():
-    h100 = find_machine("h100-sxm").with_memory(usable_gib=64, bandwidth_tbytes_s=2).with_peak(494.7)
+def test_other_memory_and_node():
+    h100 = find_machine("h100-sxm").with_figures(device__usable_memory=64 * 2**30, device__bandwidth=2e12)
     assert (h100.memory_bytes, h100.memory_bandwidth) == (64 * 2**30, 2e12)
-    assert h100.peak("float8_e4m3fn") == pytest.approx(1978.9e12 / 2)
     assert h100.with_figures(node__devices=4).devices_per_node == 4
     with pytest.raises(ValueError, match=r"no such figure\n.*\n  try: 'node.devices'"):
         h100.with_figures(node__device=4)
