@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RunWords = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[FILE] [SECTION.KEY=VALUE]...",
+        metavar="FILE SECTION.KEY=VALUE",
         help="TOML file of a run; what it leaves out keeps its default. Other values of its keys, as parallel.tp=2.",
         show_default=False,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,10 @@ from hyper_parallel.cli.kit import (
     stdout_console,
 )
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, file_of, read_run
+from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.config import Config
 
 _WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 
@@ -30,6 +33,9 @@ def train(
     words: RunWords = None,
     start_from: StartFrom = None,
     sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
+    reduced: Annotated[
+        bool, typer.Option("--reduced", help="Train the small run of the same kind that verify makes, simulated.")
+    ] = False,
     dump_config: Annotated[
         bool, typer.Option("--dump-config", help="Print this run as a TOML file, with all defaults, and exit.")
     ] = False,
@@ -45,11 +51,15 @@ def train(
 
     with mistakes_as_messages():
         run = read_run(file_of(words, given), given, start_from, others=True)
+        if reduced:
+            run, sim, changes = _reduced(run, sim)
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         if dump_config:
             stdout_console().file.write(config_text(run))
             raise typer.Exit()
+        if reduced:
+            stdout_console().print(f"reduced: {', '.join(changes) or 'nothing'}")
         run = runs.check_run(run, sim)
         if is_first_rank():
             check_can_write(Path(str(run.train.log)))
@@ -72,6 +82,17 @@ def train(
         there = "nothing is saved" if result.safe_step is None else f"step {result.safe_step} is safe, and the last"
         say_error(f"the last save failed; {there} in {run.checkpoint.folder}")
         raise typer.Exit(NOT_SAVED)
+
+
+def _reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[str, ...]]:
+    """Return a small run of the same kind, how many ranks to simulate, none under torchrun, and what was reduced."""
+    from sim.prove.training import reduced_run
+
+    small, few, changes = reduced_run(run, devices_of(run, ranks))
+    is_rank = "RANK" in os.environ
+    device = run.train.device if is_rank else "cpu"
+    small = replace(small, train=replace(small.train, start_from=None, device=device))  # weights of other shapes
+    return small, None if is_rank else few, changes
 
 
 def demo(

@@ -41,6 +41,7 @@ from hyper_parallel.trainer.report import (
 )
 from sim.mesh import UnknownOperation, estimate_run, find_machine
 from sim.mesh.pricing.measure import cpu_name
+from sim.prove.training import reduced_run
 from sim.script import estimate as script_estimate
 from sim.script import launch, options
 
@@ -319,6 +320,20 @@ def test_words_with_values_change_keys_of_the_file() -> None:
     assert (run.train.steps, run.optimizer.lr, run.parallel.checkpointing) == (4, 1.0, "full every 2")
     assert (run.data.pattern, run.train.seq_len) == ("*.c", before.train.seq_len)
     assert invoke("verify", "tiny.toml", "parallel.dp_shard=2", "train.batch_size=4")[0] == 0
+
+
+@pytest.mark.tier("test")
+def test_a_reduced_run_is_the_one_that_is_verified() -> None:
+    words = ("tiny.toml", "model.hidden_size=64", "parallel.dp_shard=2", "train.device=cuda", "--reduced")
+    code, output = invoke("train", *words, "--dump-config")
+    assert code == 0, output
+    Path("small.toml").write_text(output)
+    run = load_config("tiny.toml").with_changes("model", {"hidden_size": 64}).with_changes("parallel", {"dp_shard": 2})
+    assert load_config("small.toml") == reduced_run(run, 2)[0]
+    code, output = invoke("train", *words)
+    assert code == 0, output
+    assert output.startswith("reduced: param_dtype fp32 -> fp64, hidden_size 64 -> ")
+    assert "2 simulated ranks: step 3/3" in output
 
 
 @pytest.mark.parametrize("arguments", [("--steps", "many"), ("--colour", "red")])
