@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 from benchmarks.published.gpt import GPTConfig
 from benchmarks.published.megatron import MegatronConventions
+from hyper_parallel.core.machine.toml_file import read_toml
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
@@ -34,8 +33,6 @@ __all__ = [
     "recipe_of",
 ]
 
-tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-
 FOLDER = Path(__file__).resolve().parent / "data"
 USUAL_VOCABULARY = 50304
 """GPT-2's, as Megatron pads it."""
@@ -55,7 +52,7 @@ class CannotSay(Exception):
 
 @cache
 def _tables() -> dict[str, Any]:
-    return dict(tomllib.loads((FOLDER / "frameworks.toml").read_text(encoding="utf-8")))
+    return read_toml(FOLDER / "frameworks.toml")
 
 
 def family_of(row: Row) -> dict[str, Any]:

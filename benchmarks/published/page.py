@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published.compare import CACHE, Compared, Outcome, known, publication, run, wanted, write_outcomes
-from benchmarks.published.conventions import FOLDER, tomllib
+from benchmarks.published.conventions import FOLDER
 from benchmarks.published.predict import Simulator
 from benchmarks.published.rows import read_rows
 from hyper_parallel.core.machine.calibration import DATA, load_calibration
+from hyper_parallel.core.machine.toml_file import read_toml
 from sim.mesh.estimate import LEVELS, Z80
 
 __all__ = ["Summary", "fitted", "ordered_pairs", "page", "summary", "validate"]
@@ -102,7 +103,7 @@ def fitted(paths: Sequence[Path] = FITS) -> str:
                 lines.append(f"| `{'.'.join((*names, name))}` | {value:g} | {section.get(name + '_source', '')} |")
 
     for path in paths:
-        walk(tomllib.loads(path.read_text(encoding="utf-8")), ())
+        walk(read_toml(path), ())
     return "\n".join(lines)
 
 

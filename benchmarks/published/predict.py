@@ -16,11 +16,12 @@ from typing import Any
 
 import sim.mesh
 from benchmarks.published.compare import Prediction, publication, wanted
-from benchmarks.published.conventions import FOLDER, tomllib
+from benchmarks.published.conventions import FOLDER
 from benchmarks.published.gpt import GPTConfig, GPTSpec
 from benchmarks.published.rows import Case, case_of, is_held_out, read_rows
 from hyper_parallel.core.machine.calibration import Calibration, load_calibration
 from hyper_parallel.core.machine.description import Machine, find_machine
+from hyper_parallel.core.machine.toml_file import read_toml
 from sim.mesh.cost import ring_kernel_of
 from sim.mesh.estimate import Z80, Estimate, kernels_of, price, pricing_of, step_spread
 from sim.mesh.job import Job
@@ -155,7 +156,7 @@ def runs_seen() -> Mapping[tuple[str, str], Mapping[str, int]]:
 @cache
 def load_figures() -> Calibration:
     """Return the simulator's figures, and beside them what frameworks attain of these."""
-    of_frameworks = tomllib.loads((FOLDER / "fit.toml").read_text(encoding="utf-8"))
+    of_frameworks = read_toml(FOLDER / "fit.toml")
     return Calibration({**load_calibration().sections, **of_frameworks})
 
 

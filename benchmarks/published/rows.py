@@ -26,10 +26,10 @@ from benchmarks.published.conventions import (
     kernel_of,
     model_of,
     recipe_of,
-    tomllib,
 )
 from benchmarks.published.gpt import GPTConfig
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.machine.toml_file import read_toml
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from sim.mesh.recipe import Recipe
@@ -206,7 +206,7 @@ def case_of(row: Row) -> Case | Skipped:
 
 @cache
 def _held_out() -> list[dict[str, Any]]:
-    return list(tomllib.loads((FOLDER / "held_out.toml").read_text(encoding="utf-8"))["group"])
+    return list(read_toml(FOLDER / "held_out.toml")["group"])
 
 
 def _has(row: Row, key: str, want: str | list[str]) -> bool:

@@ -121,7 +121,7 @@ def _packages() -> Iterator[_Finding]:
     try:
         required = metadata.requires("hyper_parallel") or []
     except metadata.PackageNotFoundError:  # a folder on PYTHONPATH: its requirements are written nowhere
-        required = ["torch", "numpy", "rich", "typer", "safetensors"]
+        required = ["torch", "numpy", "rich", "typer", "safetensors", "tomlkit"]
     listed: dict[str, _Finding] = {}
     for text in required:
         match = _REQUIREMENT.fullmatch(text)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
+import re
+import shlex
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hyper_parallel import __version__
 from hyper_parallel.cli.kit import (
     DOES_NOT_FIT,
     INTERRUPTED,
@@ -27,7 +31,7 @@ from hyper_parallel.cli.kit import (
     stdout_console,
 )
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
+from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue, nearest
 
 if TYPE_CHECKING:
@@ -48,6 +52,9 @@ Settings = Annotated[
     list[str] | None,
     _option("Any other field of sim.mesh.Recipe: loss=compiled, norm=eager, graphs=true ...", _RECIPE, "--set"),
 ]
+Model = Annotated[
+    str | None, _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own.")
+]
 Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
 
 
@@ -57,12 +64,9 @@ _NO_MODEL = tuple(option for option in RUN_OPTIONS if (option.group, option.fiel
 @with_options(*_NO_MODEL)
 def estimate(
     given: Given,
-    config: ConfigFile = None,
+    words: RunWords = None,
     devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
-    model: Annotated[
-        str | None,
-        _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own."),
-    ] = None,
+    model: Model = None,
     start_from: StartFrom = None,
     settings: Settings = None,
     budget: Annotated[
@@ -88,9 +92,11 @@ def estimate(
     The exit code is 3 if it does not fit.
     """
     with _mistakes_as_messages():
+        config = file_of(words, given)
         if config is None:  # before anything is imported
             _hardware(given["train"].get("hardware"))
         from sim.mesh.estimate import estimate_job
+        from sim.mesh.job import Job
         from sim.mesh.searching.budget import NoPolicyFits, fit_job
 
         check_can_draw(plot)
@@ -99,7 +105,11 @@ def estimate(
         if budget is not None and "checkpointing" in given["parallel"]:
             blame, seen = "a budget chooses the checkpointing", f"--checkpointing {given['parallel']['checkpointing']}"
             raise InvalidValue(f"cannot use --budget {budget:g}", blame, seen, "one of both options")
-        hardware, job = _job(config, given, devices, model, start_from, settings)
+        run, spec = _run(config, given, model, start_from)
+        hardware = _hardware(run.train.hardware)
+        job = Job.of_run(run, devices_of(run, devices), model=spec)
+        if settings:
+            job = dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
         with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             try:
                 found = estimate_job(job, hardware) if budget is None else fit_job(job, hardware, budget * GIB)
@@ -111,25 +121,6 @@ def estimate(
             print_wide(f'\nthe fastest within {budget:g} GiB: --checkpointing "{found.recipe.activations}"')
     if not found.memory.fits():
         raise typer.Exit(DOES_NOT_FIT)
-
-
-def _job(
-    file: Path | None,
-    given: Given,
-    devices: int | None,
-    model: str | None,
-    start_from: str | None,
-    settings: list[str] | None,
-) -> tuple[str, Any]:
-    """Return the hardware and the step of the run that was asked for, of the trainer's model or of another one."""
-    from sim.mesh.job import Job
-
-    run, spec = _run(file, given, model, start_from)
-    hardware = _hardware(run.train.hardware)
-    job = Job.of_run(run, devices_of(run, devices), model=spec)
-    if not settings:
-        return hardware, job
-    return hardware, dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
 
 
 def _hardware(named: str | None) -> str:
@@ -200,11 +191,8 @@ def _show_estimate(
 def search(
     given: Given,
     devices: Annotated[int, _option("Devices in all.", min=1)],
-    config: ConfigFile = None,
-    model: Annotated[
-        str | None,
-        _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own."),
-    ] = None,
+    words: RunWords = None,
+    model: Model = None,
     start_from: StartFrom = None,
     memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
     limit: Annotated[int, _option("Most candidates to estimate, before chunks of the best.", min=1)] = 24,
@@ -225,6 +213,7 @@ def search(
         from sim.mesh.searching.search import search as search_ways
         from sim.mesh.spec import ModelSpec
 
+        config = file_of(words, given)
         if config is None:
             _hardware(given["train"].get("hardware"))
         for path in (write, None if json_file in (None, "-") else Path(str(json_file))):
@@ -264,14 +253,31 @@ def search(
         if json_file != "-":
             print_wide(search_view(result, rows))
         if write is not None:
-            from hyper_parallel.trainer.config import config_text
+            from hyper_parallel.trainer.config import RUN, changed_text
 
+            text = changed_text(None if config is None else RUN.read(config), arranged_run(run, result.best.candidate))
             write.parent.mkdir(parents=True, exist_ok=True)
-            write.write_text(config_text(arranged_run(run, result.best.candidate)), encoding="utf-8")
+            write.write_text(_provenance(result.best.estimate) + _PROVENANCE.sub("", text), encoding="utf-8")
             _say_written(write, json_file)
         _write_json(search_dict(result), json_file)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
+
+
+def _provenance(best: Any) -> str:
+    """Return comments for the file of the best run of a search: where it is from, and what was predicted."""
+    from sim.mesh.report import gib, interval, seconds
+
+    step, memory = best.time.step, best.memory.interval
+    return (
+        f"# found by: {shlex.join(['hyper-parallel', *sys.argv[1:]])}\n"
+        f"# on: {best.dims.world_size} x {best.hardware.title}; hyper_parallel {__version__}, {date.today()}\n"
+        f"# predicted, with 80 % intervals: {seconds(step.value)} a step ({interval(step)}), {gib(memory.value)} "
+        f"reserved on a device ({interval(memory, gib)})\n"
+    )
+
+
+_PROVENANCE = re.compile(r"^# found by: .*\n# on: .*\n# predicted, .*\n", re.MULTILINE)
 
 
 def arranged_run(run: Config, candidate: Any) -> Config:
@@ -334,9 +340,9 @@ def _check_writable_settings(write: Path, run: Config, recipe: Any, settings: di
 
 def _said(file: Path | None, given: Given) -> set[str]:
     """Return the keys of [parallel], and accumulate, that the file or an option says."""
-    from hyper_parallel.trainer.config import tomllib
+    from hyper_parallel.trainer.config import RUN
 
-    table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    table = {} if file is None else RUN.read(file).table()
     named = {**table.get("parallel", {}), **given["parallel"]}
     named.update(
         {key: 1 for section in (table.get("train", {}), given["train"]) for key in section if key == "accumulate"}
@@ -411,35 +417,14 @@ def _model(name: str) -> Any:
     """Return the name of a known model, or what a function of the user's returns."""
     from hyper_parallel.cli.subject import named_object
 
-    path, colon, inside = name.partition(":")
-    if not colon:
+    if ":" not in name:
         return name
-    made = (_in_file(Path(path), inside) if path.endswith(".py") else named_object("--model", name))()
+    made = named_object("--model", name)()
     if isinstance(made, type) or callable(getattr(made, "parameters", None)):
         blame = f"it returned a {type(made).__name__}, and an estimate makes the model itself, without data"
         hint = "return sim.mesh.Custom(...), a LlamaConfig or a MoEConfig"
         raise InvalidValue(f"cannot use --model {name}", blame, f"returned: {type(made).__name__}", hint)
     return made
-
-
-def _in_file(path: Path, name: str) -> Any:
-    """Return what a Python file calls by a name."""
-    asked = f"cannot use --model {path}:{name}"
-    if not path.is_file():
-        files = ", ".join(sorted(file.name for file in Path.cwd().glob("*.py"))[:8]) or "none"
-        raise InvalidValue(asked, f"there is no file {str(path)!r}", f"Python files here: {files}", "its path")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "a .py file"
-    assert spec.loader is not None, "a .py file"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        blame = f"{path.name} has no function {name!r}"
-        hint = f"--model {path}:{functions[-1]}" if functions else "a function that returns sim.mesh.Custom(...)"
-        raise InvalidValue(asked, blame, f"it has: {', '.join(functions) or 'none'}", hint)
-    return found
 
 
 # -- what a person sees ------------------------------------------------------------------------------------------------

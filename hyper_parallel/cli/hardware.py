@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from hyper_parallel.cli.kit import busy, check_can_write, mistakes_as_messages, print_wide, stdout_console
+from hyper_parallel.core.common.tables import plain_table
 
 GIB = 2**30
 _WIDEST = 240  # columns of the list, with titles in one line each
@@ -28,10 +28,8 @@ def list_hardware(context: typer.Context) -> None:
     with mistakes_as_messages():
         from hyper_parallel.core.machine.description import FOLDER_VARIABLE, find_machine, machine_names
 
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("name", no_wrap=True)
-        for column in ("devices per node", "memory", "its bandwidth", "bf16", "in a node", "between nodes"):
-            table.add_column(column, justify="right", no_wrap=True)
+        columns = ("devices per node", "memory", "its bandwidth", "bf16", "in a node", "between nodes")
+        table = plain_table("name", *columns)
         table.add_column("")
         for name in machine_names():
             found = find_machine(name)
@@ -64,9 +62,9 @@ def show(name: Annotated[str, typer.Argument(help="A name from the list, or the 
             f"family {found.family}; {found.links} in a node ({found.topology}), {found.fabric} between nodes; "
             f"backend {found.backend}, allocator {found.allocator}"
         )
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in ("figure", "value", "evidence", "source"):
-            table.add_column(column, justify="right" if column == "value" else "left", no_wrap=column != "source")
+        table = plain_table("figure", "value")
+        table.add_column("evidence", no_wrap=True)
+        table.add_column("source")
         for figure, known in sorted(found.figures.items()):
             table.add_row(figure, _figure(known.value, known.unit), known.grade, known.source)
         print_wide(table)

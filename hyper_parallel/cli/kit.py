@@ -19,29 +19,6 @@ from rich.text import Text
 
 from hyper_parallel.core.common.errors import InvalidValue, explain
 
-__all__ = [
-    "DOES_NOT_FIT",
-    "FAILURE",
-    "INTERRUPTED",
-    "LOST_FOLDER",
-    "NOT_SAVED",
-    "USER_ERROR",
-    "busy",
-    "check_can_draw",
-    "check_can_write",
-    "is_first_rank",
-    "is_of_output",
-    "lacks_memory",
-    "mistakes_as_messages",
-    "output_written",
-    "print_wide",
-    "say_error",
-    "say_lacking_memory",
-    "sigterm_as_ctrl_c",
-    "stderr_console",
-    "stdout_console",
-]
-
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 DOES_NOT_FIT = 3
 LOST_FOLDER = 73  # EX_CANTCREAT in sysexits.h

@@ -4,54 +4,82 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hyper_parallel.cli.options import Given, options
+from hyper_parallel.cli.options import Given, declared, options
 from hyper_parallel.core.common.errors import InvalidValue, nearest
 
 if TYPE_CHECKING:
     from hyper_parallel.models.llama import LlamaConfig
     from hyper_parallel.trainer.config import Config
 
-ConfigFile = Annotated[
-    Path | None, typer.Argument(help="TOML file of a run; what it leaves out keeps its default.", show_default=False)
+RunWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FILE SECTION.KEY=VALUE",
+        help="TOML file of a run; what it leaves out keeps its default. Other values of its keys, as parallel.tp=2.",
+        show_default=False,
+    ),
 ]
 StartFrom = Annotated[
     str | None,
     typer.Option(help="Folder of transformers: its model, and weights to start with.", rich_help_panel="Section train"),
 ]
 
-_CONFIG, _LLAMA, _MOE = "hyper_parallel.trainer.config", "hyper_parallel.models.llama", "hyper_parallel.models.moe"
-_LORA = "hyper_parallel.models.lora"
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp", "fold_experts")
+_MODELS = MappingProxyType({"model": "llama", "experts": "moe", "lora": "lora"})  # modules of sections
 
 
-def _of(section: str, *fields: str, name: str = "", module: str = _CONFIG) -> Any:
-    """Return options for keys of a section; without a default, since the file has them."""
-    name = name or f"{section.capitalize()}Config"
+def _of(section: str, **called: str) -> Any:
+    """Return options for all keys of a section, without defaults, since the file has them; "" is for no option."""
+    module = f"hyper_parallel.models.{_MODELS[section]}" if section in _MODELS else "hyper_parallel.trainer.config"
+    name = "LlamaConfig" if section == "model" else f"{section.capitalize()}Config"
+    fields = [f"{key}={called.get(key, key)}" for key in declared(module, name) if called.get(key, key)]
     return options(section, module, name, *fields, panel=f"Section {section}", optional=True)
 
 
 RUN_OPTIONS = (
-    *_of("train", "model", "steps", "batch_size", "seq_len", "accumulate", "seed", "device"),
-    *_of("train", "eval_every", "eval_sequences", "log=log_file", "tensorboard", "profile_steps"),
-    *_of("train", "memory_snapshot", "memory_limit_gb"),
-    *_of("train", "on_nonfinite", "max_skips", "stuck_after_s=stuck_after", "predict", "hardware"),
-    *_of("parallel", *_DEGREES, "ranks_per_node", "schedule", "stages_per_rank", "layers_per_stage", "engine"),
-    *_of("parallel", "param_dtype=precision", "reshard_after_forward", "reduce_each", "reshard_inputs", "tp_chunks"),
-    *_of("parallel", "checkpointing", "compile", "whole_parameters"),
-    *_of("optimizer", "muon", "lr", "warmup_steps", "schedule=lr_schedule", "min_lr_ratio", "beta1", "beta2"),
-    *_of("optimizer", "weight_decay", "max_grad_norm"),
-    *_of("checkpoint", "folder=checkpoint_dir", "every=save_every", "keep", "background", "resume", "resume_step"),
-    *_of("data", "path=data", "pattern=data_pattern", "max_bytes=data_bytes", "ignored=data_ignored"),
-    *_of("data", "tokenizer", "mask_prompts"),
-    *_of("model", name="LlamaConfig", module=_LLAMA),
-    *_of("experts", name="ExpertsConfig", module=_MOE),
-    *_of("lora", *(f"{key}=lora_{key}" for key in ("rank", "alpha", "dropout", "targets")), module=_LORA),
+    *_of("train", log="log_file", stuck_after_s="stuck_after", start_from=""),
+    *_of("parallel", param_dtype="precision"),
+    *_of("optimizer", schedule="lr_schedule"),
+    *_of("checkpoint", folder="checkpoint_dir", every="save_every"),
+    *_of("data", path="data", pattern="data_pattern", max_bytes="data_bytes", ignored="data_ignored"),
+    *_of("model"),
+    *_of("experts"),
+    *_of("lora", rank="lora_rank", alpha="lora_alpha", dropout="lora_dropout", targets="lora_targets"),
 )
 """One for each key of a run, but for `train.start_from`: it changes more than its own key."""
+
+
+def file_of(words: list[str] | None, given: Given) -> Path | None:
+    """Return the file among the words of a run, and add the values of the others to those that options give.
+
+    Args:
+        words: a file, and keys with values, such as "parallel.tp=2".
+        given: by section.
+
+    Raises:
+        ValueError: two files, no such key (with the closest name), a value of another type, a key that is given twice.
+    """
+    files = [word for word in words or () if "=" not in word or Path(word).is_file()]
+    if len(files) > 1:
+        blame, hint = "a run has one file", f"{files[0]}, and keys such as parallel.tp=2"
+        raise InvalidValue("cannot read a run", blame, f"files: {', '.join(files)}", hint)
+    for word in words or ():
+        if word in files:
+            continue
+        from hyper_parallel.core.machine.toml_file import read_value
+        from hyper_parallel.trainer.config import checked_value
+
+        place, _, text = word.partition("=")
+        section, _, key = place.strip().rpartition(".")
+        value = checked_value(section, key, read_value(text.strip()))
+        if given.setdefault(section, {}).setdefault(key, value) != value:
+            seen = f"{section}.{key}: {given[section][key]!r} and {value!r}"
+            raise InvalidValue(f"cannot use {word}", "the key has two values", seen, "one of the two")
+    return Path(files[0]) if files else None
 
 
 def read_run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import math
 import sys
@@ -218,45 +218,49 @@ def own_subject(
 
 
 def named_object(option: str, name: str) -> Callable[..., Any]:
-    """Import "module:function"; modules in the working folder count, too.
+    """Import "module:function" or load "file.py:function"; modules in the working folder count, too.
 
     >>> named_object("--model", "torch.nn:GELU")()
     GELU(approximate='none')
 
     Args:
         option: what asks for it, for messages.
-        name: module and function.
+        name: module or file, and function.
 
     Raises:
-        ValueError: no such module, nothing of that name in it, something that cannot be called.
+        ValueError: no such module or file, nothing of that name in it, something that cannot be called.
     """
     asked, (path, colon, inside) = f"cannot use {option} {name}", name.partition(":")
     if not colon or not path or not inside:
         blame = "it is not of the form module:function" + ("" if option != "--model" else ", and not 'llama'")
         raise InvalidValue(asked, blame, f"{option} {name}", f"{option} my_module:function")
+    files = ", ".join(sorted(file.name for file in Path.cwd().glob("*.py"))[:8]) or "none"
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path) if path.endswith(".py") else None
+    if spec is not None and not Path(path).is_file():
+        raise InvalidValue(asked, f"there is no file {path!r}", f"here: {files}", "its path")
     here = str(Path.cwd())
     added = here not in sys.path
     if added:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(path)
+        if spec is None or spec.loader is None:
+            module = importlib.import_module(path)
+        else:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
             raise
-        files = ", ".join(sorted(file.name for file in Path.cwd().glob("*.py"))[:8]) or "none"
-        hint = f"{option} {path.removesuffix('.py')}:{inside}" if path.endswith(".py") else "a module that is there"
-        raise InvalidValue(asked, f"there is no module {error.name!r}", f"here: {files}", hint) from None
+        blame = f"there is no module {error.name!r}"
+        raise InvalidValue(asked, blame, f"here: {files}", "a module that is there") from None
     finally:
         if added:
             sys.path.remove(here)
     found = getattr(module, inside, None)
     if not callable(found):
         blame = f"{inside!r} cannot be called" if found is not None else f"{path} has no {inside!r}"
-        names = [
-            name
-            for name, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", "") == path and not name.startswith("_")
-        ]
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        names = [key for key in own if callable(getattr(module, key)) and not key.startswith("_")]
         near = nearest(inside, names) if names else "a function that is there"
         hint = near if near.startswith("one of ") or not names else f"{option} {path}:{near[1:-1]}"
         raise InvalidValue(asked, blame, f"functions: {', '.join(names[:8]) or 'none'}", hint)

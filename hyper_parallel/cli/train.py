@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,10 @@ from hyper_parallel.cli.kit import (
     stdout_console,
 )
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, read_run
+from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.config import Config
 
 _WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 
@@ -27,9 +30,12 @@ _WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 @with_options(*RUN_OPTIONS)
 def train(
     given: Given,
-    config: ConfigFile = None,
+    words: RunWords = None,
     start_from: StartFrom = None,
     sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
+    reduced: Annotated[
+        bool, typer.Option("--reduced", help="Train the small run of the same kind that verify makes, simulated.")
+    ] = False,
     dump_config: Annotated[
         bool, typer.Option("--dump-config", help="Print this run as a TOML file, with all defaults, and exit.")
     ] = False,
@@ -39,40 +45,34 @@ def train(
     Without --sim the ranks come from torchrun:
     torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
     """
-    from hyper_parallel.cli.runs import (
-        check_run,
-        describe_run,
-        find_split,
-        predict_run,
-        run_here,
-        run_simulated,
-        summarise,
-        while_ranks_run,
-    )
+    from hyper_parallel.cli import runs
     from hyper_parallel.trainer.config import config_text
     from hyper_parallel.trainer.guards import stop_on_signals
 
     with mistakes_as_messages():
-        run = read_run(config, given, start_from, others=True)
+        run = read_run(file_of(words, given), given, start_from, others=True)
+        if reduced:
+            run, sim, changes = _reduced(run, sim)
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         if dump_config:
             stdout_console().file.write(config_text(run))
             raise typer.Exit()
-        run = check_run(run, sim)
+        if reduced:
+            stdout_console().print(f"reduced: {', '.join(changes) or 'nothing'}")
+        run = runs.check_run(run, sim)
         if is_first_rank():
             check_can_write(Path(str(run.train.log)))
-        split = find_split(stdout_console(), run)
-    with while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
+        split = runs.find_split(stdout_console(), run)
+    with runs.while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = stdout_console()
-        describe_run(console, run, sim)
+        runs.describe_run(console, run, sim)
         if sim is None:
-            result = run_here(
-                console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop, predict_run(console, run), split
-            )
+            title = f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}"
+            result = runs.run_here(console, title, run, stop, runs.predict_run(console, run), split)
         else:
-            result, _ = run_simulated(console, f"{sim} simulated ranks", run, sim, stop, split)
-        summarise(console, result, has_bytes=run.data.tokenizer is None)
+            result, _ = runs.run_simulated(console, f"{sim} simulated ranks", run, sim, stop, split)
+        runs.summarise(console, result, has_bytes=run.data.tokenizer is None)
         if run.checkpoint.folder is not None and result.steps:
             console.print(f"checkpoints: {run.checkpoint.folder}")
         elif result.stopped is not None:
@@ -84,21 +84,24 @@ def train(
         raise typer.Exit(NOT_SAVED)
 
 
+def _reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[str, ...]]:
+    """Return a small run of the same kind, how many ranks to simulate, none under torchrun, and what was reduced."""
+    from sim.prove.training import reduced_run
+
+    small, few, changes = reduced_run(run, devices_of(run, ranks))
+    is_rank = "RANK" in os.environ
+    device = run.train.device if is_rank else "cpu"
+    small = replace(small, train=replace(small.train, start_from=None, device=device))  # weights of other shapes
+    return small, None if is_rank else few, changes
+
+
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for loss.png and the logs.")] = Path("out/demo"),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 60,
     seed: Annotated[int, typer.Option(help="Of weights, data order and simulated interleaving.")] = 0,
 ) -> None:
     """Train a small Llama on 8 simulated ranks (2 replicas x 4 shards), then on one device, and compare."""
-    from hyper_parallel.cli.runs import (
-        check_run,
-        compare_runs,
-        describe_run,
-        one_thread,
-        run_here,
-        run_simulated,
-        while_ranks_run,
-    )
+    from hyper_parallel.cli import runs
     from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
 
     with mistakes_as_messages():
@@ -107,16 +110,16 @@ def demo(
             train=replace(both, log=str(out / "8_ranks.jsonl")), parallel=ParallelConfig(dp_replicate=2, dp_shard=4)
         )
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
-        ranks = check_run(ranks, sim=8)
+        ranks = runs.check_run(ranks, sim=8)
         for name in ("loss.png", "8_ranks.jsonl", "one_device.jsonl"):
             check_can_write(out / name)
-    with while_ranks_run(f"the logs so far are in {out}"):
+    with runs.while_ranks_run(f"the logs so far are in {out}"):
         console = stdout_console()
-        describe_run(console, ranks, sim=8)
-        simulated, traffic = run_simulated(console, "8 simulated ranks", ranks, 8)
-        with one_thread():
-            alone = run_here(console, "one device", single)
-        compare_runs(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
+        runs.describe_run(console, ranks, sim=8)
+        simulated, traffic = runs.run_simulated(console, "8 simulated ranks", ranks, 8)
+        with runs.one_thread():
+            alone = runs.run_here(console, "one device", single)
+        runs.compare_runs(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
 
 
 def export(

@@ -9,7 +9,7 @@ import typer
 
 from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, stdout_console
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
+from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _OF_RUN = tuple(option for option in RUN_OPTIONS if (option.group, option.field)
 
 @with_options(*_OF_RUN)
 def verify(
-    config: ConfigFile = None,
+    words: RunWords = None,
     devices: Annotated[int | None, typer.Option(help="Ranks of the run; default: as many as its degrees need.")] = None,
     model: Annotated[
         str | None,
@@ -71,6 +71,8 @@ def verify(
 
     Exit code 0: right; 1: something is wrong, or ranks failed; 2: a mistake in what was asked.
     """
+    with mistakes_as_messages():
+        config = file_of(words, given)
     of_plan = {"--mesh": mesh, "--plan": plan_file, "--parallelize": parallelize, "--show-plan": show_plan or None}
     of_plan |= {"--loss": loss, "--optimizer": optimizer}
     of_plan["--model"] = model if model is not None and ":" in model else None

@@ -1,5 +1,7 @@
 """The configuration of a training run: plain dataclasses, one for each section of its TOML file.
 
+    schema = 1
+
     [model]
     hidden_size = 256
 
@@ -16,14 +18,8 @@ flags.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
-import json
 import math
 import re
-import sys
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,14 +34,13 @@ from hyper_parallel.core.common.checks import (
     check_listed,
     check_paths,
 )
-from hyper_parallel.core.common.errors import InvalidValue
+from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue, nearest
+from hyper_parallel.core.machine.toml_file import Schema, TomlFile, toml_text
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
 from hyper_parallel.platform import device_types
-
-tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 MODELS = ("llama", "moe")
 OTHER = "transformers"
@@ -358,11 +353,7 @@ class Config:
             TypeError: a value of another kind.
             ValueError: no such section or key, or a value that the section refuses.
         """
-        check_choice("cannot change a run", "section", section, [each.name for each in dataclasses.fields(self)])
-        given = {key: value for key, value in changes.items() if value is not None}
-        known = [each.name for each in dataclasses.fields(getattr(self, section))]
-        for key in given:
-            check_choice("cannot change a run", "key", key, known)
+        given = {key: checked_value(section, key, value) for key, value in changes.items() if value is not None}
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **given)})
 
     def shape(self) -> LlamaConfig:
@@ -419,46 +410,8 @@ def _some(values: object, *names: str) -> dict[str, Any]:
 
 # -- TOML files --------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _ConfigText:
-    """The text of a config file, to point at."""
-
-    path: Path
-    lines: tuple[str, ...]
-
-    def error(self, message: str, section: str | None = None, key: str | None = None, hint: str = "") -> ValueError:
-        """Build the error; it shows the line of `key` in `section` when the key stands on a line of its own."""
-        number = self._find(section, key)
-        return self._at(number, key or section or "", message, hint)
-
-    def syntax_error(self, error: Exception) -> ValueError:
-        """Build the error for text that is not TOML."""
-        place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        reason = str(error).split(" (at ")[0]
-        number, column = (int(place[1]), int(place[2]) - 1) if place else (None, 0)
-        return self._at(number, "", f"not valid TOML: {reason[:1].lower()}{reason[1:]}", "", column)
-
-    def _at(self, number: int | None, word: str, message: str, hint: str, column: int | None = None) -> ValueError:
-        where, text = str(self.path), ""
-        if number is not None and number <= len(self.lines):
-            line = self.lines[number - 1].rstrip()
-            begin = line.find(word) if column is None else column
-            text = f"\n    {line}\n    {' ' * begin}{'^' * max(len(word), 1)}"
-            where += f":{number}"
-        return ValueError(f"{where}: {message}{text}{hint and f'{chr(10)}  {hint}'}")
-
-    def _find(self, section: str | None, key: str | None) -> int | None:
-        current = None
-        for number, line in enumerate(self.lines, start=1):
-            header = re.match(r"\s*\[\s*([^\]]+?)\s*\]", line)
-            if header:
-                current = header[1].strip("\"'")
-                if key is None and current == section:
-                    return number
-            elif key is not None and current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
-                return number
-        return None
+RUN = Schema("config")
+"""The format of run files; `upgrades` has what changed since 0.1."""
 
 
 def load_config(path: str | Path) -> Config:
@@ -468,122 +421,101 @@ def load_config(path: str | Path) -> Config:
         path: the file.
 
     Raises:
-        ValueError: the file is missing or is not TOML, an unknown section or key (with the closest name), a value of
-            the wrong type or out of range. The message points at the line.
+        ValueError: the file is missing or is not TOML, of a newer schema, an unknown section or key (with the closest
+            name), a value of the wrong type or out of range. The message points at the line.
     """
-    path = Path(path)
+    return build_config(RUN.read(path))
+
+
+def build_config(file: TomlFile) -> Config:
+    """Return the run of a file that is read already; see `load_config`."""
+    sections, built = _sections(), {}
+    for name, values in file.table().items():
+        if not isinstance(values, dict):
+            hint = _home(name) or f"one of the sections {', '.join(sections)}"
+            raise file.error(f"'{name}' stands outside of a section", hint, name)
+        if name not in sections:
+            raise file.error(f"unknown section [{name}]", nearest(name, sections), name)
+        key, checked = "", {}
+        try:
+            for key, value in values.items():
+                checked[key] = checked_value(name, key, value)
+            key = ""
+            built[name] = sections[name](**checked)
+        except HyperParallelError as error:
+            # The dataclass names the key in its message; find it to show the line.
+            key = key or next((key for key in values if re.search(rf"\b{key}\b", str(error))), "")
+            blame = re.sub(r"^cannot (use \[\w+\]|set \S+): ", "", f"{error.asked}: {error.blame}")
+            raise file.error(blame, error.hint, *((name, key) if key else (name,))) from None
+    return Config(**built)
+
+
+def checked_value(section: str, key: str, value: Any) -> Any:
+    """Return a value as the section takes it, which checks its type: an int as a float where it may be a fraction.
+
+    >>> checked_value("optimizer", "lr", 1)
+    1.0
+
+    Raises:
+        ValueError: no such section or key, with the closest name.
+    """
+    place, sections = f"{section}.{key}".lstrip("."), _sections()
+    asked, seen = f"cannot set {place}", f"{place} = {value!r}"
+    if section not in sections:
+        blame = f"unknown section [{section}]" if section else "it names no section"
+        raise InvalidValue(asked, blame, seen, _home(key) or nearest(section or key, sections))
+    known = {each.name: str(each.type) for each in dataclasses.fields(sections[section])}
+    if key not in known:
+        raise InvalidValue(asked, f"unknown key '{key}' in [{section}]", seen, _home(key) or nearest(key, known))
     try:
-        raw = path.read_bytes()
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
-        near = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.glob("*.toml")), n=1)
-        hint = f"\n  did you mean '{path.with_name(near[0])}'?" if near else ""
-        raise ValueError(f"cannot read the config '{path}': {reason}{hint}") from None
-    try:
-        text = raw.decode("utf-8-sig")  # editors on Windows may begin a file with a byte order mark
-    except UnicodeDecodeError:
-        raise ValueError(f"cannot read the config '{path}': it is not UTF-8 text") from None
-    source = _ConfigText(path, tuple(text.splitlines()))
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets in brackets
-        raise source.syntax_error(error) from None
-    return _build_config(table, source)
+        return float(value) if type(value) is int and "float" in known[key] else value
+    except OverflowError:  # of an int with hundreds of digits
+        return math.inf
 
 
 def config_text(config: Config) -> str:
     """Return the TOML file of a `Config`, with all keys that have a value; `load_config` reads it.
 
     >>> print(config_text(Config()).splitlines()[0])
-    [model]
+    schema = 1
 
     Args:
         config: of a run.
     """
-    sections = []
-    for section in _sections():
-        values = dataclasses.asdict(getattr(config, section)).items()
-        lines = [f"{key} = {_toml(value)}" for key, value in values if value is not None]
-        sections.append("\n".join([f"[{section}]", *lines]))
-    return "\n\n".join(sections) + "\n"
+    values = {name: dataclasses.asdict(getattr(config, name)) for name in _sections()}
+    said = {name: {k: v for k, v in section.items() if v is not None} for name, section in values.items()}
+    return toml_text(said, RUN)
 
 
-def _toml(value: bool | int | float | str) -> str:
-    return repr(value) if type(value) in (int, float) else json.dumps(value, ensure_ascii=False)
+def changed_text(file: TomlFile | None, config: Config) -> str:
+    """Return a file with a run that was made from another: comments and order stay, and all that is as before.
 
+    >>> print(changed_text(None, Config(train=TrainConfig(steps=20))))
+    schema = 1
+    <BLANKLINE>
+    [train]
+    steps = 20
+    <BLANKLINE>
 
-def _build_config(table: dict[str, Any], source: _ConfigText) -> Config:
-    sections = _sections()
-    built: dict[str, Any] = {}
-    for name, values in table.items():
-        if isinstance(values, dict) and name in sections:
-            built[name] = _build_section(sections[name], name, values, source)
-        elif isinstance(values, dict):
-            raise source.error(
-                f"unknown section [{name}]", section=name, hint=_closest(name, list(sections), "sections")
-            )
-        else:
-            raise source.error(
-                f"'{name}' stands outside of a section", key=name, hint=_section_of(name, sections) or _all(sections)
-            )
-    return Config(**built)
+    Args:
+        file: of the other run; None: the defaults.
+        config: the new run.
+    """
+    file = TomlFile(RUN, Path(), "") if file is None else file
+    before, changes = build_config(file), {}
+    for name in _sections():
+        old, new = (dataclasses.asdict(getattr(run, name)) for run in (before, config))
+        changes[name] = {key: value for key, value in new.items() if value != old[key]}
+    return file.rewritten(changes)
 
 
 def _sections() -> dict[str, type]:
     return {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config)}
 
 
-def _build_section(cls: type, section: str, values: dict[str, Any], source: _ConfigText) -> Any:
-    known = typing.get_type_hints(cls)
-    for key, value in values.items():
-        if key not in known:
-            hint = _section_of(key, _sections()) or _closest(key, list(known), f"keys of [{section}]")
-            raise source.error(f"unknown key '{key}' in [{section}]", section, key, hint)
-        if not _fits(value, known[key]):
-            got = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise source.error(f"'{key}' in [{section}] must be {_type_name(known[key])}, got {got}", section, key)
-        if float in _members(known[key]):
-            values = {**values, key: _as_float(value)}
-    try:
-        return cls(**values)
-    except (TypeError, ValueError) as error:
-        # The dataclass names the key in its message; find it to show the line.
-        blamed = next((key for key in values if re.search(rf"\b{key}\b", str(error))), None)
-        message, _, hint = str(error).partition("\n")
-        raise source.error(message, section, blamed, hint.strip()) from None
-
-
-def _closest(word: str, names: list[str], what: str) -> str:
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else f"{what}: {', '.join(names)}"
-
-
-def _section_of(key: str, sections: dict[str, type]) -> str:
-    found = [name for name, cls in sections.items() if key in typing.get_type_hints(cls)]
-    return f"try: put it under [{found[0]}]" if found else ""
-
-
-def _all(sections: dict[str, type]) -> str:
-    return f"sections: {', '.join(sections)}"
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Tell whether a TOML value has the annotated type; an int is a float too, a bool is not an int."""
-    allowed = _members(hint)
-    return type(value) in allowed or (type(value) is int and float in allowed)
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # of an int with hundreds of digits
-        return math.inf if value > 0 else -math.inf
-
-
-def _type_name(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "a string in quotes", bool: "true or false"}
-    return next(names[member] for member in _members(hint) if member in names)
+def _home(key: str) -> str:
+    """Return the key with the section that has it, "" if none has."""
+    if key == "schema":
+        return "schema = 1 above all sections"
+    names = {name: [each.name for each in dataclasses.fields(kind)] for name, kind in _sections().items()}
+    return next((f"{name}.{key}" for name, known in names.items() if key in known), "")

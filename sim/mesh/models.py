@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
+from hyper_parallel.core.machine.toml_file import read_toml
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
@@ -23,8 +22,6 @@ from hyper_parallel.trainer.metrics import flops_per_token
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import Custom, CustomSpec, ModelSpec
 from sim.mesh.zoo import MLAConfig, MLALlama, mla_plan, use_kernels
-
-tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 _FILE = Path(__file__).parent / "data" / "models.toml"
 _ABOUT = ("kind", "source", "like", "parameters", "active", "also")
@@ -95,7 +92,7 @@ def find_model(model: Model) -> ModelSpec:
 
 @lru_cache(maxsize=1)
 def _tables() -> dict[str, dict[str, Any]]:
-    return dict(tomllib.loads(_FILE.read_text(encoding="utf-8")))
+    return read_toml(_FILE)
 
 
 @lru_cache(maxsize=1)

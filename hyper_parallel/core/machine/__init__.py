@@ -1,11 +1,13 @@
 """One description of a machine, and the price of a collective on it, for all that plans, simulates or estimates.
 
     description -> file, calibration, links
+    file, calibration -> toml_file
 
 description   a machine: devices, nodes, links, peaks, memory; found by name, by file or by the name of a device
 file          reads and writes one as TOML, each figure with unit, source and grade
 calibration   measured and fitted curves of kernels and links
 links         seconds of a collective or a message
+toml_file     reads and writes TOML, of run files and plans, too
 """
 
 from hyper_parallel.core.machine.description import Machine, find_machine, machine_names, machine_of_device

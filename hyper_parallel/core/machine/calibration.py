@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hyper_parallel.core.common.errors import InvalidValue, nearest
-from hyper_parallel.core.machine.file import tomllib
+from hyper_parallel.core.machine.toml_file import read_toml
 
 DATA = Path(__file__).parent / "data"
 FILES = ("curves.toml", "calibration.toml", "fit.toml", "spreads.toml")
@@ -95,8 +95,7 @@ def load_calibration(folder: Path = DATA) -> Calibration:
     for name in FILES:
         path = folder / name
         if path.exists():
-            with path.open("rb") as file:
-                _merge(sections, tomllib.load(file))
+            _merge(sections, read_toml(path))
     return Calibration(sections)
 
 

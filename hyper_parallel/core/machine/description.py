@@ -244,20 +244,6 @@ class Machine:
             hardware = hardware.with_figures(grade, source, inter__bandwidth=rate)
         return hardware if fabric is None else replace(hardware, fabric=fabric_kind(fabric, self.fabric))
 
-    def with_memory(
-        self,
-        usable_gib: float | None = None,
-        bandwidth_tbytes_s: float | None = None,
-        source: str = "given by the caller",
-    ) -> Machine:
-        """Return it with other memory: GiB that programs can have, TB/s."""
-        changes: dict[str, float] = {}
-        if usable_gib is not None:
-            changes["device__usable_memory"] = usable_gib * 2**30
-        if bandwidth_tbytes_s is not None:
-            changes["device__bandwidth"] = bandwidth_tbytes_s * 1e12
-        return self.with_figures("datasheet", source, **changes)
-
     def with_attention(self, kernels: str) -> Machine:
         """Return it with other kernels of attention: those of its family in `curves.toml`, such as `flash3`."""
         return replace(
@@ -291,16 +277,6 @@ class Machine:
         texts = {name: str(getattr(self, name)) for name in names}
         write_machine_file(Path(path), texts, self.figures, self.curves)
         return Path(path)
-
-    def with_peak(self, bf16_tflops: float, source: str = "given by the caller") -> Machine:
-        """Return it with another peak of bf16 and fp16 matmuls; other dtypes are scaled alike."""
-        factor = bf16_tflops * 1e12 / self.peak("bf16")
-        changes = {
-            name.replace(".", "__"): figure.value * factor
-            for name, figure in self.figures.items()
-            if name.startswith("peak.")
-        }
-        return self.with_figures("datasheet", source, **changes)
 
 
 def fabric_kind(words: str, otherwise: str = "ethernet") -> str:

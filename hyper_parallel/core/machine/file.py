@@ -1,6 +1,7 @@
 """Reader of hardware descriptions: figures with units, sources and evidence grades, in TOML.
 
 ```toml
+schema = 1
 title = "My accelerator, in nodes of 8"
 family = "hopper"           # whose curves of matmuls and kernels it uses
 links = "nvlink4"           # links within a node
@@ -16,19 +17,14 @@ memory = { value = 80, unit = "GiB", grade = "datasheet", source = "sheet" }  # 
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
-import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.common.errors import InvalidValue, nearest
-
-tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+from hyper_parallel.core.common.errors import nearest
+from hyper_parallel.core.machine.toml_file import Schema, TomlFile, inline, toml_text
 
 GRADES = ("measured", "calibrated", "datasheet", "assumed")
 """Evidence of a figure, the best first: measured on the device, fitted to measurements, its maker's word, assumed."""
@@ -113,28 +109,8 @@ _TEXTS = ("name", "title", "family", "links", "topology", "fabric", "allocator",
 _CHOICES = MappingProxyType({"topology": ("switch", "mesh"), "allocator": ("caching", "expandable", "none")})
 
 
-class _File:
-    """The text of the file, to point at."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-            hint = "'h100-sxm', or the path of a TOML file"
-            raise InvalidValue("cannot read the hardware", reason, f"path: {path}", hint) from None
-
-    def error(self, blame: str, seen: str, hint: str, key: str = "") -> ValueError:
-        """Build the error that points at a key, given as `section.key`."""
-        section, _, name = key.rpartition(".")
-        at, current = "", ""
-        for number, line in enumerate(self.lines, start=1):
-            header = re.match(r"\s*\[\s*([^\]]+?)\s*\]", line)
-            current = header[1] if header else current
-            if current == section and re.match(rf"\s*{re.escape(name)}\s*[=.]", line):
-                at = f":{number}"
-        return InvalidValue(f"cannot read the hardware {self.path}{at}", blame, seen, hint)
+MACHINE = Schema("hardware")
+"""The format of descriptions."""
 
 
 def read_machine_file(path: Path) -> dict[str, Any]:
@@ -144,11 +120,8 @@ def read_machine_file(path: Path) -> dict[str, Any]:
         ValueError: the file is missing or is not TOML; an unknown or missing key; a figure without a number, unit,
             grade or source, or with a unit of something else; half a device; more usable memory than there is.
     """
-    file = _File(path)
-    try:
-        data = tomllib.loads("\n".join(file.lines))
-    except (ValueError, RecursionError) as error:
-        raise file.error("it is not valid TOML", str(error), "title = '...'") from None
+    file = MACHINE.read(path, "'h100-sxm', or the path of a TOML file")
+    data = file.table()
     sources = data.pop("sources", {})
     made: dict[str, Any] = {"figures": {}, "curves": data.pop("curves", {})}
     sections = {name.split(".")[0] for name in FIGURES}
@@ -160,30 +133,31 @@ def read_machine_file(path: Path) -> dict[str, Any]:
                 made["figures"][f"{key}.{name}"] = _figure(file, f"{key}.{name}", entry, sources)
         else:
             hint = nearest(key, (*_TEXTS, *sorted(sections), "sources", "curves"))
-            raise file.error(f"there is no {key!r}", f"{key} = {value!r}", hint, key)
+            raise file.error(f"there is no {key!r}", hint, key)
     for name in ("title", "family"):
         if name not in made:
             seen = f"keys: {', '.join(data) or 'none'}"
-            raise file.error(f"it does not say its {name}", seen, f'{name} = "{path.stem}"')
+            raise file.error(f"it does not say its {name}", f'{name} = "{path.stem}"', seen=seen)
     absent = [name for name, kind in FIGURES.items() if kind.required and name not in made["figures"]]
     if absent:
         kind = FIGURES[absent[0]]
         section, _, key = absent[0].partition(".")
         hint = f'[{section}] {key} = {{ value = ..., unit = "{kind.unit}", grade = "datasheet", source = "..." }}'
-        raise file.error(f"{absent[0]} is missing ({kind.meaning})", f"missing: {', '.join(absent)}", hint)
+        blame = f"{absent[0]} is missing ({kind.meaning})"
+        raise file.error(blame, hint, section, seen=f"missing: {', '.join(absent)}")
     _check_together(file, made["figures"])
     return made
 
 
-def _check_together(file: _File, figures: Mapping[str, Figure]) -> None:
+def _check_together(file: TomlFile, figures: Mapping[str, Figure]) -> None:
     for name in ("node.devices", "device.cores", "intra.in_switch_from"):
         if name in figures and not figures[name].value.is_integer():
-            raise file.error(f"{name} is not a whole number", f"value = {figures[name].value}", "value = 8", name)
+            raise file.error(f"{name} is not a whole number", "value = 8", *name.split("."))
     capacity, usable = (figures[f"device.{name}"].value for name in ("memory", "usable_memory"))
     if usable > capacity:
         blame, seen = "a program can have no more memory than there is", f"{usable:,.0f} B of {capacity:,.0f} B"
         hint = "memory in GiB, because a device that is sold with 80 GB has 80 GiB; or less usable_memory"
-        raise file.error(blame, seen, hint, "device.usable_memory")
+        raise file.error(blame, hint, "device", "usable_memory", seen=seen)
 
 
 def write_machine_file(
@@ -191,65 +165,41 @@ def write_machine_file(
 ) -> None:
     """Write a description."""
     names = {source: f"s{i}" for i, source in enumerate(dict.fromkeys(figure.source for figure in figures.values()), 1)}
-    lines = [f"{name} = {_toml(text)}" for name, text in texts.items()]
-    lines += ["", "[sources]", *(f"{name} = {_toml(source)}" for source, name in names.items())]
-    for section in dict.fromkeys(name.partition(".")[0] for name in figures):
-        lines += ["", f"[{section}]"]
-        for name, (value, unit, grade, source) in figures.items():
-            if name.startswith(f"{section}."):
-                said = f"value = {_toml(value)}, unit = {_toml(unit)}, grade = {_toml(grade)}"
-                lines.append(f"{name.partition('.')[2]} = {{ {said}, source = {_toml(names[source])} }}")
-    path.write_text("\n".join([*lines, *_tables("curves", curves)]) + "\n", encoding="utf-8")
+    content: dict[str, Any] = {**texts, "sources": {name: source for source, name in names.items()}}
+    for name, figure in figures.items():
+        section, _, key = name.partition(".")
+        content.setdefault(section, {})[key] = inline({**figure._asdict(), "source": names[figure.source]})
+    path.write_text(toml_text({**content, "curves": curves}, MACHINE), encoding="utf-8")
 
 
-def _tables(path: str, table: Mapping[str, Any]) -> list[str]:
-    plain = [f"{name} = {_toml(value)}" for name, value in table.items() if not isinstance(value, Mapping)]
-    lines = ["", f"[{path}]", *plain] if plain else []
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            lines += _tables(f"{path}.{name}", value)
-    return lines
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return f"{int(value)}" if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else repr(value)
-
-
-def _text(file: _File, key: str, value: object) -> str:
+def _text(file: TomlFile, key: str, value: object) -> str:
     choices = _CHOICES.get(key)
     if not isinstance(value, str) or (choices and value not in choices):
         hint = " or ".join(map(repr, choices)) if choices else f'{key} = "..."'
-        raise file.error(f"{key} is not {'one of its choices' if choices else 'text'}", f"{key} = {value!r}", hint, key)
+        raise file.error(f"{key} is not {'one of its choices' if choices else 'text'}", hint, key)
     return value
 
 
-def _figure(file: _File, name: str, entry: object, sources: dict[str, str]) -> Figure:
+def _figure(file: TomlFile, name: str, entry: object, sources: dict[str, str]) -> Figure:
+    keys = name.split(".")
     if name not in FIGURES:
-        raise file.error(f"there is no figure {name!r}", f"{name} = {entry!r}", nearest(name, FIGURES), name)
+        raise file.error(f"there is no figure {name!r}", nearest(name, FIGURES), *keys)
     kind = FIGURES[name]
     example = f'{{ value = 1, unit = "{kind.unit}", grade = "datasheet", source = "..." }}'
     if not isinstance(entry, dict):
-        raise file.error(f"{name} is not a table with value, unit, grade and source", f"{entry!r}", example, name)
-    for key in entry:
-        if key not in ("value", "unit", "grade", "source"):
-            hint = nearest(key, ("value", "unit", "grade", "source"))
-            raise file.error(f"{name} has an unknown key {key!r}", f"{entry!r}", hint, name)
-    value, unit, grade, source = (entry.get(key) for key in ("value", "unit", "grade", "source"))
+        raise file.error(f"{name} is not a table with {', '.join(Figure._fields)}", example, *keys)
+    if unknown := [key for key in entry if key not in Figure._fields]:
+        raise file.error(f"{name} has an unknown key {unknown[0]!r}", nearest(unknown[0], Figure._fields), *keys)
+    value, unit, grade, source = (entry.get(key) for key in Figure._fields)
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not kind.zero):  # type: ignore[operator]
-        raise file.error(f"the value of {name} is not a number above 0", f"value = {value!r}", example, name)
+        raise file.error(f"the value of {name} is not a number above 0", example, *keys)
     if unit not in _UNITS[kind.unit]:
         units = [name for name in _UNITS[kind.unit] if len(name) > 1 or len(_UNITS[kind.unit]) < 5]
-        raise file.error(f"{name} ({kind.meaning}) is not given in {unit!r}", f"{entry!r}", f"one of {units}", name)
+        raise file.error(f"{name} ({kind.meaning}) is not given in {unit!r}", f"one of {units}", *keys)
     if grade not in GRADES:
-        raise file.error(
-            f"the grade of {name} is not an evidence grade", f"grade = {grade!r}", f"one of {GRADES}", name
-        )
+        raise file.error(f"the grade of {name} is not an evidence grade", f"one of {GRADES}", *keys)
     if not isinstance(source, str) or not source.strip():
-        raise file.error(f"{name} has no source", f"{entry!r}", 'source = "vendor\'s datasheet, 2025"', name)
+        raise file.error(f"{name} has no source", 'source = "vendor\'s datasheet, 2025"', *keys)
     scaled = float(value) * _UNITS[kind.unit][unit]  # type: ignore[arg-type]
     return Figure(scaled, kind.unit, grade, sources.get(source, source))

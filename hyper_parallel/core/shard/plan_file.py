@@ -1,5 +1,6 @@
 """A `ShardingPlan` as a TOML file, which can be shown, edited and read back.
 
+    schema = 1
     return_local_tensor = ["head"]
 
     [plan]
@@ -19,12 +20,9 @@ A layout has one entry per dim, as on the command line of `hyper-parallel plan`.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import parse_layout, parse_mesh, write_layout
+from hyper_parallel.core.machine.toml_file import Schema, TomlFile, inline, toml_text
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layouts
 
 __all__ = ["load_plan", "plan_text", "write_plan"]
 
-tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+PLAN = Schema("plan")
+"""The format of plan files."""
 
 MeshLike = DeviceMesh | Layout | str
 
@@ -47,7 +47,6 @@ SETTINGS = ("return_local_tensor", "wrap_inputs", "reshard_inputs", "chunks")
 ALONE = "-"
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-_HEADER = re.compile(r"\s*\[\s*([\w-]+)\s*(?:\.\s*(.+?))?\s*\]\s*(?:#.*)?$")
 
 
 def load_plan(path: str | Path, mesh: MeshLike) -> ShardingPlan:
@@ -67,11 +66,11 @@ def load_plan(path: str | Path, mesh: MeshLike) -> ShardingPlan:
         ValueError: the file is missing or is not TOML, a table or setting that does not exist (with the closest name),
             a value of another type, a layout that does not parse, or not on this mesh. The message names the line.
     """
-    file, base = _PlanText.read(Path(path)), _base(mesh)
+    file, base = PLAN.read(path, "hyper-parallel verify --show-plan > plan.toml"), _base(mesh)
     fields: dict[str, Any] = {}
     for name, value in file.table().items():
         if name not in (*TABLES, *SETTINGS):
-            raise file.unknown(name, value)
+            raise _unknown(file, name, value)
         fields[name] = _entries(file, name, value, base) if name in TABLES else _setting(file, name, value)
     return ShardingPlan(**fields)
 
@@ -96,6 +95,7 @@ def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
 
     >>> print(plan_text(ShardingPlan({"w.weight": (("dp", "tp"), None)}, {"input": [("dp",), None]}), "dp=2,tp=4"))
     # on a mesh dp=2, tp=4
+    schema = 1
     <BLANKLINE>
     [plan]
     "w.weight" = "dp+tp,None"
@@ -113,141 +113,79 @@ def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
             counted from the last dim.
     """
     base = _base(mesh)
-    lines = [f"# on a mesh {base.axes}"]
-    if plan.return_local_tensor:
-        lines.append(f"return_local_tensor = {json.dumps(list(plan.return_local_tensor))}")
-    if plan.wrap_inputs:
-        lines.append("wrap_inputs = true")
-    if plan.reshard_inputs:
-        lines.append(f"reshard_inputs = {json.dumps(list(plan.reshard_inputs))}")
-    if plan.chunks:
-        written = {path: list(given) if isinstance(given, tuple) else given for path, given in plan.chunks.items()}
-        lines.append(f"chunks = {{{', '.join(f'{_key(path)} = {given}' for path, given in written.items())}}}")
+    content: dict[str, Any] = {}
+    for name in SETTINGS:
+        if value := getattr(plan, name):
+            content[name] = value if isinstance(value, bool) else inline(value) if name == "chunks" else list(value)
     for name in TABLES:
         entries = {key: value for key, value in (getattr(plan, name) or {}).items() if value is not None}
+        asked = f"cannot write the plan: {name}"
         if entries:
-            lines += ["", f"[{name}]"]
-        for key, value in entries.items():
-            asked = f"cannot write the plan: {name}[{key!r}]"
-            lines.append(f"{_key(key)} = {_written(asked, read_layouts(asked, value, base))}")
-    return "\n".join(lines) + "\n"
+            content[name] = {
+                key: _written(f"{asked}[{key!r}]", read_layouts(f"{asked}[{key!r}]", value, base))
+                for key, value in entries.items()
+            }
+    return toml_text(content, PLAN, f"on a mesh {base.axes}")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _PlanText:
-    """A plan file, to read and to point at."""
-
-    path: Path
-    text: str
-
-    @classmethod
-    def read(cls, path: Path) -> _PlanText:
-        """Read the text of a file."""
-        asked = f"cannot read the plan '{path}'"
-        try:
-            return cls(path, path.read_bytes().decode("utf-8-sig"))
-        except UnicodeDecodeError:
-            raise InvalidValue(asked, "it is no UTF-8 text", f"file: {path}", "a TOML file") from None
-        except OSError as error:
-            reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
-            there = sorted(other.name for other in path.parent.glob("*.toml"))
-            near = nearest(path.name, there) if there else "hyper-parallel verify --show-plan > plan.toml"
-            raise InvalidValue(asked, reason, f"TOML files there: {', '.join(there) or 'none'}", near) from None
-
-    def table(self) -> dict[str, Any]:
-        """Return what the TOML says."""
-        try:
-            return dict(tomllib.loads(self.text))
-        except (ValueError, RecursionError) as error:  # the latter of brackets in brackets
-            place, reason = re.search(r"line (\d+)", str(error)), str(error).split(" (at ")[0]
-            blame = f"not TOML: {reason[:1].lower()}{reason[1:]}"
-            hint = '"layers.*.mlp.w1.weight" = "tp,None", path and layout both in quotes'
-            raise self.mistake(blame, hint, int(place[1]) if place else None) from None
-
-    def mistake(self, blame: str, hint: str, number: int | None = None, key: str = "") -> ValueError:
-        """Return an error that shows a line."""
-        lines = self.text.splitlines()
-        seen = lines[number - 1].strip() if number and number <= len(lines) else key or "the end of the file"
-        return InvalidValue(f"cannot read the plan {self.place(number)}", blame, seen, hint)
-
-    def place(self, number: int | None) -> str:
-        """Name the file, and the line if it is known."""
-        return f"'{self.path}'" + (f", line {number}" if number else "")
-
-    def line(self, table: str | None, key: str | None = None) -> int | None:
-        """Find the line of a table, or of a key in one."""
-        current: str | None = None
-        for number, line in enumerate(self.text.splitlines(), start=1):
-            header = _HEADER.match(line)
-            if header:
-                current = header[1]
-                if current == table and (key is None or (header[2] or "").strip("\"'") == key):
-                    return number
-            elif key is not None and current == table and re.match(rf"\s*([\"']?){re.escape(key)}\1\s*[=.]", line):
-                return number
-        return None
-
-    def unknown(self, name: str, value: object) -> ValueError:
-        """Return the error for a table or a setting that does not exist."""
-        if isinstance(value, dict):
-            near = nearest(name, TABLES)
-            hint = near if near.startswith("one of ") else f"[{near[1:-1]}]"
-            return self.mistake(f"there is no table [{name}]", hint, self.line(name), f"[{name}]")
-        number = self.line(None, name)
-        near = nearest(name, SETTINGS)
-        if "." in name or near.startswith("one of "):
-            near = "below [plan], [input_plan], [output_plan] or [local_plan]"
-            return self.mistake(f"{name!r} stands above all tables", near, number, name)
-        return self.mistake(f"there is no setting {name!r}", near, number, name)
+def _unknown(file: TomlFile, name: str, value: object) -> ValueError:
+    """Return the error for a table or a setting that does not exist."""
+    near = nearest(name, TABLES if isinstance(value, dict) else SETTINGS)
+    if isinstance(value, dict):
+        return file.error(
+            f"there is no table [{name}]", near if near.startswith("one of ") else f"[{near[1:-1]}]", name
+        )
+    if "." in name or near.startswith("one of "):
+        hint = "below [plan], [input_plan], [output_plan] or [local_plan]"
+        return file.error(f"{name!r} stands above all tables", hint, name)
+    return file.error(f"there is no setting {name!r}", near, name)
 
 
-def _setting(file: _PlanText, name: str, value: Any) -> Any:
-    number = file.line(None, name)
+def _setting(file: TomlFile, name: str, value: Any) -> Any:
     if name == "wrap_inputs" and not isinstance(value, bool):
-        raise file.mistake(f"wrap_inputs is true or false, and not {value!r}", "wrap_inputs = true", number, name)
+        raise file.error(f"wrap_inputs is true or false, and not {value!r}", "wrap_inputs = true", name)
     if name in ("return_local_tensor", "reshard_inputs") and not _is_list_of_str(value):
         blame = f"{name} is a list of module paths, and not {value!r}"
-        raise file.mistake(blame, f'{name} = ["head"]', number, name)
+        raise file.error(blame, f'{name} = ["head"]', name)
     if name == "chunks" and isinstance(value, dict):
         value = {path: tuple(given) if isinstance(given, list) else given for path, given in value.items()}
         numbers = [n for given in value.values() for n in (given if isinstance(given, tuple) else (given,))]
     if name == "chunks" and not (isinstance(value, dict) and all(type(n) is int for n in numbers)):
         blame = f"chunks is how many for each module path, and not {value!r}"
-        raise file.mistake(blame, 'chunks = {"layers.*.mlp" = 4}', number, name)
+        raise file.error(blame, 'chunks = {"layers.*.mlp" = 4}', name)
     return value
 
 
-def _entries(file: _PlanText, table: str, value: Any, base: Layout) -> dict[str, Any]:
+def _entries(file: TomlFile, table: str, value: Any, base: Layout) -> dict[str, Any]:
     if not isinstance(value, dict):
         blame = f"{table} is a table, and not {value!r}"
-        raise file.mistake(blame, f"a line [{table}], and the entries below it", file.line(None, table), table)
+        raise file.error(blame, f"a line [{table}], and the entries below it", table)
     read = {}
     for key, entry in value.items():
-        number = file.line(table, key)
-        _check_key(file, table, key, entry, number)
+        _check_key(file, table, key, entry)
         if table == "plan" and not isinstance(entry, str):
             blame = f"parameter {key!r} has one layout, in quotes, and not {entry!r}"
-            raise file.mistake(blame, f'{_key(key)} = "{base.alias_name[-1]},None"', number, key)
-        read[key] = _layouts(f"{file.place(number)}, [{table}] {key!r}", entry, base)
+            raise file.error(blame, f'{_key(key)} = "{base.alias_name[-1]},None"', table, key)
+        read[key] = _layouts(f"{file.place(file.line(table, key))}, [{table}] {key!r}", entry, base)
     return read
 
 
-def _check_key(file: _PlanText, table: str, key: str, entry: Any, number: int | None) -> None:
+def _check_key(file: TomlFile, table: str, key: str, entry: Any) -> None:
     """Refuse a path without quotes, which TOML takes apart at its dots, and what belongs above or elsewhere."""
-    lines = file.text.splitlines()
+    lines, number = file.text.splitlines(), file.line(table, key)
     if isinstance(entry, dict) and number and re.match(rf"\s*{re.escape(key)}\s*\.", lines[number - 1]):
         path = re.sub(r"\s", "", lines[number - 1].partition("=")[0])
-        raise file.mistake("a path with dots is in quotes", f'"{path}" = ...', number, key)
+        raise file.error("a path with dots is in quotes", f'"{path}" = ...', table, key)
     if key in SETTINGS:
-        raise file.mistake(f"{key!r} is no path in [{table}]", f"{key} above the first table", number, key)
+        raise file.error(f"{key!r} is no path in [{table}]", f"{key} above the first table", table, key)
     word = table.partition("_")[0]
     if word in ("input", "output") and key.rpartition(".")[2] != word:
         other = {"input": "output", "output": "input"}[word]
         hint = f"[{other}_plan]" if key.rpartition(".")[2] == other else _key(f"{key}.{word}" if key else word)
-        raise file.mistake(f"the last part of a path in [{table}] is {word!r}", hint, number, key)
+        raise file.error(f"the last part of a path in [{table}] is {word!r}", hint, table, key)
 
 
 def _layouts(place: str, value: Any, base: Layout) -> Any:
@@ -260,7 +198,7 @@ def _layouts(place: str, value: Any, base: Layout) -> Any:
         return {name: None if each == ALONE else _layouts(place, each, base) for name, each in value.items()}
     blame = "it is empty" if isinstance(value, (list, dict)) else f"{json.dumps(value, default=str)} is no layout"
     hint = f'"{base.alias_name[0]},None"; ["{base.alias_name[0]},None", "-"] for several, "-" leaves one alone'
-    raise InvalidValue(f"cannot read the plan {place}", blame, f"given: {value!r}", hint)
+    raise InvalidValue(f"cannot read {place}", blame, f"given: {value!r}", hint)
 
 
 def _layout(place: str, text: str, base: Layout) -> Layout:
@@ -268,7 +206,7 @@ def _layout(place: str, text: str, base: Layout) -> Layout:
         return parse_layout(base, text)
     except ValueError as error:
         said = str(error).removeprefix("cannot read a layout: ")
-        raise InvalidValue(f"cannot read the plan {place}: {said}") from None
+        raise InvalidValue(f"cannot read {place}: {said}") from None
 
 
 def _is_list_of_str(value: object) -> bool:
@@ -288,14 +226,14 @@ def _key(path: str) -> str:
     return path if _BARE.fullmatch(path) else json.dumps(path, ensure_ascii=False)
 
 
-def _written(asked: str, tree: LayoutTree) -> str:
+def _written(asked: str, tree: LayoutTree) -> Any:
     if tree is None:
-        return json.dumps(ALONE)
+        return ALONE
     if isinstance(tree, Layout):
-        return json.dumps(write_layout(_alias_form(asked, tree)))
+        return write_layout(_alias_form(asked, tree))
     if isinstance(tree, Mapping):
-        return "{" + ", ".join(f"{_key(name)} = {_written(asked, entry)}" for name, entry in tree.items()) + "}"
-    return f"[{', '.join(_written(asked, entry) for entry in tree)}]"
+        return inline({name: _written(asked, entry) for name, entry in tree.items()})
+    return [_written(asked, entry) for entry in tree]
 
 
 def _alias_form(asked: str, layout: Layout) -> Layout:

@@ -31,7 +31,7 @@ def small(model: str, devices: int, batch: int, room: int | None = None, recipes
     hardware = find_machine("a100-80gb")
     if room is not None:  # beside what is taken before the first tensor
         taken = hardware.context_bytes + hardware.bytes_per_group
-        hardware = hardware.with_memory(usable_gib=(taken + room) / 2**30)
+        hardware = hardware.with_figures(device__usable_memory=taken + room)
     name = f"{model} on {devices}"
     return Question(name, find_model(model), hardware, devices, batch, 128, recipes, named=())
 
@@ -114,7 +114,7 @@ def hold_search_against_all(model: str, devices: int, data: st.DataObject) -> No
     changed = {name.replace(".", "__"): hardware.value(name) * data.draw(slower, name) for name in figures}
     changed["node__devices"] = data.draw(st.sampled_from((1, 2, 4)), "devices of a node")
     limit = data.draw(st.sampled_from(needed(model, devices)), "bytes of a device")
-    hardware = hardware.with_figures(**changed).with_memory(usable_gib=limit / 2**30)
+    hardware = hardware.with_figures(**changed, device__usable_memory=limit)
     question = dataclasses.replace(asked(model, devices), hardware=hardware)
     fitting = [one for one in every_estimate(question) if one.estimate.memory.fits()]
     if not fitting:

@@ -69,7 +69,7 @@ def fake_estimate(
         peak=allocated,
         reserved=reserved,
         host_limit=None,
-        interval=(int(0.95 * reserved), int(1.05 * reserved)),
+        interval=quantity(float(reserved), 0.05),
     )
     rate = batch * dims.batch_ranks * seq_len / seconds / dims.world_size
     exposed = {axis: quantity(0.1 * seconds, 0.3) for axis in dims.mesh_axes if axis != "pp"}

@@ -281,8 +281,8 @@ def test_options_of_a_shape_beside_a_model_that_the_trainer_does_not_know() -> N
     ("model", "message"),
     [
         ("lama3-8b", "there is no model 'lama3-8b'"),
-        ("own_model.py:nothing", "own_model.py has no function 'nothing'\n  it has: "),
-        ("no.py:nothing", "there is no file 'no.py'\n  Python files here: own_model.py"),
+        ("own_model.py:nothing", "own_model.py has no 'nothing'\n  functions: "),
+        ("no.py:nothing", "there is no file 'no.py'\n  here: own_model.py"),
         ("no_module:nothing", "there is no module 'no_module'\n  here: own_model.py"),
         ("own_model.py:made", "it returned a Linear, and an estimate makes the model itself"),
     ],
@@ -352,12 +352,21 @@ def test_what_is_given_to_a_search_stays(asked: list[dict[str, Any]]) -> None:
 
 @pytest.mark.tier("test")
 def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any]]) -> None:
-    small = ["[train]", "batch_size = 16", "seq_len = 64", "[parallel]", "tp = 2", 'checkpointing = "full"']
+    small = ["[train]", "batch_size = 16", "seq_len = 64", "[parallel]", "tp = 2  # mine", 'checkpointing = "full"']
     Path("run.toml").write_text("\n".join(small))
     options = ("--hardware", "h100-sxm", "--devices", "8", "--limit", "20", "--write", "out/best.toml")
     code, output = invoke("search", "run.toml", *options)
     assert code == 0, output
     assert output.endswith("wrote out/best.toml\n")
+    text = Path("out/best.toml").read_text()
+    assert re.match(
+        r"# found by: hyper-parallel .*\n# on: 8 x NVIDIA H100 .*; hyper_parallel [\d.]+, \d{4}-\d\d-\d\d\n"
+        r"# predicted, .*: \S+ us a step \(\S+ to \S+ us\), \S+ MiB reserved on a device \(\S+ to \S+ MiB\)\nsch",
+        text,
+    ), text
+    assert ("tp = 2  # mine\n" in text, "beta1" in text, text.count("# found by")) == (True, False, 1)
+    assert invoke("search", "out/best.toml", *options)[0] == 0
+    assert Path("out/best.toml").read_text().count("# found by") == 1
     run = load_config("out/best.toml")
     assert (run.parallel.tp, run.parallel.checkpointing, run.train.batch_size) == (2, "full", 16)
     assert Job.of_run(run, 8).dims.world_size == 8
