@@ -202,9 +202,7 @@ def test_towncrier_takes_every_file_of_changes():
     """It leaves out what it does not know without a word."""
     kinds = re.findall(r'directory = "(\w+)", name', (ROOT / "pyproject.toml").read_text())
     others = {path.name for path in (ROOT / "changelog.d").iterdir()} - {"README.md"}
-    assert len(kinds) == 4 and not [
-        name for name in others if not re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", name)
-    ]
+    assert [name for name in others if not re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", name)] == []
 
 
 def test_the_index_links_every_page():
