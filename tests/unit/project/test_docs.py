@@ -76,7 +76,7 @@ def run_page(text):
         yield printed.getvalue(), following[1] if following[0] == "text" else None
 
 
-@pytest.mark.tier("full", each=7)
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_python_blocks_run_and_print_what_the_page_says(page, loggers):
     for printed, promised in run_page(page.read_text()):

@@ -1234,26 +1234,28 @@ def test_units_of_plain_parameters_average_and_one_can_be_told_to_add_up(ctx):
 class Scales(nn.Module):
     """A norm's weights under sequence parallelism: on every rank, whose gradients are those of its own tokens."""
 
-    def __init__(self, mesh):
+    def __init__(self, mesh, pending):
         super().__init__()
         weight = torch.ones(4, device=mesh.device_type)
         self.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()], run_check=False))
+        self.pending = pending
 
     def forward(self, x):
-        return x * self.weight.to_local(grad_placements=[Partial()])
+        return x * self.weight.to_local(grad_placements=[self.pending])
 
 
-@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize(("micros", "pending"), [(1, Partial()), (2, Partial()), (1, Partial("avg"))])
 @sim.ranks(4)
-def test_sums_over_tensor_parallel_ranks_are_in_reduce_dtype(ctx, micros):
+def test_sums_over_tensor_parallel_ranks_are_in_reduce_dtype(ctx, micros, pending):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(Scales(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
+    model = fully_shard(Scales(mesh["tp"], pending), mesh=mesh["dp"], mp_policy=policy)
     own = torch.full((4,), 1.0 if ctx.rank % 2 else 2.0**-9, device=ctx.device)  # bfloat16 rounds the sum to 1
     for micro in range(micros):
         model.set_requires_gradient_sync(micro == micros - 1)
         model(own).sum().backward()
-    assert full(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9)] * 4
+    parts = 2 if pending.reduce_op == "avg" else 1
+    assert full(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9) / parts] * 4
 
 
 # -- hooks of the user -------------------------------------------------------------------------------------------------

@@ -847,14 +847,16 @@ def test_a_forked_process_does_not_release_the_lease(tmp_path):
 
 
 def test_training_goes_on_while_the_copies_are_written(tmp_path):
-    go = threading.Event()
+    go, begin = threading.Event(), time.perf_counter()
     checkpoints = Checkpointer(tmp_path, async_save=True, on_stage=lambda stage: stage != "data" or go.wait(60))
     w = W.clone()
     assert checkpoints.save(1, {"w": w}) is None
     assert names(tmp_path) in ([], [name for name in names(tmp_path) if ".saving-" in name])
     w.fill_(-1)  # training goes on, and nothing has been written yet
     go.set()
-    assert checkpoints.wait().path == tmp_path / "step-00000001"
+    saved = checkpoints.wait()
+    assert saved.path == tmp_path / "step-00000001"
+    assert 0 <= saved.seconds < time.perf_counter() - begin
     assert checkpoints.wait() is None
     checkpoints.load({"w": w})
     assert torch.equal(w, W)

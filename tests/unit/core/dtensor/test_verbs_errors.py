@@ -35,6 +35,31 @@ THERE = "mesh of the tensor: dp=2, tp=2"
 
 # What was done; the error's type; what was asked, what is to blame, what was seen, what to try.
 MISTAKES = {
+    "a plain tensor to redistribute": (
+        lambda g: redistribute(WHOLE, g.own("dp")),
+        TypeError,
+        (REDISTRIBUTE, "x is a Tensor, not a DTensor", "x: Tensor of shape (6, 4)", DTENSOR_HINT),
+    ),
+    "a DTensor to distribute_tensor": (
+        lambda g: distribute_tensor(g.x, g.own("dp")),
+        TypeError,
+        (
+            DISTRIBUTE,
+            "tensor is a DTensor, not a plain tensor",
+            "tensor: DTensor of shape (6, 4)",
+            "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers",
+        ),
+    ),
+    "a DTensor to from_local": (
+        lambda g: from_local(g.x, g.own("dp")),
+        TypeError,
+        (
+            FROM,
+            "local is a DTensor, not a plain tensor",
+            "local: DTensor of shape (6, 4)",
+            "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers",
+        ),
+    ),
     "a mesh alone": (
         lambda g: redistribute(g.x, g.mesh),
         ValueError,

@@ -682,6 +682,17 @@ def test_seam_late_device():
     assert changed() == before
 
 
+@pytest.mark.parametrize(("kind", "installed"), [("cuda", None), ("npu", types.ModuleType("torch_npu"))])
+def test_torch_npu_is_made_for_npus_alone_and_where_it_is_not_there(monkeypatch, kind, installed):
+    monkeypatch.setitem(sys.modules, "torch_npu", installed)
+    if installed is None:
+        del sys.modules["torch_npu"]
+    undo = devices.importable(kind)
+    assert sys.modules.get("torch_npu") is installed
+    undo()
+    assert sys.modules.get("torch_npu") is installed
+
+
 def test_seam_backward_modes():
     made, threaded = [], []
 

@@ -859,6 +859,20 @@ def test_buffers_are_compared_after_the_step(everywhere):
         assert report.first.place == "average after step 1"
 
 
+def test_a_buffer_that_nobody_changes_and_that_no_rank_has_is_told():
+    def model():
+        made = nn.Linear(16, 4)
+        made.register_buffer("table", torch.ones(1))
+        return made
+
+    def without(model, mesh):
+        del model.table
+
+    report = verify(without, model=model, inputs=(draw(4, 16),), optimizer_fn=None)
+    assert report.ok, str(report)
+    assert "not compared, as no rank has them: table" in report.notes
+
+
 class Counting(nn.Module):
     """Counts rows in forward, by their sign, and keeps a table that nobody changes."""
 

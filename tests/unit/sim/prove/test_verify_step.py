@@ -1301,6 +1301,13 @@ def test_faults_that_are_put_in_are_found():
     assert {"missing reduction", "one rank"} <= {row.kind for row in found.rows if row.outcome == "found"}
 
 
+def test_a_reduce_scatter_that_forgets_to_add_up_is_put_in():
+    options = {"shard_batch": rows, "parallelize": lambda model, mesh: fully_shard(model, mesh=mesh)}
+    found = sim.verify_step(squared, lambda: nn.Linear(4, 4), draw(4, 4), "dp=2", **options).sensitivity()
+    kinds = {row.kind: row.outcome for row in found.rows if row.place.startswith("reduce_scatter")}
+    assert kinds["missing reduction"] == "found", found
+
+
 @pytest.mark.tier("full")
 def test_a_fault_that_changes_nothing_counts_as_neither():
     def idle(model, batch):

@@ -1,4 +1,4 @@
-"""A zoo of broken parallel models: each is caught, at the right place, in words; and right without its one fault."""
+"""A zoo of broken parallel models: `sim.prove` finds each, at the right place, in words, and nothing without faults."""
 
 from __future__ import annotations
 

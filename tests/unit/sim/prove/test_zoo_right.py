@@ -1,4 +1,4 @@
-"""A zoo of right parallel models: verify_plan finds nothing wrong with any, and no error near its bound."""
+"""A zoo of right parallel models: `sim.prove` finds nothing wrong with any, and no error near its bound."""
 
 from __future__ import annotations
 

@@ -297,6 +297,19 @@ def test_plot(tmp_path, color, machine):
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("machine", [None, "h100-sxm"])
+def test_a_box_of_a_plot_has_four_corners_inside_the_row_of_its_rank(machine, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr("sim.timeline.plot.draw_shapes", lambda axes, shapes, **_: drawn.extend(shapes))
+    traced(pipeline, machine=machine).plot(tmp_path / "trace.svg")
+    assert drawn
+    for shape in drawn:
+        (left, right), (top, bottom) = (sorted({corner[axis] for corner in shape}) for axis in (0, 1))
+        assert shape == [(left, top), (right, top), (right, bottom), (left, bottom)]
+        assert round((top + bottom) / 2) - 0.5 < top < bottom < round((top + bottom) / 2) + 0.5
+
+
 @pytest.mark.tier("test")
 def test_plot_of_what_is_stuck_of_nothing_and_of_many_ranks(tmp_path):
     pytest.importorskip("matplotlib")
