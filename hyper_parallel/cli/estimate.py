@@ -317,14 +317,7 @@ def _check_trained(run: Config, candidate: Any, devices: int) -> None:
 
 
 def _check_writable_settings(write: Path, run: Config, recipe: Any, settings: dict[str, Any]) -> None:
-    """Raise if a file for `train` has no key for one of `settings`, because it would describe another run.
-
-    Args:
-        write: file of the best run.
-        run: what is searched.
-        recipe: with `settings`.
-        settings: fields of the recipe, by name, that were given with --set.
-    """
+    """Raise if a file for `train` has no key for a field given by --set, because it would describe another run."""
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
     from sim.mesh.job import Job
     from sim.mesh.searching.space import Candidate
@@ -343,11 +336,8 @@ def _said(file: Path | None, given: Given) -> set[str]:
     from hyper_parallel.trainer.config import RUN
 
     table = {} if file is None else RUN.read(file).table()
-    named = {**table.get("parallel", {}), **given["parallel"]}
-    named.update(
-        {key: 1 for section in (table.get("train", {}), given["train"]) for key in section if key == "accumulate"}
-    )
-    return set(named)
+    parallel, train = ({**table.get(section, {}), **given[section]} for section in ("parallel", "train"))
+    return {*parallel, *({"accumulate"} & train.keys())}
 
 
 def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -384,6 +374,7 @@ def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) 
 
 def _settings(given: list[str] | None) -> dict[str, Any]:
     """Read fields of the recipe that have no option of their own, written as name=value."""
+    from hyper_parallel.core.machine.toml_file import read_value
     from sim.mesh.recipe import Recipe, Routing
 
     fields = {field.name: field.default for field in dataclasses.fields(Recipe)}
@@ -394,23 +385,15 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
         if not equals or name not in fields:
             blame = f"the recipe has no field {name!r}" if equals else "it is not of the form name=value"
             raise InvalidValue(asked, blame, f"fields: {', '.join(fields)}", f"--set {nearest(name, fields)}=...")
-        if name == "routing":
-            found[name] = Routing.zipf(_number(asked, value.removeprefix("zipf:")))
-        elif isinstance(fields[name], bool) and not (name == "float8" and value.endswith("wise")):
-            if value.lower() not in ("true", "false"):
-                raise InvalidValue(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true")
-            found[name] = value.lower() == "true"
-        else:
-            found[name] = int(value) if value.lstrip("-").isdecimal() else value
+        read = read_value(value.lower().removeprefix("zipf:"))
+        if name == "routing" and type(read) not in (int, float):
+            blame = "the skew of loads is a number, 0 for even ones"
+            raise InvalidValue(asked, blame, f"given: {value!r}", "--set routing=zipf:0.5")
+        is_switch = isinstance(fields[name], bool) and not (name == "float8" and value.endswith("wise"))
+        if is_switch and not isinstance(read, bool):
+            raise InvalidValue(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true")
+        found[name] = Routing.zipf(read) if name == "routing" else value if isinstance(read, str) else read
     return found
-
-
-def _number(asked: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        blame = "the skew of loads is a number, 0 for even ones"
-        raise InvalidValue(asked, blame, f"given: {text!r}", "--set routing=zipf:0.5") from None
 
 
 def _model(name: str) -> Any:

@@ -424,10 +424,10 @@ def load_config(path: str | Path) -> Config:
         ValueError: the file is missing or is not TOML, of a newer schema, an unknown section or key (with the closest
             name), a value of the wrong type or out of range. The message points at the line.
     """
-    return build_config(RUN.read(path))
+    return _build_config(RUN.read(path))
 
 
-def build_config(file: TomlFile) -> Config:
+def _build_config(file: TomlFile) -> Config:
     """Return the run of a file that is read already; see `load_config`."""
     sections, built = _sections(), {}
     for name, values in file.table().items():
@@ -502,7 +502,7 @@ def changed_text(file: TomlFile | None, config: Config) -> str:
         config: the new run.
     """
     file = TomlFile(RUN, Path(), "") if file is None else file
-    before, changes = build_config(file), {}
+    before, changes = _build_config(file), {}
     for name in _sections():
         old, new = (dataclasses.asdict(getattr(run, name)) for run in (before, config))
         changes[name] = {key: value for key, value in new.items() if value != old[key]}

@@ -111,10 +111,11 @@ def check_blocks(schedule: str, checkpointing: str, *, compiled: bool) -> None:
     keeps = ActivationPolicy.of(checkpointing).kind in ("selective", "alternate")
     if not find_schedule(schedule).splits_backward or not (compiled or keeps):
         return
-    other = "compile" if compiled else f"checkpointing='{checkpointing}'"
+    other, instead = f"checkpointing='{checkpointing}'", "checkpointing='full'"
+    other, instead = ("compile", "compile=False") if compiled else (other, instead)
     asked, blame = f"cannot train with schedule='{schedule}' and {other}", "it goes backward twice through a block"
     seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
-    raise InvalidValue(asked, blame, seen, f"schedule='interleaved', or no {other}")
+    raise InvalidValue(asked, blame, seen, f"schedule='interleaved', or {instead}")
 
 
 def _check_pipeline(config: Config, dims: ParallelDims) -> None:
@@ -133,21 +134,18 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
     try:
         kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
     except ValueError as error:  # it speaks of its own argument
-        raise ValueError(str(error).replace("micro_batches", "accumulate")) from None
+        raise InvalidValue(str(error).replace("micro_batches", "accumulate")) from None
     try:
         parts = split_layers(config.model.num_hidden_layers, stages, sizes=parallel.stage_sizes())
     except ValueError as error:  # likewise
-        raise ValueError(re.sub(r"sizes=\[([\d, .]+)\]", _as_typed, str(error))) from None
+        text = re.sub(r"sizes=\[([\d, .]+)\]", lambda its: f"layers_per_stage='{its[1].replace(' ', '')}'", str(error))
+        raise InvalidValue(text) from None
     for rank in range(dims.pp):
         mine = stages_of_rank(kind.name, rank, dims.pp, parallel.stages_per_rank)
         if not any(parts[stage] or stage in (0, stages - 1) for stage in mine):
             asked, blame = "cannot split the layers over stages", f"rank {rank} of the pipeline would have nothing"
             seen = f"layers_per_stage='{parallel.layers_per_stage}'   its stages, from 0: {', '.join(map(str, mine))}"
             raise InvalidValue(asked, blame, seen, "a layer for one of these stages, or a smaller pp")
-
-
-def _as_typed(sizes: re.Match[str]) -> str:
-    return f"layers_per_stage='{sizes[1].replace(' ', '')}'"
 
 
 def _check_engine(config: Config, dims: ParallelDims) -> None:
@@ -180,7 +178,8 @@ def _check_saving(config: Config) -> None:
     if keep.resume_step is not None and (keep.folder is None or not keep.resume):
         blame = "no folder is given" if keep.folder is None else "it is to start anew"
         seen = f"checkpoint.folder={keep.folder!r}   resume={keep.resume}   resume_step={keep.resume_step}"
-        hint = "--checkpoint-dir with the folder that has the step, and --resume"
+        lacks = ["--checkpoint-dir with the folder that has the step"] if keep.folder is None else []
+        hint = ", and ".join(lacks if keep.resume else [*lacks, "--resume"])
         raise InvalidValue(f"cannot go back to step {keep.resume_step}", blame, seen, hint)
 
 
@@ -274,7 +273,8 @@ def read_text(config: Config) -> Corpus:
     for part, whose, to in ((corpus.train, "its", "train"), (corpus.valid, "its held-back", "validate")):
         if not len(windows_that_count(part, config.train.seq_len)):
             blame, seen = f"none of {whose} tokens counts as a target", f"mask_prompts: {config.data.mask_prompts}"
-            hint = "records with a completion, or something that the assistant says; or mask_prompts = false"
+            hint = "records with a completion, or something that the assistant says"
+            hint += "; or mask_prompts = false" * config.data.mask_prompts
             raise InvalidValue(f"cannot {to} on the text", blame, seen, hint)
     if (largest := corpus.largest()) >= config.model.vocab_size:
         blame = f"the text has token {largest}, and model.vocab_size is {config.model.vocab_size}"
@@ -385,7 +385,9 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
             f"{config.shape().num_parameters():,} parameters   ranks on this machine: {local_ranks}, of which each has "
             f"{state} of weights and AdamW moments, {gradients} of gradients, {activations} of activations"
         )
-        hint = "fewer ranks, a smaller hidden_size, num_hidden_layers, batch_size or seq_len, or checkpointing='full'"
+        full = config.with_changes("parallel", {"checkpointing": "full"})
+        hint = "fewer ranks, " * (local_ranks > 1) + "a smaller hidden_size, num_hidden_layers, batch_size or seq_len"
+        hint += ", or checkpointing='full'" * (least_memory(full, dims) < least)
         if _validation(config, dims) * local_ranks > limit:
             seen, hint = f"{seen}   eval_sequences: {config.train.eval_sequences}", "a smaller eval_sequences"
         raise InvalidValue(asked, f"it needs at least {readable_bytes(least * local_ranks)}", seen, hint)

@@ -135,9 +135,8 @@ def _unknown(file: TomlFile, name: str, value: object) -> ValueError:
     """Return the error for a table or a setting that does not exist."""
     near = nearest(name, TABLES if isinstance(value, dict) else SETTINGS)
     if isinstance(value, dict):
-        return file.error(
-            f"there is no table [{name}]", near if near.startswith("one of ") else f"[{near[1:-1]}]", name
-        )
+        hint = near if near.startswith("one of ") else f"[{near[1:-1]}]"
+        return file.error(f"there is no table [{name}]", hint, name)
     if "." in name or near.startswith("one of "):
         hint = "below [plan], [input_plan], [output_plan] or [local_plan]"
         return file.error(f"{name!r} stands above all tables", hint, name)
@@ -147,7 +146,8 @@ def _unknown(file: TomlFile, name: str, value: object) -> ValueError:
 def _setting(file: TomlFile, name: str, value: Any) -> Any:
     if name == "wrap_inputs" and not isinstance(value, bool):
         raise file.error(f"wrap_inputs is true or false, and not {value!r}", "wrap_inputs = true", name)
-    if name in ("return_local_tensor", "reshard_inputs") and not _is_list_of_str(value):
+    is_list = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if name in ("return_local_tensor", "reshard_inputs") and not is_list:
         blame = f"{name} is a list of module paths, and not {value!r}"
         raise file.error(blame, f'{name} = ["head"]', name)
     if name == "chunks" and isinstance(value, dict):
@@ -207,10 +207,6 @@ def _layout(place: str, text: str, base: Layout) -> Layout:
     except ValueError as error:
         said = str(error).removeprefix("cannot read a layout: ")
         raise InvalidValue(f"cannot read {place}: {said}") from None
-
-
-def _is_list_of_str(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
 def _base(mesh: MeshLike) -> Layout:

@@ -41,7 +41,8 @@ LEFT_OUT = {
     "LeaseLostError": EXCEPTION,
     **dict.fromkeys(("device_types", "machine_names"), "takes no arguments"),
     **dict.fromkeys(
-        ("Machine", "Load", "load_seconds", "machine_of_device"), "data that is read, without communication"
+        ("Machine", "Load", "load_seconds", "machine_of_device", "changed_text", "checked_value"),
+        "data that is read, without communication",
     ),
     "PlatformUnavailableError": EXCEPTION,
     "SkipDTensorDispatch": "without effect, and its argument is what `with ... as` returns",

@@ -11,14 +11,16 @@ import io
 import json
 import re
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from hyper_parallel.trainer.config import Config
 
 ROOT = Path(__file__).parents[3]
 
@@ -579,6 +581,7 @@ MOST_LINES = {
     "tests": 76_000,
     "CHANGELOG.md": 200,
 }
+MOST_FILES_OF_A_KEY = 5
 # Occurrences in 10,000 words of docstrings and comments: at most as many, twice what the field has.
 MOST_WORDS = {
     "what": (r"\b[Ww]hat\b", 20),
@@ -591,12 +594,28 @@ MOST_WORDS = {
 
 
 def figures() -> dict[str, tuple[int, int]]:
-    """Return {name: (figure, bound)} of sizes and prose."""
+    """Return {name: (figure, bound)} of sizes, prose and files that name a key."""
     found = {name: (lines_of(ROOT / name), bound) for name, bound in MOST_LINES.items()}
+    named = files_by_key(each for package in ("hyper_parallel", "sim", "benchmarks") for each in sources(package))
+    found |= {name: (count, MOST_FILES_OF_A_KEY) for name, count in named.items()}
     for package in ("hyper_parallel", "sim"):
         prose = "\n".join(text for source in sources(package) for text in prose_of(source))
         found |= {f"{package}: {name}": (rate, MOST_WORDS[name][1]) for name, rate in rates_of(prose).items()}
     return found
+
+
+def files_by_key(all_sources: Iterable[Source]) -> dict[str, int]:
+    """Count the files that name a key of a run; only keys with an underscore, because `steps` means much else."""
+    keys = {key.name for section in fields(Config) for key in fields(section.default_factory) if "_" in key.name}
+    named = (name for source in all_sources for name in keys & set(_names_in(source)))
+    return {f"files that name {key}": count for key, count in sorted(Counter(named).items())}
+
+
+def _names_in(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        for attribute in ("id", "attr", "arg", "value"):  # of names, attributes, arguments and texts
+            if isinstance(name := getattr(node, attribute, None), str):
+                yield name
 
 
 def lines_of(path: Path) -> int:
@@ -698,6 +717,8 @@ def test_figures_stay_within_their_bounds_or_debts() -> None:
 
 
 def test_figures_count_what_they_say(tmp_path: Path) -> None:
+    files = [Source.of(f"{text}.py", text) for text in ("run.tp_chunks", "f(tp_chunks=2)", "'tp_chunks'", "tp_chunk")]
+    assert files_by_key(files) == {"files that name tp_chunks": 3}
     (tmp_path / "a.py").write_text("x = 1\ny = 2\n")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c.py").write_text("z = 3\n")

@@ -30,31 +30,27 @@ def run(model: str = "llama", experts: ExpertsConfig | None = None, train: Any =
 ACCUMULATE = {"accumulate": 8}
 
 REFUSED = [
-    pytest.param(
+    (
         run(ep=2),
         2,
         ["cannot split experts over ep=2: model 'llama' has none", "try: ep=1 with dp_shard=2, or model 'moe'"],
-        id="experts of a model without any",
     ),
-    pytest.param(
+    (
         run(cp=2, fold_experts=True),
         2,
         ["cannot fold experts: model 'llama' has none", "try: fold_experts=False, or model 'moe'"],
-        id="folded experts of a model without any",
     ),
-    pytest.param(
+    (
         run("moe", ExpertsConfig(num_experts=3), ep=2),
         2,
         ["num_experts=3 is not divisible by ep=2", "try: for num_experts, ep one of 1"],
-        id="experts that do not divide",
     ),
-    pytest.param(
+    (
         run("moe", ExpertsConfig(num_experts=12), ep=4, ranks_per_node=3),
         4,
         ["cannot send tokens to each node once", "of which each node has [3, 1]", "try: ranks_per_node=None"],
-        id="more of the experts' ranks on one node than on others",
     ),
-    pytest.param(
+    (
         run("moe", ExpertsConfig(expert_intermediate_size=33), tp=2),
         2,
         [
@@ -62,15 +58,13 @@ REFUSED = [
             "tp=2",
             "try: expert_intermediate_size=34, or etp=1",
         ],
-        id="width of an expert",
     ),
-    pytest.param(
+    (
         run("moe", ep=2, tp=4, etp=2),
         8,
         ["cannot use etp=2 with ep=2 and tp=4", "over all ranks of axis 'tp' or not at all", "try: etp=4 or etp=1"],
-        id="etp between 1 and tp",
     ),
-    pytest.param(
+    (
         run(train={"seq_len": 18}, cp=2, ulysses_degree=1),
         2,
         [
@@ -79,39 +73,36 @@ REFUSED = [
             "ulysses_degree=1",
             "try: seq_len = 16 or 20",
         ],
-        id="a sequence over a ring",
     ),
-    pytest.param(
+    (
         run(train={"seq_len": 17}, tp=2),
         2,
         ["seq_len=17 is not divisible by cp * tp=2", "try: for seq_len, cp * tp one of 1"],
-        id="a sequence over tp",
     ),
-    pytest.param(
+    (
         run(cp=4, ulysses_degree=3),
         4,
         ["cannot use ulysses_degree=3 with cp=4", "try: ulysses_degree one of 1, 2, 4, or None for 4"],
-        id="ulysses in cp",
     ),
-    pytest.param(
+    (
         run(cp=8),
         8,
         ["num_attention_heads=4 is not divisible by tp * ulysses_degree=8", "one of 1, 2, 4"],
-        id="heads over ulysses",
     ),
-    pytest.param(
-        run(tp=4), 4, ["num_key_value_heads=2 is not divisible by tp=4", "tp one of 1, 2"], id="key and value heads"
+    (
+        run(tp=4),
+        4,
+        ["num_key_value_heads=2 is not divisible by tp=4", "tp one of 1, 2"],
     ),
-    pytest.param(
+    (
         run(pp=2),
         2,
         [
             "'1f1b' needs at least as many micro-batches as stages\n  accumulate: 1   stages: 2\n"
             "  try: accumulate=2, or schedule='gpipe'"
         ],
-        id="too few micro-batches",
     ),
-    pytest.param(
+    (
         run(train=ACCUMULATE, pp=2, reduce_each=True),
         2,
         [
@@ -119,82 +110,71 @@ REFUSED = [
             "pp=2",
             "try: reduce_each=False",
         ],
-        id="reductions in each micro-batch of a pipeline",
     ),
-    pytest.param(
+    (
         run(train=ACCUMULATE, pp=2, schedule="zbv", checkpointing="alternate"),
         2,
         ["cannot train with schedule='zbv' and checkpointing='alternate': it goes backward twice", "'interleaved'"],
-        id="blocks that go backward once",
     ),
-    pytest.param(
+    (
         run(train=ACCUMULATE, pp=2, schedule="1f1b", stages_per_rank=3),
         2,
         ["'1f1b' has exactly 1 per rank", "stages_per_rank: 3"],
-        id="stages of a rank",
     ),
-    pytest.param(
+    (
         run(train=ACCUMULATE, pp=8),
         8,
         ["there are fewer layers than stages", "num_layers: 4   stages: 8", "try: at most 4 stages"],
-        id="more stages than layers",
     ),
-    pytest.param(
+    (
         run(train=ACCUMULATE, pp=2, layers_per_stage="1,2"),
         2,
         ["sizes add up to 3 layers, not 4", "try: layers_per_stage='2,2'"],
-        id="layers that do not add up",
     ),
-    pytest.param(
+    (
         run(train=ACCUMULATE, pp=2, layers_per_stage="1,2,1"),
         2,
         ["there are 3 sizes for 2 stages"],
-        id="layers for other stages",
     ),
-    pytest.param(
+    (
         run(pp=4, schedule="gpipe", layers_per_stage="2,0,0,2"),
         4,
         ["rank 1 of the pipeline would have nothing"],
-        id="a rank with nothing to do",
     ),
-    pytest.param(
+    (
         run(train=ACCUMULATE, pp=2, tp=2, engine="hsdp", param_dtype="bf16"),
         4,
         ["cannot train with engine 'hsdp' and tp=2, pp=2, param_dtype='bf16'", "try: engine 'fully_shard'"],
-        id="hsdp with others",
     ),
-    pytest.param(
-        run("moe", ep=2, engine="hsdp"), 2, ["cannot train with engine 'hsdp' and ep=2"], id="hsdp with experts"
+    (
+        run("moe", ep=2, engine="hsdp"),
+        2,
+        ["cannot train with engine 'hsdp' and ep=2"],
     ),
-    pytest.param(
+    (
         run("moe", cp=2, fold_experts=True, engine="hsdp"),
         2,
         ["cannot train with engine 'hsdp' and fold_experts=True"],
-        id="hsdp with experts over cp",
     ),
-    pytest.param(
+    (
         run(whole_parameters=True),
         2,
         ["cannot leave parameters whole with one rank", "muon: False", "try: --muon"],
-        id="whole parameters without Muon",
     ),
-    pytest.param(
+    (
         run(whole_parameters=True, engine="hsdp").with_changes("optimizer", {"muon": True}),
         2,
         ["cannot leave parameters whole with one rank", "engine: 'hsdp'", "try: --engine fully_shard"],
-        id="whole parameters with hsdp",
     ),
-    pytest.param(
+    (
         run("moe", train={"batch_size": 6}, dp_replicate=2, ep=2),
         4,
         ["cannot split batch_size=6 sequences over 4 data-parallel ranks", "try: batch_size = 4 or 8"],
-        id="ranks along ep read other rows",
     ),
-    pytest.param(
+    (
         run(train={"batch_size": 6, "accumulate": 4}, pp=2),
         2,
         ["batch_size=6 sequences over 1 data-parallel ranks x accumulate=4 evenly", "try: batch_size = 4 or 8"],
-        id="rows of a pipeline",
     ),
 ]
 
@@ -281,13 +261,16 @@ WIDE = dataclasses.replace(SMALL, hidden_size=256, intermediate_size=512)
 @pytest.mark.parametrize(
     ("model", "world_size", "train", "parallel"),
     [
-        pytest.param(SMALL, 1, {"seq_len": 64, "batch_size": 16}, {"param_dtype": "fp64"}, id="activations"),
-        pytest.param(
-            WIDE, 2, {}, {"reshard_after_forward": False, "param_dtype": "bf16"}, id="gathered until backward"
+        (SMALL, 1, {"seq_len": 64, "batch_size": 16}, {"param_dtype": "fp64"}),
+        (
+            WIDE,
+            2,
+            {},
+            {"reshard_after_forward": False, "param_dtype": "bf16"},
         ),
-        pytest.param(WIDE, 2, {}, {"reshard_after_forward": False, "engine": "hsdp"}, id="hsdp"),
-        pytest.param(SMALL, 2, {"seq_len": 64, "accumulate": 2}, {"pp": 2}, id="pipeline"),
-        pytest.param(WIDE, 4, {"model": "moe"}, {"ep": 2, "tp": 2}, id="experts"),
+        (WIDE, 2, {}, {"reshard_after_forward": False, "engine": "hsdp"}),
+        (SMALL, 2, {"seq_len": 64, "accumulate": 2}, {"pp": 2}),
+        (WIDE, 4, {"model": "moe"}, {"ep": 2, "tp": 2}),
     ],
 )
 def test_no_step_needs_less_than_the_least(
