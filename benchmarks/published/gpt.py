@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.published.zoo import FusedAttention, dropped
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Positions
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss, reshard_gathered
 from sim.mesh.models import ConfigSpec, short_count
 from sim.mesh.recipe import Recipe
-from sim.mesh.zoo import FusedAttention, dropped, use_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -510,12 +510,10 @@ class GPTSpec(ConfigSpec):
         *,
         embed: bool = True,
         head: bool = True,
-        recipe: Recipe | None = None,
     ) -> nn.Module:
         """Make the model, or a stage of it; see `ModelSpec.build`."""
         model = GPT(dataclasses.replace(self.config, max_seq_len=max(seq_len, self.config.max_seq_len)))
-        kept = model.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
-        return use_kernels(kept, recipe)
+        return model.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
 
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""

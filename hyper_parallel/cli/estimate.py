@@ -46,7 +46,7 @@ def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> An
 # What `estimate` and `search` have in common beside fields of dataclasses
 Settings = Annotated[
     list[str] | None,
-    _option("Any other field of sim.mesh.Recipe: loss=compiled, norm=eager, graphs=true ...", _RECIPE, "--set"),
+    _option("Any other field of sim.mesh.Recipe: master=none, norm=eager, routing=zipf:0.5 ...", _RECIPE, "--set"),
 ]
 Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
 
@@ -390,7 +390,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
             raise InvalidValue(asked, blame, f"fields: {', '.join(fields)}", f"--set {nearest(name, fields)}=...")
         if name == "routing":
             found[name] = Routing.zipf(_number(asked, value.removeprefix("zipf:")))
-        elif isinstance(fields[name], bool) and not (name == "float8" and value.endswith("wise")):
+        elif isinstance(fields[name], bool):
             if value.lower() not in ("true", "false"):
                 raise InvalidValue(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true")
             found[name] = value.lower() == "true"
