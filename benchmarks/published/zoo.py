@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
@@ -31,7 +30,6 @@ __all__ = [
     "MLALlama",
     "MLASpec",
     "MathAttention",
-    "deepseek_v2_lite",
     "deepseek_v3",
     "dropped",
     "mla_plan",
@@ -197,9 +195,6 @@ class MLAConfig(MoEConfig):
         plain_size: of a query's or key's head, what positions leave alone.
         turned_size: of it, what positions turn.
         value_size: of a value's head.
-
-    Raises:
-        ValueError: sizes below their least.
     """
 
     query_rank: int = 0
@@ -209,12 +204,6 @@ class MLAConfig(MoEConfig):
     value_size: int = 16
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("latent_rank", "plain_size", "turned_size", "value_size")}
-        wrong = next((name for name, size in sizes.items() if size < 1), None)
-        if wrong or self.query_rank < 0 or self.value_size > self.qk_size:
-            blame = f"{wrong} is below 1" if wrong else "query_rank is below 0, or values are wider than keys"
-            hint = "latent_rank=512, plain_size=128, turned_size=64, value_size=128, query_rank=0 or more"
-            raise InvalidValue("cannot shape the latent attention", blame, f"{sizes}", hint)
         object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         object.__setattr__(self, "head_size", self.turned_size)  # what the tables of positions are made for
         super().__post_init__()
@@ -401,11 +390,3 @@ def deepseek_v3() -> MLASpec:
     shape |= {"experts_per_token": 8, "num_shared_experts": 1, "expert_intermediate_size": 2048}
     shape |= {"num_dense_layers": 3, "routed_scale": 2.5, "query_rank": 1536}
     return MLASpec("deepseek-v3", MLAConfig(**shape, **_LATENT))
-
-
-def deepseek_v2_lite() -> MLASpec:
-    """DeepSeek-V2-Lite, of 15.7 billion parameters (arXiv:2405.04434, appendix B)."""
-    shape: dict[str, Any] = {"vocab_size": 102_400, "hidden_size": 2048, "intermediate_size": 10_944}
-    shape |= {"num_hidden_layers": 27, "num_attention_heads": 16, "max_seq_len": 4096, "num_experts": 64}
-    shape |= {"experts_per_token": 6, "num_shared_experts": 2, "expert_intermediate_size": 1408}
-    return MLASpec("deepseek-v2-lite", MLAConfig(**shape, num_dense_layers=1, score="softmax", **_LATENT))

@@ -132,12 +132,6 @@ def test_a_recipe_has_its_loss() -> None:
     assert Loss.of(SimpleNamespace(loss="eager", zero=1)).kind == "in-place"  # type: ignore[arg-type]
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no kind 'eagr'") as caught:
-        Loss("eagr")
-    assert "try: 'eager'" in str(caught.value)
-
-
 # -- head and loss in one --------------------------------------------------------------------------------------------
 
 

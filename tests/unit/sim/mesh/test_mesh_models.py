@@ -20,7 +20,6 @@ from benchmarks.published.zoo import (
     MathAttention,
     MLAConfig,
     MLALlama,
-    deepseek_v2_lite,
     deepseek_v3,
     mla_plan,
     use_kernels,
@@ -86,10 +85,10 @@ def test_gpt3_has_its_published_size():
     [
         LlamaConfig(head_size=48, qk_norm=True),
         MoEConfig(head_size=48, qk_norm=True, num_dense_layers=2),
-        GPTConfig(activation="swiglu", norm="rmsnorm", bias=False, positions="rotary", tie_embeddings=False),
-        GPTConfig(activation="geglu", num_key_value_heads=2, head_size=24, embedding_norm=True, positions="alibi"),
-        GPTConfig(activation="squared-relu", bias=False, intermediate_size=100, positions="none"),
-        GPTConfig(norm="layernorm", bias=False),
+        GPTConfig(activation="swiglu", bias=False, positions="rotary", tie_embeddings=False),
+        GPTConfig(activation="swiglu", num_key_value_heads=2, head_size=24, embedding_norm=True, positions="alibi"),
+        GPTConfig(activation="squared-relu", bias=False, intermediate_size=100, positions="rotary"),
+        GPTConfig(bias=False),
     ],
     ids=str,
 )
@@ -298,14 +297,14 @@ def test_stages_of_a_gpt_are_the_whole():
     assert names == {name for name, _ in whole.named_parameters()}
 
 
-ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "squared-relu", "bias": False, "head_size": 10}
+ROTARY = {"positions": "rotary", "activation": "squared-relu", "bias": False, "head_size": 10}
 
 
 @pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("changes", "along"),
     [
-        ({"activation": "geglu"}, True),
+        ({"activation": "swiglu"}, True),
         ({"dropout": 0.1}, False),
         ({"positions": "alibi", "embedding_norm": True, "tie_embeddings": False}, True),
         ({"positions": "alibi", "embedding_norm": True}, False),
@@ -353,26 +352,6 @@ def test_what_a_block_keeps_is_as_published(batch, attention, scores):
         assert out.shape == x.shape
     published = seq * batch * 768 * (34 + scores * 12 * seq / 768)
     assert sum(kept.values()) == pytest.approx(published, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "stated"),
-    [
-        ({"positions": "rope"}, ("there is no kind of positions 'rope'",)),
-        ({"activation": "relu"}, ("there is no kind of activation 'relu'", "try: activation='gelu'")),
-        ({"hidden_size": 33}, ("hidden_size does not split into 4 heads", "try: hidden_size=36")),
-        ({"num_key_value_heads": 3}, ("try: num_key_value_heads one of 1, 2, 4",)),
-        ({"num_hidden_layers": 0}, ("num_hidden_layers is below 1",)),
-        ({"dropout": 1.0}, ("dropout is no probability", "try: dropout=0.1")),
-        ({"positions": "rotary", "head_size": 7}, ("rotary positions turn pairs",)),
-    ],
-    ids=str,
-)
-def test_what_is_no_gpt_is_refused(changes, stated):
-    with pytest.raises(ValueError, match="cannot shape the GPT") as error:
-        dataclasses.replace(SMALL, **changes)
-    for words in stated:
-        assert words in str(error.value)
 
 
 def test_a_gpt_whose_heads_ranks_cannot_share():
@@ -456,11 +435,7 @@ def test_parameters_and_flops_with_latent_attention():
 
         counter = find_model(Custom(module, ids))
         assert counter.flops_per_token(16) == pytest.approx(spec.flops_per_token(16), rel=1e-9)
-    with pytest.raises(ValueError, match="values are wider than keys"):
-        dataclasses.replace(LATENT, value_size=11)
-    with pytest.raises(ValueError, match="latent_rank is below 1"):
-        dataclasses.replace(LATENT, latent_rank=0)
-    assert [deepseek_v3().num_parameters, deepseek_v2_lite().num_parameters] == [671_026_404_352, 15_706_484_224]
+    assert deepseek_v3().num_parameters == 671_026_404_352
 
 
 # -- any module ------------------------------------------------------------------------------------------------------
