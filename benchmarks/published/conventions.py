@@ -12,12 +12,12 @@ from typing import Any
 
 from benchmarks.published.gpt import GPTConfig
 from benchmarks.published.megatron import MegatronConventions
+from benchmarks.published.step import PublishedRecipe
+from benchmarks.published.zoo import MLAConfig
 from hyper_parallel.core.machine.toml_file import read_toml
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
-from sim.mesh.recipe import Recipe
-from sim.mesh.zoo import MLAConfig
 
 __all__ = [
     "FOLDER",
@@ -142,7 +142,7 @@ def _zero(row: Row, family: Mapping[str, Any]) -> int:
     return 2 if zero == 3 and "never" in str(row.get("reshard_after_forward", "")) else zero
 
 
-def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
+def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> PublishedRecipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
     skip = (
         "name",
@@ -165,7 +165,7 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     said["reduce_dtype"] = "fp32" if reduce == "fp32" else said["param_dtype"]
     said["zero"] = _zero(row, family)
     said["compile"] = bool(row.get("compile"))
-    said["float8"] = "rowwise" if row.get("fp8") == "rowwise" else bool(row.get("fp8"))
+    said["float8"] = "rowwise" if row.get("fp8") == "rowwise" else "tensorwise" if row.get("fp8") else ""
     if said["float8"] and str(row["fp8"]).startswith("T"):
         said["compile"] = True  # TransformerEngine casts in the kernels around it, as a compiler would
     if (row.get("tp") or 1) > 1 and not said["compile"]:
@@ -197,7 +197,7 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     _checkpointing(row, family, said, notes)
     _schedule(row, said)
     otherwise = {field.name: said.pop(field.name, field.default) for field in dataclasses.fields(MegatronConventions)}
-    return Recipe(**said, conventions=MegatronConventions(**otherwise) if any(otherwise.values()) else None)
+    return PublishedRecipe(**said, conventions=MegatronConventions(**otherwise) if any(otherwise.values()) else None)
 
 
 def _checkpointing(row: Row, family: Mapping[str, Any], said: dict[str, Any], notes: list[str]) -> None:

@@ -1,14 +1,13 @@
 """GPT in the variants that published runs of Megatron, MPT, BLOOM and Nemotron have.
 
-Positions are learned, rotary, or a bias of the scores (ALiBi); norms are LayerNorm or RMSNorm; the feed-forward is
-GELU, squared ReLU, or gated. The names of its parts and its hooks (`attend`, `positions`, `keep`) are those of
-`hyper_parallel.models.Llama`, so what arranges a Llama on ranks arranges this as well.
+Positions are learned, rotary, or a bias of the scores (ALiBi); the feed-forward is GELU, squared ReLU, or gated. The
+names of its parts and its hooks (`attend`, `positions`, `keep`) are those of `hyper_parallel.models.Llama`, so what
+arranges a Llama on ranks arranges this as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,24 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.errors import explain, nearest
+from benchmarks.published.zoo import FusedAttention, dropped
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Positions
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss, reshard_gathered
 from sim.mesh.models import ConfigSpec, short_count
 from sim.mesh.recipe import Recipe
-from sim.mesh.zoo import FusedAttention, dropped, use_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["GPT", "GPTConfig", "GPTSpec", "gpt3_175b", "gpt_plan", "gpt_tiny"]
-
-_CHOICES = {
-    "positions": ("learned", "rotary", "alibi", "none"),
-    "norm": ("layernorm", "rmsnorm"),
-    "activation": ("gelu", "squared-relu", "swiglu", "geglu"),
-}
 
 
 @dataclass(frozen=True)
@@ -54,18 +46,14 @@ class GPTConfig:
         intermediate_size: width of the feed-forward; None: 4 * hidden_size.
         head_size: of one head; None: hidden_size / num_attention_heads.
         max_seq_len: longest sequence, the length of learned positions.
-        positions: "learned", "rotary", "alibi" or "none".
-        norm: "layernorm" or "rmsnorm".
-        activation: "gelu", "squared-relu", "swiglu" or "geglu"; the last two are gated, with a third matrix.
+        positions: "learned", "rotary" or "alibi".
+        activation: "gelu", "squared-relu" or "swiglu", which is gated, with a third matrix.
         bias: linear layers and LayerNorms have biases.
         dropout: of the embedding and of what is added to the residual stream.
         attention_dropout: of the attention's weights.
         tie_embeddings: use the embedding as the output head.
         embedding_norm: normalise the embedding, as BLOOM does.
         norm_eps: of norms.
-
-    Raises:
-        ValueError: no such kind; sizes below one, or heads that do not divide.
     """
 
     vocab_size: int = 512
@@ -77,7 +65,6 @@ class GPTConfig:
     head_size: int | None = None
     max_seq_len: int = 256
     positions: str = "learned"
-    norm: str = "layernorm"
     activation: str = "gelu"
     bias: bool = True
     dropout: float = 0.0
@@ -85,33 +72,6 @@ class GPTConfig:
     tie_embeddings: bool = True
     embedding_norm: bool = False
     norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        asked = "cannot shape the GPT"
-        for name, choices in _CHOICES.items():
-            given = getattr(self, name)
-            if given not in choices:
-                hint = f"{name}={nearest(given, choices)}"
-                raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", f"{name}: {given!r}", hint))
-        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name, value in sizes.items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(explain(asked, f"{name} is below 1", f"{name}: {value}", f"{name}=1 or more"))
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= sizes[name] < 1:
-                raise ValueError(explain(asked, f"{name} is no probability", f"{name}: {sizes[name]}", f"{name}=0.1"))
-        heads, kv_heads = self.num_attention_heads, self.kv_heads
-        seen = f"hidden_size={self.hidden_size}, num_attention_heads={heads}, num_key_value_heads={kv_heads}"
-        if self.head_size is None and self.hidden_size % heads:
-            blame = f"hidden_size does not split into {heads} heads"
-            raise ValueError(explain(asked, blame, seen, f"hidden_size={heads * math.ceil(self.hidden_size / heads)}"))
-        if heads % kv_heads:
-            fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            blame = f"{heads} query heads cannot share {kv_heads} key and value heads evenly"
-            raise ValueError(explain(asked, blame, seen, f"num_key_value_heads one of {fits}"))
-        if self.positions == "rotary" and self.head_dim % 2:
-            blame = f"rotary positions turn pairs, and heads have an odd size of {self.head_dim}"
-            raise ValueError(explain(asked, blame, seen, 'an even head_size, or positions="learned"'))
 
     @property
     def head_dim(self) -> int:
@@ -136,7 +96,7 @@ class GPTConfig:
     @property
     def is_gated(self) -> bool:
         """Whether the feed-forward has a third matrix."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation == "swiglu"
 
     def num_parameters(self) -> int:
         """Count the parameters without building the model.
@@ -149,7 +109,7 @@ class GPTConfig:
         d, f, size = self.hidden_size, self.intermediate, self.head_dim
         q, qkv = self.num_attention_heads * size, (self.num_attention_heads + 2 * self.kv_heads) * size
         wide = f * (2 if self.is_gated else 1)
-        norm = d * (2 if self.norm == "layernorm" and self.bias else 1)
+        norm = d * (2 if self.bias else 1)
         block = d * (qkv + q + wide + f) + 2 * norm + (qkv + wide + 2 * d) * self.bias
         ends = self.vocab_size * d * (1 if self.tie_embeddings else 2) + norm * (1 + self.embedding_norm)
         return self.num_hidden_layers * block + ends + self.max_seq_len * d * (self.positions == "learned")
@@ -168,8 +128,6 @@ class GPTConfig:
 
 
 def _norm(config: GPTConfig) -> nn.Module:
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
 
 
@@ -458,7 +416,7 @@ def _add_layers(plan: ShardingPlan, config: GPTConfig, streams: Streams) -> None
 
 
 def _add_norm(plan: ShardingPlan, config: GPTConfig, streams: Streams, path: str) -> None:
-    names = ("weight", "bias") if config.norm == "layernorm" and config.bias else ("weight",)
+    names = ("weight", "bias") if config.bias else ("weight",)
     add_entries(plan, plan={f"{path}.{name}": ("None",) for name in names})
     streams.add_along(plan, (path,))
 
@@ -510,12 +468,10 @@ class GPTSpec(ConfigSpec):
         *,
         embed: bool = True,
         head: bool = True,
-        recipe: Recipe | None = None,
     ) -> nn.Module:
         """Make the model, or a stage of it; see `ModelSpec.build`."""
         model = GPT(dataclasses.replace(self.config, max_seq_len=max(seq_len, self.config.max_seq_len)))
-        kept = model.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
-        return use_kernels(kept, recipe)
+        return model.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
 
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""

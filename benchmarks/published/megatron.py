@@ -14,7 +14,6 @@ from benchmarks.published.lifetimes import allocate_as_fsdp2, free_after_last_us
 from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
 from sim.mesh.job import Job
 from sim.mesh.program import MEMORY_KINDS, Alloc, Comm, Event, Free, HostWait, Op, Program, Segment, Touch, Wait
-from sim.mesh.recipe import Conventions
 
 __all__ = [
     "MegatronConventions",
@@ -36,7 +35,7 @@ DEVICES_PER_NODE = 8
 
 
 @dataclass(frozen=True)
-class MegatronConventions(Conventions):
+class MegatronConventions:
     """What such a trainer does otherwise.
 
     Args:
@@ -113,7 +112,7 @@ class MegatronConventions(Conventions):
         return frozenset({aten.abs.default, aten.max.default}) if self.keeps_maxima else frozenset()
 
     def prepare_stage(self, job: Job, stage: Any, recorder: Any) -> None:
-        """Let a stage send and receive as Megatron-LM's pipelines do; see `sim.mesh.recipe.Conventions`."""
+        """Let a stage send and receive as Megatron-LM's pipelines do, before its first micro-batch."""
         if self.blocking_messages:
             stage.after_message = lambda: recorder.emit(HostWait(None))
         if self.scatter_gather and job.dims.tp_enabled and not job.recipe.sequence_parallel:
@@ -146,13 +145,13 @@ class MegatronConventions(Conventions):
             program = measure_loss(program, job.model.config.vocab_size, self.loss_metrics)
         if self.window:
             program = slide_window(program, self.window)
-        if self.float8_weights and job.recipe.float8:
+        if self.float8_weights and "float8" in job.recipe.kernels:
             program = keep_float8_weights(program)
-        if self.float8_gathers and job.recipe.float8:
+        if self.float8_gathers and "float8" in job.recipe.kernels:
             program = gather_float8(program)
-        if self.float8_casts_once and job.recipe.float8:
+        if self.float8_casts_once and "float8" in job.recipe.kernels:
             program = cast_weights_once(program)
-        if self.float8_experts and job.recipe.float8:
+        if self.float8_experts and "float8" in job.recipe.kernels:
             program = multiply_experts_in_float8(program)
         return copy_gradients(program) if self.gradient_copies else program
 

@@ -19,17 +19,20 @@ from benchmarks.published.compare import Prediction, publication, wanted
 from benchmarks.published.conventions import FOLDER
 from benchmarks.published.gpt import GPTConfig, GPTSpec
 from benchmarks.published.rows import Case, case_of, is_held_out, read_rows
+from benchmarks.published.zoo import MLAConfig, MLASpec
 from hyper_parallel.core.machine.calibration import Calibration, load_calibration
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.machine.toml_file import read_toml
-from sim.mesh.cost import ring_kernel_of
-from sim.mesh.estimate import Z80, Estimate, kernels_of, price, pricing_of, step_spread
+from hyper_parallel.models.llama import LlamaConfig
+from sim.mesh.cost import Pricing, ring_kernel_of
+from sim.mesh.estimate import Z80, Estimate, kernels_of, price, step_spread
 from sim.mesh.job import Job
 from sim.mesh.memory import ClassMemory
-from sim.mesh.models import find_model
+from sim.mesh.models import find_model, short_count
 from sim.mesh.program import Program
 from sim.mesh.recipe import Recipe
 from sim.mesh.replay.timeline import replay_time
+from sim.mesh.spec import ModelSpec
 from sim.mesh.tracing.trace import trace
 
 __all__ = [
@@ -42,15 +45,26 @@ __all__ = [
     "programs_of",
     "runs_seen",
     "seconds_of",
+    "spec_of",
 ]
 
 _FUSED_BY_HAND = {"scalar": 1e9, "general": 1e9} | dict.fromkeys(("several", "norm", "norm_backward"), 0.86)
 _FUSED_BY_HAND |= {"optimizer": 0.8}
 """Figures of memory of frameworks that have kernels of their own where torchtitan has torch's, one for each operation:
 their rows are fitted with these, and nobody has published what theirs attain."""
-_TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo.py")
+_TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
-_HOOKS = ("gpt.py", "lifetimes.py", "megatron.py", "zero.py")
+_HOOKS = (
+    "float8.py",
+    "gpt.py",
+    "lifetimes.py",
+    "losses.py",
+    "megatron.py",
+    "replicated.py",
+    "step.py",
+    "zero.py",
+    "zoo.py",
+)
 
 FITTED_ON: Mapping[str, Mapping[str, float]] = {
     "torchtitan commit/PR messages": {"framework.torchtitan-2024.hopper": 1.0, "framework.torchtitan-2024.ampere": 1.0}
@@ -72,13 +86,20 @@ def job_of(case: Case) -> Job:
     """Return what is traced of a case."""
     model = case.model
     return Job(
-        GPTSpec.of(model) if isinstance(model, GPTConfig) else find_model(model),
+        spec_of(model),
         case.dims,
         case.batch,
         case.seq_len,
         case.recipe,
         ring_kernel=_ring_kernel(case),
     )
+
+
+def spec_of(model: LlamaConfig | GPTConfig) -> ModelSpec:
+    """Return the model of a shape."""
+    if isinstance(model, MLAConfig):
+        return MLASpec(f"moe-{short_count(model.num_parameters())}", model)
+    return GPTSpec.of(model) if isinstance(model, GPTConfig) else find_model(model)
 
 
 def _ring_kernel(case: Case) -> str:
@@ -202,7 +223,7 @@ def seconds_of(case: Case, programs: Sequence[Program], calibration: Calibration
     """Return the seconds of a step, and nothing of its memory."""
     calibration = figures_of(case, calibration)
     hardware = hardware_of(case, calibration)
-    pricing = pricing_of(case.recipe, hardware, calibration)
+    pricing = Pricing(hardware, calibration, **case.recipe.pricing)
     nodes = max(1, -(-case.dims.world_size // hardware.devices_per_node))
     straggler = float(calibration.of(hardware, "estimate", hardware.family).get("straggler", 0.0))
     return replay_time(programs, pricing).step * (1 + straggler * math.log2(nodes))

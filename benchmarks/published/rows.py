@@ -28,11 +28,11 @@ from benchmarks.published.conventions import (
     recipe_of,
 )
 from benchmarks.published.gpt import GPTConfig
+from benchmarks.published.step import PublishedRecipe
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.machine.toml_file import read_toml
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
-from sim.mesh.recipe import Recipe
 
 __all__ = ["Case", "Measured", "Row", "Skipped", "case_of", "is_held_out", "measured", "read_rows"]
 
@@ -86,7 +86,7 @@ class Case:
     dims: ParallelDims
     batch: int
     seq_len: int
-    recipe: Recipe
+    recipe: PublishedRecipe
     hardware: str
     network: float | None
     fabric: str

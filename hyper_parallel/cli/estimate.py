@@ -50,7 +50,7 @@ def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> An
 # What `estimate` and `search` have in common beside fields of dataclasses
 Settings = Annotated[
     list[str] | None,
-    _option("Any other field of sim.mesh.Recipe: loss=compiled, norm=eager, graphs=true ...", _RECIPE, "--set"),
+    _option("Any other field of sim.mesh.Recipe: master=none, norm=eager, routing=zipf:0.5 ...", _RECIPE, "--set"),
 ]
 Model = Annotated[
     str | None, _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own.")
@@ -389,8 +389,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
         if name == "routing" and type(read) not in (int, float):
             blame = "the skew of loads is a number, 0 for even ones"
             raise InvalidValue(asked, blame, f"given: {value!r}", "--set routing=zipf:0.5")
-        is_switch = isinstance(fields[name], bool) and not (name == "float8" and value.endswith("wise"))
-        if is_switch and not isinstance(read, bool):
+        if isinstance(fields[name], bool) and not isinstance(read, bool):
             raise InvalidValue(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true")
         found[name] = Routing.zipf(read) if name == "routing" else value if isinstance(read, str) else read
     return found

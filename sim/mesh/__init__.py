@@ -1,7 +1,7 @@
 """Estimates of memory and time of a training step on any number of devices, from the code that trains.
 
     search -> estimate -> tracing -> program -> pricing, cost -> replay, memory -> report, explain
-    job -> models -> spec, zoo -> recipe
+    job -> models -> spec -> recipe
 
 A model and a recipe, or a training run, are a job. It is traced once into programs, which are priced for a hardware and
 replayed, in time and in memory; `report` and `explain` say what came of it.

@@ -307,8 +307,7 @@ def price(programs: list[Program], job: Job, hardware: Machine, calibration: Cal
     figures = calibration or load_calibration()
     general = figures.of(hardware, "estimate", hardware.family)
     memory = memory_of(programs, hardware, general)
-    pricing = pricing_of(job.recipe, hardware, figures)
-    timeline = replay_time(programs, pricing)
+    timeline = replay_time(programs, Pricing(hardware, figures, **job.recipe.pricing))
     tokens = job.tokens_per_step / job.dims.world_size
     peak = hardware.peak(job.recipe.param_dtype)
     flops = job.model.flops_per_token(job.seq_len) * tokens
@@ -319,8 +318,7 @@ def price(programs: list[Program], job: Job, hardware: Machine, calibration: Cal
 
 def kernels_of(job: Job) -> tuple[str, ...]:
     """Return of which kinds of kernels published runs must tell how sure the estimate of a step is."""
-    kinds = {"experts": job.model.family == "moe", "float8": job.recipe.float8}
-    return tuple(kind for kind, has in kinds.items() if has) or ("dense",)
+    return (*(("experts",) if job.model.family == "moe" else ()), *job.recipe.kernels) or ("dense",)
 
 
 def level_of(runs: int, of_family: int) -> str:
@@ -340,18 +338,6 @@ def step_spread(general: Mapping[str, Any], kernels: Sequence[str]) -> float:
     """Return the standard deviation of the logarithm of a step, beside that of its prices; see `level_of`."""
     own, family, spreads = general.get("framework", {}), general.get("seen", {}), general["spread"]
     return max(float(spreads[kind][level_of(own.get(kind, 0), family.get(kind, 0))]) for kind in kernels)
-
-
-def pricing_of(recipe: Recipe, hardware: Machine, figures: Calibration) -> Pricing:
-    """Return the prices of what a recipe does.
-
-    Torch runs schedules of several stages per rank by lists of actions, in which a receive stands where its sender has
-    got to; in those of one stage a receive follows what the rank has computed before.
-    """
-    posts_early = recipe.conventions is None or recipe.conventions.posts_early
-    early = recipe.schedule not in ("gpipe", "1f1b") and posts_early
-    graphs, overlap, host = recipe.graphs, recipe.tp_overlap, recipe.host
-    return Pricing(hardware, figures, graphs=graphs, tp_overlap=overlap, posts_early=early, host=host)
 
 
 def memory_of(programs: Sequence[Program], hardware: Machine, general: Mapping[str, Any]) -> MemoryEstimate:

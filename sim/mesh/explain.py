@@ -220,13 +220,10 @@ class _Advisor:
             yield self._with(f'checkpointing="{more}"', why, "memory", checkpointing=more)
         if activations > _MUCH and self.batch % (2 * self.parts) == 0:
             yield self._with(f"microbatches={2 * self.parts}", why, "memory", microbatches=2 * self.parts)
-        if not recipe.fused_loss and self._share("logits") > _MUCH:
-            why = f"logits are {percent(self._share('logits'))} of the fullest rank's memory"
-            yield self._with("fused_loss=True", why, "memory", fused_loss=True)
         if recipe.zero < 3 and self.dims.dp_shard * self.dims.ep * self.dims.cp > 1:
             share = self._share("gathered weights") + self._share("parameters")
             why = f"weights are {percent(share)} of the fullest rank's memory"
-            yield self._with("zero=3", why, "memory", zero=3, **_without_overlaps(recipe))
+            yield self._with("zero=3", why, "memory", zero=3)
         states = self._share("parameters") + self._share("gradients") + self._share("optimizer")
         if self.dims.dp_replicate > 1 and states > _MUCH:
             why = f"weights, gradients and optimizer state are {percent(states)} of the fullest rank's memory"
@@ -248,15 +245,10 @@ class _Advisor:
         if (waits := self._exposed("tp")) > _MUCH * self.step and self.dims.tp > 1:
             why = f"{percent(waits / self.step)} of the step waits for axis tp"
             yield from self._less_tp(why)
-        if time.host.value > _MUCH * self.step and not recipe.graphs:
-            why = f"{percent(time.host.value / self.step)} of the step waits for the host to issue operations"
-            yield (
-                self._with("compile=True", why, "time", compile=True)
-                if not recipe.compile
-                else self._with("graphs=True", why, "time", graphs=True)
-            )
-        elif not recipe.compile and not self._splits_backward():
+        if not recipe.compile and not self._splits_backward():
             why = "what lies between matrix products reads and writes memory, one kernel for each operation"
+            if time.host.value > _MUCH * self.step:
+                why = f"{percent(time.host.value / self.step)} of the step waits for the host to issue operations"
             yield self._with("compile=True", why, "time", compile=True)
 
     def _pipeline(self) -> Iterator[Advice]:
@@ -294,9 +286,3 @@ class _Advisor:
     def _splits_backward(self) -> bool:
         """Whether the schedule goes backward twice, which neither selective checkpointing nor compile can."""
         return self.dims.pp > 1 and find_schedule(self.recipe.schedule).splits_backward
-
-
-def _without_overlaps(recipe: Recipe) -> dict[str, Any]:
-    """Options of replicated weights, as they are by default: ZeRO-3 has others."""
-    fields = {field.name: field.default for field in dataclasses.fields(recipe)}
-    return {name: fields[name] for name in ("overlap_grad_reduce", "overlap_param_gather")}

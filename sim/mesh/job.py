@@ -50,7 +50,7 @@ class Job:
         dims: the degrees of parallelism.
         batch: sequences per step on each rank that reads its own: the global batch over dp_replicate * dp_shard * ep.
         seq_len: tokens of a sequence.
-        recipe: precision, what is kept and what is sharded.
+        recipe: precision, recomputation and sharding.
         layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
         run: the training run that this is a step of, see `of_run`: its own functions build what is recorded, and what
             it reads of a step is recorded, too. None: the recipe says how it is built, and nobody reads numbers.
@@ -236,7 +236,7 @@ class Job:
 
 
 def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Recipe:
-    """Say how a run trains in the words of a recipe."""
+    """Return the recipe of a run."""
     parallel, policy = run.parallel, ActivationPolicy.of(run.parallel.checkpointing)
     return Recipe(
         param_dtype=parallel.param_dtype,

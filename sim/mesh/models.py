@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.machine.toml_file import read_toml
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.models.moe_plan import moe_plan
+from hyper_parallel.models.moe_plan import moe_plan, parallelize_moe
 from hyper_parallel.models.plans import MeshLike, llama_loss, llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import Custom, CustomSpec, ModelSpec
-from sim.mesh.zoo import MLAConfig, MLALlama, mla_plan, use_kernels
 
 _FILE = Path(__file__).parent / "data" / "models.toml"
 _ABOUT = ("kind", "source", "like", "parameters", "active", "also")
@@ -97,7 +97,7 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _configs() -> dict[str, LlamaConfig]:
-    kinds: dict[str, Any] = {"llama": LlamaConfig, "moe": MoEConfig, "mla": MLAConfig}
+    kinds: dict[str, Any] = {"llama": LlamaConfig, "moe": MoEConfig}
     return {
         key: kinds[table["kind"]](**{name: value for name, value in table.items() if name not in _ABOUT})
         for key, table in _tables().items()
@@ -155,7 +155,7 @@ class ConfigSpec(ModelSpec):
 
 @dataclass(frozen=True)
 class LlamaSpec(ConfigSpec):
-    """A `Llama`, with experts a `MoELlama`, with latent attention a `sim.mesh.zoo.MLALlama`."""
+    """A `Llama`, with experts a `MoELlama`."""
 
     name: str
     config: LlamaConfig
@@ -183,8 +183,7 @@ class LlamaSpec(ConfigSpec):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward, no recompute, attention in full."""
-        config = self.at(seq_len)
-        return config.flops_per_token(seq_len) if isinstance(config, MLAConfig) else flops_per_token(config, seq_len)
+        return flops_per_token(self.at(seq_len), seq_len)
 
     def build(
         self,
@@ -193,12 +192,10 @@ class LlamaSpec(ConfigSpec):
         *,
         embed: bool = True,
         head: bool = True,
-        recipe: Recipe | None = None,
     ) -> nn.Module:
         """Make the model, or a stage of it; see `ModelSpec.build`."""
-        whole: Llama = self._made_by[0](self.at(seq_len))
-        kept = whole.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
-        return use_kernels(kept, recipe)
+        whole: Llama = (MoELlama if self.family == "moe" else Llama)(self.at(seq_len))
+        return whole.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
 
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
@@ -206,15 +203,17 @@ class LlamaSpec(ConfigSpec):
         if recipe is not None:
             said = {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": recipe.reshard_inputs}
             said |= {"chunks": recipe.tp_chunks}
-        plan: ShardingPlan = self._made_by[1](module, mesh, **said)
-        return plan
+        plan: Callable[..., ShardingPlan] = moe_plan if self.family == "moe" else llama_plan
+        return plan(module, mesh, **said)
 
-    @property
-    def _made_by(self) -> tuple[Callable[..., Llama], Callable[..., ShardingPlan]]:
-        """What makes the model, and its plan."""
-        if isinstance(self.config, MLAConfig):
-            return MLALlama, mla_plan
-        return (MoELlama, moe_plan) if isinstance(self.config, MoEConfig) else (Llama, llama_plan)
+    def split(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> None:
+        """Split tensors and experts of a model that `build` has made over the ranks of its built mesh, in place."""
+        if not isinstance(module, MoELlama):
+            super().split(module, dims, recipe)
+        elif dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
+            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": recipe.reshard_inputs}
+            options |= {"chunks": recipe.tp_chunks, "ranks_per_node": recipe.ranks_per_node}
+            parallelize_moe(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
         """Return the mean cross-entropy, of targets that are shaped as the tokens."""

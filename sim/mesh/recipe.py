@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.errors import InvalidValue, explain, nearest
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Loads
 from hyper_parallel.core.pipeline.schedules import find_schedule
-from sim.mesh.program import Program
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -295,58 +294,7 @@ _DTYPES = MappingProxyType(
 )
 _TORCH = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64})
 
-_CHOICES = MappingProxyType(
-    {
-        "master": ("fp32", "none"),
-        "moments": ("fp32", "bf16"),
-        "engine": ("fully_shard", "hsdp"),
-        "checkpointing": ("none", "selective", "alternate", "full", "offload", "full offload"),
-        "optimizer": ("adamw", "adamw-foreach", "muon", "sgd"),
-        "attention": ("flash", "math", "math-recomputed"),
-        "norm": ("fused", "eager"),
-        "loss": ("library", "eager", "eager-kept", "chunked", "compiled"),
-        "host": ("eager", "dtensor"),
-    }
-)
 _COUNTS = ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks", "ranks_per_node")
-_ZERO = MappingProxyType(
-    {
-        3: "parameters, gradients and optimizer state are sharded, parameters freed after forward",
-        2: "parameters, gradients and optimizer state are sharded, parameters kept gathered until backward",
-        1: "parameters are replicated, optimizer state is sharded",
-        0: "all is replicated",
-    }
-)
-
-
-class Conventions:
-    """What another trainer does otherwise during a step than ours: the hook for it, which itself changes nothing.
-
-    A subclass is a frozen dataclass, whose `str` is for `Recipe.describe`.
-    """
-
-    @property
-    def posts_early(self) -> bool:
-        """Whether a receive may be posted before the host has got to it, where the schedule allows it."""
-        return True
-
-    @property
-    def kept_results(self) -> frozenset[Any]:
-        """Operators whose results selective checkpointing keeps beside its own, where blocks are not compiled."""
-        return frozenset()
-
-    def prepare_stage(self, job: Any, stage: Any, recorder: Any) -> None:
-        """Change how a stage of a pipeline sends and receives: its `group_of_parts`, `after_message`, `sends_end`.
-
-        Args:
-            job: the `Job` that is estimated.
-            stage: a `RecordedStage`, before its first micro-batch.
-            recorder: the `Recorder` of what it does.
-        """
-
-    def rewrite(self, job: Any, program: Program) -> Program:
-        """Return what a rank does in a step, changed; what is given stays as it is."""
-        return program
 
 
 @dataclass(frozen=True)
@@ -370,43 +318,26 @@ class Recipe:
         checkpoint_layers: how many layers are checkpointed, the first ones of each stage; None: all.
         checkpoint_every: of every so many of these the first one is.
         compile: one kernel, by torch.compile, for what lies between matrix products.
-        optimizer: "adamw" (fused), "adamw-foreach", "muon" (for matrices within the blocks; AdamW for the rest) or
-            "sgd".
-        fused_loss: head and loss for one chunk of the tokens at a time: all logits are never there.
-        float8: matrix products of blocks in float8, as torchao's recipe "tensorwise" (also True) or "rowwise".
+        optimizer: "adamw" (fused), or "muon" for matrices within the blocks, and AdamW for the rest.
         schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" ... See
             `hyper_parallel.core.pipeline.SCHEDULES`.
         microbatches: parts that a step's batch is cut into; None: one, or with a pipeline one for each sequence.
         stages_per_rank: stages on each rank of the pipeline; None: as the schedule has it.
-        zero: 3, 2 (gathered until backward), 1 or 0 (weights replicated). 2 is `reshard_after_forward=False`; 1 shards
-            the optimizer state over data-parallel ranks (Rajbhandari et al. 2020, section 5.1); 0
-            is DDP.
-        sequence_parallel: with tensor parallelism, what lies between split modules is split over the sequence.
+        zero: 3: parameters, gradients and optimizer state are sharded, parameters freed after forward; 2: they are kept
+            gathered until backward (`reshard_after_forward=False`).
         reshard_inputs: what split modules gather over the sequence is gathered again in backward, not kept.
-        tp_chunks: with tensor and sequence parallelism, chunks in which attention (of sequences) and feed-forwards are
+        tp_chunks: with tensor parallelism, chunks in which attention (of sequences) and feed-forwards are
             computed, one gathered or reduced while another is computed.
-        attention: "flash", "math" or "math-recomputed". "math": scores and their softmax are made and kept; the last:
-            made, and made again in backward (selective recomputation of Korthikanti et al. 2022, section 5).
         norm: "fused": one kernel; "eager": one for each operation, with float32 copies.
-        loss: "library": as `hyper_parallel.vocab_parallel_cross_entropy` and the trainer compute it; "eager":
-            `F.cross_entropy` of a float32 copy of the logits; "eager-kept": and the logits live through backward;
-            "chunked": of one part of the logits at a time; "compiled": one kernel.
-        reduce_each: with zero >= 2 and no pipeline: gradients are reduced after every micro-batch, so that they need no
+        reduce_each: without a pipeline: gradients are reduced after every micro-batch, so that they need no
             more memory than their shards; else they add up whole on every rank and are reduced once.
-        whole_parameters: with zero >= 2 and Muon: each parameter of the blocks but experts is whole on one rank, so
+        whole_parameters: with Muon: each parameter of the blocks but experts is whole on one rank, so
             that Muon moves nothing.
-        engine: with zero >= 2, what splits weights: "fully_shard", or "hsdp" where only data and context are parallel.
+        engine: what splits weights: "fully_shard", or "hsdp" where only data and context are parallel.
         clipping: gradients are scaled down to a norm; without, the norm is computed all the same, as the trainer does.
-        overlap_grad_reduce: with zero <= 1: gradients are reduced while backward goes on.
-        overlap_param_gather: with zero == 1: new weights are gathered while the next forward goes on.
-        tp_overlap: communication of tensor parallelism overlaps with matrix products.
         routing: how tokens go to experts; None: evenly.
         ranks_per_node: where experts are split over several nodes of so many ranks: tokens go to each node once; None:
             to each expert.
-        host: "eager": the host issues each operation of plain tensors; "dtensor": of DTensors, which costs it several
-            times as much, as with torch's `parallelize_module` without compile.
-        graphs: a step is replayed as one graph: the host costs nothing.
-        conventions: what another trainer does otherwise; None: the step is that of our trainer.
 
     Raises:
         TypeError: a value of another type.
@@ -422,62 +353,50 @@ class Recipe:
     checkpoint_every: int = 1
     compile: bool = False
     optimizer: str = "adamw"
-    fused_loss: bool = False
-    float8: bool | str = False
     schedule: str = "1f1b"
     microbatches: int | None = None
     stages_per_rank: int | None = None
     zero: int = 3
     engine: str = "fully_shard"
     clipping: bool = True
-    sequence_parallel: bool = True
     reshard_inputs: bool = False
     tp_chunks: int = 1
     whole_parameters: bool = False
-    attention: str = "flash"
     norm: str = "fused"
-    loss: str = "library"
     reduce_each: bool = False
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
-    tp_overlap: bool = False
     routing: Routing | None = None
     ranks_per_node: int | None = None
-    host: str = "eager"
-    graphs: bool = False
-    conventions: Conventions | None = None
+
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+        {
+            "master": ("fp32", "none"),
+            "moments": ("fp32", "bf16"),
+            "engine": ("fully_shard", "hsdp"),
+            "checkpointing": ("none", "selective", "alternate", "full", "offload", "full offload"),
+            "optimizer": ("adamw", "muon"),
+            "norm": ("fused", "eager"),
+            "zero": (3, 2),
+        }
+    )
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
-        for name, choices in _CHOICES.items():
+        for name, choices in self.choices.items():
             given: object = getattr(self, name)
-            if given not in choices:
-                raise ValueError(_wrong(name, given, "does not exist", f"{name}={nearest(given, choices)}"))
-        if self.float8 == "tensorwise":
-            object.__setattr__(self, "float8", True)
-        for name in _FLAGS:
-            if name == "float8" and self.float8 == "rowwise":
-                continue
-            if name == "float8" and isinstance(self.float8, str):
-                hint = f"float8={nearest(self.float8, ('tensorwise', 'rowwise'))}"
-                raise ValueError(_wrong(name, self.float8, "is no recipe of torchao that is known here", hint))
+            if isinstance(given, bool) or given not in choices:
+                hint = nearest(given, choices) if isinstance(given, str) else " or ".join(map(str, choices))
+                raise ValueError(_wrong(name, given, "does not exist", f"{name}={hint}"))
+        for name in [field.name for field in dataclasses.fields(self) if isinstance(field.default, bool)]:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
         for name in _COUNTS:
             _count(name, getattr(self, name), 0 if name == "checkpoint_layers" else 1)
         routing: object = self.routing
-        if isinstance(self.zero, bool) or self.zero not in _ZERO:
-            hint = "; ".join(f"zero={level}: {meaning}" for level, meaning in _ZERO.items())
-            raise ValueError(_wrong("zero", self.zero, "is no level of ZeRO", hint))
         find_schedule(self.schedule)
         if routing is not None and not isinstance(routing, Routing):
             hint = "Routing.zipf(1.0), or None for even loads"
             raise TypeError(_wrong("routing", routing, f"is a {type(routing).__name__}, not a Routing", hint))
-        conventions: object = self.conventions
-        if conventions is not None and not isinstance(conventions, Conventions):
-            why, hint = f"is a {type(conventions).__name__}, not a Conventions", "conventions=None"
-            raise TypeError(_wrong("conventions", conventions, why, hint))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -487,10 +406,6 @@ class Recipe:
             seen = ", ".join(f"{name}={value}" for name, value in some.items()) + ", checkpointing='none'"
             blame = f"{next(iter(some))} says how many layers are checkpointed, and none is"
             raise InvalidValue(_ASKED, blame, seen, 'checkpointing="full"')
-        if self.float8 and self.param_dtype != "bf16":
-            seen = f"float8={self.float8!r}, param_dtype={self.param_dtype!r}"
-            blame = "matrix products in float8 take and return bfloat16"
-            raise InvalidValue(_ASKED, blame, seen, 'param_dtype="bf16"')
         if self.whole_parameters and (self.optimizer != "muon" or self.zero < 2 or self.engine != "fully_shard"):
             seen = f"whole_parameters=True, optimizer={self.optimizer!r}, zero={self.zero}, engine={self.engine!r}"
             blame = "parameters are left whole with one rank by fully_shard, for Muon"
@@ -500,16 +415,37 @@ class Recipe:
             seen = f"moments={self.moments!r}, zero={self.zero}, optimizer={self.optimizer!r}"
             blame = "torch's optimizers keep moments in the dtype of the weights that they update"
             raise InvalidValue(_ASKED, blame, seen, 'moments="fp32", or zero=1 with optimizer="adamw"')
-        for name, off, what in (("reshard_inputs", False, "gather again"), ("tp_chunks", 1, "overlap")):
-            if getattr(self, name) != off and not self.sequence_parallel:
-                blame = f"without sequence parallelism no input is gathered, so that there is nothing to {what}"
-                seen = f"{name}={getattr(self, name)}, sequence_parallel=False"
-                raise InvalidValue(_ASKED, blame, seen, f"sequence_parallel=True, or {name}={off}")
         kind = find_schedule(self.schedule)
         if self.stages_per_rank is not None and not kind.is_multi and self.stages_per_rank != kind.stages_per_rank:
             seen = f"stages_per_rank={self.stages_per_rank}, schedule={self.schedule!r}"
             blame = f"schedule {self.schedule!r} has {kind.stages_per_rank} stage(s) on each rank"
             raise InvalidValue(_ASKED, blame, seen, 'schedule="interleaved", or stages_per_rank=None')
+
+    # These differ in recipes of other trainers (benchmarks/published)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensor parallelism splits activations between split modules over the sequence."""
+        return True
+
+    @property
+    def steps(self) -> Any:
+        """The `sim.mesh.tracing.trace.StageRun` that takes the step; None: that one, as our trainer does."""
+        return None
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of other kernels that a step needs."""
+        return ()
+
+    @property
+    def pricing(self) -> dict[str, Any]:
+        """Arguments of `sim.mesh.cost.Pricing`.
+
+        Torch runs schedules of several stages per rank by lists of actions, in which a receive stands where its sender
+        has got to; in those of one stage a receive follows what the rank has computed before.
+        """
+        return {"posts_early": self.schedule not in ("gpipe", "1f1b")}
 
     @property
     def activations(self) -> ActivationPolicy:
@@ -560,7 +496,7 @@ class Recipe:
         return parts
 
     def describe(self) -> str:
-        """Return one line with what the recipe says, what is as usual left out."""
+        """Return the recipe in one line, without its usual fields."""
         is_wide = self.param_dtype in ("fp32", "fp64")
         behind = "" if is_wide else f" over {self.master} weights"
         if self.master == "none" and not is_wide:
@@ -582,16 +518,11 @@ class Recipe:
             word = name.replace("_", " ")
             if isinstance(value, bool):
                 words.append(word if value else f"no {word}")
-            elif isinstance(value, Conventions):
-                words.append(str(value))
             elif isinstance(value, Routing):
                 words.append(f"routing {value.describe()}")
             else:
                 words.append(f"{word} {value}")
         return "; ".join(words)
-
-
-_FLAGS = tuple(field.name for field in dataclasses.fields(Recipe) if isinstance(field.default, bool))
 
 
 @functools.lru_cache(maxsize=256)  # a search asks each of its candidates several times

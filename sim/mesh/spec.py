@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_parallel.core.common.errors import InvalidType, InvalidValue, class_name
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import MeshLike
 
@@ -97,7 +99,6 @@ class ModelSpec(ABC):
         *,
         embed: bool = True,
         head: bool = True,
-        recipe: Recipe | None = None,
     ) -> nn.Module:
         """Make the model, or a stage of it, with whatever device and modes the caller has set: call it under meta.
 
@@ -106,12 +107,16 @@ class ModelSpec(ABC):
             layers: those to keep, under their numbers in the whole model; None: all.
             embed: keep what comes before the layers.
             head: keep what comes after them.
-            recipe: says which kernels compute attention and norms.
         """
 
     @abstractmethod
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan | None:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp; None: there are none."""
+
+    def split(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> None:
+        """Split tensors of a model that `build` has made over the ranks of its built mesh, in place."""
+        if dims.tp_enabled and (plan := self.plan(module, mesh := dims.get_mesh("tp"), recipe)) is not None:
+            shard_module(module, mesh, plan)
 
     def blocks(self, module: nn.Module) -> list[tuple[int, nn.Module]]:
         """Return the blocks of a model that `build` has made, with their numbers in the whole model."""
@@ -265,7 +270,6 @@ class CustomSpec(ModelSpec):
         *,
         embed: bool = True,
         head: bool = True,
-        recipe: Recipe | None = None,
     ) -> nn.Module:
         """Make the model, or a stage of it, if it has a method `keep`.
 

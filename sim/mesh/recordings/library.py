@@ -18,9 +18,6 @@ from sim.mesh.tracing.stitch import Recording, sends_end
 _MOST_EVENTS = 600_000  # about 300 MB
 _MOST_OF_A_STEP = 60_000  # events; about 30 MB
 _MOST_ANCHORS = 6  # of one kind with the same plans: with more, they do not follow from each other
-_DEFAULT = {field.name: field.default for field in dataclasses.fields(Recipe)}
-_LATER = ("microbatches", "graphs", "tp_overlap", "host")
-"""Fields of a recipe that matter when a recording is priced or repeated, not when it is made."""
 
 
 class Library:
@@ -111,15 +108,15 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         return None
     dims, recipe = job.dims, job.recipe
     kinds, schedule = job.model.layer_kinds, find_schedule(recipe.schedule)
-    alone = recipe.zero <= 1 or recipe.engine != "fully_shard" or job.is_skewed or recipe.conventions is not None
+    alone = recipe.engine != "fully_shard" or job.is_skewed or recipe.steps is not None
     if alone or recipe.optimizer == "muon":  # which matrices a rank computes depends on how many ranks there are
         return (job, part, tuple(kept))
     ranks = {each.index: each.rank for each in job.stages()}
     near = [ranks.get(part.index + step) for step in (-1, 1)]
     ends = job.tied_ranks
-    changed: dict[str, Any] = {name: _DEFAULT[name] for name in _LATER}
+    changed: dict[str, Any] = {"microbatches": None}  # it matters when a recording is repeated, not when it is made
     if dims.pp > 1:
-        changed |= {"schedule": _DEFAULT["schedule"], "stages_per_rank": None}
+        changed |= {"schedule": Recipe.schedule, "stages_per_rank": None}
     affine = job.model.family == "llama" and job.micro_batch > 1  # tensors with a dim of 1 are laid out otherwise
     return (
         job.model,

@@ -23,12 +23,12 @@ from sim.mesh.cost import Pricing
 from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_MOMENTS = {"adamw": 8, "adamw-foreach": 8, "muon": 4, "sgd": 0}
+_MOMENTS = {"adamw": 8, "muon": 4}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
 _FEW = 400  # tokens of a micro-batch that take twice as long as they compute: weights are read, operations issued
 _RECOMPUTED = {"none": 1.0, "selective": 1.04, "alternate": 1.11, "full": 1.25}  # forward has the faster kernels
 _NARROWER = 0.07  # of compute, each time that tp doubles: products get narrower, and not all of a block is split
-_COUNTED = 0.6  # of communication over tp that goes along with the products beside it
+_BYTES_OF_LOGIT = 8  # at the worst moment of `hyper_parallel.vocab_parallel_cross_entropy`
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,6 @@ def _together(state: tuple[float, float], activations: float, candidate: Candida
     Those that are still to be reduced over replicas wait in the dtype of the reduction.
     """
     (standing, gradients), recipe = state, candidate.recipe
-    if recipe.zero <= 1:
-        return standing + gradients + activations
     waiting = 0.0 if candidate.parts == 1 else gradients
     if recipe.master == "fp32" and candidate.dims.dp_replicate > 1:
         waiting *= _BYTES[recipe.reduce_dtype] / 4
@@ -111,15 +109,10 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     dense, experts = _on_a_rank(shape, candidate)
     standing = gradients = 0.0
     for parameters, shards in ((dense, dims.dp_shard * dims.ep * dims.cp), (experts, dims.expert_shards)):
-        if recipe.zero >= 2:
-            # A stage keeps what it gathers, or with one shard casts.
-            is_whole = (shards > 1 and recipe.zero == 2) or (dims.pp > 1 and (shards > 1 or has_master))
-            standing += parameters * ((weights + moments) / shards + is_whole * computed)
-            gradients += parameters * weights / shards
-        else:
-            kept = moments + (4 if has_master else 0)
-            standing += parameters * (computed + kept / (shards if recipe.zero == 1 else 1))
-            gradients += parameters * _BYTES[recipe.reduce_dtype]
+        # A stage keeps what it gathers, or with one shard casts.
+        is_whole = (shards > 1 and recipe.zero == 2) or (dims.pp > 1 and (shards > 1 or has_master))
+        standing += parameters * ((weights + moments) / shards + is_whole * computed)
+        gradients += parameters * weights / shards
     return standing, gradients
 
 
@@ -144,16 +137,15 @@ def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     per_layer = 0.0 if policy.offload else per_layer
     under_way = _under_way(candidate)
     bytes_ = tokens * under_way * (checkpointed * per_layer + (layers - checkpointed) * kept)
-    if dims.pp == 1 and not recipe.fused_loss:
+    if dims.pp == 1:
         bytes_ += tokens * shape.vocab / dims.tp * width
     return bytes_
 
 
 def _kept_of_block(shape: Shape, candidate: Candidate, checkpointing: str) -> float:
     """Bytes that a block keeps of a token at least."""
-    tp, recipe = candidate.dims.tp, candidate.recipe
-    width = _BYTES[recipe.param_dtype]
-    small = shape.hidden * width / (tp if recipe.sequence_parallel else 1)
+    tp, width = candidate.dims.tp, _BYTES[candidate.recipe.param_dtype]
+    small = shape.hidden * width / tp
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * width / tp
     return least_kept(checkpointing, small, attention, shape.intermediate * width / tp)
 
@@ -172,7 +164,7 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
 
     It is the most of these moments, of each rank of a pipeline with its own layers and micro-batches:
 
-    - the loss: all that blocks keep for backward, and of each logit the bytes that the loss says;
+    - the loss: all that blocks keep for backward, and all logits;
     - backward of a block: what blocks keep, what this one computes again beyond it, and its gradients. ZeRO-3 has two
       gathered blocks and the gradients of one, and what is outside of blocks is gathered all the time;
     - backward of a pipeline's stage at its first block: its activations are gone, and the gradients of all of it are
@@ -180,7 +172,7 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     - the end of backward: all reduced gradients, with the first block's backward, or with the gradients of embedding
       and head and their copy in the dtype of the reduction.
     """
-    kept, at_work = _guess_of_block(shape, candidate, seq_len)
+    kept, at_work = _guess_of_block(shape, candidate)
     if candidate.dims.pp == 1:
         return _guess_of_rank(shape, candidate, seq_len, 0, [shape.layers], kept, at_work)
     own: list[list[int]] = [[] for _ in range(candidate.dims.pp)]
@@ -221,14 +213,13 @@ def _guess_of_rank(
     plain = sum(own) - checkpointed
     per_layer = min(2 / max(checkpointed, 1), 1.0) * kept[policy.kind] if policy.offload else kept[policy.kind]
     of_batch = tokens * (checkpointed * per_layer + plain * kept["none"])
-    of_batch += plain * block if recipe.float8 and recipe.compile else 0  # of weights that are cast in forward
     held = of_batch * _under_way_on(candidate, rank)
     in_block, in_loss, at_end = tokens * at_work[policy.kind if policy.takes(own[-1] - 1) else "none"], 0.0, 0.0
-    if rank == owners[-1] and not recipe.fused_loss:
-        in_loss = tokens * (shape.vocab / dims.tp * _bytes_of_logit(candidate) + shape.hidden * width)
+    if rank == owners[-1]:
+        in_loss = tokens * (shape.vocab / dims.tp * _BYTES_OF_LOGIT + shape.hidden * width)
 
     wait, waiting = _gradients_wait(candidate), parameters * reduced
-    is_sharded = recipe.zero >= 2 and dims.dp_shard * dims.ep * dims.cp > 1
+    is_sharded = dims.dp_shard * dims.ep * dims.cp > 1
     if wait and dims.pp > 1:
         in_block += max(parameters * width - of_batch, 0.0) / len(own)
         if not find_schedule(recipe.schedule).begins_all_stages(candidate.parts, dims.pp):
@@ -250,18 +241,6 @@ def _guess_of_rank(
 def _checkpointed(policy: ActivationPolicy, layers: int) -> int:
     """Return how many layers of a stage a policy takes."""
     return sum(map(policy.takes, range(layers)))
-
-
-def _bytes_of_logit(candidate: Candidate) -> float:
-    """Return bytes of a logit at the worst moment of a loss: see the table of `sim.mesh.tracing.losses`."""
-    dims, recipe = candidate.dims, candidate.recipe
-    kind = recipe.loss.removesuffix("-kept")
-    if kind == "eager" and recipe.zero <= 1:
-        kind = "in-place"
-    elif kind in ("eager", "chunked") and dims.tp > 1:
-        kind = "split"
-    found = {"library": 8, "compiled": 4, "in-place": 10, "chunked": 6.5, "eager": 12, "split": 16}[kind]
-    return found + (4 if recipe.loss == "eager-kept" and dims.tp * dims.pp == 1 else 0)  # the model's, in float32
 
 
 class _Widths(NamedTuple):
@@ -287,30 +266,22 @@ class _Widths(NamedTuple):
     def of(cls, shape: Shape, candidate: Candidate) -> _Widths:
         dims, recipe = candidate.dims, candidate.recipe
         width = _BYTES[recipe.param_dtype]
-        hidden = shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1)
+        hidden = shape.hidden * width / dims.tp
         query, key = (heads * shape.head_dim * width / dims.tp for heads in (shape.heads, shape.kv_heads))
         sent = (2 * shape.experts_per_token + 4 / width) * hidden if shape.experts else 0.0
         return cls(shape.hidden * width, hidden, query, key, shape.intermediate * width / dims.tp, sent)
 
 
-def _guess_of_block(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[dict[str, float], dict[str, float]]:
+def _guess_of_block(shape: Shape, candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
     """Return bytes of a token that a block keeps at each level of checkpointing, and works with in its backward.
 
     Backward works with what it computes again beyond what is kept, with the gradients of the activation, of the
-    residual stream and of what experts exchange, and with what is gathered over tp. Attention by matrix products has a
-    score for each pair of tokens: see `zoo.MathAttention` for its bytes.
+    residual stream and of what experts exchange, and with what is gathered over tp.
     """
-    dims, recipe, widths = candidate.dims, candidate.recipe, _Widths.of(shape, candidate)
-    width, none = _BYTES[recipe.param_dtype], _kept_of_all(shape, candidate, widths)
-    gradients = 2 * widths.hidden + widths.sent + (2 * widths.result if dims.tp > 1 else 0.0)
-    # A cast operation by operation has two copies in float32 beside its result.
-    copies = 9 / width if recipe.float8 and not recipe.compile else 0.0
-    gradients += max(_first_products(shape), copies) * widths.ffn
-    if recipe.attention != "flash":
-        scores = shape.heads / dims.tp * seq_len
-        kept_of_scores = scores * (2 * width + 1 if shape.drops_scores else width)
-        none += kept_of_scores if recipe.attention == "math" else 0.0
-        gradients += scores * width + (0.0 if recipe.attention == "math" else kept_of_scores)
+    widths = _Widths.of(shape, candidate)
+    none = _kept_of_all(shape, candidate, widths)
+    gradients = 2 * widths.hidden + widths.sent + (2 * widths.result if candidate.dims.tp > 1 else 0.0)
+    gradients += _first_products(shape) * widths.ffn
     kept = {"none": none, "full": widths.hidden, **_kept_of_results(shape, candidate, widths)}
     return kept, {level: max(none - bytes_, 0.0) + gradients for level, bytes_ in kept.items()}
 
@@ -324,18 +295,15 @@ def _kept_of_all(shape: Shape, candidate: Candidate, widths: _Widths) -> float:
     """Return bytes of a token that a block keeps without checkpointing, but for scores.
 
     It is what goes into norms, matrix products, attention and the activation; over tp, what is gathered for products. A
-    norm operation by operation keeps a copy in float32. A compiler makes the activation again. In float8 it makes norms
-    and the activation's product again, too; what attention returns, and what is gathered, it keeps as cast.
+    norm operation by operation keeps two copies in float32. A compiler makes the activation again.
     """
     recipe, (result, hidden, query, key, ffn, sent) = candidate.recipe, widths
     width, first = _BYTES[recipe.param_dtype], _first_products(shape)
     kept = 2 * hidden + sent + 2 * (query + key) + first * ffn
-    if recipe.float8 and recipe.compile:
-        return kept + (query + (0.0 if _is_one_graph(shape, candidate) else 2 * result)) / width
-    gathers = candidate.dims.tp > 1 and recipe.sequence_parallel and not recipe.reshard_inputs
+    gathers = candidate.dims.tp > 1 and not recipe.reshard_inputs
     kept += 2 * (result if gathers else hidden) + (1 if recipe.compile else first) * ffn
     is_wide = recipe.norm == "eager" and shape.gated and not recipe.compile  # others have no RMSNorm
-    return kept + (2 * hidden / width * 4 if is_wide else 0.0)
+    return kept + (2 * hidden / width * 8 if is_wide else 0.0)
 
 
 def _kept_of_results(shape: Shape, candidate: Candidate, widths: _Widths) -> dict[str, float]:
@@ -346,12 +314,11 @@ def _kept_of_results(shape: Shape, candidate: Candidate, widths: _Widths) -> dic
     to the residual stream are kept before ranks add them up, so that tp does not make them smaller; a compiled graph
     does not keep the last one, which no backward asks for. Grouped products of experts are never kept.
     """
-    is_biased = shape.biased and not candidate.recipe.float8
     first = [widths.query + 2 * widths.key] if shape.joins_qkv else [widths.query, widths.key, widths.key]
     routed = shape.expert_parameters / max(shape.experts * shape.layers * 3 * shape.hidden, 1) * shape.experts_per_token
     common = 1 - min(routed / max(shape.intermediate, 1), 1.0)  # of the feed-forward, outside of experts
-    products = [(size, is_biased) for size in first] + [(widths.result, False)]
-    products += [(widths.ffn * common, is_biased)] * _first_products(shape)
+    products = [(size, shape.biased) for size in first] + [(widths.result, False)]
+    products += [(widths.ffn * common, shape.biased)] * _first_products(shape)
     products += [] if _is_one_graph(shape, candidate) else [(widths.result, False)]
     with_bias, without = ([size for size, has_bias in products if has_bias == kind] for kind in (True, False))
     always = widths.hidden + widths.query + sum(with_bias)
@@ -367,7 +334,7 @@ def _gradients_wait(candidate: Candidate) -> bool:
     """Whether gradients are whole on each rank until the last micro-batch has added its own."""
     dims, recipe = candidate.dims, candidate.recipe
     is_split = dims.dp_shard * dims.ep * dims.cp * dims.pp > 1
-    return recipe.zero >= 2 and not recipe.reduce_each and candidate.parts > 1 and is_split
+    return not recipe.reduce_each and candidate.parts > 1 and is_split
 
 
 @cache
@@ -379,11 +346,11 @@ def even_time(shape: Shape, stages: int) -> tuple[int, ...]:
 
 def even_memory(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[int, ...]:
     """Return layers for stages, one on each rank, that need equally much memory: the first keep more micro-batches."""
-    dims, recipe = candidate.dims, candidate.recipe
+    dims = candidate.dims
     state = sum(_state(shape, candidate)) * dims.pp
     head = shape.vocab * shape.hidden / max(shape.parameters, 1) * state
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
-    logits = 0.0 if recipe.fused_loss else tokens * shape.vocab / dims.tp * 12
+    logits = tokens * shape.vocab / dims.tp * 12
     layer = max(state - 2 * head, 0.0) / shape.layers
     kept = _activations(shape, candidate, seq_len) / max(_under_way(candidate) * (shape.layers // dims.pp), 1)
     each = [layer + kept * min(dims.pp - stage, candidate.parts) for stage in range(dims.pp)]
@@ -425,8 +392,7 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Rat
     """
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     tokens = candidate.batch * seq_len / dims.cp
-    flops = machine.flops * (1.6 if recipe.float8 else 1.0) * _MATMUL
-    compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / flops
+    compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / (machine.flops * _MATMUL)
     compute *= _RECOMPUTED[recipe.activations.kind] * (1.0 if recipe.compile else 1.1) * (1 + _FEW * parts / tokens)
     compute *= 1 + _NARROWER * math.log2(dims.tp)
 
@@ -463,10 +429,9 @@ def _of_tokens(shape: Shape, candidate: Candidate, seq_len: int, machine: Rates,
     tokens, width = candidate.batch * seq_len / dims.cp, _BYTES[recipe.param_dtype]
     layers, exposed = shape.layers / dims.pp, 0.0
     if dims.tp > 1:
-        # Forward gathers and scatters twice in a block, or adds up twice; backward does as much.
-        op, times = ("all_gather", 8 + recipe.reshard_inputs) if recipe.sequence_parallel else ("all_reduce", 4)
-        each = machine.collective(op, tokens / parts * shape.hidden * width, dims.tp, 1)
-        exposed += times * again * layers * parts * each * (_COUNTED if recipe.tp_overlap else 1.0)
+        # Forward gathers and scatters twice in a block, and backward does as much.
+        each = machine.collective("all_gather", tokens / parts * shape.hidden * width, dims.tp, 1)
+        exposed += (8 + recipe.reshard_inputs) * again * layers * parts * each
     if dims.ep_enabled:
         passed = tokens * shape.hidden * width * layers
         speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
@@ -493,7 +458,7 @@ def message_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: R
     dims, recipe = candidate.dims, candidate.recipe
     speed = machine.inside if dims.world_size // dims.pp < machine.devices_per_node else machine.between
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
-    return tokens * shape.hidden * _BYTES[recipe.param_dtype] / (dims.tp if recipe.sequence_parallel else 1) / speed
+    return tokens * shape.hidden * _BYTES[recipe.param_dtype] / dims.tp / speed
 
 
 def _fullest(shape: Shape, candidate: Candidate) -> float:
@@ -517,24 +482,13 @@ def _of_weights(shape: Shape, candidate: Candidate, machine: Rates, compute: flo
     shards = dims.dp_shard * dims.ep * dims.cp
     layers = max(shape.layers / dims.pp, 1.0)
     block = sum(_on_a_rank(shape, candidate)) / layers
-    splits = recipe.zero >= 1 and shards > 1
     reduced = block * _BYTES[recipe.reduce_dtype]
     gather = layers * machine.collective("all_gather", block * _BYTES[recipe.param_dtype], shards, dims.tp)
-    reduction = machine.collective("reduce_scatter" if splits else "all_reduce", reduced, shards, dims.tp)
-    copies = machine.collective("all_reduce", reduced / (shards if splits else 1), dims.dp_replicate, dims.tp * shards)
-    reduction = layers * (reduction + copies)
-    if recipe.zero >= 2:
-        gathers = 2 * parts if recipe.zero == 3 and dims.pp == 1 else 1
-        seconds = gathers * gather + (parts if recipe.reduce_each else 1) * reduction
-        return max(seconds - 0.8 * compute, 0.05 * seconds)
-    # The last micro-batch's backward hides gradients that are ready, the next step's forward weights, or nothing does.
-    hidden, exposed = 0.5 * compute / parts, 0.0
-    for seconds, overlaps in (
-        (reduction, recipe.overlap_grad_reduce),
-        (gather if splits else 0.0, recipe.overlap_param_gather),
-    ):
-        exposed += max(seconds - hidden, 0.05 * seconds) if overlaps else seconds
-    return exposed
+    reduction = machine.collective("reduce_scatter", reduced, shards, dims.tp)
+    copies = machine.collective("all_reduce", reduced / shards, dims.dp_replicate, dims.tp * shards)
+    gathers = 2 * parts if recipe.zero == 3 and dims.pp == 1 else 1
+    seconds = gathers * gather + (parts if recipe.reduce_each else 1) * layers * (reduction + copies)
+    return max(seconds - 0.8 * compute, 0.05 * seconds)
 
 
 @cache

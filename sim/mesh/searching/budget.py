@@ -49,7 +49,7 @@ def fit_activations(
         hardware: name, file or `Machine`.
         memory_limit: bytes on a device, with what torch's allocator reserves and what lies outside of it; None: what
             the hardware has.
-        recipe: the rest of it; what it says of checkpointing is not read.
+        recipe: the rest of it; its checkpointing is not read.
         layers_per_stage: of a pipeline; None: balanced.
 
     Returns:
@@ -134,7 +134,7 @@ class _Fitting:
         raise NoPolicyFits(asked, "no activation policy needs less", seen, hint)
 
     def kinds(self, names: Sequence[str], none: Estimate) -> Iterator[_Checkpointing]:
-        """Yield the kinds that fit for all blocks, with what a straight line says of fewer."""
+        """Yield the kinds that fit for all blocks, with a straight line's guess for fewer."""
         for name in names:
             try:
                 whole = self.estimate(name, None)

@@ -157,7 +157,7 @@ class Exploration:
         for entry in ordered:
             over_tp, recipe = entry.estimate.time.exposed.get("tp"), entry.candidate.recipe
             exposed = 0.0 if over_tp is None else over_tp.value
-            hides = recipe.tp_chunks == 1 and recipe.sequence_parallel and not recipe.tp_overlap
+            hides = recipe.tp_chunks == 1 and recipe.sequence_parallel
             if hides and exposed > _EXPOSED * entry.seconds and entry.seconds - exposed < best:
                 worth.append(entry)
         return worth[:_REFINED]
@@ -362,15 +362,11 @@ def _family(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _is_like(one: Candidate, other: Candidate) -> bool:
-    """Whether two differ at most in shards and copies, checkpointing, ZeRO level and micro-batches.
-
-    Replicated weights (ZeRO-1 and 0) are another engine: they neither need more than shards at any rate, as copies
-    share the optimizer state, nor are they always faster, as other things overlap.
-    """
+    """Whether two differ at most in shards and copies, checkpointing, ZeRO level and micro-batches."""
     degrees = ("tp", "pp", "cp", "ep", "etp", "fold_experts", "ulysses_degree")
     return (
         one.layers_per_stage == other.layers_per_stage
-        and (one.recipe.zero >= 2) == (other.recipe.zero >= 2)
+        and (one.recipe.zero >= 2) == (other.recipe.zero >= 2)  # else another engine has the weights
         and all(getattr(one.dims, name) == getattr(other.dims, name) for name in degrees)
         and _ALIKE(one.recipe) == _ALIKE(other.recipe)
     )

@@ -190,7 +190,8 @@ class Floors:
     def arithmetic(self, candidate: Candidate) -> float:
         """Return seconds that a device needs at its peak for the products of weights, of a candidate's step."""
         dims, recipe = candidate.dims, candidate.recipe
-        peak = max(self.hardware.peak(recipe.param_dtype), self.hardware.peak("fp8") if recipe.float8 else 0.0)
+        dtypes = [recipe.param_dtype, *(["fp8"] if "float8" in recipe.kernels else [])]
+        peak = max(self.hardware.peak(dtype) for dtype in dtypes)
         embedding = self.shape.vocab * self.shape.hidden  # is looked up
         tokens = candidate.batch * self.seq_len / dims.cp
         return 6 * (self.model.num_active_parameters - embedding) * tokens / (dims.tp * dims.pp) / peak
@@ -218,7 +219,7 @@ class Floors:
         return (dims.tp, dims.cp, dims.ulysses_degree, dims.ep, dims.etp, dims.fold_experts), recipe, micro_batch
 
     def _pricing(self, recipe: Recipe) -> Pricing:
-        return Pricing(self.hardware, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap)
+        return Pricing(self.hardware, **recipe.pricing)
 
     def _shards(self, candidate: Candidate) -> bool:
         """Whether a candidate gathers weights for each micro-batch: a stage keeps those that it has gathered."""

@@ -89,9 +89,8 @@ class Candidate:
             texts.append(f"{self.recipe.tp_chunks} tp chunks")
         if self.recipe.whole_parameters:
             texts.append("whole parameters")
-        said = {"float8": "float8 rowwise"} if self.recipe.float8 == "rowwise" else {}
-        texts += [said.get(word, word) for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
-        return ", ".join(texts)
+        texts += ["compile"] if self.recipe.compile else []
+        return ", ".join((*texts, *self.recipe.kernels))
 
     def __str__(self) -> str:
         return f"{self.degrees}; {self.how}"
@@ -136,7 +135,6 @@ class Shape:
         splits: whether tensors inside of layers can be split over axis tp.
         has_stages: whether a pipeline can be made of it.
         gated: whether the feed-forward multiplies two products of its input.
-        drops_scores: whether attention's weights have dropout.
         joins_qkv: whether one product makes queries, keys and values.
         biased: whether products have biases, but for those that write to the residual stream.
     """
@@ -156,7 +154,6 @@ class Shape:
     splits: bool = True
     has_stages: bool = True
     gated: bool = True
-    drops_scores: bool = False
     joins_qkv: bool = False
     biased: bool = False
 
@@ -211,7 +208,7 @@ CHECKPOINTINGS = ("none", "selective", "alternate", "full", "offload", "full off
 
 
 def default_recipes() -> tuple[Recipe, ...]:
-    """Return what is tried where nobody says: each checkpointing, ZeRO-3 and ZeRO-2, one reduction or several.
+    """Return the usual recipes: each checkpointing, ZeRO-3 and ZeRO-2, one reduction or several.
 
     Offload to the host is among them; a search tries it if nothing else fits.
     """
@@ -252,7 +249,6 @@ def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
         splits=_splits(spec),
         has_stages=spec.has_stages,
         gated=bool(getattr(getattr(spec, "config", None), "is_gated", True)),
-        drops_scores=bool(getattr(getattr(spec, "config", None), "attention_dropout", 0)),
         joins_qkv=bool(getattr(getattr(spec, "config", None), "joins_qkv", False)),
         biased=bool(getattr(getattr(spec, "config", None), "bias", False)),
     )

@@ -1,7 +1,7 @@
 """The step of one rank, recorded from the real model, plan and engine on a rank that lives alone.
 
     trace -> build, categories, fusion, kernels, stitch
-    categories -> build -> compiled, kernels, losses, record, replicated
+    categories -> build -> compiled, record
     record -> kinds, lone
     compiled -> fusion, kinds
 

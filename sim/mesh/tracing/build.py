@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
 
 from hyper_parallel.core.activations.api import ActivationPolicy, checkpointed
 from hyper_parallel.core.activations.offload import ActivationOffload
 from hyper_parallel.core.context_parallel.api import context_parallel
-from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.pipeline.split import StageSlice
-from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.models.moe import MoELlama
-from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from hyper_parallel.trainer.parallelize import (
     BuildHooks,
@@ -33,11 +27,7 @@ from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Place
 from sim.mesh.tracing.compiled import compile_block, compile_pieces
-from sim.mesh.tracing.kernels import use_float8
-from sim.mesh.tracing.losses import fuse_head
 from sim.mesh.tracing.record import Recorder
-from sim.mesh.tracing.replicated import Replicated
-from sim.mesh.zoo import MLALlama, mla_plan
 
 
 @dataclass
@@ -48,14 +38,12 @@ class Built:
         module: the model, or the stage.
         blocks: by the number of the layer.
         outer: what stands in the model in their places, with what is around them.
-        replicated: the engine that keeps whole weights on every rank; None: `fully_shard` has the weights.
         trained: what the trainer's own function has built; None: it is not the trainer's model.
     """
 
     module: nn.Module
     blocks: list[tuple[int, nn.Module]]
     outer: list[tuple[int, nn.Module]]
-    replicated: Replicated | None = None
     trained: Parallelized | None = None
 
 
@@ -70,7 +58,7 @@ def build_of_run(run: Config, job: Job, part: StagePart, layers: Collection[int]
     def follow(module: nn.Module) -> None:
         blocks.extend(job.model.blocks(module))
         for number, block in blocks:
-            _follow(recorder, number, block, is_first=number == blocks[0][0])
+            follow_block(recorder, number, block, is_first=number == blocks[0][0])
 
     some: Any = layers  # fewer than a stage has, so that they need not follow each other
     kept = StageSlice(part.index, some, part.is_first, part.is_last)
@@ -87,41 +75,33 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     Called on the living rank, while the recorder records.
     """
     dims, recipe, spec = job.dims, job.recipe, job.model
-    loss_in_head = recipe.fused_loss and spec.vocab_size is not None
-    whole_weights = recipe.zero <= 1
-    module = spec.build(job.seq_len, layers, embed=part.is_first, head=part.is_last, recipe=recipe)
-    in_dtype(
-        module,
-        recipe.dtype if whole_weights else recipe.weight_dtype,
-        buffers=whole_weights or recipe.dtype == torch.float64,
-    )
-    _split_tensors(job, module)
-    if loss_in_head:
-        fuse_head(module)
+    module = spec.build(job.seq_len, layers, embed=part.is_first, head=part.is_last)
+    in_dtype(module, recipe.weight_dtype, buffers=recipe.dtype == torch.float64)
+    spec.split(module, dims, recipe)
     if dims.cp_enabled and layers:
         context_parallel(module, dims.get_mesh("cp"), dims.ulysses_degree)
     blocks = spec.blocks(module)
     for number, block in blocks:
-        if recipe.float8:
-            use_float8(block, rowwise=recipe.float8 == "rowwise")
-        _follow(recorder, number, block, is_first=number == blocks[0][0])
-    outer = _checkpoint(job, part, module, blocks)
-    if whole_weights:
-        layers = {id(param): number for number, block in blocks for param in block.parameters()}
-        return Built(module, blocks, outer, Replicated(module, dims, recipe, layers, recorder.begin))
+        follow_block(recorder, number, block, is_first=number == blocks[0][0])
+    outer = checkpoint_blocks(job, part, module, blocks, recipe.activations)
+    shard_weights(job, module, outer)
+    return Built(module, blocks, outer)
+
+
+def shard_weights(job: Job, module: nn.Module, outer: list[tuple[int, nn.Module]]) -> None:
+    """Shard the weights of a stage; `outer` is what stands in it in the places of its layers."""
+    dims, recipe = job.dims, job.recipe
     if recipe.engine == "hsdp":
         shard_blocks(module, dims, ParallelConfig(engine="hsdp", reshard_after_forward=recipe.zero == 3))
-        return Built(module, blocks, outer)
+        return
     reduce_dtype = recipe.grad_dtype if recipe.dtype not in (torch.float32, torch.float64) else None
     compute = recipe.dtype if recipe.dtype != recipe.weight_dtype else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
-    shards = dims.token_ranks > 1 or compute is not None
-    if shards:
+    if dims.token_ranks > 1 or compute is not None:
         whole, again = recipe.whole_parameters, recipe.zero == 3
         shard_units(module, [block for _, block in outer], dims, policy, reshard_after_forward=again, whole=whole)
         for unit in (*(block for _, block in outer), module):
             _sum_up(unit)
-    return Built(module, blocks, outer)
 
 
 def _sum_up(unit: Any) -> None:
@@ -130,31 +110,7 @@ def _sum_up(unit: Any) -> None:
         set_op("sum")
 
 
-def _split_tensors(job: Job, module: nn.Module) -> None:
-    """Tensor, sequence and expert parallelism."""
-    dims, recipe = job.dims, job.recipe
-    if type(module) is MoELlama and (recipe.sequence_parallel or not dims.tp_enabled):
-        if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
-            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": recipe.reshard_inputs}
-            options |= {"chunks": recipe.tp_chunks, "ranks_per_node": recipe.ranks_per_node}
-            split_layers_and_experts(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
-        return
-    if isinstance(module, MoELlama) and dims.ep_enabled:
-        etp = dims.etp if dims.tp_enabled else None
-        on_nodes = recipe.ranks_per_node
-        expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp, ranks_per_node=on_nodes)
-    if not dims.tp_enabled:
-        return
-    mesh = dims.get_mesh("tp")
-    if isinstance(module, MLALlama):
-        along, again = recipe.sequence_parallel, recipe.reshard_inputs
-        etp = dims.etp if along else None
-        shard_module(module, mesh, mla_plan(module, mesh, etp=etp, sequence_parallel=along, reshard_inputs=again))
-    elif (plan := job.model.plan(module, mesh, recipe)) is not None:
-        shard_module(module, mesh, plan)
-
-
-def _follow(recorder: Recorder, layer: int, block: nn.Module, *, is_first: bool) -> None:
+def follow_block(recorder: Recorder, layer: int, block: nn.Module, *, is_first: bool) -> None:
     """Let the recorder know when a layer begins, forward and backward, and which of its children runs."""
 
     def begins(module: nn.Module, args: Any) -> None:
@@ -216,37 +172,12 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
     return []
 
 
-@dataclass(frozen=True)
-class _KeepingMore(ActivationPolicy):
-    """A policy that keeps results of more operators where it chooses among them at all."""
-
-    results: frozenset[Any] = frozenset()
-
-    def contexts(self) -> Callable[[], Any] | None:
-        made = super().contexts()
-        return None if made is None else partial(self._keeping, made)
-
-    def _keeping(self, made: Callable[[], Any]) -> Any:
-        modes = made()
-        for mode in modes:
-            if hasattr(mode, "policy_fn"):  # the second computation asks again before torch 2.13
-                mode.policy_fn = partial(self._choose, mode.policy_fn)
-        return modes
-
-    def _choose(self, otherwise: Callable[..., Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return CheckpointPolicy.MUST_SAVE if op in self.results else otherwise(context, op, *args, **kwargs)
-
-
-def _checkpoint(
-    job: Job, part: StagePart, module: nn.Module, blocks: list[tuple[int, nn.Module]]
+def checkpoint_blocks(
+    job: Job, part: StagePart, module: nn.Module, blocks: list[tuple[int, nn.Module]], policy: ActivationPolicy
 ) -> list[tuple[int, nn.Module]]:
-    """Compile blocks, and wrap those that backward computes again; returns what stands in the model in their places."""
+    """Compile blocks, and wrap those that backward computes again; return what stands in the model in their places."""
     recipe = job.recipe
     graphs: dict[Any, Any] = {}
-    policy = recipe.activations
-    if recipe.conventions is not None and recipe.conventions.kept_results:
-        said = {field.name: getattr(policy, field.name) for field in fields(policy)}
-        policy = _KeepingMore(**said, results=recipe.conventions.kept_results)
     offload = ActivationOffload() if policy.offload else None
     chosen = {layer for number, layer in enumerate(part.layers) if policy.takes(number)}
     names = {id(child): name for name, child in module.named_modules()}

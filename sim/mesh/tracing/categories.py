@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,20 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def standing_blocks(recorder: Recorder, built: Built, optimizer: torch.optim.Optimizer | None) -> list[Standing]:
-    """Return the blocks that live between two steps, weights first, then the optimizer's state, then the rest."""
+def standing_blocks(
+    recorder: Recorder,
+    built: Built,
+    states: Iterable[tuple[torch.Tensor, str, int | None]],
+    optimizer: torch.optim.Optimizer | None,
+) -> list[Standing]:
+    """Return the blocks that live between two steps, weights first, then an engine's states, the optimizer's, others.
+
+    Args:
+        recorder: of the steps.
+        built: the stage.
+        states: of an engine, each with its category and its layer.
+        optimizer: None: the engine has it in it.
+    """
     found: dict[int, Standing] = {}
 
     def note(tensor: torch.Tensor, category: str, layer: int | None) -> None:
@@ -37,12 +50,8 @@ def standing_blocks(recorder: Recorder, built: Built, optimizer: torch.optim.Opt
     layers = _layer_names(built)
     for name, weight in built.module.named_parameters():
         note(weight, "parameters", _layer_of(name, layers))
-    if built.replicated is not None:
-        for flat in built.replicated.flats:
-            note(flat.grads, "gradients", flat.layer)
-            for state in (flat.master, flat.tick, *flat.moments):
-                if state is not None:
-                    note(state, "optimizer", flat.layer)
+    for state in states:
+        note(*state)
     if optimizer is not None:
         by_param = {id(param): name for name, param in built.module.named_parameters()}
         for param, state in optimizer.state.items():

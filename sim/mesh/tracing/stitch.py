@@ -125,10 +125,8 @@ def sends_end(recipe: Recipe) -> str:
 
     Args:
         recipe: of the schedule. 1F1B exchanges one message for another, and waits for both; GPipe waits after all
-            forwards, and after all backwards; the others when the step ends. Other trainers wait each time.
+            forwards, and after all backwards; the others when the step ends.
     """
-    if recipe.conventions is not None:
-        return "each"
     return {"1f1b": "each", "gpipe": "phase"}.get(recipe.schedule, "step")
 
 
@@ -496,7 +494,6 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         program.stages = tuple(part.index for part in own)
         program.order = _order(job, program, actions[rank])
         programs.append(program)
-    _tie(job, programs)
     return programs
 
 
@@ -735,29 +732,3 @@ def _changed(event: Event, changed: Mapping[int, Comm | None]) -> Event | None:
 
 def _flat(chunks: list[Chunk]) -> list[Event]:
     return [event for _, events in chunks for event in events]
-
-
-def _tie(job: Job, programs: list[Program]) -> None:
-    """Exchange the gradient of a weight that two stages share, where an engine of whole weights adds it up itself."""
-    ends = job.tied_ranks
-    if ends is None or ends[0] == ends[1] or job.recipe.zero >= 2:
-        return
-    vocab, width = job.model.vocab_size or 0, job.model.hidden_size or 0
-    width_of = {"fp32": 4}.get(job.recipe.reduce_dtype, 2)
-    size = -(-vocab * width // job.dims.tp) * width_of
-    first, last = (programs[rank] for rank in ends)
-    devices = (first.rank, last.rank)
-    for program in (first, last):
-        program.groups.append(CommGroup("pp", devices))
-        program.places.append(Place("optimizer", None, "tied weights"))
-        key = next(key for key in program.segments if key[0] == "optimizer")
-        handle = 1 + max(
-            (e.handle for s in program.segments.values() for e in s.events if isinstance(e, Comm)), default=0
-        )
-        other = devices[1] if program is first else devices[0]
-        group, place = len(program.groups) - 1, len(program.places) - 1
-        give = Comm("send", group, size, size, "float32", 0, handle, place, other)
-        get = Comm("recv", group, size, size, "float32", 0, handle + 1, place, other)
-        program.segments[key] = dataclasses.replace(
-            program.segments[key], events=[give, get, Wait(handle + 1, 0), *program.segments[key].events]
-        )

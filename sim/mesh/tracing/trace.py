@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -46,7 +46,6 @@ from sim.mesh.tracing.categories import ON_HOST, find_categories, standing_block
 from sim.mesh.tracing.fusion import fuse
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
-from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.stitch import Recording, UsedPlan, Weight, expand, fullest_seat, kept_layers, sends_end, stitch
 
@@ -86,8 +85,12 @@ def _programs(job: Job, *, every_layer: bool = False) -> list[Program]:
     programs = [fuse(program) for program in stitch(job, parts, ready)]
     for program in programs:
         program.on_host = frozenset(block for block, name in program.categories.items() if name == ON_HOST)
-    conventions = job.recipe.conventions
-    return programs if conventions is None else [conventions.rewrite(job, program) for program in programs]
+    return _steps_of(job).finish(job, programs)
+
+
+def _steps_of(job: Job) -> type[StageRun]:
+    """Return the class that takes the step."""
+    return job.recipe.steps or StageRun
 
 
 def _kind(job: Job, part: StagePart) -> Any:
@@ -100,10 +103,11 @@ def _kind(job: Job, part: StagePart) -> Any:
 def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Recording:
     """Record a stage: building it, and the second of two steps, with three micro-batches at most."""
     kinds = [job.model.layer_kinds[layer] for layer in part.layers]
+    steps = _steps_of(job)
     few = (
         not every_layer
         and job.model.has_stages
-        and job.recipe.optimizer not in ("adamw-foreach", "muon")
+        and job.recipe.optimizer not in steps.all_at_once
         and job.recipe.checkpoint_layers is None
         and job.recipe.checkpoint_every == 1
     )
@@ -114,15 +118,21 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
         recorder.has_host = offloads
         recorder.ring_kernel, recorder.machine = job.ring_kernel, job.machine
         with LoneWorld(job.dims.world_size, job.rank_of_stage_rank(part.rank), recorder) as world:
-            return world.run_alone(_Run(job, part, kept, recorder).record)
+            return world.run_alone(steps(job, part, kept, recorder).record)
 
     offloads = job.recipe.activations.offload
     recording = recordings.get(job, part, kept, record, fresh=every_layer or offloads)
     return expand(recording, list(part.layers), kept)
 
 
-class _Run:
-    """One stage on the living rank."""
+class StageRun:
+    """One stage on the living rank, which is built and takes its step as with our trainer.
+
+    `Recipe.steps` names a subclass, with methods of another trainer.
+    """
+
+    all_at_once: tuple[str, ...] = ("muon",)
+    """Optimizers that work on all layers together, so that none is repeated."""
 
     def __init__(self, job: Job, part: StagePart, kept: list[int], recorder: Recorder) -> None:
         self.job, self.part, self.kept, self.recorder = job, part, kept, recorder
@@ -140,26 +150,20 @@ class _Run:
         kernels = AcceleratorKernels(norms=job.recipe.norm == "fused")
         with recorder.recording(), kernels, _collecting(), self._naming():
             recorder.place = Place("build")
-            if job.run is not None:
-                built = build_of_run(job.run, job, self.part, self.kept, recorder)
-            else:
-                built = build_stage(job, self.part, self.kept, recorder)
-            self.built = built
+            built = self.built = self.build()
             (job.recipe.routing or Routing()).give_to(built.module, lambda: recorder.emit(HostWait(COMPUTE)))
-            optimizer = None
-            if built.replicated is None:
-                optimizer = _optimizer(job, built.module)
-            if self._is_trainers:
+            optimizer = self.make_optimizer()
+            if self.is_trainers:
                 built.module.register_forward_pre_hook(self._begin_micro_batch, prepend=True)
             for count in (1, min(job.microbatches, 3)):  # the first step makes the optimizer's state
                 self.count, self.index = count, 0
                 recorder.cut()
                 self.segments = {}
-                if self._is_trainers:
+                if self.is_trainers:
                     self._step(built, optimizer, groups)
                 else:
                     self._step_of_others(built, optimizer, groups)
-            standing = standing_blocks(recorder, built, optimizer)
+            standing = standing_blocks(recorder, built, self.states(), optimizer)
             categories = find_categories(recorder, job, standing, self.segments)
             categories.update(dict.fromkeys(recorder.on_host, ON_HOST))
         return Recording(
@@ -175,12 +179,52 @@ class _Run:
             plans=tuple([UsedPlan.of(*used) for used in recorder.plans]),
         )
 
+    # -- parts that differ between trainers ------------------------------------------------------------------------
+
     @property
-    def _is_trainers(self) -> bool:
+    def is_trainers(self) -> bool:
         """Whether the trainer's own function takes the step."""
+        return self.job.model.family != "custom"
+
+    def build(self) -> Built:
+        """Build the stage, by the trainer's own function where there is a run."""
         job = self.job
-        recipe = job.recipe
-        return job.model.family != "custom" and recipe.zero >= 2 and recipe.loss != "eager-kept"
+        if job.run is not None:
+            return build_of_run(job.run, job, self.part, self.kept, self.recorder)
+        return build_stage(job, self.part, self.kept, self.recorder)
+
+    def make_optimizer(self) -> torch.optim.Optimizer | None:
+        """Make the optimizer; None: an engine has it in it."""
+        named, muon = self.built.module.named_parameters(), self.job.recipe.optimizer == "muon"
+        return build_optimizer(named, OptimizerConfig(muon=muon))
+
+    def states(self) -> Iterable[tuple[torch.Tensor, str, int | None]]:
+        """Return tensors that an engine keeps between steps, each with its category and its layer."""
+        return ()
+
+    def communicate(self, flag: bool) -> None:
+        """Let the next backward reduce gradients over ranks, or let it only add them up."""
+        communicate_gradients(self.built.module, flag)
+
+    def loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """Return the loss of the model's output, and of its inputs or its targets."""
+        if self.job.model.family == "custom":
+            return self.job.model.loss(output, targets)
+        return ShareOfLoss()(output, targets[0] if isinstance(targets, tuple) else targets)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a micro-batch, outside of a pipeline."""
+        loss.backward()
+
+    def begins_all_stages(self) -> bool:
+        """Whether a rank of a pipeline has begun each of its stages before the first of them ends."""
+        return find_schedule(self.job.recipe.schedule).begins_all_stages(self.job.microbatches, self.job.dims.pp)
+
+    @staticmethod
+    def finish(job: Job, programs: list[Program]) -> list[Program]:
+        """Return the programs of all ranks, as they are."""
+        del job
+        return programs
 
     def _naming(self) -> Any:
         naming = getattr(self.job.model, "naming", None)
@@ -207,7 +251,7 @@ class _Run:
         (tokens,) = job.model.inputs(job.batch, job.local_seq_len)
         inputs = tokens[: self.count * job.micro_batch]
         targets = torch.empty_like(tokens)[: self.count * job.micro_batch]
-        share: Any = self._loss if job.dims.pp_enabled else self._share
+        share: Any = self.start_loss if job.dims.pp_enabled else self._share
         groups.count(targets)
         training_step(
             model,
@@ -237,7 +281,7 @@ class _Run:
 
     def _share(self, logits: Any, targets: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch, after which comes its backward."""
-        loss = self._loss(logits, targets)
+        loss = self.start_loss(logits, targets)
         self.close("forward", self._variant(self.index))
         self.recorder.place = Place("backward")
         self.index += 1
@@ -297,7 +341,8 @@ class _Run:
             found.append(Weight(layers.get(id(param)), param.element_size(), tuple(param.shape), splits, owner))
         return tuple(found)
 
-    def _balance(self, taken: bool) -> None:
+    def balance(self, taken: bool) -> None:
+        """Update the biases of routers."""
         built = self.built
         if built.trained is not None:
             built.trained.after_step(taken)
@@ -308,13 +353,13 @@ class _Run:
     # -- a step that is none of the trainer's --------------------------------------------------------------------
 
     def _step_of_others(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
-        """Take a step of any module, of whole weights on every rank, or of logits that live through backward."""
+        """Take a step of any module, or one of another trainer."""
         if self.job.dims.pp_enabled:
             spec, size = self.job.model, (self.job.micro_batch, self.job.local_seq_len)
             self._run_stage(built, lambda: (spec.inputs(*size),) * 2)
         else:
             self._plain_step(built)
-        self._update(built, optimizer, groups)
+        self.update(optimizer, groups)
 
     def _plain_step(self, built: Built) -> None:
         """Forward and backward of each micro-batch."""
@@ -322,48 +367,40 @@ class _Run:
         self.close("begin", "only")
         for index in range(self.count):
             variant, is_last = self._variant(index), index == self.count - 1
-            _reduce_now(built, is_last or job.recipe.reduce_each)
+            self.communicate(is_last or job.recipe.reduce_each)
             recorder.place = Place("forward")
             inputs = spec.inputs(job.micro_batch, job.local_seq_len)
-            output = _call(spec, built.module, inputs)
-            kept = job.recipe.loss == "eager-kept" and not isinstance(output, DTensor)
-            if kept:
-                output = output.float()  # the model's own last operation, whose result the step holds on to
-            loss = self._loss(output, inputs)
-            if not kept:
-                del output
+            loss = self.plain_loss(inputs)
             self.close("forward", variant)
             recorder.place = Place("backward")
-            loss.backward()
-            output = None
+            self.backward(loss)
             del loss, inputs
             if not is_last:
                 self.close("backward", variant)
 
-    def _loss(self, output: Any, targets: Any) -> torch.Tensor:
-        """The loss of what the model has returned: of the recipe's kind, where the model returns logits."""
-        job = self.job
+    def plain_loss(self, inputs: Any) -> torch.Tensor:
+        """Compute the loss of a micro-batch, outside of a pipeline."""
+        output = _call(self.job.model, self.built.module, inputs)
+        return self.start_loss(output, inputs)
+
+    def start_loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """Begin the loss, and compute it."""
         self.recorder.begin(None)
         self.recorder.place = Place("loss")
-        if job.model.family == "custom":
-            return job.model.loss(output, targets)
-        targets = targets[0] if isinstance(targets, tuple) else targets
-        if job.recipe.loss == "library" and not job.recipe.fused_loss:
-            return ShareOfLoss()(output, targets)
-        return Loss.of(job.recipe)(output, targets)
+        return self.loss(output, targets)
 
     # -- a step of a stage ---------------------------------------------------------------------------------------
 
     def _parallelized(self, built: Built) -> Parallelized:
         """The model as the trainer has it, of this stage alone."""
         if not self.job.dims.pp_enabled:
-            return Parallelized([built.module], after_step=self._balance)
+            return Parallelized([built.module], after_step=self.balance)
         pipeline = _LonePipeline(self.job, self.part, built.module, lambda *batch: self._run_batch(built, *batch))
         ends = self.job.tied_ranks
         tied = None
         if ends is not None and (self.part.is_last or (self.part.is_first and ends[0] != ends[1])):
             tied = _LoneTiedWeights(pipeline, ends, self.recorder)
-        return Parallelized([built.module], pipeline, tied=tied, after_step=self._balance)
+        return Parallelized([built.module], pipeline, tied=tied, after_step=self.balance)
 
     def _run_batch(self, built: Built, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Take the pipeline's step with the micro-batches of a batch."""
@@ -377,7 +414,7 @@ class _Run:
         recorder.place = Place("forward")
         hold_parameters(built.module, before=lambda unit: recorder.begin(_layer_of(built, unit)))
         recorder.begin(None)
-        stage = self._stage(built)
+        stage = self.make_stage()
         targets: list[Any] = []
         stage.begin(targets, training=True)
         self.close("begin", "only")
@@ -390,7 +427,7 @@ class _Run:
             del args, expected
             self.close("forward", self._variant(index))
         for index in range(self.count):
-            self._run_backward(stage, index, losses[index])
+            self.run_backward(stage, index, losses[index])
         stage.wait_for_sends()
         losses.clear()
         targets.clear()
@@ -399,11 +436,9 @@ class _Run:
         stage.end()
         return torch.zeros(())
 
-    def _run_backward(self, stage: RecordedStage, index: int, loss: Any) -> None:
-        """The backward of a micro-batch, in one or in two, and behind the last one the reduction."""
-        recorder, built, is_last = self.recorder, self.built, index == self.count - 1
-        if built.replicated is not None:
-            built.replicated.last = is_last
+    def run_backward(self, stage: RecordedStage, index: int, loss: Any) -> None:
+        """Go backward through a micro-batch, at once or in two parts, and behind the last one reduce gradients."""
+        recorder, is_last = self.recorder, index == self.count - 1
         recorder.place = Place("backward")
         name = "backward"
         stage.run_backward(index, loss, is_last=is_last)
@@ -416,8 +451,9 @@ class _Run:
             stage.perform_reduce_grad(1)
         self.close(name, self._variant(index))
 
-    def _stage(self, built: Built) -> RecordedStage:
-        job, part = self.job, self.part
+    def make_stage(self) -> RecordedStage:
+        """Make the pipeline's stage, ready for its first micro-batch."""
+        job, part, built = self.job, self.part, self.built
         spec, dims = job.model, job.dims
         group, kind = dims.get_mesh("pp").get_group(), find_schedule(job.recipe.schedule)
         boundary: Layout | None = None
@@ -434,53 +470,42 @@ class _Run:
                 boundary, whole = boundary("None", "None", "None"), shape
         between = Meta(shape, job.recipe.dtype, whole)
         tokens = Meta((batch, seq), torch.int64)
-        begun = job.recipe.conventions is None and kind.begins_all_stages(job.microbatches, dims.pp)
+        begun = self.begins_all_stages()
         stage = RecordedStage(
             built.module,
             StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, kind.splits_backward, begun),
             Boundary(boundary),
             [tokens if part.is_first else between],
             [] if part.is_last else [between],
-            self._loss,
+            self.start_loss,
             lambda unit: self.recorder.go_on(_layer_of(built, unit)),
         )
         stage.prepare(self.recorder, built, self.count, {part.index: part.rank for part in job.stages()})
         stage.sends_end = sends_end(job.recipe)
-        if job.recipe.conventions is not None:
-            job.recipe.conventions.prepare_stage(job, stage, self.recorder)
         return stage
 
     # -- what ends a step ----------------------------------------------------------------------------------------
 
-    def _update(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
-        """End a step as the trainer does, or as an engine does that has the optimizer in it."""
-        recorder, job = self.recorder, self.job
-        if built.replicated is not None:
-            self.end_backwards()
-            built.replicated.finish()
-            self.close("reduce", "only")
-            recorder.place = Place("optimizer")
-            built.replicated.step()
-            self._balance(True)
-        else:
-            model = self._parallelized(built)
-            if model.tied is not None:
-                model.tied.add_gradients()
-            limit = float(job.recipe.clipping)
-            finish_step(model, optimizer, torch.zeros(()), groups=groups, max_grad_norm=limit)
-            del model
-        recorder.answer = None
+    def update(self, optimizer: Any, groups: _Numbers) -> None:
+        """End a step as the trainer does."""
+        model = self._parallelized(self.built)
+        if model.tied is not None:
+            model.tied.add_gradients()
+        limit = float(self.job.recipe.clipping)
+        finish_step(model, optimizer, torch.zeros(()), groups=groups, max_grad_norm=limit)
+        del model
+        self.recorder.answer = None
         self.close("optimizer", "only")
 
 
 class _Numbers(RunGroups):
-    """Groups of the trainer's numbers, of which one that lives alone is told nothing; without a run nobody asks.
+    """Groups of the trainer's numbers, which a rank that lives alone never hears of; without a run they are not asked.
 
     Args:
         owner: the recording; it hears that all backwards are done.
     """
 
-    def __init__(self, owner: _Run) -> None:
+    def __init__(self, owner: StageRun) -> None:
         job = owner.job
         kept = WEIGHTS.get(job.recipe.param_dtype, torch.float32)
         super().__init__(job.dims, job.dims.world_size > 1, torch.device("cpu"), kept)
@@ -755,23 +780,6 @@ def _even_shards(module: nn.Module, shards: int) -> int:
             others = math.prod(ranks) // shards if math.prod(ranks) % shards == 0 else math.prod(ranks)
             found = math.gcd(found, size // others if size % others == 0 else 1) if ranks else found
     return max(found, 1)
-
-
-def _reduce_now(built: Built, flag: bool) -> None:
-    """Let the next backward reduce gradients over ranks, or let it only add them up."""
-    if built.replicated is not None:
-        built.replicated.last = flag
-    else:
-        communicate_gradients(built.module, flag)
-
-
-def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
-    params = [param for param in module.parameters() if param.requires_grad]
-    if job.recipe.optimizer == "sgd":  # torch has no sharding strategy for the fused one
-        return torch.optim.SGD(params or [torch.nn.Parameter(torch.empty(0))], lr=1e-3, foreach=bool(params))
-    if job.recipe.optimizer == "adamw-foreach":
-        return torch.optim.AdamW(params, lr=1e-3, foreach=True)
-    return build_optimizer(module.named_parameters(), OptimizerConfig(muon=job.recipe.optimizer == "muon"))
 
 
 @contextmanager

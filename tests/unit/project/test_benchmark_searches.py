@@ -10,6 +10,7 @@ from mesh_fakes import fake_estimate
 
 from benchmarks import searches
 from benchmarks.published.rows import Case, case_of, read_rows
+from benchmarks.published.step import PublishedRecipe
 from benchmarks.searches import Answer, Question, answer, questions, table
 from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -80,7 +81,7 @@ def test_a_framework_is_asked_for_no_more_than_its_published_runs_use():
 
 @pytest.mark.tier("full")
 def test_the_best_of_what_a_framework_has_is_estimated_apart():
-    none, full = Recipe(zero=0), Recipe(zero=0, checkpointing="full")
+    none, full = PublishedRecipe(zero=0), PublishedRecipe(zero=0, checkpointing="full")
     question = small("llama-tiny", 1, 1, recipes=(none, full))
     assert answer(question, drawn=0).own is None
     found = answer(dataclasses.replace(question, own=(full,), fixed={"pp": 1}), drawn=0)

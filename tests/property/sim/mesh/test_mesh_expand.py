@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
+from benchmarks.published.step import PublishedRecipe
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline import SCHEDULES
@@ -72,7 +73,9 @@ def job_of(layers: int, degrees: dict[str, int], experts: int | None = None, bat
     config = LlamaConfig(**DENSE, num_hidden_layers=layers)
     if experts is not None:
         config = MoEConfig(**DENSE, **EXPERTS, num_hidden_layers=layers, num_dense_layers=experts)
-    return Job(find_model(config), dims_of(degrees), batch=batch, seq_len=8, recipe=Recipe(**recipe))
+    others = recipe.get("zero", 3) < 2 or "sequence_parallel" in recipe
+    made = PublishedRecipe(**recipe) if others else Recipe(**recipe)
+    return Job(find_model(config), dims_of(degrees), batch=batch, seq_len=8, recipe=made)
 
 
 def assert_the_same(job: Job) -> None:

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.published.float8 import use_float8
+from benchmarks.published.step import PublishedRecipe
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.machine.calibration import load_calibration
 from hyper_parallel.core.machine.description import find_machine
@@ -27,7 +29,6 @@ from sim.mesh.models import find_model
 from sim.mesh.program import Op, Place
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
-from sim.mesh.tracing.kernels import use_float8
 from sim.mesh.tracing.kinds import one_kernel, recomputes, region, traces
 from sim.mesh.tracing.trace import trace
 
@@ -235,7 +236,7 @@ def test_a_feed_forward_in_chunks_is_compiled_for_each_chunk() -> None:
     dims = ParallelDims(tp=2, world_size=2)
     made: list[list[tuple[Op, Place]]] = []
     for compiled in (False, True):
-        recipe = Recipe(zero=0, tp_chunks=2, compile=compiled)
+        recipe = PublishedRecipe(zero=0, tp_chunks=2, compile=compiled)
         (program,) = trace(Job(find_model("llama-tiny"), dims, 2, 128, recipe))
         events = [event for segment in program.segments.values() for event in segment.events if isinstance(event, Op)]
         made.append([(op, program.places[op.place]) for op in events])

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks.published.float8 import use_float8
 from hyper_parallel.models.llama import Block, LlamaConfig
 from sim.mesh.program import Alloc, Comm, Event, Free, Op, Place, Program, Segment, Touch
 from sim.mesh.tracing.compiled import compile_block
 from sim.mesh.tracing.fusion import fuse, fuse_events, order_by_kernel
-from sim.mesh.tracing.kernels import AcceleratorKernels, use_float8
+from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import Recorder
 
 _CONFIG = LlamaConfig(256, 256, 768, 1, 4, 2, 512)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published.gpt import GPTConfig, GPTSpec
+from benchmarks.published.step import PublishedRecipe
 from hyper_parallel import ParallelDims
 from sim import mesh
 
@@ -30,7 +31,7 @@ def kept_by_a_layer(tp: int, sequence_parallel: bool, **options: Any) -> float:
             dropout=0.1,
             attention_dropout=0.1,
         )
-        recipe = mesh.Recipe(
+        recipe = PublishedRecipe(
             param_dtype="fp16", zero=0, sequence_parallel=sequence_parallel, loss="compiled", **options
         )
         dims = ParallelDims(tp=tp, world_size=tp)

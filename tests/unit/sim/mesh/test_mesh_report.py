@@ -186,11 +186,9 @@ def test_what_does_not_fit_gets_advice_for_memory() -> None:
     assert [change for change, one in advice.items() if one.saves == "memory"] == [
         'checkpointing="selective"',
         "microbatches=2",
-        "fused_loss=True",
         "zero=3",
     ]
     assert advice["zero=3"].recipe == Recipe(zero=3)
-    assert advice["fused_loss=True"].why == "logits are 8.0 % of the fullest rank's memory"
 
 
 def test_copies_that_do_not_fit_become_shards() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import random
@@ -21,6 +20,7 @@ from mesh_fakes import fake_estimate, quantity
 from torch import nn
 
 from benchmarks.published.gpt import GPTConfig, GPTSpec, gpt_tiny
+from benchmarks.published.step import PublishedRecipe
 from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
@@ -205,8 +205,8 @@ def test_the_bound_of_memory_of_a_model_alone() -> None:
     """Llama3-8B in fp32 with AdamW takes 12 bytes for each parameter, 4 for its gradient, and what a batch needs."""
     spec = find_model("llama3-8b")
     shape = shape_of(spec, 8192)
-    recipe = Recipe(param_dtype="fp32", checkpointing="full", fused_loss=True)
-    activations = 32 * 8192 * 4096 * 4
+    recipe = Recipe(param_dtype="fp32", checkpointing="full")
+    activations = 32 * 8192 * 4096 * 4 + 8192 * 128_256 * 4
     whole = Candidate(ParallelDims(), recipe, 1)
     assert least_memory(shape, whole, 8192) == 16 * spec.num_parameters, "gradients come as activations go"
     cut = Candidate(ParallelDims(), dataclasses.replace(recipe, microbatches=2), 2)
@@ -220,9 +220,8 @@ def test_the_bound_of_memory_of_a_model_alone() -> None:
         ({"checkpointing": "selective"}, {"checkpointing": "none"}),
         ({"zero": 3}, {"zero": 2}),
         ({"microbatches": 4}, {"microbatches": 2}),
-        ({"fused_loss": True}, {"fused_loss": False}),
         ({"master": "none"}, {"master": "fp32"}),
-        ({"optimizer": "sgd"}, {"optimizer": "adamw"}),
+        ({"optimizer": "muon"}, {"optimizer": "adamw"}),
     ],
 )
 def test_what_keeps_less_has_the_smaller_bound(less: dict[str, Any], more: dict[str, Any]) -> None:
@@ -381,59 +380,6 @@ def test_guesses_price_a_collective_as_estimates_do(hardware: str, op: str, size
     assert rates_of(device).collective(op, size, ranks, stride) == price.seconds
 
 
-@functools.cache
-def _replicated(zero: int) -> list[Candidate]:
-    found = enumerate_candidates(space(recipes=(Recipe(zero=zero, checkpointing="full"),)))
-    return [one for one in found if isinstance(one, Candidate)]
-
-
-@pytest.mark.tier("test")
-@given(data=st.data(), zero=st.sampled_from((0, 1)), tokens=st.sampled_from((128, 2048, 8192)))
-def test_the_guess_of_a_recipe_that_overlaps_less_is_not_shorter(data: Any, zero: int, tokens: int) -> None:
-    shape, usual = shape_of(find_model("llama3-8b"), tokens), data.draw(st.sampled_from(_replicated(zero)))
-
-    def guess(**overlap: bool) -> float:
-        candidate = dataclasses.replace(usual, recipe=dataclasses.replace(usual.recipe, **overlap))
-        return guess_seconds(shape, candidate, tokens, H100)
-
-    gathered, neither = guess(overlap_grad_reduce=False), guess(overlap_grad_reduce=False, overlap_param_gather=False)
-    assert guess(tp_overlap=True) <= guess() <= gathered <= neither
-    assert (guess(tp_overlap=True) < guess()) == (usual.dims.tp > 1)
-    assert (guess() < gathered) == (usual.dims.dp_shard * usual.dims.dp_replicate * usual.dims.cp > 1)
-    assert (gathered < neither) == (zero == 1 and usual.dims.dp_shard * usual.dims.cp > 1)
-
-
-def test_the_guess_orders_layouts_of_gpt_39b_as_estimates_do() -> None:
-    """Megatron-LM of 2021 on 512 A100: 16.3 s, 14.6 s and 13.0 s a step as estimated.
-
-    Gradients are reduced after backward. With all of a node in tp, each group has one adapter, and the products of its
-    ranks are narrow: the wider tp is, the longer a step.
-    """
-    recipe = Recipe(
-        param_dtype="fp16",
-        reduce_dtype="fp16",
-        checkpointing="full",
-        zero=0,
-        sequence_parallel=False,
-        attention="math",
-        overlap_grad_reduce=False,
-    )
-    interleaved = {"schedule": "interleaved", "stages_per_rank": 4}
-    layouts: tuple[tuple[dict[str, int], int, dict[str, Any]], ...] = (
-        ({"dp_shard": 64, "tp": 8}, 24, {}),
-        ({"dp_shard": 32, "tp": 8, "pp": 2}, 12, interleaved),
-        ({"dp_shard": 32, "tp": 4, "pp": 4}, 12, interleaved),
-    )
-    machine, sizes = rates_of(find_machine("a100-80gb")), {"heads": 64, "kv_heads": 64, "head_dim": 128}
-    shape = Shape(48, 8192, 32768, vocab=50688, parameters=39_091_847_168, flops_per_token=244e9, gated=False, **sizes)
-    guesses = []
-    for degrees, parts, schedule in layouts:
-        dims = ParallelDims(**degrees, world_size=512)
-        how = dataclasses.replace(recipe, microbatches=parts, **schedule)
-        guesses.append(guess_seconds(shape, Candidate(dims, how, 1536 // dims.batch_ranks), 2048, machine))
-    assert guesses[0] > 1.05 * guesses[1] > 1.05**2 * guesses[2]
-
-
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
     ("model", "degrees", "batch", "recipe"),
@@ -471,22 +417,15 @@ _GUESSED: dict[str, tuple[Any, dict[str, Any]]] = {
         GPTSpec("gpt", GPTConfig(**_SIZES, activation="squared-relu", max_seq_len=4096)),
         {"reduce_dtype": "bf16"},
     ),
-    "scores": (GPTSpec("gpt", GPTConfig(**_SIZES, max_seq_len=4096)), {"attention": "math"}),
-    "scores with dropout": (
-        GPTSpec("gpt", GPTConfig(**_SIZES, attention_dropout=0.1, max_seq_len=4096)),
-        {"attention": "math"},
-    ),
-    "scores made again": (GPTSpec("gpt", GPTConfig(**_SIZES, max_seq_len=4096)), {"attention": "math-recomputed"}),
 }
 
 
-@pytest.mark.tier("full", each=10)
+@pytest.mark.tier("full", each=4)
 @pytest.mark.parametrize("name", _GUESSED)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_guess_of_memory_is_near_an_estimate_and_the_bound_below(name: str, seed: int) -> None:
     model, changes = _GUESSED[name]
     recipes = [dataclasses.replace(one, **changes) for one in default_recipes() if not one.activations.offload]
-    recipes += [dataclasses.replace(one, zero=zero) for one in recipes[:2] for zero in (0, 1)]
     where = space(model, 8, 16, 4096, recipes=tuple(dict.fromkeys(recipes)), fixed={"pp": 1, "cp": 1})
     found = [one for one in enumerate_candidates(where) if isinstance(one, Candidate) and one.parts <= 2]
     one = random.Random(seed).choice(found)
@@ -510,50 +449,43 @@ def test_the_guess_of_a_pipeline_knows_that_gradients_wait_for_its_last_micro_ba
 @pytest.mark.tier("full")
 def test_gradients_of_a_stage_that_is_through_do_not_wait_for_the_others() -> None:
     """With fewer micro-batches than two for each rank, a stage is through before the one before it begins backward."""
-    model = LlamaConfig(**_SIZES, num_key_value_heads=4, intermediate_size=5632)
+    model = LlamaConfig(**{**_SIZES, "vocab_size": 2000}, num_key_value_heads=4, intermediate_size=5632)
     dims, peaks, guesses = ParallelDims(pp=2, dp_shard=4, world_size=8), [], []
     for parts in (3, 4):
-        recipe = Recipe(microbatches=parts, schedule="interleaved", checkpointing="full", loss="compiled")
+        recipe = Recipe(microbatches=parts, schedule="interleaved", checkpointing="full")
         peaks.append(estimate(model, dims, parts, 512, "h100-sxm", recipe).memory.peak)
         guesses.append(guess_memory(shape_of(find_model(model), 512), Candidate(dims, recipe, parts), 512))
     assert guesses[1] - guesses[0] == pytest.approx(peaks[1] - peaks[0], rel=0.3)
     assert peaks[1] - peaks[0] > 0.1 * peaks[0]
 
 
-_TOKENS = {"fused_loss": True}  # are most of it, and not logits
-_FLOAT8 = {"float8": True, "compile": True}
 _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_intermediate_size": 2048}
 _MOE = MoEConfig(**_SIZES, **_EXPERTS, num_key_value_heads=4, intermediate_size=5632)
 
 
-@pytest.mark.tier("full", each=16)
+@pytest.mark.tier("full", each=12)
 @pytest.mark.parametrize(
     ("model", "degrees", "batch", "recipe", "layers"),
     [
-        ("not gated", {"dp_shard": 4}, 8, {"checkpointing": "alternate", **_TOKENS}, None),
-        ("not gated", {"tp": 4}, 8, {"checkpointing": "alternate", "loss": "compiled"}, None),
-        ("no bias", {"dp_shard": 4}, 8, {"checkpointing": "alternate", **_TOKENS}, None),
-        ("gated", {"dp_shard": 4}, 8, {"checkpointing": "alternate", "checkpoint_every": 2, **_TOKENS}, None),
-        ("gated", {"tp": 4}, 8, {"checkpointing": "selective", "loss": "compiled"}, None),
-        ("gated", {"tp": 4}, 8, {"checkpointing": "alternate", "loss": "compiled"}, None),
-        ("gated", {"dp_shard": 4}, 2, {**_FLOAT8, **_TOKENS}, None),
-        ("gated", {"tp": 4}, 8, {**_FLOAT8, "loss": "compiled"}, None),
-        ("gated", {"pp": 2, "dp_shard": 2}, 8, {**_FLOAT8, "microbatches": 8}, None),
-        ("gated", {"dp_shard": 4}, 8, {"checkpointing": "full", "float8": True, **_TOKENS}, None),
-        ("gated", {"dp_shard": 4}, 4, {"norm": "eager", **_TOKENS}, None),
-        ("gated", {"dp_shard": 4}, 4, {"checkpointing": "full", "loss": "eager-kept"}, None),
+        ("not gated", {"dp_shard": 4}, 8, {"checkpointing": "alternate"}, None),
+        ("not gated", {"tp": 4}, 8, {"checkpointing": "alternate"}, None),
+        ("no bias", {"dp_shard": 4}, 8, {"checkpointing": "alternate"}, None),
+        ("gated", {"dp_shard": 4}, 8, {"checkpointing": "alternate", "checkpoint_every": 2}, None),
+        ("gated", {"tp": 4}, 8, {"checkpointing": "selective"}, None),
+        ("gated", {"tp": 4}, 8, {"checkpointing": "alternate"}, None),
+        ("gated", {"dp_shard": 4}, 4, {"norm": "eager"}, None),
         ("gated", {"pp": 2, "tp": 2}, 4, {"checkpointing": "full"}, None),
         ("gated", {"pp": 2, "dp_shard": 2}, 8, {"microbatches": 4}, (3, 1)),
         ("gated", {"pp": 2}, 3, {"schedule": "interleaved", "checkpointing": "selective"}, None),
-        ("experts", {"ep": 4}, 4, _TOKENS, None),
-        ("experts", {"ep": 4}, 4, {"checkpointing": "selective", **_TOKENS}, None),
+        ("experts", {"ep": 4}, 4, {}, None),
+        ("experts", {"ep": 4}, 4, {"checkpointing": "selective"}, None),
     ],
 )
 def test_the_guess_of_memory_knows_what_blocks_keep(
     model: str, degrees: dict[str, int], batch: int, recipe: dict[str, Any], layers: tuple[int, ...] | None
 ) -> None:
-    no_bias = GPTSpec("gpt", GPTConfig(**_SIZES, bias=False, max_seq_len=4096))
-    config = {"no bias": no_bias, "experts": _MOE, "not gated": _GUESSED["scores"][0]}.get(model, _GUESSED["gated"][0])
+    no_bias, biased = (GPTSpec("gpt", GPTConfig(**_SIZES, bias=bias, max_seq_len=4096)) for bias in (False, True))
+    config = {"no bias": no_bias, "experts": _MOE, "not gated": biased}.get(model, _GUESSED["gated"][0])
     dims, how = ParallelDims(**degrees, world_size=math.prod(degrees.values())), Recipe(**recipe)
     rest = {} if layers is None else {"layers_per_stage": layers}
     peak = estimate(config, dims, batch, 4096, "h100-sxm", how, **rest).memory.peak
@@ -643,8 +575,7 @@ def test_the_fastest_is_tried_in_chunks(factors: dict[int, float], chosen: int, 
     "options",
     [
         {"fixed": {"tp": 1}},
-        {"fixed": {"tp": 4}, "recipes": [Recipe(sequence_parallel=False)]},
-        {"fixed": {"tp": 4}, "recipes": [Recipe(tp_overlap=True)]},
+        {"fixed": {"tp": 4}, "recipes": [PublishedRecipe(sequence_parallel=False)]},
         {"fixed": {"tp": 4}, "tp_chunks": ()},
     ],
 )
@@ -741,11 +672,10 @@ def test_what_needs_more_than_what_does_not_fit_is_not_estimated() -> None:
     "recipes",
     [
         [Recipe(checkpointing="full"), Recipe(checkpointing="full", checkpoint_layers=16)],
-        [Recipe(zero=0), Recipe(zero=3)],
-        [Recipe(zero=1, overlap_grad_reduce=False), Recipe(zero=2)],
-        [Recipe(loss="chunked"), Recipe(loss="eager", checkpointing="full")],
+        [PublishedRecipe(zero=0), PublishedRecipe(zero=3)],
+        [PublishedRecipe(zero=1, overlap_grad_reduce=False), PublishedRecipe(zero=2)],
     ],
-    ids=["some layers", "replicated", "state sharded", "another loss"],
+    ids=["some layers", "replicated", "state sharded"],
 )
 @pytest.mark.parametrize("scale", [0.1, 40.0], ids=["all fit", "none fits"])
 def test_what_cannot_be_compared_is_estimated(recipes: list[Recipe], scale: float) -> None:

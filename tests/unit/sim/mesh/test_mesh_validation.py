@@ -33,7 +33,9 @@ from benchmarks.published.megatron import MegatronConventions, expose_weights, s
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.predict import figures_of, load_figures, prediction_of, runs_seen
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
+from benchmarks.published.step import PublishedRecipe
 from benchmarks.published.zero import broadcast_weights, fetch_weights, reduce_whole_gradients
+from benchmarks.published.zoo import MLAConfig
 from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import Pricing
@@ -44,7 +46,6 @@ from sim.mesh.models import find_model
 from sim.mesh.program import Alloc, Comm, CommGroup, Free, HostWait, Op, Program, Segment, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.trace import trace
-from sim.mesh.zoo import MLAConfig
 
 GIB = 2**30
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "generated"
@@ -67,7 +68,7 @@ def test_a_torchtitan_row():
     it = case("m0063")
     assert it.recipe.describe() == (
         "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-2; alternate checkpointing; adamw; microbatches 1; "
-        "norm eager; loss eager; fsdp2 root"
+        "norm eager; loss eager; conventions fsdp2 root"
     )
     assert (it.batch, it.seq_len, it.hardware, it.attention_kernel) == (1, 8192, "h100-96gb-500w", "flash2")
     assert it.model.num_parameters() == 8_030_261_248
@@ -177,9 +178,9 @@ def test_what_a_run_in_float8_keeps_and_when_its_memory_was_read():
     assert it.measured.memory_kind == "first iteration"
     gathers = {name: case(name).recipe.conventions for name in ("m0756", "m0043", "m0042", "m0070")}
     assert [said.float8_gathers for said in gathers.values()] == [True, True, False, False], "tensorwise alone"
-    assert [case(name).recipe.float8 for name in gathers] == [True, True, False, "rowwise"]
+    assert [case(name).recipe.float8 for name in gathers] == ["tensorwise", "tensorwise", "", "rowwise"]
     assert [name for name, said in gathers.items() if said.float8_casts_once and said.float8_experts] == ["m0756"]
-    job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 16, Recipe(zero=1))
+    job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 16, PublishedRecipe(zero=1))
     figure = estimate_job(job, "h100-sxm")
     kinds = {kind: value for kind, (value, _, _) in prediction_of(0.0, figure).memory.items()}
     (memory,) = figure.memory.classes
@@ -193,7 +194,9 @@ def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed()
     """Its parallel optimizer saves slices of the weights; their gathers are steps of the step's graph."""
     it = case("m1215")
     assert (it.recipe.zero, it.recipe.conventions) == (2, MegatronConventions(exposed_weights=True))
-    job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 1, 16, Recipe(zero=2, graphs=True))
+    job = Job(
+        find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 1, 16, PublishedRecipe(zero=2, graphs=True)
+    )
     (plain,) = trace(job)
     changed = expose_weights(plain)
     assert changed.order == plain.order
@@ -219,7 +222,9 @@ def test_gradients_are_all_reduced_by_all_a_bucket_at_a_time():
     """InternEvo's buckets of whole gradients: none above its limit but for a gradient that is larger by itself."""
     assert case("m1063").recipe.conventions == MegatronConventions(owned_weights=True)
     dims = ParallelDims(dp_replicate=2, dp_shard=2, world_size=4)
-    (plain,) = trace(Job(find_model("llama-tiny"), dims, 2, 16, Recipe(zero=1, microbatches=2, reduce_dtype="bf16")))
+    (plain,) = trace(
+        Job(find_model("llama-tiny"), dims, 2, 16, PublishedRecipe(zero=1, microbatches=2, reduce_dtype="bf16"))
+    )
     changed = reduce_whole_gradients(plain)
     streams = {event.stream for s in plain.segments.values() for event in s.events if isinstance(event, Op)}
     gradients, reductions = comms(plain, "reduce_scatter"), comms(changed, "all_reduce")
@@ -249,7 +254,7 @@ def test_gradients_are_all_reduced_by_all_a_bucket_at_a_time():
 @pytest.mark.tier("full")
 def test_owners_broadcast_the_weights_that_they_have_updated():
     dims = ParallelDims(dp_shard=8, world_size=8)
-    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1, overlap_param_gather=False)))
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, PublishedRecipe(zero=1, overlap_param_gather=False)))
     changed = broadcast_weights(plain)
     gathers, sent = comms(plain, "all_gather"), comms(changed, "broadcast")
     assert comms(changed, "all_gather") == []
@@ -262,14 +267,14 @@ def test_owners_broadcast_the_weights_that_they_have_updated():
     assert events[-len(sent) :] == [Wait(one.handle, 0) for one in sent]
     waited = [event.handle for event in events if isinstance(event, Wait)]
     assert not {one.handle for one in gathers} & set(waited)
-    (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 1, 16, Recipe(zero=1)))
+    (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 1, 16, PublishedRecipe(zero=1)))
     assert reduce_whole_gradients(broadcast_weights(alone)) is alone
 
 
 @pytest.mark.tier("test")
 def test_more_ranks_than_weights_leave_some_without():
     dims = ParallelDims(dp_shard=512, world_size=512)
-    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, Recipe(zero=1)))
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, PublishedRecipe(zero=1)))
     assert len(comms(broadcast_weights(plain), "broadcast")) == len(comms(plain, "all_gather"))
 
 
@@ -279,7 +284,7 @@ def test_modules_fetch_their_weights_and_the_host_waits_for_them():
     assert case("m0533").recipe.conventions == MegatronConventions(fetched_weights=True)
     dims, ranks = ParallelDims(dp_shard=384, world_size=384), 384
     model = GPTSpec("gpt", replace(gpt_tiny().config, dropout=0.1))
-    job = Job(model, dims, 3, 32, Recipe(zero=3, checkpointing="full", norm="fused", attention="math"))
+    job = Job(model, dims, 3, 32, PublishedRecipe(zero=3, checkpointing="full", norm="fused", attention="math"))
     (plain,) = trace(job)
     weights = {64 * 192: 8 + 4, 64 * 64: 8 + 4, 64 * 256: 2 * 8 + 4, 64 * 512: 1 + 1}  # of 4 blocks; backward's last
     for live in (10**9, 0):
@@ -369,7 +374,7 @@ def sharded():
         ParallelDims(dp_shard=8, world_size=8),
         2,
         64,
-        Recipe(loss="eager", checkpointing="alternate"),
+        PublishedRecipe(loss="eager", checkpointing="alternate"),
     )
     (program,) = trace(job)
     return job, program
@@ -713,7 +718,7 @@ def outcome(truth: float, predicted: float, group: str = "a") -> Outcome:
 @pytest.mark.tier("full")
 def test_maxima_that_torchtitan_kept_for_float8():
     """Of each product, |x| of its input and of its gathered weight, in bfloat16."""
-    spec, recipe = find_model("llama-tiny"), Recipe(float8=True, checkpointing="selective")
+    spec, recipe = find_model("llama-tiny"), PublishedRecipe(float8="tensorwise", checkpointing="selective")
     config, tokens = spec.config, 512
     held = {}
     for keeps in (False, True):

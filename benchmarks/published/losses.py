@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.errors import InvalidValue, nearest
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.loss import Logits, target_places, vocab_parallel_cross_entropy
 from sim.mesh.tracing.compiled import compile_like
 from sim.mesh.tracing.kinds import one_kernel
 
-if TYPE_CHECKING:
-    from sim.mesh.recipe import Recipe
+__all__ = ["KINDS", "Loss", "fuse_head"]
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -48,20 +47,14 @@ class Loss:
 
     Args:
         kind: "library", "eager", "in-place", "chunked" or "compiled".
-
-    Raises:
-        ValueError: no such kind.
     """
 
     def __init__(self, kind: str = "eager") -> None:
-        if kind not in KINDS:
-            blame, hint = f"there is no kind {kind!r}", nearest(kind, KINDS)
-            raise InvalidValue("cannot compute the loss", blame, f"kind: {kind!r}", hint)
         self.kind, self._whole, self._split = kind, *KINDS[kind]
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Loss:
-        """Return the loss of a recipe: engines that keep whole weights come with the one that works in place.
+    def of(cls, recipe: Any) -> Loss:
+        """Return the loss of a `PublishedRecipe`: engines of whole weights come with the one that works in place.
 
         "eager-kept" is "eager": that someone else holds on to the logits is not the loss's doing.
         """
@@ -209,10 +202,12 @@ def fuse_head(model: nn.Module, chunk: int | None = None) -> None:
     asked = "cannot compute head and loss as one"
     if not isinstance(head, nn.Linear):
         blame = "the model has no linear layer named head"
-        raise InvalidValue(asked, blame, f"head: {type(head).__name__}", "Recipe(fused_loss=False)")
+        raise InvalidValue(asked, blame, f"head: {type(head).__name__}", "PublishedRecipe(fused_loss=False)")
     if isinstance(head.weight, DTensor):
         blame = "tensor parallelism splits the head's classes over ranks"
-        raise InvalidValue(asked, blame, f"tp: {head.weight.device_mesh.size()} ranks", "Recipe(fused_loss=False)")
+        raise InvalidValue(
+            asked, blame, f"tp: {head.weight.device_mesh.size()} ranks", "PublishedRecipe(fused_loss=False)"
+        )
     head.forward = functools.partial(_head_losses, head, chunk)  # type: ignore[method-assign]
 
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_reduce, reduce_scatter
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.mesh.recipe import Recipe
+
+__all__ = ["BUCKET", "Replicated"]
 
 # Elements that a gradient bucket has at least, as is usual: the default of Megatron-LM's `ddp_bucket_size`.
 BUCKET = 40_000_000
@@ -32,7 +33,7 @@ class Replicated:
         module: whose parameters move into flat buffers, in place.
         dims: the degrees; the mesh is built. Gradients are reduced over all ranks with other tokens; the state of the
             optimizer is split over dp_shard x ep x cp, that of experts over `expert_shards` ranks.
-        recipe: dtypes, `zero` 0 or 1, what overlaps.
+        recipe: a `PublishedRecipe`: dtypes, `zero` 0 or 1, what overlaps.
         layers: the layer of parameters, by their identity; those of none are not there.
         before: called with the layer whose buffers are worked on next.
 
@@ -45,7 +46,7 @@ class Replicated:
         self,
         module: nn.Module,
         dims: ParallelDims,
-        recipe: Recipe,
+        recipe: Any,
         layers: Mapping[int, int],
         before: Callable[[int | None], object],
     ) -> None:
@@ -123,7 +124,7 @@ class _Flat:
         own = count // self.parts if self.splits else count
         self.master = torch.zeros(own) if recipe.master == "fp32" and recipe.dtype != torch.float32 else None
         kept = torch.bfloat16 if recipe.moments == "bf16" else torch.float32
-        self.moments = [torch.zeros(own, dtype=kept) for _ in range(0 if recipe.optimizer == "sgd" else 2)]
+        self.moments = [torch.zeros(own, dtype=kept) for _ in range(2)]
         self.tick = torch.zeros(())
         self.works: list[Pending] = []
         for param in params:
@@ -181,12 +182,10 @@ class _Flat:
 
     def step(self) -> None:
         """Update this rank's part of the weights, and get the other parts."""
-        own = len(self.moments[0]) if self.moments else len(self.grads) // (self.parts if self.splits else 1)
+        own = len(self.moments[0])
         grads = self.grads[:own]
         weights = self.weights[:own] if self.master is None else self.master
-        if not self.moments:
-            weights.add_(grads, alpha=-1e-3)
-        elif grads.dtype == weights.dtype:
+        if grads.dtype == weights.dtype:
             self._adamw(weights, grads)
         else:
             self._adamw(weights, grads.to(weights.dtype))

@@ -1,28 +1,43 @@
-"""Models and kernels of estimates that hyper_parallel does not train with itself."""
+"""Attention, norms and models of published runs that hyper_parallel does not train with itself."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.core.common.errors import InvalidValue
+from hyper_parallel.core.expert_parallel.api import expert_parallel
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Block
 from hyper_parallel.models.moe import MoEBlock, MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import moe_plan
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries
+from sim.mesh.models import LlamaSpec
 
-if TYPE_CHECKING:
-    from sim.mesh.recipe import Recipe
+__all__ = [
+    "EagerRMSNorm",
+    "FusedAttention",
+    "LatentAttention",
+    "MLAConfig",
+    "MLALlama",
+    "MLASpec",
+    "MathAttention",
+    "deepseek_v3",
+    "dropped",
+    "mla_plan",
+    "use_kernels",
+]
 
 # Other ways to compute attention and norms than one kernel each, for runs that did so ---------------------------------
+
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -136,15 +151,13 @@ class EagerRMSNorm(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
-def use_kernels(model: ModuleT, recipe: Recipe | None) -> ModuleT:
+def use_kernels(model: ModuleT, recipe: Any) -> ModuleT:
     """Let the attention and the norms of a model be computed as a recipe says, in place, before it is split.
 
     Args:
         model: what has an attribute `attend` is attention, see `hyper_parallel.models.llama.Attention`.
-        recipe: None leaves the model as it is.
+        recipe: a `PublishedRecipe`.
     """
-    if recipe is None:
-        return model
     shared: dict[float, MathAttention] = {}
     for module in list(model.modules()):
         if callable(getattr(module, "attend", None)):
@@ -182,9 +195,6 @@ class MLAConfig(MoEConfig):
         plain_size: of a query's or key's head, what positions leave alone.
         turned_size: of it, what positions turn.
         value_size: of a value's head.
-
-    Raises:
-        ValueError: sizes below their least.
     """
 
     query_rank: int = 0
@@ -194,12 +204,6 @@ class MLAConfig(MoEConfig):
     value_size: int = 16
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("latent_rank", "plain_size", "turned_size", "value_size")}
-        wrong = next((name for name, size in sizes.items() if size < 1), None)
-        if wrong or self.query_rank < 0 or self.value_size > self.qk_size:
-            blame = f"{wrong} is below 1" if wrong else "query_rank is below 0, or values are wider than keys"
-            hint = "latent_rank=512, plain_size=128, turned_size=64, value_size=128, query_rank=0 or more"
-            raise InvalidValue("cannot shape the latent attention", blame, f"{sizes}", hint)
         object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         object.__setattr__(self, "head_size", self.turned_size)  # what the tables of positions are made for
         super().__post_init__()
@@ -334,3 +338,55 @@ def mla_plan(
         },
     )
     return plan
+
+
+@dataclass(frozen=True)
+class MLASpec(LlamaSpec):
+    """A `MLALlama`, for `sim.mesh.estimate`."""
+
+    config: MLAConfig
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward, no recompute, attention in full."""
+        return self.config.flops_per_token(seq_len)
+
+    def build(
+        self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
+    ) -> nn.Module:
+        """Make the model, or a stage of it; see `ModelSpec.build`."""
+        whole = MLALlama(replace(self.config, max_seq_len=seq_len))
+        return whole.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
+
+    def split(self, module: nn.Module, dims: ParallelDims, recipe: Any) -> None:
+        """Split tensors and experts over tp and ep, in place; see `ModelSpec.split`."""
+        assert isinstance(module, MLALlama), "made by build"
+        split_experts(module, dims, recipe)
+        if dims.tp_enabled:
+            mesh, along = dims.get_mesh("tp"), recipe.sequence_parallel
+            said = {"sequence_parallel": along, "reshard_inputs": recipe.reshard_inputs}
+            shard_module(module, mesh, mla_plan(module, mesh, etp=dims.etp if along else None, **said))
+
+
+def split_experts(module: MoELlama, dims: ParallelDims, recipe: Any) -> None:
+    """Split experts over the ranks of ep, in place."""
+    if dims.ep_enabled:
+        etp = dims.etp if dims.tp_enabled else None
+        on_nodes = recipe.ranks_per_node
+        expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp, ranks_per_node=on_nodes)
+
+
+# --model benchmarks.published.zoo:deepseek_v3
+
+_LATENT: dict[str, Any] = {"latent_rank": 512, "plain_size": 128, "turned_size": 64, "value_size": 128}
+
+
+def deepseek_v3() -> MLASpec:
+    """DeepSeek-V3 without the layer that predicts the token after the next (arXiv:2412.19437, section 4.2).
+
+    Published are 671,026,419,200 parameters with the biases of the routers, 58 x 256, which are buffers here.
+    """
+    shape: dict[str, Any] = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432}
+    shape |= {"num_hidden_layers": 61, "num_attention_heads": 128, "max_seq_len": 4096, "num_experts": 256}
+    shape |= {"experts_per_token": 8, "num_shared_experts": 1, "expert_intermediate_size": 2048}
+    shape |= {"num_dense_layers": 3, "routed_scale": 2.5, "query_rank": 1536}
+    return MLASpec("deepseek-v3", MLAConfig(**shape, **_LATENT))
