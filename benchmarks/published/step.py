@@ -62,7 +62,7 @@ class PublishedRun(StageRun):
         use_kernels(module, recipe)
         whole = recipe.zero <= 1
         dtype = recipe.dtype if whole else recipe.weight_dtype
-        in_dtype(module, dtype, buffers=whole or recipe.dtype == torch.float64)
+        in_dtype(module, lambda _: dtype, buffers=dtype if whole or recipe.dtype == torch.float64 else None)
         if isinstance(module, MoELlama) and not isinstance(module, MLALlama) and not recipe.sequence_parallel:
             split_experts(module, dims, recipe)
             if dims.tp_enabled:

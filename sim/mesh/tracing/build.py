@@ -75,8 +75,9 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     Called on the living rank, while the recorder records.
     """
     dims, recipe, spec = job.dims, job.recipe, job.model
+    stored = recipe.weight_dtype
     module = spec.build(job.seq_len, layers, embed=part.is_first, head=part.is_last)
-    in_dtype(module, recipe.weight_dtype, buffers=recipe.dtype == torch.float64)
+    in_dtype(module, lambda _: stored, buffers=stored if stored == torch.float64 else None)
     spec.split(module, dims, recipe)
     if dims.cp_enabled and layers:
         context_parallel(module, dims.get_mesh("cp"), dims.ulysses_degree)
@@ -92,12 +93,12 @@ def shard_weights(job: Job, module: nn.Module, outer: list[tuple[int, nn.Module]
     """Shard the weights of a stage; `outer` is what stands in it in the places of its layers."""
     dims, recipe = job.dims, job.recipe
     if recipe.engine == "hsdp":
-        shard_blocks(module, dims, ParallelConfig(engine="hsdp", reshard_after_forward=recipe.zero == 3))
+        run = Config(parallel=ParallelConfig(engine="hsdp", reshard_after_forward=recipe.zero == 3))
+        shard_blocks(module, [block for _, block in outer], dims, run)
         return
-    reduce_dtype = recipe.grad_dtype if recipe.dtype not in (torch.float32, torch.float64) else None
-    compute = recipe.dtype if recipe.dtype != recipe.weight_dtype else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
-    if dims.token_ranks > 1 or compute is not None:
+    casts = recipe.dtype not in (torch.float32, torch.float64)
+    policy = MixedPrecisionPolicy(recipe.dtype, recipe.grad_dtype) if casts else MixedPrecisionPolicy()
+    if dims.token_ranks > 1 or casts:
         whole, again = recipe.whole_parameters, recipe.zero == 3
         shard_units(module, [block for _, block in outer], dims, policy, reshard_after_forward=again, whole=whole)
         for unit in (*(block for _, block in outer), module):

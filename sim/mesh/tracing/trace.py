@@ -35,7 +35,7 @@ from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, finish_step, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
-from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
+from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
 from sim.mesh.recipe import Routing
@@ -196,7 +196,7 @@ class StageRun:
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         """Make the optimizer; None: an engine has it in it."""
         named, muon = self.built.module.named_parameters(), self.job.recipe.optimizer == "muon"
-        return build_optimizer(named, OptimizerConfig(muon=muon))
+        return build_optimizer(named, OptimizerConfig(muon=muon), self.job.recipe.moment_dtype)
 
     def states(self) -> Iterable[tuple[torch.Tensor, str, int | None]]:
         """Return tensors that an engine keeps between steps, each with its category and its layer."""
@@ -240,8 +240,6 @@ class StageRun:
     def close(self, name: str, variant: str) -> None:
         """End a segment: what has been recorded since the last one's end."""
         self.segments[name, self.part.index, variant] = self.recorder.chunks()
-
-    # -- the trainer's step --------------------------------------------------------------------------------------
 
     def _step(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
         """Take a step as `Trainer.step` does."""
@@ -350,8 +348,6 @@ class StageRun:
             tokens = self.job.dims.mesh_over(*_TOKEN_AXES)
             update_expert_bias(built.module, [] if tokens is None else [tokens])
 
-    # -- a step that is none of the trainer's --------------------------------------------------------------------
-
     def _step_of_others(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
         """Take a step of any module, or one of another trainer."""
         if self.job.dims.pp_enabled:
@@ -388,8 +384,6 @@ class StageRun:
         self.recorder.begin(None)
         self.recorder.place = Place("loss")
         return self.loss(output, targets)
-
-    # -- a step of a stage ---------------------------------------------------------------------------------------
 
     def _parallelized(self, built: Built) -> Parallelized:
         """The model as the trainer has it, of this stage alone."""
@@ -484,8 +478,6 @@ class StageRun:
         stage.sends_end = sends_end(job.recipe)
         return stage
 
-    # -- what ends a step ----------------------------------------------------------------------------------------
-
     def update(self, optimizer: Any, groups: _Numbers) -> None:
         """End a step as the trainer does."""
         model = self._parallelized(self.built)
@@ -507,7 +499,7 @@ class _Numbers(RunGroups):
 
     def __init__(self, owner: StageRun) -> None:
         job = owner.job
-        kept = WEIGHTS.get(job.recipe.param_dtype, torch.float32)
+        kept = torch.promote_types(job.recipe.dtype, torch.float32)
         super().__init__(job.dims, job.dims.world_size > 1, torch.device("cpu"), kept)
         self._owner = owner
         owner.recorder.reads = job.run is not None

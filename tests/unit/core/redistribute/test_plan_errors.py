@@ -131,12 +131,7 @@ MISTAKES = {
     "a machine misspelt": (
         lambda: plan(MESH(), MESH(), (8,), FLOAT, "ascend-910"),
         ValueError,
-        (
-            "cannot find the hardware 'ascend-910'",
-            "nothing has that name",
-            KNOWN,
-            f"'ascend-910b', {ANY_FILE}",
-        ),
+        ("cannot find the hardware 'ascend-910'", "nothing has that name", KNOWN, f"'ascend-910b', {ANY_FILE}"),
     ),
     "to execute without ranks": (
         lambda: execute(plan(MESH("dp"), MESH(), (8,), FLOAT), torch.ones(4)),

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.published.step import PublishedRecipe
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from sim.mesh.estimate import estimate
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
@@ -91,7 +91,7 @@ def test_descriptions():
         ({"routing": "zipf"}, TypeError, ("routing='zipf' is a str, not a Routing", "Routing.zipf(1.0)")),
         ({"checkpoint_layers": 2}, ValueError, ("checkpointing='none'", 'try: checkpointing="full"')),
         ({"whole_parameters": True}, ValueError, ("optimizer='adamw'", 'try: optimizer="muon", zero=3')),
-        ({"moments": "bf16"}, ValueError, ("zero=3", 'zero=1 with optimizer="adamw"')),
+        ({"moments": "bf16", "optimizer": "muon"}, ValueError, ("zero=3", 'or optimizer="adamw"')),
         ({"moments": "fp8"}, ValueError, ("moments='fp8' does not exist",)),
         ({"stages_per_rank": 2}, ValueError, ("'1f1b' has 1 stage(s) on each rank", 'try: schedule="interleaved"')),
     ],
@@ -136,13 +136,13 @@ def test_a_run_says_what_is_estimated():
         schedule="interleaved",
         stages_per_rank=2,
         layers_per_stage="1,1,1,1",
-        param_dtype="bf16",
         checkpointing="full",
         reshard_after_forward=False,
         compile=True,
     )
     train = TrainConfig(batch_size=64, seq_len=32, accumulate=4)
-    run = Config(train=train, parallel=parallel, optimizer=OptimizerConfig(max_grad_norm=0.0))
+    how = {"precision": PrecisionConfig("bf16"), "optimizer": OptimizerConfig(max_grad_norm=0.0)}
+    run = Config(train=train, parallel=parallel, **how)
     job = Job.of_run(run, world_size=16)
     assert job.dims == ParallelDims(dp_replicate=2, dp_shard=4, pp=2, world_size=16)
     assert (job.batch, job.seq_len, job.microbatches, job.layers_per_stage) == (8, 32, 4, (1, 1, 1, 1))
@@ -158,7 +158,7 @@ def test_a_run_says_what_is_estimated():
         zero=2,
         clipping=False,
     )
-    hsdp = Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", param_dtype="fp64")), world_size=2)
+    hsdp = Job.of_run(Config(parallel=ParallelConfig(engine="hsdp"), precision=PrecisionConfig("fp64")), world_size=2)
     assert (hsdp.recipe.engine, hsdp.recipe.weight_dtype, hsdp.recipe.grad_dtype) == ("hsdp", *[torch.float64] * 2)
 
 
