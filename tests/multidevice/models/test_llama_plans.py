@@ -209,8 +209,9 @@ def test_float32_differs_by_rounding() -> None:
 
 
 @pytest.mark.tier("test")
+@pytest.mark.parametrize("targets", ["a DTensor", "own rows"])
 @pytest.mark.parametrize(("dp", "rows"), [(2, 4), (4, 3)])  # of three rows the last of four ranks has none
-def test_tokens_may_be_a_dtensor(dp: int, rows: int) -> None:
+def test_tokens_may_be_a_dtensor(dp: int, rows: int, targets: str) -> None:
     reference, whole = Llama.build(CONFIG).double(), TEXT[:rows]
     wanted = F.cross_entropy(reference(whole[:, :8]).flatten(0, 1), whole[:, 1:].flatten())
     wanted.backward()
@@ -221,7 +222,8 @@ def test_tokens_may_be_a_dtensor(dp: int, rows: int) -> None:
         text = distribute_tensor(whole, Layout.from_device_mesh(mesh)("dp", "None"))
         for _ in range(2):
             model.zero_grad()
-            loss = llama_loss(model(text[:, :8]), text[:, 1:])
+            labels = text[:, 1:]
+            loss = llama_loss(model(text[:, :8]), labels if targets == "a DTensor" else labels.to_local())
             assert isinstance(loss, DTensor)
             loss.backward()
         for (name, param), full in zip(model.named_parameters(), reference.parameters(), strict=True):

@@ -18,9 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sim
 from sim.script.launch import main
+from sim.script.values import Values
 
 pytestmark = pytest.mark.sim
 
@@ -39,6 +41,20 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         return code, *capsys.readouterr()
 
     return run
+
+
+def test_what_is_written_to_a_tensor_that_nobody_knows_is_not_known() -> None:
+    values = Values()
+    with FakeTensorMode():
+        activations, ones = torch.empty(3), torch.ones(3)
+    values.set(ones, torch.ones(3), stands_in=False)
+    for written, other in ((activations, ones), (ones, activations)):
+        values.follow(torch.ops.aten.add_.Tensor, (written, other), {}, written)
+    assert values.of(activations) is None
+    assert values.is_stand_in(ones)
+    real = torch.zeros(3)
+    values.follow(torch.ops.aten.add_.Tensor, (real, activations), {}, real)
+    assert real.tolist() == [0.0] * 3  # only what stands for a tensor is overwritten
 
 
 # -- what a rank sees --------------------------------------------------------------------------------------------
