@@ -160,12 +160,12 @@ class TomlFile:
         return f"the {self.schema.name} {self.path}" + (f":{number}" if number else "")
 
     def line(self, *keys: str) -> int | None:
-        """Return the number of the first line about a key, or about the innermost of its tables that has a line."""
+        """Return the number of the line of a key, else of one of its name, as it may have moved, else of its table."""
         found = list(self._places())
-        for length in range(len(keys), 0, -1):
-            for number, place in found:
-                if place[:length] == keys[:length]:
-                    return number
+        for end in (slice(len(keys)), slice(-1, None), slice(1)):
+            number = next((number for number, place in found if place[end] == keys[end] != ()), None)
+            if number is not None:
+                return number
         return None
 
     def _places(self) -> Iterator[tuple[int, tuple[str, ...]]]:
