@@ -169,6 +169,15 @@ def test_a_run_that_cannot_be_trained_cannot_be_estimated():
         Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", tp=2)), world_size=4)
 
 
+def test_a_recipe_without_master_weights_takes_what_its_run_does():
+    dims, run = ParallelDims(dp_shard=2, world_size=2), Config(precision=PrecisionConfig("bf16", "bf16", "fp32"))
+    recipe = Job.of_run(run, 2).recipe
+    assert (recipe.master, recipe.moments, recipe.weight_dtype) == ("none", "fp32", torch.bfloat16)
+    (rank,) = estimate("llama-tiny", dims, batch=1, seq_len=16, hardware="h100-sxm", recipe=recipe).memory.classes
+    weights = rank.by_category["parameters"]
+    assert rank.by_category["optimizer"] == pytest.approx(4 * weights, rel=0.02)
+
+
 @pytest.mark.tier("full")
 def test_moments_in_bfloat16_take_half():
     dims = ParallelDims(dp_shard=2, world_size=2)
