@@ -49,7 +49,7 @@ from hyper_parallel.core.machine.description import Machine, find_machine, machi
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.platform.accelerator import torch_npu_is_installed
-from hyper_parallel.trainer.config import ParallelConfig
+from hyper_parallel.trainer.config import ParallelConfig, PrecisionConfig
 from sim.mesh.pricing.measure import measure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -469,8 +469,8 @@ def configurations(place: Place) -> list[mesh_here.Case]:
 
 
 def _case(place: Place, model: LlamaConfig, sequences: int, length: int = 4096, **options: Any) -> mesh_here.Case:
-    parallel = ParallelConfig(dp_shard=1, param_dtype="bf16", **options)
-    return mesh_here.Case(parallel, model, sequences, length, device=place.device)
+    parallel, bf16 = ParallelConfig(dp_shard=1, **options), PrecisionConfig("bf16")
+    return mesh_here.Case(parallel, model, sequences, length, device=place.device, precision=bf16)
 
 
 def predicted(place: Place) -> Iterator[Found]:

@@ -20,7 +20,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.models.moe import ExpertsConfig, MixtureOfExperts
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import Config, ParallelConfig, PrecisionConfig, TrainConfig
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from sim.mesh import estimate_run
 from sim.mesh.recordings.library import recordings
@@ -168,7 +168,8 @@ def _estimated(ep: int) -> tuple[float, float]:
         model=model,
         experts=experts,
         train=TrainConfig(batch_size=64, seq_len=4096, model="moe", device="cuda"),
-        parallel=ParallelConfig(ep=ep, param_dtype="bf16", checkpointing="full"),
+        parallel=ParallelConfig(ep=ep, checkpointing="full"),
+        precision=PrecisionConfig("bf16"),
     )
     recordings.clear()  # what was recorded of the same run in the other order
     time_of = estimate_run(run, 64, "h100-sxm").time

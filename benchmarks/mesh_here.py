@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from sim.mesh.estimate import Estimate, estimate_job
@@ -77,6 +77,7 @@ class Case:
         length: tokens of a sequence.
         micro_batches: of a pipeline.
         device: `cpu`, `cuda` or `npu`.
+        precision: what is computed in and stored.
     """
 
     parallel: ParallelConfig
@@ -85,6 +86,7 @@ class Case:
     length: int = 128
     micro_batches: int = 1
     device: str = "cpu"
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
     @property
     def processes(self) -> int:
@@ -102,7 +104,9 @@ class Case:
             device=self.device,
         )
         optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0, schedule="constant")
-        return Config(model=self.model, optimizer=optimizer, train=train, parallel=self.parallel)
+        return Config(
+            model=self.model, optimizer=optimizer, train=train, parallel=self.parallel, precision=self.precision
+        )
 
     @property
     def dims(self) -> ParallelDims:
@@ -184,7 +188,7 @@ def _trainer(case: Case) -> Trainer:
     rank, world = dist.get_rank(), dist.get_world_size()
     dims = case.dims
     # The engine is what makes bf16 of fp32 weights, so that it takes part even on one rank.
-    alone = world == 1 and case.parallel.param_dtype != "bf16"
+    alone = world == 1 and case.precision.policy() is None
     mesh = None if alone else dims.build_mesh(case.device)
     return Trainer(case.config, dims, get_platform(case.device), RankPlace(rank, rank, world, world), mesh)
 

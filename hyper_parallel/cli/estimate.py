@@ -223,6 +223,9 @@ def search(
         if spec is not None and write is not None:
             blame = "the trainer does not know the model, so that train cannot run what is written"
             raise InvalidValue(f"cannot write {write}", blame, f"--model {model}", "leave out --write")
+        if run.lora.rank:
+            asked, blame = "cannot search a run with adapters", "a search takes all weights to be trained"
+            raise InvalidValue(asked, blame, f"lora.rank: {run.lora.rank}", "hyper-parallel estimate; or lora.rank=0")
         stays = _said(config, given)
         found = _settings(settings)
         found_model, recipes = _recipes(run, spec, stays, found)

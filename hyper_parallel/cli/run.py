@@ -42,7 +42,8 @@ def _of(section: str, **called: str) -> Any:
 
 RUN_OPTIONS = (
     *_of("train", log="log_file", stuck_after_s="stuck_after", start_from=""),
-    *_of("parallel", param_dtype="precision"),
+    *_of("parallel"),
+    *_of("precision", param_dtype="precision"),
     *_of("optimizer", schedule="lr_schedule"),
     *_of("checkpoint", folder="checkpoint_dir", every="save_every"),
     *_of("data", path="data", pattern="data_pattern", max_bytes="data_bytes", ignored="data_ignored"),

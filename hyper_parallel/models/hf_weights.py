@@ -387,10 +387,8 @@ class _Slices:
             raise InvalidValue(self.asked, blame, seen, "a folder whose files belong together")
         if found.get_dtype() not in _DTYPES:
             blame = f"{name!r} holds {found.get_dtype()}, and weights here are plain floating-point numbers"
-            seen, hint = (
-                f"{path.name}: {found.get_dtype()}",
-                f"one of {', '.join(_DTYPES)}: a model that is not quantized",
-            )
+            seen = f"{path.name}: {found.get_dtype()}"
+            hint = f"one of {', '.join(_DTYPES)}: a model that is not quantized"
             raise InvalidValue(self.asked, blame, seen, hint)
         return found
 

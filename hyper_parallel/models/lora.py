@@ -86,8 +86,8 @@ class Adapter(nn.Module):
 
     def __init__(self, inputs: int, results: int, config: LoraConfig, like: torch.Tensor) -> None:
         super().__init__()
-        self.down = nn.Parameter(torch.empty(config.rank, inputs, dtype=like.dtype, device=like.device))
-        self.up = nn.Parameter(torch.empty(results, config.rank, dtype=like.dtype, device=like.device))
+        self.down = nn.Parameter(like.new_empty(config.rank, inputs))
+        self.up = nn.Parameter(like.new_empty(results, config.rank))
         self.scale, self.dropout, self.bound = config.scale, config.dropout, 1 / math.sqrt(inputs)
 
     @torch.no_grad()
@@ -249,12 +249,13 @@ def merge_adapters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Add what adapters compute to the weights beside them, and return the state of the model without adapters.
 
     Args:
-        model: unsharded, with values; its weights are changed in place.
+        model: unsharded, with values; its weights are changed in place, each rounded once to its dtype.
     """
     for module in model.modules():
         adapter = getattr(module, "lora", None)
         if isinstance(adapter, Adapter):
-            product = (adapter.up @ adapter.down) * adapter.scale
             weight: Any = module.weight
-            weight += product if isinstance(module, nn.Linear) else product.T
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            product = (adapter.up.to(wide) @ adapter.down.to(wide)) * adapter.scale
+            weight.copy_(weight + (product if isinstance(module, nn.Linear) else product.T))
     return {name: value for name, value in model.state_dict().items() if not is_of_adapter(name)}

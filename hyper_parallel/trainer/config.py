@@ -23,7 +23,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import (
@@ -35,7 +38,8 @@ from hyper_parallel.core.common.checks import (
     check_paths,
 )
 from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue, nearest
-from hyper_parallel.core.machine.toml_file import Schema, TomlFile, toml_text
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
+from hyper_parallel.core.machine.toml_file import Schema, TomlFile, move, toml_text
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
@@ -46,6 +50,7 @@ MODELS = ("llama", "moe")
 OTHER = "transformers"
 """The `model` of a run of any causal language model that transformers loads from the folder to start from."""
 
+DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64})
 STUCK_AFTER_S = 900.0
 """After which a run of several ranks that makes no progress ends, unless it says otherwise."""
 
@@ -226,7 +231,6 @@ class ParallelConfig:
             one is gathered or reduced while another is computed.
         whole_parameters: with `muon`, leave each parameter of the blocks whole with one rank, so that Muon moves
             nothing; experts stay split.
-        param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
             "selective": all but matrix products and attention; "alternate": every other matrix product as well. With
             "offload", alone or behind "full", what blocks keep waits on the host. Behind these, "every 2" is for every
@@ -253,14 +257,12 @@ class ParallelConfig:
     reshard_inputs: bool = False
     tp_chunks: int = 1
     whole_parameters: bool = False
-    param_dtype: str = "fp32"
     checkpointing: str = "none"
     compile: bool = False
 
     def __post_init__(self) -> None:
         asked = "cannot use [parallel]"
         check_fields(asked, self)
-        check_choice(asked, "param_dtype", self.param_dtype, ("fp32", "bf16", "fp64"))
         ActivationPolicy.of(self.checkpointing, asked=asked)
         check_choice(asked, "engine", self.engine, ("fully_shard", "hsdp"))
         find_schedule(self.schedule)
@@ -283,6 +285,64 @@ class ParallelConfig:
             blame, seen = "layers_per_stage must be numbers with commas", f"layers_per_stage: '{self.layers_per_stage}'"
             raise InvalidValue("cannot use [parallel]", blame, seen, "'1,2,1'")
         return [int(word) for word in sizes]
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """What a run computes in, and what it stores.
+
+    >>> PrecisionConfig("bf16", master_dtype="bf16").dtype("moments")
+    torch.bfloat16
+
+    Args:
+        param_dtype: what weights are gathered and computed in: "fp32", "bf16", or "fp64" to compare runs sharply.
+        master_dtype: what trained weights are stored in, and with them their gradients: "fp32" or "bf16"; None: fp32,
+            and fp64 where that is computed in. In bf16, updates below 1/256 of a weight are lost.
+        moments_dtype: of the optimizer's state: "fp32" or "bf16"; None: master_dtype.
+        frozen_dtype: what frozen weights are stored in, such as those beside LoRA; None: param_dtype.
+        reduce_dtype: what gradients are reduced in; None: fp32, and fp64 where that is computed in.
+    """
+
+    param_dtype: str = "fp32"
+    master_dtype: str | None = None
+    moments_dtype: str | None = None
+    frozen_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        asked, given = "cannot use [precision]", {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        check_fields(asked, self)
+        for key, value in given.items():
+            check_choice(asked, key, value, tuple(DTYPES))
+        seen = "   ".join(f"{key}: {value!r}" for key, value in given.items())
+        if "fp64" in given.values() and len({*given.values()}) > 1:
+            blame = f"fp64 is for comparing runs, in which nothing is rounded to less: param_dtype={self.param_dtype!r}"
+            raise InvalidValue(asked, blame, seen, "param_dtype='fp64' alone, or fp32 and bf16")
+        for key in ("master_dtype", "reduce_dtype"):
+            if self.param_dtype == "fp32" and given.get(key) == "bf16":
+                blame, hint = f"{key} rounds away what param_dtype computes", f"{key}='fp32', or param_dtype='bf16'"
+                raise InvalidValue(asked, blame, seen, hint)
+
+    def dtype(self, of: str) -> torch.dtype:
+        """Return the dtype of "param", "master" ...; of "buffers", and of losses, which no engine casts, at least fp32.
+
+        Args:
+            of: a key without its end.
+        """
+        if given := getattr(self, f"{of}_dtype", None):
+            return DTYPES[given]
+        follows = {"moments": "master", "frozen": "param"}.get(of)
+        return self.dtype(follows) if follows else torch.promote_types(DTYPES[self.param_dtype], torch.float32)
+
+    def stored(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Return the dtype that a weight is stored in, trained or frozen."""
+        return self.dtype("master" if param.requires_grad else "frozen")
+
+    def policy(self) -> MixedPrecisionPolicy | None:
+        """Return what the units of a model cast and reduce by; None: all is computed in as it is stored."""
+        if {self.dtype(of) for of in ("param", "master", "frozen", "buffers")} == {self.dtype("param")}:
+            return None
+        return MixedPrecisionPolicy(self.dtype("param"), self.dtype("reduce"))
 
 
 @dataclass(frozen=True)
@@ -329,6 +389,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
@@ -410,7 +471,7 @@ def _some(values: object, *names: str) -> dict[str, Any]:
 
 # -- TOML files --------------------------------------------------------------------------------------------------------
 
-RUN = Schema("config")
+RUN = Schema("config", ((move("parallel.param_dtype", "precision.param_dtype"),),))
 """The format of run files; `upgrades` has what changed since 0.1."""
 
 

@@ -171,8 +171,6 @@ def _other_text(root: Path, pattern: str) -> str:
     return f"[data] pattern = {known[0]} (--data-pattern)" if known else "another [data] path or pattern, or more text"
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
 _RECORDS = (".jsonl", ".parquet")
 _BZIP2 = tuple(b"BZh%d" % level for level in range(1, 10))  # a text may well begin with BZh
 _PACKED = (b"\x1f\x8b", *_BZIP2, b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gzip, bzip2, xz, zstd, zip
@@ -353,9 +351,6 @@ def _is_conversation(messages: Any) -> bool:
     )
 
 
-# -- tokens ------------------------------------------------------------------------------------------------------------
-
-
 def _encode_bytes(text: _Text) -> Tokens:
     if all(span.counts for span in text.spans):
         return np.frombuffer(text.content(), dtype=np.uint8)
@@ -420,9 +415,6 @@ def load_template(folder: str) -> ChatTemplate:
         ValueError: as for `load_tokenizer`.
     """
     return ChatTemplate(load_tokenizer(folder))
-
-
-# -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def _mix(index: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
@@ -561,9 +553,6 @@ def valid_samples(
     inputs, targets = _cut(text, places if is_all else windows[places] * seq_len, seq_len)
     targets[torch.from_numpy(index >= count)] = IGNORED
     return inputs, targets
-
-
-# -- batches of a loader -----------------------------------------------------------------------------------------------
 
 
 class LoaderBatches:

@@ -179,9 +179,6 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-# -- the request to stop -----------------------------------------------------------------------------------------------
-
-
 _SIGNALS = ("SIGTERM", "SIGUSR1")
 
 

@@ -34,7 +34,7 @@ from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, sampl
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimizer, clip_gradients, update
-from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, Split, describe_axes, shard_given
+from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss, Split, describe_axes, shard_given
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from hyper_parallel.trainer.preflight import check_given, check_lora, check_platform, plan_run, read_text
 from hyper_parallel.trainer.report import (
@@ -116,7 +116,7 @@ def train(
     platform.set_device(place.local_rank)
     with _watchdog(config, place, stop, platform) as watchdog, _recorded_memory(config, place, platform):
         made["model"] = model
-        if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
+        if dims.world_size == 1 and config.precision.policy() is None:
             return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, **made).run(on_step)
         watchdog.beat(0, "meeting the other ranks")
         with process_group(platform, place), watchdog.telling():
@@ -190,7 +190,7 @@ class Trainer:
         self.watchdog = watchdog
         self.device = platform.device(place.local_rank)
         train = config.train
-        self.ranks = RunGroups(dims, mesh is not None, self.device, WEIGHTS[config.parallel.param_dtype])
+        self.ranks = RunGroups(dims, mesh is not None, self.device, config.precision.dtype("buffers"))
         given = None if model is None else self._made(model)
         if given is not None:
             config = config.with_changes("model", {"vocab_size": _vocab_size(given)})
@@ -211,10 +211,12 @@ class Trainer:
             if config.lora.dropout:
                 platform.manual_seed(train.seed + self.ranks.batch_rank)  # ranks along tp drop the same
         else:
-            shape, self.flops_per_token = given_shape(given, config.parallel.param_dtype, config.lora), None
+            shape, self.flops_per_token = given_shape(given, config), None
             self.parameters = shape["parameters"]
-            self.model = shard_given(given, dims, config.parallel, self.device, split)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+            self.model = shard_given(given, dims, config, self.device, split)
+        self.optimizer = build_optimizer(
+            self.model.named_parameters(), config.optimizer, config.precision.dtype("moments")
+        )
         self.rates = Rates(config.optimizer, train.steps, lr_scheduler)
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
@@ -242,14 +244,10 @@ class Trainer:
         flat = [flat_bytes(param.detach().contiguous()) for param in params]
         bits = [int(some.sum()) * (n + 1) for n, some in enumerate(flat)]
         if not self.ranks.agree(sum(bits) % 2**62):
-            blame, hint = (
-                "the ranks' models have other weights",
-                "the same folder, or torch's generator for random ones",
-            )
+            blame = "the ranks' models have other weights"
+            hint = "the same folder, or torch's generator for random ones"
             raise InvalidValue(asked, blame, f"model(): {type(model).__name__}", hint)
         return model
-
-    # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self, on_step: OnStep | None = None) -> TrainResult:
         """Take all remaining steps, log them, validate at the end, and save when it is time."""
@@ -297,8 +295,6 @@ class Trainer:
         if self.stop is None or not self.ranks.any(self.stop.requested()):
             return None
         return self.stop.reason or "another rank"
-
-    # -- one step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> StepRecord:
         """Take the next optimizer step: forward and backward over this rank's samples, reduce, update."""
@@ -386,12 +382,7 @@ class Trainer:
                 dump_nonfinite(folder, named, rank=rank, step=step, loss=loss, grad_norm=grad_norm, samples=part)
                 self.ranks.any(False)  # a rank that raises ends the others: let all have written
             raise nonfinite_error(
-                step,
-                loss,
-                grad_norm,
-                skipped_in_a_row=self.skipped,
-                dumped_to=folder,
-                counted=self.share.counted,
+                step, loss, grad_norm, skipped_in_a_row=self.skipped, dumped_to=folder, counted=self.share.counted
             )
         self.skipped = 0 if action == "go" else self.skipped + 1
         return action == "go"
@@ -416,8 +407,6 @@ class Trainer:
                 else:
                     total += self.share(self.model.parts[0](some), expected)
         return ranks.over_shares(total)
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         self._tell(0, "loading")
@@ -457,9 +446,6 @@ def _checksum(inputs: torch.Tensor, targets: torch.Tensor) -> int:
     """Return a number that depends on every id and its place."""
     ids = torch.cat([inputs, targets]).flatten()
     return int((ids * (torch.arange(ids.numel()) * 2654435761 % 2**31 + 1)).sum())
-
-
-# -- one step ----------------------------------------------------------------------------------------------------------
 
 
 class StepOutcome(NamedTuple):
@@ -584,9 +570,6 @@ def communicate_gradients(model: torch.nn.Module, flag: bool) -> None:
         model.set_requires_grad_sync(flag)
 
 
-# -- the calling rank's place in the world -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RankPlace:
     """Which rank this is, and of how many.
@@ -687,9 +670,6 @@ def process_group(platform: Platform, place: RankPlace) -> Iterator[None]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-# -- communication of a step outside of the model ----------------------------------------------------------------------
 
 
 class RunGroups:

@@ -67,9 +67,6 @@ def least_kept(checkpointing: str, hidden: float, attention: float, inner: float
     return at_least.get(checkpointing, hidden + attention / 4)
 
 
-# -- FLOPs -----------------------------------------------------------------------------------------------------------
-
-
 def count_flops(model_fn: Callable[[], Any], tokens: Tensor) -> int:
     """Return the FLOPs of one forward and backward of a model, counted by torch's FlopCounterMode; nothing is computed.
 

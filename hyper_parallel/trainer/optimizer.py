@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hyper_parallel.core.common.errors import InvalidType
@@ -28,20 +29,45 @@ class ShardedAdamW(torch.optim.AdamW):
 
     Each element is updated by itself, so that nothing needs to know of layouts. torch would look for the layouts of all
     parameters together: in the first step that takes longer than all else, and in each step it compares all of them.
+    The option `moments` of a group is the dtype that its moments are stored in.
     """
 
     def _init_group(self, group: dict[str, Any], params: list[Any], grads: list[Any], *state: list[Any]) -> bool:
         """Fill the lists of what is updated, as torch has it, with shards in place of DTensors."""
+        for param in group["params"]:
+            if param.grad is not None and not self.state[param]:
+                step = torch.zeros((), dtype=torch.float32, device=param.device)
+                first, second = (torch.zeros_like(param, dtype=group.get("moments")) for _ in range(2))
+                self.state[param] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         has_complex = super()._init_group(group, params, grads, *state)
         for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
                 grads[number] = redistribute(grad, param.device_mesh, param.placements)
         for tensors in (params, grads, *state):
             tensors[:] = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+        firsts, seconds, _, steps = state
+        if any(param.dtype != first.dtype for param, first in zip(params, firsts, strict=True)):
+            for updated in zip(params, grads, firsts, seconds, steps, strict=True):
+                _update_in_the_widest(group, *updated)
+            for tensors in (params, grads, *state):
+                tensors.clear()  # torch's step has nothing left to do
         return has_complex
 
 
-def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _update_in_the_widest(group: dict[str, Any], *stored: torch.Tensor) -> None:
+    """Update one parameter whose moments have another dtype: torch's kernel takes tensors of one dtype."""
+    (param, _, first, second, step), (beta1, beta2) = stored, group["betas"]
+    wide = [[x.to(torch.promote_types(param.dtype, first.dtype))] for x in stored[:4]]
+    options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize", "amsgrad", "fused")}
+    adamw(wide[0], wide[1], wide[2], wide[3], [], [step], beta1=beta1, beta2=beta2, **options)
+    for kept, (computed,) in zip((param, first, second), (wide[0], *wide[2:]), strict=True):
+        if computed is not kept:
+            kept.copy_(computed)
+
+
+def build_optimizer(
+    named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, moments: torch.dtype | None = None
+) -> torch.optim.Optimizer:
     """Build a fused AdamW that decays matrices and leaves norms alone, or Muon for all matrices within the blocks.
 
     Frozen parameters are left out.
@@ -52,6 +78,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
     Args:
         named: parameters by name, split over ranks already, so that the optimizer's state is split like them.
         config: rates and decay.
+        moments: the dtype that AdamW's moments are stored in; None, and Muon's: that of the parameters.
     """
     groups: dict[Any, list[nn.Parameter]] = {}
     for name, param in named:
@@ -70,6 +97,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
         return Muon(settings, lr=config.lr, adjust_lr_fn="match_rms_adamw", betas=betas)
     for group in settings:
         del group["use_muon"]
+        group["moments"] = moments
     return ShardedAdamW(settings, lr=config.lr, betas=betas, fused=True)
 
 

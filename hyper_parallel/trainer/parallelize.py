@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,9 +31,6 @@ from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models.llama import Llama
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from hyper_parallel.trainer.data import IGNORED
-
-WEIGHTS = MappingProxyType({"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64})
-"""The dtype that weights are kept in; "bf16" is what they are gathered and computed in."""
 
 
 @dataclass
@@ -109,33 +105,26 @@ def without_memory() -> AbstractContextManager[Any]:
     return nullcontext() if detect_fake_mode() is not None else torch.device("meta")
 
 
-def kept_in(model: nn.Module, param_dtype: str) -> None:
-    """Let the weights of a model that has no values yet be of the dtype that they are kept in, see `WEIGHTS`."""
-    dtype = WEIGHTS[param_dtype]
-    if any(param.dtype != dtype for param in model.parameters()):
-        in_dtype(model, dtype, buffers=True)
-
-
-def in_dtype(module: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
-    """Give the weights of a module that has no values yet another dtype: new ones, where they lie.
+def in_dtype(module: nn.Module, stored: Callable[[nn.Parameter], torch.dtype], buffers: torch.dtype | None) -> None:
+    """Give the weights of a module that has no values yet other dtypes: new ones, where they lie.
 
     Tensors without values cannot be changed in place, as `module.to` does; a weight of two modules stays one.
 
     Args:
         module: changed in place.
-        dtype: of weights that are floating point numbers.
-        buffers: change these, too: what no engine casts has to be computed in one dtype.
+        stored: says the dtype of a weight that is of floating point numbers.
+        buffers: what these become: what no engine casts has to be computed in one dtype; None: they stay.
     """
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, buffer in child._buffers.items():
-            if buffers and buffer is not None and buffer.dtype.is_floating_point:
-                child._buffers[name] = torch.empty_like(buffer, dtype=dtype)
+            if buffers is not None and buffer is not None and buffer.dtype.is_floating_point:
+                child._buffers[name] = torch.empty_like(buffer, dtype=buffers)
         for name, param in child._parameters.items():
-            if param is None or param.dtype == dtype or not param.dtype.is_floating_point:
+            if param is None or param.dtype == stored(param) or not param.dtype.is_floating_point:
                 continue
             if id(param) not in made:
-                empty = torch.empty_like(param, dtype=dtype)
+                empty = torch.empty_like(param, dtype=stored(param))
                 made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
             child._parameters[name] = made[id(param)]
 
@@ -208,26 +197,27 @@ def compile_blocks(model: Llama, enabled: bool, hooks: BuildHooks = AS_TRAINED) 
                 hooks.compile(child)
 
 
-def shard_blocks(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> None:
+def shard_blocks(model: Any, blocks: Sequence[nn.Module], dims: ParallelDims, run: Config) -> None:
     """Split the parameters of each block over the ranks with other tokens, then those of the rest of the model.
 
     Each block becomes one unit: its weights are gathered while it computes, its gradients reduced when its backward is
     done. Gradients are added up over ranks: each rank's loss is its share of the mean over the global batch.
 
     Args:
-        model: with blocks as its `layers`; changed in place.
+        model: changed in place.
+        blocks: of the model.
         dims: the degrees; the mesh is built.
-        parallel: engine, precision and resharding.
+        run: engine, precision and resharding.
     """
-    if dims.token_ranks == 1 and parallel.param_dtype != "bf16":
+    parallel, policy = run.parallel, run.precision.policy()
+    if dims.token_ranks == 1 and policy is None:
         return
     if parallel.engine == "hsdp":
         _wrap_by_hsdp(model, dims, parallel)
         return
-    dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     whole, again = parallel.whole_parameters, parallel.reshard_after_forward
-    shard_units(model, list(model.layers), dims, policy, reshard_after_forward=again, whole=whole)
+    policy = policy or MixedPrecisionPolicy()
+    shard_units(model, blocks, dims, policy, reshard_after_forward=again, whole=whole)
 
 
 def shard_units(
@@ -348,19 +338,12 @@ def _wrap_by_hsdp(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> N
         )
 
 
-# -- models that a caller makes ----------------------------------------------------------------------------------------
-
-
 Split = Callable[[nn.Module, DeviceMesh], Any]
 """Splits a model over a mesh of the axis tp, in place."""
 
 
 def shard_given(
-    model: nn.Module,
-    dims: ParallelDims,
-    parallel: ParallelConfig,
-    device: torch.device,
-    split: Split | None = None,
+    model: nn.Module, dims: ParallelDims, run: Config, device: torch.device, split: Split | None = None
 ) -> Parallelized:
     """Train a causal language model as it is, with its parameters split over the ranks with other tokens.
 
@@ -372,11 +355,16 @@ def shard_given(
             an output of transformers that has them.
         dims: the degrees, of which those of data parallelism, and with `split` that of tp, are above 1; the mesh is
             built.
-        parallel: precision and resharding.
+        run: precision and resharding.
         device: where it goes.
         split: splits it over tp, before its shards are split further.
     """
-    model.to(device=device, dtype=WEIGHTS[parallel.param_dtype]).train()
+    precision = run.precision
+    for param in model.parameters():
+        param.data = param.data.to(device, precision.stored(param))
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device, precision.dtype("buffers") if buffer.is_floating_point() else buffer.dtype)
+    model.train()
     if hasattr(getattr(model, "config", None), "use_cache"):  # of keys and values, for text that is generated
         model.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "use_cache": False}), with_kwargs=True
@@ -384,12 +372,7 @@ def shard_given(
     model.register_forward_hook(lambda _, args, output: getattr(output, "logits", output))
     if split is not None and dims.tp_enabled:
         split(model, dims.get_mesh("tp"))
-    if dims.token_ranks > 1 or parallel.param_dtype == "bf16":
-        dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-        blocks = list(blocks_of(model))
-        whole, again = parallel.whole_parameters, parallel.reshard_after_forward
-        shard_units(model, blocks, dims, policy, reshard_after_forward=again, whole=whole)
+    shard_blocks(model, list(blocks_of(model)), dims, run)
     return Parallelized([model])
 
 

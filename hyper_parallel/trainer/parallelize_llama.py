@@ -24,7 +24,7 @@ from hyper_parallel.trainer.parallelize import (
     ShareOfLoss,
     build_pipeline,
     compile_blocks,
-    kept_in,
+    in_dtype,
     own_stages,
     shard_blocks,
     split_context,
@@ -59,7 +59,7 @@ def parallelize_llama(
         models = [make(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
     models = [with_lora(model, run.lora) for model in models]
     for model in models:
-        kept_in(model, parallel.param_dtype)
+        in_dtype(model, run.precision.stored, run.precision.dtype("buffers"))
 
     # 2. Expert, tensor and sequence parallelism: give each rank some of the experts, split what is inside of the other
     #    layers, and the stream between layers.
@@ -88,7 +88,7 @@ def parallelize_llama(
         compile_blocks(model, parallel.compile, hooks)
 
         # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
-        shard_blocks(model, dims, parallel)
+        shard_blocks(model, list(model.layers), dims, run)
 
         # Now the weights: each rank fills its own shards of the same values, whatever the degrees.
         init_parameters(model, run.train.seed, device=device)

@@ -24,7 +24,6 @@ from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import Corpus, check_length, load_corpus, windows_that_count
 from hyper_parallel.trainer.metrics import least_kept
-from hyper_parallel.trainer.parallelize import WEIGHTS
 from hyper_parallel.trainer.report import check_tensorboard
 from hyper_parallel.trainer.saving import run_to_go_on_from
 
@@ -156,11 +155,16 @@ def _check_engine(config: Config, dims: ParallelDims) -> None:
         blame = "it is for fully_shard and Muon: all else works on shards, which use all links and balance memory"
         seen = f"engine: '{parallel.engine}'   muon: {config.optimizer.muon}"
         raise InvalidValue("cannot leave parameters whole with one rank", blame, seen, " ".join(lacks))
+    precision = config.precision
+    if config.optimizer.muon and precision.dtype("moments") != precision.dtype("master"):
+        blame = "Muon keeps its momentum in the dtype of the weights"
+        seen = f"moments_dtype: '{precision.moments_dtype}'   muon: True"
+        raise InvalidValue("cannot store the optimizer's state", blame, seen, "leave out moments_dtype, or muon")
     if parallel.engine != "hsdp":
         return
     others = [f"{name}={degree}" for name in ("tp", "pp", "ep") if (degree := getattr(dims, name)) > 1]
-    if parallel.param_dtype == "bf16":
-        others.append("param_dtype='bf16'")
+    if precision.policy() is not None:
+        others.append(f"param_dtype='{precision.param_dtype}'")
     if dims.fold_experts and dims.expert_ranks > 1:
         others.append("fold_experts=True")
     if others:
@@ -251,7 +255,7 @@ def check_platform(config: Config, platform: Platform) -> None:
         seen = f"memory_snapshot: True   device: {platform.device_type}"
         hint = "leave it out, or train on an accelerator; hyper-parallel estimate says what takes memory on any device"
         raise InvalidValue(asked, blame, seen, hint)
-    if config.parallel.param_dtype == "fp64" and not platform.reductions.takes(torch.float64):
+    if config.precision.param_dtype == "fp64" and not platform.reductions.takes(torch.float64):
         asked, blame = "cannot train with param_dtype='fp64'", f"{platform.backend} does not reduce float64"
         seen = f"device: {platform.device_type}   backend: {platform.backend}"
         raise InvalidValue(asked, blame, seen, "param_dtype='fp32' (--precision fp32), or --device cpu")
@@ -340,11 +344,13 @@ def _validation(config: Config, dims: ParallelDims) -> int:
 def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
     """Bytes of weights and moments, of gradients, and of activations."""
     shape, train, parallel = config.shape(), config.train, config.parallel
-    kept, computed = WEIGHTS[parallel.param_dtype].itemsize, {"fp64": 8, "fp32": 4, "bf16": 2}[parallel.param_dtype]
+    precision = config.precision
+    computed, kept, moments = (precision.dtype(of).itemsize for of in ("param", "master", "moments"))
     here = shape.num_parameters() / (dims.tp * dims.pp)
     trained = 0.0 if config.lora.rank else here  # of adapters at least nothing
     shards = dims.token_ranks // dims.dp_replicate
-    state = (here + 2 * trained) * kept / shards
+    weights = here * (precision.dtype("frozen").itemsize if config.lora.rank else kept)
+    state = (weights + 2 * trained * moments) / shards
     if shards > 1 and not parallel.reshard_after_forward:
         state += here * computed  # gathered in forward, and there until backward
     tokens = train.batch_size * train.seq_len / (dims.token_ranks * train.accumulate)

@@ -225,8 +225,6 @@ def _record(*, predicted: dict[str, Any] | None = None, **fields: Any) -> StepRe
     return StepRecord(**numbers, predicted=None if predicted is None else Prediction(**predicted))
 
 
-# -- TensorBoard -------------------------------------------------------------------------------------------------------
-
 _CURVES = (
     ("train/loss", "loss"),
     ("train/grad_norm", "grad_norm"),
@@ -342,9 +340,6 @@ class ProfilerTrace:
             self._profiler.stop()
 
 
-# -- the display in a terminal -----------------------------------------------------------------------------------------
-
-
 class TrainingDisplay:
     """A context that shows the steps of one run; pass its `on_step` to `train`.
 
@@ -414,9 +409,6 @@ def _rest(record: StepRecord) -> str:
     if record.skipped:
         parts.append("skipped")
     return "".join(f"  {part}" for part in parts)
-
-
-# -- two runs side by side ---------------------------------------------------------------------------------------------
 
 
 class Traffic(Protocol):

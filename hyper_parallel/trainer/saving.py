@@ -37,11 +37,11 @@ from hyper_parallel.models.lora import (
     with_lora,
 )
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.trainer.config import MODELS, OTHER, Config, TrainConfig
+from hyper_parallel.trainer.config import DTYPES, MODELS, OTHER, Config, PrecisionConfig, TrainConfig
 from hyper_parallel.trainer.data import Corpus, load_corpus, load_tokenizer
 from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.optimizer import is_hidden
-from hyper_parallel.trainer.parallelize import Parallelized
+from hyper_parallel.trainer.parallelize import Parallelized, in_dtype
 
 _HEAD, _TABLE = "head.weight", "embed.weight"
 
@@ -215,8 +215,6 @@ class Saver:
         frozen = {f"model.{plain_name(name)}" for name, param in named if not param.requires_grad}
         return {name: value for name, value in model_tensors(self.model.parts).items() if name not in frozen}
 
-    # -- one weight under two names ----------------------------------------------------------------------------------
-
     def _by_one_name(
         self, tensors: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -238,8 +236,6 @@ class Saver:
             return metadata
         heads = {name.replace(_TABLE, _HEAD): entry for name, entry in metadata.tensors.items() if _TABLE in name}
         return dataclasses.replace(metadata, tensors={**metadata.tensors, **heads})
-
-    # -- random generators -------------------------------------------------------------------------------------------
 
     def _generators(self) -> dict[str, torch.Tensor]:
         states = {"generator.cpu": torch.get_rng_state()}
@@ -272,9 +268,6 @@ def _statistics(parts: Sequence[nn.Module], shared: Collection[str] = ()) -> dic
 
 def _without(own: Collection[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in own}
-
-
-# -- what a checkpoint is of -----------------------------------------------------------------------------------------
 
 
 def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
@@ -355,12 +348,12 @@ def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMeta
         for key, value in dataclasses.asdict(LlamaConfig()).items()
         if key == "qk_norm" or key.startswith("rope_")
     }
-    saved = {**added, **extra["model"]}
+    saved = {**added, "moments": extra["model"].get("precision"), **extra["model"]}
     compared = ("kind",) if mine and saved.get("kind") != mine["kind"] else tuple(mine)
     different = [key for key in compared if saved.get(key) != mine[key]]
     if different:
         seen = "\n  ".join(f"{key}: {saved.get(key)!r} there, {mine[key]!r} here" for key in different)
-        keys = {"kind": "model", "precision": "param_dtype (--precision)", "lora": "[lora]"}
+        keys = {"kind": "model", "precision": "[precision]", "moments": "[precision]", "lora": "[lora]"}
         places = dict.fromkeys(keys.get(key, "[model] and [experts]") for key in different)
         hint = f"the {', '.join(places)} it was saved with, or another folder"
         raise InvalidValue(asked, "it is of another model", seen, hint)
@@ -396,9 +389,14 @@ def _is_progress(extra: dict[str, Any]) -> bool:
 def _shape(config: Config) -> dict[str, Any]:
     shape = dataclasses.asdict(config.shape())
     del shape["max_seq_len"]  # tables that are no weights
-    precision = "fp64" if config.parallel.param_dtype == "fp64" else "fp32"
     lora = dataclasses.asdict(config.lora) if config.lora.rank else None
-    return {"kind": config.train.model, "precision": precision, "lora": lora, **shape}
+    return {"kind": config.train.model, **_stored(config), "lora": lora, **shape}
+
+
+def _stored(config: Config) -> dict[str, str]:
+    """Return what the trained weights and the optimizer's state are stored in."""
+    words = {dtype: word for word, dtype in DTYPES.items()}
+    return {"precision": words[config.precision.dtype("master")], "moments": words[config.precision.dtype("moments")]}
 
 
 def _text(config: Config) -> dict[str, Any]:
@@ -406,8 +404,6 @@ def _text(config: Config) -> dict[str, Any]:
     place = {"seq_len": config.train.seq_len, "seed": config.train.seed, "order": "shuffled"}
     return {**dataclasses.asdict(config.data), **place}
 
-
-# -- checkpoints as folders of transformers, and such folders as the start of a run ------------------------------------
 
 _FREE = frozenset({"max_seq_len", "init_std", "bias_update_rate", "aux_loss_weight"})
 """What two models may differ in and compute the same with the same weights."""
@@ -458,32 +454,18 @@ def export_checkpoint(
         raise InvalidValue(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint)
     trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
     words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
+    given = dict(shape)
     kind, precision, lora = shape.pop("kind"), shape.pop("precision"), LoraConfig(**(shape.pop("lora", None) or {}))
+    shape.pop("moments", None)
     if not lora.rank and (merge or (base is not None and kind in MODELS)):
         seen, hint = ("merge: True", "leave out merge") if merge else (f"base: {base!r}", "leave out base")
         raise InvalidValue(f"cannot export {path}", "it has all weights, and no adapters", seen, hint)
     base = base or extra.get("start_from")
     if kind not in MODELS and base is not None:
-        return _export_other(
-            path,
-            {
-                **shape,
-                "kind": kind,
-                "precision": precision,
-                **({"lora": dataclasses.asdict(lora)} if lora.rank else {}),
-            },
-            lora,
-            folder,
-            dtype,
-            words,
-            merge,
-            base,
-        )
+        return _export_other(path, given, lora, folder, dtype, words, merge, base)
     if kind not in MODELS:
-        blame, hint = (
-            f"it is of a {kind}, which train(config, model=...) was given",
-            "export_given(checkpoint, model, folder)",
-        )
+        blame = f"it is of a {kind}, which train(config, model=...) was given"
+        hint = "export_given(checkpoint, model, folder)"
         raise InvalidValue(f"cannot export {path}", blame, f"kind: {kind}", hint)
     config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
     model = _filled(path, metadata, config, lora, precision)
@@ -510,12 +492,12 @@ def _export_other(
 ) -> int:
     """Write what a run has trained of a model that transformers alone knows, by the model's own `save_pretrained`."""
     train = TrainConfig(model=OTHER, start_from=base)
-    model: Any = model_of_folder(Config(train=train, lora=lora))
-    here = given_shape(model, shape["precision"], lora)
-    if here != shape:
+    run = Config(train=train, lora=lora, precision=_precision_of(shape))
+    model: Any = model_of_folder(run)
+    here = given_shape(model, run)
+    if here != {"moments": shape["precision"], **shape}:
         seen, hint = f"there: {dict(shape)}   in {base}: {here}", "--base with the folder that the run started from"
         raise InvalidValue(f"cannot export {path}", "it is of another model", seen, hint)
-    model.to(torch.float64 if shape["precision"] == "fp64" else torch.float32)
     names = read_metadata(path).tensors
     tensors = {name: value for name, value in model_tensors(model).items() if name in names}
     load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
@@ -523,9 +505,8 @@ def _export_other(
         count = export_adapter(model, lora, folder, base=base, dtype=dtype)
     else:
         state = merge_adapters(model)
-        model.to(dtype or torch.float32).save_pretrained(
-            folder, state_dict={n: x.to(dtype or x.dtype) for n, x in state.items()}
-        )
+        says = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype)
+        model.to(says).save_pretrained(folder, state_dict={n: x.to(dtype or x.dtype) for n, x in state.items()})
         count = sum(x.numel() for x in {x.data_ptr(): x for x in state.values()}.values())
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -539,7 +520,10 @@ def _filled(
     with torch.device("meta"):
         model: Llama = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
         with_lora(model, lora)
-    model = model.to(torch.float64 if precision == "fp64" else torch.float32).to_empty(device="cpu")
+    stored = DTYPES[precision]
+    wide = torch.promote_types(stored, torch.float32)  # of a frozen base, which is as its folder has it, or wider
+    in_dtype(model, lambda param: stored if param.requires_grad else wide, wide)
+    model = model.to_empty(device="cpu")
     tensors = model_tensors(model)
     if config.tie_embeddings:
         tensors.pop("model.head.weight", None)
@@ -555,20 +539,27 @@ def _filled(
     return model
 
 
-def given_shape(model: nn.Module, precision: str, lora: LoraConfig | None = None) -> dict[str, Any]:
+def _precision_of(shape: Mapping[str, Any]) -> PrecisionConfig:
+    """Return a precision that stores what a checkpoint has of a model; frozen weights in at least fp32."""
+    stored, moments = shape["precision"], shape.get("moments")
+    if stored == "fp64":
+        return PrecisionConfig("fp64")
+    return PrecisionConfig("bf16", master_dtype=stored, moments_dtype=moments, frozen_dtype="fp32")
+
+
+def given_shape(model: nn.Module, run: Config) -> dict[str, Any]:
     """Return what tells a model that was given from others, for its checkpoints: kind, precision, and numbers.
 
     Args:
         model: before it is sharded.
-        precision: its weights are kept in.
-        lora: its adapters.
+        run: its adapters, and what its weights are stored in.
     """
     params = list(model.parameters())
     trained = sum(param.numel() for param in params if param.requires_grad)
     numbers: dict[str, Any] = {"parameters": sum(param.numel() for param in params), "trained": trained}
-    if lora is not None and lora.rank:
-        numbers["lora"] = dataclasses.asdict(lora)
-    return {"kind": type(model).__name__, "precision": "fp64" if precision == "fp64" else "fp32", **numbers}
+    if run.lora.rank:
+        numbers["lora"] = dataclasses.asdict(run.lora)
+    return {"kind": type(model).__name__, **_stored(run), **numbers}
 
 
 def model_of_folder(run: Config) -> nn.Module:
@@ -583,12 +574,14 @@ def model_of_folder(run: Config) -> nn.Module:
     folder = str(run.train.start_from)
     asked = f"cannot load the model of {folder}"
     hint = "a folder with a causal language model"
-    model: nn.Module = load_by_transformers(asked, "AutoModelForCausalLM", folder, hint, dtype=torch.float32)
+    precision = run.precision
+    stored = precision.dtype("frozen") if run.lora.rank else precision.dtype("master")
+    model: nn.Module = load_by_transformers(asked, "AutoModelForCausalLM", folder, hint, dtype=stored)
     if run.lora.rank or run.lora.targets != ALL:
         check_targets(model, run.lora)
     for module in with_lora(model, run.lora).modules():
         if isinstance(module, Adapter):
-            module.reset_parameters()
+            module.to(precision.dtype("master")).reset_parameters()
     return model
 
 
@@ -612,20 +605,19 @@ def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *
     """
     path, asked = _newest(Path(checkpoint)), f"cannot export {checkpoint}"
     if not hasattr(model, "save_pretrained"):
-        blame, hint = (
-            f"a {type(model).__name__} cannot write itself",
-            "a model of transformers or peft; or load_checkpoint",
-        )
+        blame = f"a {type(model).__name__} cannot write itself"
+        hint = "a model of transformers or peft; or load_checkpoint"
         raise InvalidType(asked, blame, f"model: {type(model).__name__}", hint)
     metadata = read_metadata(path)
     extra = metadata.extra if isinstance(metadata.extra, dict) else {}
     there = extra.get("model") or {}
-    here = given_shape(model, there.get("precision", "fp32"))
+    there = {"moments": there.get("precision", "fp32"), **there}
+    here = given_shape(model, Config(precision=_precision_of({"precision": "fp32", **there})))
     if there != here:
         hint = "what the run's model= makes, with the same parameters frozen"
         raise InvalidValue(asked, "it is of another model", f"there: {there}   here: {here}", hint)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
-    model.to(torch.float64 if here["precision"] == "fp64" else torch.float32)
+    model.to(DTYPES[here["precision"]])
     tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
     own = _statistics([model], metadata.tensors)  # those of rank 0
     load_checkpoint(path, tensors, per_rank=own, strict=False)  # the optimizer's state stays there

@@ -124,8 +124,6 @@ class RunWatchdog:
         self._over, self._alarmed = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
-    # -- the main thread's side
-
     def start(self) -> RunWatchdog:
         """Start watching with the next beat; on a thread that is not the process's main one, do nothing."""
         needed = self.world_size > 1 or self.timeout_s < math.inf
@@ -211,8 +209,6 @@ class RunWatchdog:
             return self._agree("lost", _ANSWER_S, lambda reports: lost_ranks(reports, self.world_size))
         except Exception as error:
             return str(error)
-
-    # -- the watchdog's threads
 
     def _watch(self) -> None:
         pause = min(max(self.timeout_s / 4, 0.01), _LOOK_S)
@@ -301,8 +297,6 @@ class RunWatchdog:
         # A disk that is full, or a recorder that does not answer: the process ends all the same.
         with suppress(Exception):
             self._within(self.grace_s, write)
-
-    # -- what ranks tell each other
 
     def _agree(self, about: str, seconds: float, judge: Callable[[list[RankReport]], str]) -> str:
         """Ask the others, and return what the first one to ask makes of their answers.
@@ -398,9 +392,6 @@ def _end_process(text: str) -> None:
     os._exit(STUCK_EXIT)
 
 
-# -- what a process says of itself when a run is stuck -----------------------------------------------------------------
-
-
 _LINES = 6  # of a stack in a verdict; the files have all
 _ROWS = 16
 _PASSED_OVER = ("torch/_ops.py", "torch/utils/_contextlib.py")  # they stand around calls into C++
@@ -485,9 +476,6 @@ def _line(call: FrameSummary) -> str:
     parts = Path(call.filename).parts
     short = Path(*parts[parts.index("site-packages") + 1 :]) if "site-packages" in parts else call.filename
     return f"{short}:{call.lineno} in {call.name}"
-
-
-# -- who is to blame -------------------------------------------------------------------------------------------------
 
 
 def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path, *, has_recordings: bool = False) -> str:

@@ -106,9 +106,9 @@ class Job:
         """Return the step of a training run: what `hyper_parallel.trainer.train` would do on so many ranks.
 
         >>> from hyper_parallel.trainer.config import ParallelConfig
-        >>> job = Job.of_run(Config(parallel=ParallelConfig(tp=2, param_dtype="bf16")), world_size=8)
+        >>> job = Job.of_run(Config(parallel=ParallelConfig(tp=2)), world_size=8)
         >>> job.dims.dp_shard, job.batch, job.recipe.zero, job.recipe.param_dtype
-        (4, 4, 3, 'bf16')
+        (4, 4, 3, 'fp32')
 
         Args:
             run: the same that is trained.
@@ -233,10 +233,12 @@ class Job:
 
 def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Recipe:
     """Say how a run trains in the words of a recipe."""
-    parallel, policy = run.parallel, ActivationPolicy.of(run.parallel.checkpointing)
+    parallel, precision, policy = run.parallel, run.precision, ActivationPolicy.of(run.parallel.checkpointing)
     return Recipe(
-        param_dtype=parallel.param_dtype,
-        reduce_dtype="fp64" if parallel.param_dtype == "fp64" else "fp32",
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.dtype("reduce"),
+        master="none" if precision.dtype("master").itemsize == 2 else "fp32",
+        moments="bf16" if precision.dtype("moments").itemsize == 2 else "fp32",
         checkpointing=str(replace(policy, every=1, first=None)),
         checkpoint_layers=policy.first,
         checkpoint_every=policy.every,

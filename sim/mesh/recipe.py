@@ -364,7 +364,8 @@ class Recipe:
             work, too.
         reduce_dtype: what gradients are reduced in; those of weights in fp32 or fp64 are reduced as they are.
         master: "fp32": weights are kept in float32, beside those that are computed in. "none": there are only those.
-        moments: with zero <= 1: what AdamW's moments are kept in, "fp32" or "bf16" (precision-aware optimizers).
+        moments: what AdamW's moments are kept in, "fp32" or "bf16" (precision-aware optimizers); beside weights in
+            fp64, fp64.
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
             "selective": all but matrix products and attention; "alternate": every other matrix product as well.
         checkpoint_layers: how many layers are checkpointed, the first ones of each stage; None: all.
@@ -496,10 +497,12 @@ class Recipe:
             blame = "parameters are left whole with one rank by fully_shard, for Muon"
             hint = 'optimizer="muon", zero=3, engine="fully_shard"'
             raise InvalidValue(_ASKED, blame, seen, hint)
-        if self.moments != "fp32" and (self.zero >= 2 or self.optimizer not in ("adamw", "adamw-foreach")):
+        keeps_them = self.optimizer == "adamw" or (self.optimizer == "adamw-foreach" and self.zero <= 1)
+        as_weights = self.optimizer != "sgd" and self.zero >= 2 and self.moment_dtype == self.weight_dtype
+        if self.moments != "fp32" and not (keeps_them or as_weights):
             seen = f"moments={self.moments!r}, zero={self.zero}, optimizer={self.optimizer!r}"
-            blame = "torch's optimizers keep moments in the dtype of the weights that they update"
-            raise InvalidValue(_ASKED, blame, seen, 'moments="fp32", or zero=1 with optimizer="adamw"')
+            blame = "this optimizer keeps moments in the dtype of the weights that it updates"
+            raise InvalidValue(_ASKED, blame, seen, 'moments="fp32", or optimizer="adamw"')
         for name, off, what in (("reshard_inputs", False, "gather again"), ("tp_chunks", 1, "overlap")):
             if getattr(self, name) != off and not self.sequence_parallel:
                 blame = f"without sequence parallelism no input is gathered, so that there is nothing to {what}"
@@ -530,6 +533,11 @@ class Recipe:
     def weight_dtype(self) -> torch.dtype:
         """The dtype of the optimizer's weights."""
         return self.dtype if self.master == "none" or self.dtype == torch.float64 else torch.float32
+
+    @property
+    def moment_dtype(self) -> torch.dtype:
+        """The dtype of the optimizer's moments."""
+        return torch.float64 if self.dtype == torch.float64 else _TORCH[self.moments]
 
     @property
     def reshards_after_forward(self) -> bool:

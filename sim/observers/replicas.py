@@ -97,10 +97,7 @@ class Replicas:
 
 
 def check_replicas(
-    *things: Any,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    rtol: float = 0.0,
-    atol: float = 0.0,
+    *things: Any, group: dist.ProcessGroup | DeviceMesh | None = None, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
     """Compare the copies that ranks hold of the same data; call it at the same point on every rank.
 
@@ -151,10 +148,7 @@ def check_replicas(
 
 
 def _compare(
-    replicas: Replicas,
-    endpoint: Endpoint,
-    tensors: Mapping[str, Leaf],
-    tolerance: tuple[float, float] = (0.0, 0.0),
+    replicas: Replicas, endpoint: Endpoint, tensors: Mapping[str, Leaf], tolerance: tuple[float, float] = (0.0, 0.0)
 ) -> None:
     """Meet the ranks of every mesh that these tensors are on; plain ones count whose spread is known."""
     endpoint.check_caller()

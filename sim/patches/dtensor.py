@@ -359,12 +359,5 @@ def _splits_evenly(shape: Any, mesh_shape: Any, placements: Any) -> bool:
     return True
 
 
-DTENSOR_PATCHES = (
-    _caches,
-    _dtensor_boundary,
-    _fsdp2_paths,
-    _loss_parallel,
-    _optimizer_steps,
-    _sharding_propagation,
-)
+DTENSOR_PATCHES = (_caches, _dtensor_boundary, _fsdp2_paths, _loss_parallel, _optimizer_steps, _sharding_propagation)
 """What of DTensor is changed."""

@@ -60,8 +60,7 @@ def _settings_of_torch() -> list[_Changed]:
         lambda value: determine(value[0], warn_only=value[1]),
     )
     anomalies = Setting(
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda value: note_anomalies(*value),
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()), lambda value: note_anomalies(*value)
     )
     return [
         *changed,

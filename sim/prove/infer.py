@@ -275,12 +275,7 @@ def infer_layout(locals: Parts, reference: torch.Tensor, mesh: Mesh, *, bound: B
 
 
 def explanations(
-    locals: Parts,
-    reference: torch.Tensor,
-    mesh: Mesh,
-    bound: Bound = None,
-    *,
-    reductions: Collection[str] = LIKELY,
+    locals: Parts, reference: torch.Tensor, mesh: Mesh, bound: Bound = None, *, reductions: Collection[str] = LIKELY
 ) -> list[Fit]:
     """Return what `infer_layout` does, with the worst error of each layout and where it is.
 

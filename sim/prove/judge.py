@@ -158,11 +158,7 @@ class Judge:
         return all(torch.equal(part, parts[lines[rank]]) for rank, part in parts.items())
 
     def _unexplained(
-        self,
-        parts: Mapping[int, torch.Tensor],
-        full: torch.Tensor,
-        bound: float,
-        addends: Mapping[str, torch.Tensor],
+        self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, addends: Mapping[str, torch.Tensor]
     ) -> Finding:
         near = self._nearest(parts, full, bound)
         diagnosis = diagnose(parts, full, self.mesh, bound, addends=addends)
@@ -210,10 +206,7 @@ class Judge:
         hint = "; ".join(hint for hint in hints if hint)
         spelled = f"declare {spelling(found)}"
         return replace(
-            finding,
-            found=found,
-            sentence="; ".join(sentences),
-            suggestion=f"{hint}; or {spelled}" if hint else spelled,
+            finding, found=found, sentence="; ".join(sentences), suggestion=f"{hint}; or {spelled}" if hint else spelled
         )
 
     def _distance(self, found: Layout, declared: Layout, known: Sequence[str], ndim: int) -> int:

@@ -391,9 +391,7 @@ def _entered(modules: Mapping[str, nn.Module], inside: list[str]) -> Iterator[No
 
 
 def run_reference(
-    task: Task,
-    around: AbstractContextManager[Any] | None = None,
-    taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
+    task: Task, around: AbstractContextManager[Any] | None = None, taken: Mapping[ChoiceKey, torch.Tensor] | None = None
 ) -> list[Run]:
     """Compute everything on one device, step by step.
 

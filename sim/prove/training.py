@@ -26,7 +26,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.redistribute.api import full_tensor
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig
+from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, PrecisionConfig
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from hyper_parallel.trainer.preflight import plan_run
 from sim.prove.bound import SAFETY, Perturbed, largest_move
@@ -52,9 +52,6 @@ _BYTES_OF_TEXT = 200_000
 _COARSE = 1e-6  # of a tensor's largest element: in float64 a bound that is wider says little
 _WIDE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _DEGREES = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")
-
-
-# -- a smaller run of the same kind ------------------------------------------------------------------------------------
 
 
 def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, ...]]:
@@ -88,9 +85,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
         else:
             ulysses = 1 if ulysses == 1 else degrees["cp"]
     etp = run.parallel.etp if run.parallel.etp in (None, 1) else degrees["tp"]
-    parallel = dataclasses.replace(
-        run.parallel, **degrees, ulysses_degree=ulysses, etp=etp, param_dtype="fp64", compile=False
-    )
+    parallel = dataclasses.replace(run.parallel, **degrees, ulysses_degree=ulysses, etp=etp, compile=False)
     kind = find_schedule(parallel.schedule)
     if parallel.stages_per_rank is not None and kind.is_multi and kind.style == "loop":
         parallel = dataclasses.replace(parallel, stages_per_rank=min(parallel.stages_per_rank, 2))
@@ -104,6 +99,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
     small = dataclasses.replace(
         run,
         parallel=parallel,
+        precision=PrecisionConfig("fp64"),
         checkpoint=CheckpointConfig(),
         # Any text will do, and that of the run may not be here.
         data=DataConfig(max_bytes=_BYTES_OF_TEXT, ignored=run.data.ignored),
@@ -200,7 +196,7 @@ def _said(run: Config, found: Config, dims: ParallelDims, few: ParallelDims) -> 
     degrees = [(name, getattr(dims, name), getattr(few, name)) for name in _DEGREES]
     values = [
         (key.name, getattr(getattr(run, section), key.name), getattr(getattr(found, section), key.name))
-        for section in ("parallel", "model", "experts", "train")
+        for section in ("parallel", "precision", "model", "experts", "train")
         for key in dataclasses.fields(getattr(run, section))
         if key.name not in _DEGREES and (section != "experts" or run.train.model == "moe")
     ]
@@ -208,9 +204,6 @@ def _said(run: Config, found: Config, dims: ParallelDims, few: ParallelDims) -> 
     for name, before, after in (*degrees, *values):
         if before != after and name not in left_out:
             yield f"{name} {before} -> {after}"
-
-
-# -- both runs ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -234,12 +227,14 @@ class _Steps:
     has_moved: bool = False
 
 
+def _trainer(run: Config, world_size: int) -> Trainer:
+    place, dims, platform = RankPlace.current(), plan_run(run, world_size), get_platform(run.train.device)
+    return Trainer(run, dims, platform, place, dims.build_mesh(platform.device_type))
+
+
 def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _Steps:
     """Take the first steps of a run as one of its ranks."""
-    place = RankPlace.current()
-    dims = plan_run(run, world_size)
-    platform = get_platform(run.train.device)
-    trainer = Trainer(run, dims, platform, place, dims.build_mesh(platform.device_type))
+    trainer = _trainer(run, world_size)
     found, gradients = _Steps(), dict[str, torch.Tensor]()
 
     def keep_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -270,9 +265,40 @@ def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _
         found.updates.append({name: copy_of(each) for name, each in trainer.model.named_parameters()})
         for name, tensor in trainer.model.named_tensors():
             found.tensors[step, "update", name] = _unsharded(tensor.detach())
-    settle(platform.device_type)
+    settle(trainer.platform.device_type)
     found.has_moved = any(block.has_moved for part in trainer.model.parts for block in offloaded_of(part))
     return found
+
+
+def _wrong_dtypes(run: Config, world_size: int) -> list[tuple[str, str, torch.dtype, torch.dtype]]:
+    """Take a step, and return what the rank stores in another dtype than the run asks for: kind, name, and both."""
+    trainer, precision = _trainer(run, world_size), run.precision
+    found: list[tuple[str, str, torch.dtype, torch.dtype]] = []
+
+    def note(kind: str) -> None:
+        for name, param in trainer.model.named_parameters():
+            stored = param if kind == "update" else param.grad
+            if stored is not None:
+                found.append((kind, name, stored.dtype, precision.stored(param)))
+
+    trainer.optimizer.register_step_pre_hook(lambda *_: note("gradient"))
+    trainer.step()
+    note("update")
+    for name, param in trainer.model.named_parameters():
+        states = {key: state for key, state in trainer.optimizer.state.get(param, {}).items() if key != "step"}
+        found += [("update", f"{name}, {key}", x.dtype, precision.dtype("moments")) for key, x in states.items()]
+    return [each for each in found if each[2] != each[3]]
+
+
+def _stored_otherwise(run: Config, world_size: int) -> Iterator[ReportRow]:
+    """Yield what ranks store in another dtype than the run asks for."""
+    with World(world_size, WorldOptions(seed=run.train.seed)) as world:
+        ranks = world.run(_wrong_dtypes, args=(run, world_size))
+    for wrong in dict.fromkeys(each for rank in ranks for each in rank):
+        (kind, name, seen, asked), numbers = wrong, [number for number, rank in enumerate(ranks) if wrong in rank]
+        said = f"it is in {str(seen)[6:]} on {_ranks(numbers)}, and {str(asked)[6:]} is asked for"
+        module, _, tensor = name.rpartition(".")
+        yield ReportRow(module, f"{tensor} as it is stored", kind, verdict="bug", sentence=said)
 
 
 def _unsharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -301,9 +327,6 @@ def _on_one_device(run: Config) -> Config:
     )
 
 
-# -- the comparison ----------------------------------------------------------------------------------------------------
-
-
 def verify_run(run: Config, world_size: int) -> Report:
     """Prove that a training run computes on its ranks what it computes on one device.
 
@@ -314,7 +337,8 @@ def verify_run(run: Config, world_size: int) -> Report:
     Two optimizer steps of `train` are taken on simulated ranks and on one device, from the same weights and with the
     same text, in float64. Compared are the loss, the number of tokens, the norm of the gradients, each gradient as it
     is before clipping, each weight and each buffer after the update, on every rank. The bound of each is what rounding
-    can move it by: one device runs again, perturbed in every operation (`sim.prove.bound.Perturbed`).
+    can move it by: one device runs again, perturbed in every operation (`sim.prove.bound.Perturbed`). The ranks also
+    take a step in the run's own dtypes, as [precision] has them for weights, gradients and the optimizer's state.
 
     Args:
         run: what `train` is given; redistributions are planned for its `train.hardware`, if it names one.
@@ -328,6 +352,7 @@ def verify_run(run: Config, world_size: int) -> Report:
         ValueError: a run that `train` refuses.
         RankFailed: a rank has failed.
     """
+    precision = run.precision
     run, world_size, said = reduced_run(run, world_size)
     offloads = ActivationPolicy.of(run.parallel.checkpointing).offload
     device = offload_device() if offloads else None
@@ -355,6 +380,8 @@ def verify_run(run: Config, world_size: int) -> Report:
     comparison = _Comparison(expected, moved, ranks, axes)
     rows = [row for step in range(1, _STEPS + 1) for row in comparison.rows(step)]
     notes += _coarse(rows, expected)
+    if precision not in (PrecisionConfig(), run.precision):  # of which the steps in float64 say nothing
+        rows += _stored_otherwise(dataclasses.replace(run, precision=precision), world_size)
     mesh = ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank"
     report = Report(tuple(rows), mesh)
     if offloads and report.bug is None:
@@ -461,9 +488,6 @@ class _Comparison:
     def _scale(self, kind: str) -> float:
         """Return the largest element of a kind: what is tiny beside it is zero but for rounding."""
         return max((largest(each) for key, each in self.expected.tensors.items() if key[1] == kind), default=0.0)
-
-
-# -- what a difference suggests ----------------------------------------------------------------------------------------
 
 
 def _cause(

@@ -16,15 +16,7 @@ from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.expert_parallel.experts import SharedGroup
 
-__all__ = [
-    "SCORES",
-    "Router",
-    "Routing",
-    "routers_of",
-    "set_aux_scale",
-    "take_aux",
-    "update_expert_bias",
-]
+__all__ = ["SCORES", "Router", "Routing", "routers_of", "set_aux_scale", "take_aux", "update_expert_bias"]
 
 
 # The router: top-k choice of experts per token, and the bias that balances their loads --------------------------------

@@ -882,10 +882,8 @@ class ExtensionBucket(Bucket):
         self._free_later(inner)
         if unsharded.shape != param.shape:
             asked = f"cannot use what fsdp_post_all_gather returns for {param.name!r}"
-            blame, hint = (
-                "it is not of the shape of the parameter",
-                "all_gather_outputs, one below the other along dim 0",
-            )
+            blame = "it is not of the shape of the parameter"
+            hint = "all_gather_outputs, one below the other along dim 0"
             seen = f"seen: {tuple(unsharded.shape)}, expected: {tuple(param.shape)}"
             raise InvalidState(asked, blame, seen, hint)
         param.make_unsharded(unsharded)

@@ -130,10 +130,8 @@ class _Unsharded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             asked = "hsdp cannot differentiate the gradients of its parameters"
-            blame, seen = (
-                "their reduction over ranks has no derivative",
-                "seen: create_graph=True, for parameters of a cell",
-            )
+            blame = "their reduction over ranks has no derivative"
+            seen = "seen: create_graph=True, for parameters of a cell"
             hint = "create_graph=False, or autograd.grad(loss, [x], create_graph=True) for inputs only"
             raise InvalidState(asked, blame, seen, hint)
         if not torch.compiler.is_compiling() and gradients[0].layout is not torch.strided:

@@ -179,12 +179,7 @@ def load_seconds(links: Links, op: str, load: Load) -> float:
 
 
 def collective_seconds(
-    links: Links,
-    op: str,
-    size: float,
-    spread: NodeSpread,
-    moved: float | None = None,
-    crossing: float | None = None,
+    links: Links, op: str, size: float, spread: NodeSpread, moved: float | None = None, crossing: float | None = None
 ) -> tuple[float, str]:
     """Return the seconds of a collective, and what bounds it: `latency`, `link` or `network`.
 

@@ -16,13 +16,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.entry_exit import enter, leave
 
-__all__ = [
-    "Boundary",
-    "Meta",
-    "find_boundaries",
-    "memory_of",
-    "plain_loss",
-]
+__all__ = ["Boundary", "Meta", "find_boundaries", "memory_of", "plain_loss"]
 
 
 # Tensors sent between pipeline stages: plain ones, the local shard where modules work on DTensors ---------------------

@@ -18,12 +18,7 @@ _ASKED = "cannot split the layers over stages"
 
 
 def split_layers(
-    num_layers: int,
-    stages: int,
-    *,
-    sizes: Sequence[int] | None = None,
-    first_extra: float = 1,
-    last_extra: float = 1,
+    num_layers: int, stages: int, *, sizes: Sequence[int] | None = None, first_extra: float = 1, last_extra: float = 1
 ) -> list[range]:
     """Return the layers of each stage, so that the heaviest stage is as light as can be.
 

@@ -146,12 +146,7 @@ def _is_hashable(key: object) -> bool:
 
 @lru_cache(maxsize=4096)
 def _cached(
-    src: Layout,
-    dst: Layout,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    on: Machine | None,
-    max_extra_bytes: int | None,
+    src: Layout, dst: Layout, shape: Sequence[int], dtype: torch.dtype, on: Machine | None, max_extra_bytes: int | None
 ) -> Plan:
     transition = _check(src, dst, shape, dtype, max_extra_bytes)
     shape = tuple(shape)

@@ -121,7 +121,8 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
     affine = job.model.family == "llama" and job.micro_batch > 1  # tensors with a dim of 1 are laid out otherwise
     return (
         job.model,
-        job.run is not None,  # then the trainer's own functions build it, of fields that the recipe has, too
+        # Then the trainer's own functions build it, of what the recipe has, too, but for these.
+        job.run and (job.run.lora, job.run.precision),
         job.seq_len,
         None if affine else job.micro_batch,
         min(job.microbatches, 3),

@@ -90,11 +90,8 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     loss_in_head = recipe.fused_loss and spec.vocab_size is not None
     whole_weights = recipe.zero <= 1
     module = spec.build(job.seq_len, layers, embed=part.is_first, head=part.is_last, recipe=recipe)
-    in_dtype(
-        module,
-        recipe.dtype if whole_weights else recipe.weight_dtype,
-        buffers=whole_weights or recipe.dtype == torch.float64,
-    )
+    stored = recipe.dtype if whole_weights else recipe.weight_dtype
+    in_dtype(module, lambda _: stored, buffers=stored if whole_weights or stored == torch.float64 else None)
     _split_tensors(job, module)
     if loss_in_head:
         fuse_head(module)
@@ -110,13 +107,12 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
         layers = {id(param): number for number, block in blocks for param in block.parameters()}
         return Built(module, blocks, outer, Replicated(module, dims, recipe, layers, recorder.begin))
     if recipe.engine == "hsdp":
-        shard_blocks(module, dims, ParallelConfig(engine="hsdp", reshard_after_forward=recipe.zero == 3))
+        run = Config(parallel=ParallelConfig(engine="hsdp", reshard_after_forward=recipe.zero == 3))
+        shard_blocks(module, [block for _, block in outer], dims, run)
         return Built(module, blocks, outer)
-    reduce_dtype = recipe.grad_dtype if recipe.dtype not in (torch.float32, torch.float64) else None
-    compute = recipe.dtype if recipe.dtype != recipe.weight_dtype else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
-    shards = dims.token_ranks > 1 or compute is not None
-    if shards:
+    casts = recipe.dtype not in (torch.float32, torch.float64)
+    policy = MixedPrecisionPolicy(recipe.dtype, recipe.grad_dtype) if casts else MixedPrecisionPolicy()
+    if dims.token_ranks > 1 or casts:
         whole, again = recipe.whole_parameters, recipe.zero == 3
         shard_units(module, [block for _, block in outer], dims, policy, reshard_after_forward=again, whole=whole)
         for unit in (*(block for _, block in outer), module):

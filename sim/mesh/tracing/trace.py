@@ -35,7 +35,7 @@ from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, finish_step, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
-from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
+from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
 from sim.mesh.recipe import Routing
@@ -195,8 +195,6 @@ class _Run:
         """End a segment: what has been recorded since the last one's end."""
         self.segments[name, self.part.index, variant] = self.recorder.chunks()
 
-    # -- the trainer's step --------------------------------------------------------------------------------------
-
     def _step(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
         """Take a step as `Trainer.step` does."""
         job, recorder = self.job, self.recorder
@@ -303,8 +301,6 @@ class _Run:
             tokens = self.job.dims.mesh_over(*_TOKEN_AXES)
             update_expert_bias(built.module, [] if tokens is None else [tokens])
 
-    # -- a step that is none of the trainer's --------------------------------------------------------------------
-
     def _step_of_others(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
         """Take a step of any module, of whole weights on every rank, or of logits that live through backward."""
         if self.job.dims.pp_enabled:
@@ -349,8 +345,6 @@ class _Run:
         if job.recipe.loss == "library" and not job.recipe.fused_loss:
             return ShareOfLoss()(output, targets)
         return Loss.of(job.recipe)(output, targets)
-
-    # -- a step of a stage ---------------------------------------------------------------------------------------
 
     def _parallelized(self, built: Built) -> Parallelized:
         """The model as the trainer has it, of this stage alone."""
@@ -448,8 +442,6 @@ class _Run:
             job.recipe.conventions.prepare_stage(job, stage, self.recorder)
         return stage
 
-    # -- what ends a step ----------------------------------------------------------------------------------------
-
     def _update(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
         """End a step as the trainer does, or as an engine does that has the optimizer in it."""
         recorder, job = self.recorder, self.job
@@ -480,7 +472,7 @@ class _Numbers(RunGroups):
 
     def __init__(self, owner: _Run) -> None:
         job = owner.job
-        kept = WEIGHTS.get(job.recipe.param_dtype, torch.float32)
+        kept = torch.promote_types(job.recipe.dtype, torch.float32)
         super().__init__(job.dims, job.dims.world_size > 1, torch.device("cpu"), kept)
         self._owner = owner
         owner.recorder.reads = job.run is not None
@@ -769,7 +761,8 @@ def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(params or [torch.nn.Parameter(torch.empty(0))], lr=1e-3, foreach=bool(params))
     if job.recipe.optimizer == "adamw-foreach":
         return torch.optim.AdamW(params, lr=1e-3, foreach=True)
-    return build_optimizer(module.named_parameters(), OptimizerConfig(muon=job.recipe.optimizer == "muon"))
+    config = OptimizerConfig(muon=job.recipe.optimizer == "muon")
+    return build_optimizer(module.named_parameters(), config, job.recipe.moment_dtype)
 
 
 @contextmanager

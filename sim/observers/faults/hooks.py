@@ -19,26 +19,8 @@ from sim.comm.observer import Observer, observe
 from sim.comm.pricing import CommPricing
 from sim.explain.lines import user_line
 from sim.observers.faults.losses import Losses, Reform
-from sim.observers.faults.plan import (
-    At,
-    Corrupt,
-    Drop,
-    Fault,
-    Freeze,
-    Kill,
-    Slow,
-    SlowLink,
-    check_ranks,
-)
-from sim.observers.faults.triggers import (
-    Flip,
-    Happening,
-    Trigger,
-    draw_flips,
-    execute_flipped,
-    flipped,
-    given_by,
-)
+from sim.observers.faults.plan import At, Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, check_ranks
+from sim.observers.faults.triggers import Flip, Happening, Trigger, draw_flips, execute_flipped, flipped, given_by
 
 __all__ = ["Faults", "Operation"]
 

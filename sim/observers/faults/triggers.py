@@ -188,11 +188,7 @@ def execute_flipped(calls: list[Call], flips: dict[Call, tuple[Flip, ...]]) -> P
         op = call.contract.op
         in_place = op in ("all_reduce", "broadcast")  # what these give is what they are called with as outputs
         used[member] = Call(
-            call.contract,
-            copies,
-            copies if in_place else call.outputs,
-            factor=call.factor,
-            splits=call.splits,
+            call.contract, copies, copies if in_place else call.outputs, factor=call.factor, splits=call.splits
         )
         if op == "all_reduce":
             copied_back.append((call.outputs, copies))

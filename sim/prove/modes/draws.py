@@ -464,11 +464,7 @@ def _are_whole(mine: DrawUse, ranks: Sequence[DrawUse]) -> bool:
 
 
 def _held(
-    parts: Mapping[int, torch.Tensor],
-    full: torch.Tensor,
-    mesh: Layout,
-    limit: float,
-    orders: Sequence[tuple[int, ...]],
+    parts: Mapping[int, torch.Tensor], full: torch.Tensor, mesh: Layout, limit: float, orders: Sequence[tuple[int, ...]]
 ) -> _Held | None:
     """Return the only way in which the ranks can hold a tensor; None: there is none, or several."""
     if not full.numel() or any(part.ndim != full.ndim for part in parts.values()):

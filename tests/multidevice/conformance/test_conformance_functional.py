@@ -243,10 +243,7 @@ FUNCTIONAL = {
     "broadcast": lambda op, g: ([op(g.x, 1, g.name)], [g.whole[1]]),
     "broadcast_": lambda op, g: ([op(g.x, 1, g.name)], [g.whole[1]]),
     "all_gather_into_tensor": lambda op, g: ([op(g.x, g.n, g.name)], [g.gathered]),
-    "all_gather_into_tensor_out": lambda op, g: (
-        [op(g.x, g.n, g.name, out=g.room(2 * g.n * g.n))],
-        [g.gathered],
-    ),
+    "all_gather_into_tensor_out": lambda op, g: ([op(g.x, g.n, g.name, out=g.room(2 * g.n * g.n))], [g.gathered]),
     "all_gather_into_tensor_coalesced": lambda op, g: (
         op([g.x, g.x[:1] * 2], g.n, g.name),
         [g.gathered, g.whole[:, 0] * 2],
@@ -363,10 +360,7 @@ C10D = {
         [torch.cat(into(g.room(2 * g.n).chunk(g.n), lambda *out: dist.all_to_all(list(out), list(g.x.chunk(g.n)))))],
         [g.parts],
     ),
-    "alltoall_base_": lambda g: (
-        into([g.room(2 * g.n)], lambda out: dist.all_to_all_single(out, g.x)),
-        [g.parts],
-    ),
+    "alltoall_base_": lambda g: (into([g.room(2 * g.n)], lambda out: dist.all_to_all_single(out, g.x)), [g.parts]),
     "barrier": lambda g: (into([], dist.barrier), []),
     "monitored_barrier_": lambda g: (into([], g.group.monitored_barrier), []),
     "send": lambda g: ring(g, lambda found: dist.irecv(found, g.source)),

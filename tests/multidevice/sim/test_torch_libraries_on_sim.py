@@ -72,15 +72,7 @@ def same_gradients(found: nn.Module, wanted: list[torch.Tensor], **tolerance: fl
 
 # -- pipelining ------------------------------------------------------------------------------------------------
 
-SCHEDULES = [
-    "GPipe",
-    "1F1B",
-    "LoopedBFS",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-]
+SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

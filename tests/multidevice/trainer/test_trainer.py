@@ -246,7 +246,7 @@ def storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 @pytest.mark.sim
 def test_bf16_trains_alike_on_one_rank_and_on_many(alone: TrainResult) -> None:
-    config = TINY.with_changes("parallel", {"param_dtype": "bf16"})
+    config = TINY.with_changes("precision", {"param_dtype": "bf16"})
     many, one = sim.run(train, 4, args=(config,))[0], train(config)
     same(many, one, rel=2e-3)
     assert many.losses == pytest.approx(alone.losses, rel=2e-2)
@@ -269,7 +269,7 @@ def test_weights_of_the_router_stay_float32_where_experts_are_a_unit_of_their_ow
         return forward(self, x, chosen, weights, *sent)
 
     monkeypatch.setattr(GroupedExperts, "_run", watched)
-    config = TINY.with_changes("parallel", {"param_dtype": "bf16", "ep": 2})
+    config = TINY.with_changes("precision", {"param_dtype": "bf16"}).with_changes("parallel", {"ep": 2})
     sim.run(train, 2, args=(config.with_changes("train", {"model": "moe", "steps": 1}),))
     assert set(seen) == {(torch.bfloat16, torch.float32)}
 

@@ -13,7 +13,7 @@ from rounding_kit import measured
 import sim
 from hyper_parallel.core.pipeline import SCHEDULES
 from hyper_parallel.models import LlamaConfig
-from hyper_parallel.trainer.config import Config, DataConfig, ExpertsConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import Config, DataConfig, ExpertsConfig, PrecisionConfig, TrainConfig
 from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.report import TrainResult
 
@@ -25,7 +25,7 @@ DENSE = Config(
     ),
     data=DataConfig(max_bytes=200_000, ignored=0.2),
     train=TrainConfig(steps=2, batch_size=8, seq_len=16, accumulate=2, eval_sequences=6, device="cpu"),
-    parallel=ParallelConfig(param_dtype="fp64"),
+    precision=PrecisionConfig("fp64"),
 )
 EXPERTS = replace(
     DENSE,
@@ -149,7 +149,7 @@ def by_muon(config: Config, by_adamw: Numbers) -> Numbers:
 
 def in_float32() -> dict[str, torch.Tensor]:
     """The model that rounds most, on one device, of which the rounding is measured where there is no float64."""
-    numbers = numbers_of(train(replace(EXPERTS, parallel=replace(EXPERTS.parallel, param_dtype="fp32"))))
+    numbers = numbers_of(train(replace(EXPERTS, precision=PrecisionConfig())))
     return {name: torch.tensor(numbers[name]) for name in ("losses", "norms", "valid")}
 
 
@@ -162,8 +162,8 @@ def rounding(request) -> float:
 def check(ctx, config: Config, degrees: Numbers, alone: Numbers, rounding: float = 0.0) -> None:
     """Train on the ranks of `ctx`; all see the same numbers, and those are what one device sees."""
     exact = ctx.float_dtype is torch.float64
-    parallel = replace(config.parallel, param_dtype="fp64" if exact else "fp32", **degrees)
-    run = replace(config, parallel=parallel).with_changes("train", {"device": ctx.device_type})
+    run = config.with_changes("parallel", degrees).with_changes("train", {"device": ctx.device_type})
+    run = replace(run, precision=PrecisionConfig("fp64" if exact else "fp32"))
     found = numbers_of(train(run))
     everyone: list[Any] = [None] * ctx.world_size
     dist.all_gather_object(everyone, found)
@@ -215,6 +215,23 @@ def check_muon(ctx, config: Config, degrees: Numbers, alone: Numbers) -> None:
 def test_muon_on_four_simulated_ranks(ctx, dense_by_muon: Numbers, experts_by_muon: Numbers, degrees: Numbers):
     config, alone = (EXPERTS, experts_by_muon) if "ep" in degrees else (DENSE, dense_by_muon)
     check_muon(ctx, config, degrees, alone)
+
+
+PURE = replace(DENSE, precision=PrecisionConfig("bf16", master_dtype="bf16"))
+
+
+@pytest.fixture(scope="module")
+def pure() -> Numbers:
+    return numbers_of(train(PURE))
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}], ids=named)
+@sim.ranks(2, backends=("sim", "gloo", "gpu", "npu"))
+def test_bf16_without_other_weights(ctx, pure: Numbers, dense: Numbers, degrees: Numbers):
+    run = PURE.with_changes("parallel", degrees).with_changes("train", {"device": ctx.device_type})
+    found = numbers_of(train(run))
+    assert found["losses"] == pytest.approx(pure["losses"], rel=2e-3)
+    assert found["losses"] != pytest.approx(dense["losses"], rel=1e-6), "bf16 must have been used"
 
 
 # On processes, which cost seconds to start, one after the other; each pays anew for what simulated ranks, which train

@@ -309,10 +309,7 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
         "out_layouts": ("tp", "None"),
     },
     "init_parameters": lambda g: {"model": nn.Linear(4, 4), "seed": 1},
-    "parallelize_value_and_grad": lambda g: {
-        "fn": lambda x: x.sum(),
-        "weights": torch.ones(2, requires_grad=True),
-    },
+    "parallelize_value_and_grad": lambda g: {"fn": lambda x: x.sum(), "weights": torch.ones(2, requires_grad=True)},
     "shard_module": lambda g: {
         "model": nn.Linear(4, 4),
         "device_mesh": g.mesh,

@@ -297,10 +297,7 @@ TINY = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_hea
 @pytest.mark.parametrize(
     ("hardware", "names"),
     [
-        (
-            "h100-sxm",
-            ("aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_cudnn_attention_backward"),
-        ),
+        ("h100-sxm", ("aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_cudnn_attention_backward")),
         (
             "a100-80gb",
             ("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward"),

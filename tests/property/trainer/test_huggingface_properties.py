@@ -28,7 +28,7 @@ from hyper_parallel.models import (
 
 pytestmark = pytest.mark.sim
 many = settings(
-    max_examples=min(1_000, settings.default.max_examples),  # each copies a folder
+    max_examples=min(1_000, settings.default.max_examples)  # each copies a folder
 )
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODELS = {

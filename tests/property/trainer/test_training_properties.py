@@ -70,9 +70,6 @@ def seen(problem: Problem, arrangement: Arrangement) -> None:
         event(parallel.schedule)
 
 
-# -- as on one device --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.tier("full")
 @examples(0.5)
 @given(st.data(), problems)
@@ -103,9 +100,6 @@ def test_a_saved_run_goes_on_under_any_ranks(data, problem, step, changed):
     if after == before:
         different = [name for name, value in rest.items() if not torch.equal(value, full[name])]
         assert not different, "the same ranks must go on bit for bit"
-
-
-# -- what the reference is worth ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.tier("test", each=3)
@@ -141,8 +135,6 @@ def test_no_token_is_between_two_experts(model, monkeypatch):
     values, bounds = reference(Problem(model, "fp64"))
     assert max(bounds[name][0] for name in values if name.startswith("model.")) < 1e-3 * min(margins)
 
-
-# -- a checker must be able to fail ------------------------------------------------------------------------------------
 
 DATA = Arrangement(2, 1, ParallelConfig())
 
@@ -185,12 +177,7 @@ def without_a_fault(problem: Problem, arrangement: Arrangement) -> Outcome:
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize(
     ("fault", "arrangement"),
-    [
-        (averaged, DATA),
-        (counted_by_each, DATA),
-        (same_rows, DATA),
-        (untied, Arrangement(2, 2, ParallelConfig(pp=2))),
-    ],
+    [(averaged, DATA), (counted_by_each, DATA), (same_rows, DATA), (untied, Arrangement(2, 2, ParallelConfig(pp=2)))],
 )
 def test_a_fault_in_training_is_found(fault, arrangement, precision, monkeypatch):
     problem = Problem("dense, tied, tokens ignored", precision)
@@ -234,9 +221,6 @@ def test_a_fault_in_resuming_is_found(fault, monkeypatch):
         rest = run(DATA.of(problem), 2, keep)
     with pytest.raises(AssertionError, match="bounds"):
         reference(problem).check(rest, first_step=STEPS)
-
-
-# -- any degrees at all ------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -300,9 +284,6 @@ def test_what_does_not_fit_is_refused_by_every_rank_before_it_starts(arrangement
     assert all(outcome == outcomes[0] and len(outcome) == 1 for outcome in outcomes), outcomes
     reference_loss = reference(problem).values["loss of step 1"].item()
     assert outcomes[0][0][1] == pytest.approx(reference_loss, abs=reference(problem).bounds["loss of step 1"][0])
-
-
-# -- the order of the text ------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 300), st.integers(0, 2**40), st.integers(-(2**70), 2**70), st.data())

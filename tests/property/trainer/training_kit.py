@@ -31,6 +31,7 @@ from hyper_parallel.trainer.config import (
     ExpertsConfig,
     OptimizerConfig,
     ParallelConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 from hyper_parallel.trainer.loop import Trainer, train
@@ -48,11 +49,7 @@ UNITS = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24}  # of what is kep
 
 _DENSE = Config(
     model=LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2
     ),
     data=DataConfig(max_bytes=100_000),
     optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
@@ -89,7 +86,7 @@ class Problem(NamedTuple):
     precision: str
 
     def config(self) -> Config:
-        return replace(MODELS[self.model], parallel=ParallelConfig(param_dtype=self.precision))
+        return replace(MODELS[self.model], precision=PrecisionConfig(self.precision))
 
 
 PROBLEMS = tuple(
@@ -109,14 +106,7 @@ class Arrangement(NamedTuple):
     def of(self, problem: Problem) -> Config:
         """Return the run of a problem by these ranks."""
         config = problem.config()
-        return replace(
-            config,
-            train=replace(config.train, accumulate=self.accumulate),
-            parallel=replace(self.parallel, param_dtype=problem.precision),
-        )
-
-
-# -- what is drawn -----------------------------------------------------------------------------------------------------
+        return replace(config, train=replace(config.train, accumulate=self.accumulate), parallel=self.parallel)
 
 
 def fits(problem: Problem, arrangement: Arrangement) -> bool:
@@ -223,8 +213,6 @@ def arrangements(draw: st.DrawFn, problem: Problem) -> Arrangement:
     assert fits(problem, found), "what is drawn is what the library takes"
     return found
 
-
-# -- what comes out ----------------------------------------------------------------------------------------------------
 
 Outcome = dict[str, torch.Tensor]
 """Losses and norms of the steps of a run, and every tensor that it has saved at its end."""

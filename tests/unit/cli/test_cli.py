@@ -467,11 +467,7 @@ NAMES = ("--hardware", "laptop-cpu")
     ],
 )
 def test_a_run_without_a_prediction_trains_and_says_why_in_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    written: str | None,
-    error: Exception | None,
-    said: str,
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], written: str | None, error: Exception | None, said: str
 ) -> None:
     if written is not None:
         find_machine("laptop-cpu").write(Path("hardware.toml"))
@@ -561,9 +557,12 @@ FLAGS = {
     ),
     "parallel": (
         "dp-replicate 2; dp-shard 2; tp 2; cp 2; ulysses-degree 1; pp 2; ep 2; etp 1; fold-experts; "
-        "ranks-per-node 8; schedule gpipe; layers-per-stage 1,2,1; engine hsdp; precision=param_dtype bf16; "
+        "ranks-per-node 8; schedule gpipe; layers-per-stage 1,2,1; engine hsdp; "
         "checkpointing selective; compile; stages-per-rank 2; no-reshard-after-forward; reduce-each; "
         "reshard-inputs; tp-chunks 2; whole-parameters"
+    ),
+    "precision": (
+        "precision=param_dtype bf16; master-dtype fp32; moments-dtype fp32; frozen-dtype bf16; reduce-dtype fp32"
     ),
     "data": (
         "data=path texts; data-pattern=pattern *.md; data-bytes=max_bytes 999; tokenizer words; "
@@ -740,11 +739,7 @@ def test_the_demo_compares_and_draws() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("demo", "--out", "{}"),
-        ("train", "--log-file", "{}/x.jsonl"),
-        ("plot", "log.jsonl", "--out", "{}/x.png"),
-    ],
+    [("demo", "--out", "{}"), ("train", "--log-file", "{}/x.jsonl"), ("plot", "log.jsonl", "--out", "{}/x.png")],
 )
 @pytest.mark.parametrize("place", ["/proc/nope", "a_file/folder"])
 def test_where_output_goes_is_checked_first(

@@ -208,9 +208,6 @@ def test_a_stage_and_an_untied_model_take_what_they_need(tmp_path: Path) -> None
         assert torch.equal(last.state_dict()[name], full[name].float()), name
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def refused_with(error: pytest.ExceptionInfo[ValueError], *parts: str) -> None:
     text = str(error.value)
     assert "\n  try: " in text
@@ -362,9 +359,6 @@ def test_weights_are_not_taken_from_a_model_that_computes_something_else(tmp_pat
     for change in [{"rope_theta": 5e5}, {"norm_eps": 1e-3}, {"num_attention_heads": 2, "num_key_value_heads": 2}]:
         with pytest.raises(ValueError, match=f"another {next(iter(change))} than the run's"):
             train(replace(run, model=replace(model, **change)))
-
-
-# -- folders of strangers ----------------------------------------------------------------------------------------------
 
 
 def loaded_by_transformers(folder: Path) -> Any:

@@ -164,14 +164,8 @@ def test_every_parameter_gets_a_gradient() -> None:
     ("changes", "message"),
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers must be .* at least 1\n  num_hidden_layers: 0"),
-        (
-            {"num_attention_heads": 3, "num_key_value_heads": 3},
-            "hidden_size: 32   num_attention_heads: 3.*try: hidden",
-        ),
-        (
-            {"num_key_value_heads": 3},
-            r"=3 cannot be shared among num_attention_heads=4.*one of \[1, 2, 4\]",
-        ),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size: 32   num_attention_heads: 3.*try: hidden"),
+        ({"num_key_value_heads": 3}, r"=3 cannot be shared among num_attention_heads=4.*one of \[1, 2, 4\]"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(changes: dict[str, int], message: str) -> None:

@@ -41,7 +41,7 @@ RUN = Config(
     data=DataConfig(max_bytes=100_000),
     optimizer=OptimizerConfig(lr=1e-2, schedule="constant", warmup_steps=0),
     train=TrainConfig(steps=3, batch_size=8, seq_len=16, accumulate=2, eval_sequences=4, device="cpu"),
-).with_changes("parallel", {"param_dtype": "fp64"})
+).with_changes("precision", {"param_dtype": "fp64"})
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +137,6 @@ def test_dropout_is_the_same_when_blocks_are_computed_again(base: Path) -> None:
     assert train(starting_from(base)).losses[2] != losses[2]
 
 
-# -- what comes of it --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora") / "run"
@@ -216,9 +213,6 @@ def test_export_says_what_it_has_written_and_where_the_model_is(
         assert "it has all weights, and no adapters" in export(str(tmp_path / "whole"), str(tmp_path / "out"), *given)
 
 
-# -- models that transformers alone knows ------------------------------------------------------------------------------
-
-
 @pytest.mark.tier("full", each=6)
 @pytest.mark.sim
 @pytest.mark.parametrize("rank", [0, 3])
@@ -268,9 +262,6 @@ def test_any_model_of_transformers_is_trained_from_its_folder_and_exported(
     assert not torch.allclose(out(IDS).logits, transformers.GPT2LMHeadModel.from_pretrained("gpt2")(IDS).logits)
     with pytest.raises(ValueError, match="it is the model of a folder, and none is given"):
         TrainConfig(model="transformers")
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_the_scale_is_alpha_in_ranks() -> None:

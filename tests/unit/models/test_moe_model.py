@@ -97,9 +97,6 @@ def gradients(layer: torch.nn.Module, x: torch.Tensor, loss: torch.Tensor) -> di
     return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
 
-# -- the layer -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -184,9 +181,6 @@ def test_compiled_layer():
     for twin, param in zip(compiled.parameters(), layer.parameters(), strict=True):
         torch.testing.assert_close(twin.grad, param.grad)
     assert torch.equal(compiled.router.counts, layer.router.counts)
-
-
-# -- what balances the load ------------------------------------------------------------------------------------------
 
 
 def count(layer: MixtureOfExperts, x: torch.Tensor) -> list[int]:
@@ -274,9 +268,6 @@ def test_scale_of_the_auxiliary_loss(weight):
     taken = take_aux(layer)["router"]
     torch.testing.assert_close(taken, aux_by_hand(layer, x).detach() if weight else torch.zeros_like(taken))
     assert take_aux(layer)["router"] == 0
-
-
-# -- the model -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"num_dense_layers": 3}, {"num_shared_experts": 0}])
@@ -432,9 +423,6 @@ def test_logits_and_gradients_are_those_of_transformers(changes):
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, atol=2e-5, rtol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
-
-
-# -- grouped products --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.tier("test")

@@ -85,11 +85,7 @@ def _imported_by_name(source: Source) -> Iterator[Import]:
         if (
             isinstance(node, ast.Call)
             and node.args
-            and _dotted(node.func).split(".")[-1]
-            in (
-                "import_module",
-                "__import__",
-            )
+            and _dotted(node.func).split(".")[-1] in ("import_module", "__import__")
         ):
             named = node.args[0]
             if isinstance(named, ast.Constant) and isinstance(named.value, str):
@@ -184,12 +180,7 @@ MAY_IMPORT = {
     "trainer": ["core.hsdp", *_SHARDING, *_PARALLELISMS, "models"],
 }
 # Tables of contents, and the composition root.
-ROOT_MODULES = (
-    "hyper_parallel",
-    "hyper_parallel.core",
-    "hyper_parallel.__main__",
-    "hyper_parallel.pytest_plugin",
-)
+ROOT_MODULES = ("hyper_parallel", "hyper_parallel.core", "hyper_parallel.__main__", "hyper_parallel.pytest_plugin")
 
 
 def part_of(module: str) -> str | None:
@@ -891,11 +882,7 @@ def test_offence_is_found(check: str, path: str, text: str) -> None:
         ("pickles", "hyper_parallel/a.py", "AutoConfig.from_pretrained(folder, trust_remote_code=False)"),
         ("sim imports", "hyper_parallel/a.py", "import simplejson\nfrom similar import x\n# import sim"),
         ("sim imports", "hyper_parallel/core/a.py", "from .sim import x"),
-        (
-            "vendor names",
-            "hyper_parallel/platform/cuda.py",
-            "import torch\ntorch.cuda.empty_cache()\nimport torch_npu",
-        ),
+        ("vendor names", "hyper_parallel/platform/cuda.py", "import torch\ntorch.cuda.empty_cache()\nimport torch_npu"),
         ("vendor names", "hyper_parallel/core/a.py", "kind = 'torch.cuda'\nself.torch.cuda\ntorch.cudnn"),
         ("arrows", "hyper_parallel/core/dtensor/a.py", "import hyper_parallel.platform.platform\nfrom . import layout"),
         ("arrows", "hyper_parallel/core/redistribute/a.py", "from hyper_parallel.core.dtensor.layout import Layout"),
@@ -924,11 +911,7 @@ def test_offence_is_found(check: str, path: str, text: str) -> None:
         ("mutable state", "hyper_parallel/a.py", "class A:\n    def __init__(self):\n        self.queue = deque()"),
         ("mutable state", "hyper_parallel/a.py", "@dataclass(frozen=True)\nclass Unit:\n    n: int\nONE = Unit(1)"),
         ("mutable state", "hyper_parallel/a.py", "class Missing: ...\nMISSING = Missing()\nN = NAMES.count('x')"),
-        (
-            "mutable state",
-            "hyper_parallel/platform/registry.py",
-            "class R:\n def __init__(self): ...\n_REGISTRY = R()",
-        ),
+        ("mutable state", "hyper_parallel/platform/registry.py", "class R:\n def __init__(self): ...\n_REGISTRY = R()"),
     ],
 )
 def test_what_is_allowed_is_not_found(check: str, path: str, text: str) -> None:

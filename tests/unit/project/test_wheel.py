@@ -17,19 +17,7 @@ pytestmark = pytest.mark.tier("full")
 pytest.importorskip("hatchling", reason="needs hatchling, of the extra 'dev'")
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = [
-    "train",
-    "demo",
-    "doctor",
-    "export",
-    "plot",
-    "plan",
-    "verify",
-    "simulate",
-    "estimate",
-    "search",
-    "hardware",
-]
+COMMANDS = ["train", "demo", "doctor", "export", "plot", "plan", "verify", "simulate", "estimate", "search", "hardware"]
 
 
 def required(name: str, seen: set[str]) -> set[str]:

@@ -26,6 +26,7 @@ from hyper_parallel.trainer.config import (
     ExpertsConfig,
     OptimizerConfig,
     ParallelConfig,
+    PrecisionConfig,
     TrainConfig,
     changed_text,
     config_text,
@@ -33,13 +34,7 @@ from hyper_parallel.trainer.config import (
 )
 from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.optimizer import learning_rate
-from hyper_parallel.trainer.preflight import (
-    available_memory,
-    check_lora,
-    check_machine,
-    check_platform,
-    plan_run,
-)
+from hyper_parallel.trainer.preflight import available_memory, check_lora, check_machine, check_platform, plan_run
 
 TOO_LONG = "has a name of more than 255 bytes, which file systems do not have"
 
@@ -94,10 +89,7 @@ def test_an_empty_file_is_the_default(write) -> None:
         ("[model]\nsteps = 3\n", ":2: unknown key 'steps' in [model]\n  steps = 3\n  try: train.steps"),
         ("[trian]\nsteps = 3\n", ":1: unknown section [trian]\n  [trian]\n  try: 'train'"),
         ("steps = 3\n", ":1: 'steps' stands outside of a section\n  steps = 3\n  try: train.steps"),
-        (
-            "[train]\n  steps = 'many'\n",
-            ":2: steps is a str, not an int\n  steps = 'many'\n  try: steps=1",
-        ),
+        ("[train]\n  steps = 'many'\n", ":2: steps is a str, not an int\n  steps = 'many'\n  try: steps=1"),
         ("[train]\nsteps = true\n", ":2: steps is a bool, not an int\n  steps = true\n  try: "),
         ("train = { steps = 'x' }\n", ":1: steps is a str, not an int\n  train = { steps"),
         (
@@ -124,7 +116,7 @@ WRONG_WORDS = {
     "parallel.schedule": "1f1br",
     "parallel.layers_per_stage": "1;2",
     "parallel.engine": "hdsp",
-    "parallel.param_dtype": "bf61",
+    **{f"precision.{key.name}": "bf61" for key in dataclasses.fields(PrecisionConfig)},
     "parallel.checkpointing": "ful",
     "experts.score": "soft",
 }
@@ -213,10 +205,7 @@ def test_every_section_is_written_and_read(write) -> None:
             "a number is expected where '\N{SUPERSCRIPT TWO}' is",
         ),
         ("[data]\npath = ''\n", "path is empty"),
-        (
-            "[data]\npattern = '/text/*.txt'\n",
-            "pattern is a path of its own, and chooses files within the folder",
-        ),
+        ("[data]\npattern = '/text/*.txt'\n", "pattern is a path of its own, and chooses files within the folder"),
         ('[train]\nlog = "a\\u0000b"\n', "log has a zero byte"),
         (f"[checkpoint]\nfolder = 'out/{'r' * 256}'\n", f"folder {TOO_LONG}"),
         (f"[train]\nlog = '{'é' * 128}/log'\n", f"log {TOO_LONG}"),
@@ -251,6 +240,7 @@ def test_a_file_of_0_1_is_read(write) -> None:
     assert (run.train.steps, run.parallel.dp_replicate, run.parallel.checkpointing) == (7, 2, "full")
     assert load_config(write(config_text(run))) == run
     assert load_config(write(f"schema = 1\n{OLD}")) == run
+    assert load_config(write(f'{OLD}param_dtype = "bf16"\n')).precision == PrecisionConfig("bf16")
 
 
 def test_an_upgrade_is_a_line_of_the_schema(write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +386,7 @@ class _Npu(CpuPlatform):
 
 
 def test_what_the_device_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = Config(parallel=ParallelConfig(param_dtype="fp64"), train=TrainConfig(steps=1, device="npu"))
+    config = Config(precision=PrecisionConfig("fp64"), train=TrainConfig(steps=1, device="npu"))
     message = (
         "cannot train with param_dtype='fp64': hccl does not reduce float64\n"
         "  device: npu   backend: hccl\n"
@@ -406,7 +396,7 @@ def test_what_the_device_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, t
         check_platform(config, _Npu())
     assert str(caught.value) == message
     check_platform(config, CpuPlatform())
-    check_platform(Config(parallel=ParallelConfig(param_dtype="bf16")), _Npu())
+    check_platform(Config(precision=PrecisionConfig("bf16")), _Npu())
     snapshots = Config(train=TrainConfig(steps=1, device="cpu", memory_snapshot=True))
     with pytest.raises(ValueError, match=r"cannot write memory snapshots: on cpu no allocator counts tensors"):
         train(snapshots)

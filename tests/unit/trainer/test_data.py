@@ -229,8 +229,6 @@ def test_text_that_is_too_short_is_refused() -> None:
         check_length(TEXT[:10], 10, "training")
 
 
-# -- records, tokenizers and loaders -----------------------------------------------------------------------------------
-
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

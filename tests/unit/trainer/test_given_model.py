@@ -23,7 +23,7 @@ RUN = Config(
     data=DataConfig(max_bytes=100_000),
     optimizer=OptimizerConfig(lr=1e-2, schedule="constant"),
     train=TrainConfig(steps=4, batch_size=8, seq_len=16, accumulate=2, eval_sequences=4, device="cpu"),
-).with_changes("parallel", {"param_dtype": "fp64"})
+).with_changes("precision", {"param_dtype": "fp64"})
 
 
 def gpt2() -> nn.Module:

@@ -40,8 +40,6 @@ from hyper_parallel.trainer.guards import (
 from hyper_parallel.trainer.watchdog import RankLostError, RankReport, RunWatchdog, default_store, report_of, verdict
 from sim.script.launch import main as run_script
 
-# -- starting anew ----------------------------------------------------------------------------------------------------
-
 
 def attempt(store: dist.Store, world_size: int) -> None:
     """Start the ranks of an attempt; each leaves its address, as gloo does, and reads those of the others."""
@@ -98,9 +96,6 @@ def test_every_attempt_of_a_torchrun_gets_names_of_its_own(
         rank_0.result().set("key", f"{len(asked)}")
     assert [kept["store"].get("key") for kept in asked] == [b"1", b"2"]
     assert [(kept["rank"], kept["world_size"]) for kept in asked] == [(1, 2)] * 2
-
-
-# -- stopping ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -174,9 +169,6 @@ def test_a_script_may_do_so_on_simulated_ranks(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["skip", "stop", "dump"])
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.nan), (-math.inf, 1.0), (1.0, math.inf)])
 def test_what_is_not_finite_is_noticed(policy: str, bad: tuple[float, float]) -> None:
@@ -238,9 +230,6 @@ def test_each_rank_dumps_its_part(tmp_path: Path) -> None:
 
     for row in sim.run(dump, world_size=2):
         assert (row["shape"], row["grad_nonfinite"]) == ([2, 2], 4)
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
 
 
 def report(rank: int, beats: int = 8, waits_in: str = "", step: int = 7) -> RankReport:

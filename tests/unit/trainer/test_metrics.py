@@ -39,10 +39,7 @@ SPARSE = MoEConfig(num_hidden_layers=3, num_dense_layers=1, num_experts=5, exper
 
 def count_really(model: torch.nn.Module, tokens: torch.Tensor) -> int:
     """Count while the model computes; attention by its math, as its backward is counted with recompute otherwise."""
-    with (
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        FlopCounterMode(display=False) as counter,
-    ):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     return counter.get_total_flops()
 
@@ -103,9 +100,6 @@ def test_peaks_are_found_by_the_names_that_devices_say(name: str, tflops: float 
 
 def test_memory_is_that_of_the_process_on_the_cpu() -> None:
     assert 10 * 2**20 < memory_bytes(get_platform("cpu")) < get_platform("cpu").total_memory()
-
-
-# -- logs --------------------------------------------------------------------------------------------------------------
 
 
 def record(step: int, **more: object) -> StepRecord:
@@ -209,11 +203,7 @@ def test_the_first_step_and_what_was_not_predicted_do_not_count() -> None:
     told = {"predicted": PREDICTED, "memory_bytes": 7 + 2**20}
     steps = [record(n, **told) for n in (1, 2, 3)]
     steps[0], steps[2] = replace(steps[0], seconds=90.0), replace(steps[2], memory_bytes=7 + 2**21)
-    assert cells(steps) == [
-        ["500 ms", "100", "2.0 MiB"],
-        ["250 ms", "200", "3.0 MiB"],
-        ["-50 %", "+100 %", "+50 %"],
-    ]
+    assert cells(steps) == [["500 ms", "100", "2.0 MiB"], ["250 ms", "200", "3.0 MiB"], ["-50 %", "+100 %", "+50 %"]]
     assert cells(steps[:1])[0] == ["90 s", "100", "1.0 MiB"]
     assert cells([record(1, predicted=PREDICTED)])[0] == ["500 ms", "100"]  # a device that does not count its memory
     assert prediction_table([record(1), record(2)]) is None
@@ -241,9 +231,6 @@ def test_what_is_no_log_is_refused(tmp_path: Path, content: str | None, message:
     assert "\n  try: " in str(error.value)
     with pytest.raises(ValueError, match="no log to draw"):
         plot_log([], tmp_path / "loss.png")
-
-
-# -- TensorBoard -------------------------------------------------------------------------------------------------------
 
 
 def test_without_tensorboard_one_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,14 @@ import pytest
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
-from hyper_parallel.trainer.config import CheckpointConfig, Config, ExpertsConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import (
+    CheckpointConfig,
+    Config,
+    ExpertsConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from hyper_parallel.trainer.preflight import check_machine, least_memory, plan_run
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
@@ -19,11 +26,14 @@ from sim.mesh.replay.allocator import PLAIN
 from sim.mesh.tracing.trace import trace
 
 
-def run(model: str = "llama", experts: ExpertsConfig | None = None, train: Any = None, **parallel: Any) -> Config:
+def run(
+    model: str = "llama", experts: ExpertsConfig | None = None, train: Any = None, dtype: str = "fp32", **parallel: Any
+) -> Config:
     return Config(
         train=TrainConfig(**{"model": model, **(train or {})}),
         experts=experts or ExpertsConfig(),
         parallel=ParallelConfig(**parallel),
+        precision=PrecisionConfig(dtype),
     )
 
 
@@ -142,7 +152,7 @@ REFUSED = [
         ["rank 1 of the pipeline would have nothing"],
     ),
     (
-        run(train=ACCUMULATE, pp=2, tp=2, engine="hsdp", param_dtype="bf16"),
+        run(train=ACCUMULATE, pp=2, tp=2, engine="hsdp", dtype="bf16"),
         4,
         ["cannot train with engine 'hsdp' and tp=2, pp=2, param_dtype='bf16'", "try: engine 'fully_shard'"],
     ),
@@ -261,13 +271,8 @@ WIDE = dataclasses.replace(SMALL, hidden_size=256, intermediate_size=512)
 @pytest.mark.parametrize(
     ("model", "world_size", "train", "parallel"),
     [
-        (SMALL, 1, {"seq_len": 64, "batch_size": 16}, {"param_dtype": "fp64"}),
-        (
-            WIDE,
-            2,
-            {},
-            {"reshard_after_forward": False, "param_dtype": "bf16"},
-        ),
+        (SMALL, 1, {"seq_len": 64, "batch_size": 16}, {"dtype": "fp64"}),
+        (WIDE, 2, {}, {"reshard_after_forward": False, "dtype": "bf16"}),
         (WIDE, 2, {}, {"reshard_after_forward": False, "engine": "hsdp"}),
         (SMALL, 2, {"seq_len": 64, "accumulate": 2}, {"pp": 2}),
         (WIDE, 4, {"model": "moe"}, {"ep": 2, "tp": 2}),

@@ -27,6 +27,7 @@ from hyper_parallel.trainer.config import (
     DataConfig,
     ExpertsConfig,
     ParallelConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 from hyper_parallel.trainer.data import IGNORED, RecordLoader, samples, state_from, state_text
@@ -98,7 +99,7 @@ def test_a_run_goes_on_bit_for_bit(
 @pytest.mark.sim
 @pytest.mark.parametrize("model", ["llama", "moe"])
 def test_other_degrees_go_on_from_it(tmp_path: Path, model: str) -> None:
-    base = replace(TINY, model=replace(TINY.model, tie_embeddings=True), parallel=ParallelConfig(param_dtype="fp64"))
+    base = replace(TINY, model=replace(TINY.model, tie_embeddings=True), precision=PrecisionConfig("fp64"))
     config = saving(tmp_path, base.with_changes("train", {"model": model}))
     whole = train(config)
     others = [(2, {"pp": 2}), (2, {"tp": 2}), (4, {"dp_replicate": 2, "cp": 2})]
@@ -244,7 +245,8 @@ def test_nothing_is_left_to_do_after_the_last_step(tmp_path: Path) -> None:
         ("model", {"hidden_size": 32}, "hidden_size: 16 there, 32 here"),
         ("model", {"tie_embeddings": True}, "tie_embeddings: False there, True here"),
         ("train", {"model": "moe"}, "kind: 'llama' there, 'moe' here"),
-        ("parallel", {"param_dtype": "fp64"}, "precision: 'fp32' there, 'fp64' here"),
+        ("precision", {"param_dtype": "fp64"}, "precision: 'fp32' there, 'fp64' here"),
+        ("precision", {"moments_dtype": "bf16"}, "moments: 'fp32' there, 'bf16' here"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
@@ -256,7 +258,7 @@ def test_a_checkpoint_of_another_model_is_refused(
         train(config.with_changes(section, changes))
     assert str(caught.value).startswith(f"cannot go on from {tmp_path / 'step-00000001'}: it is of another model\n")
     assert message in str(caught.value)
-    where = {"model": "[model] and [experts]", "train": "model", "parallel": "param_dtype (--precision)"}[section]
+    where = {"model": "[model] and [experts]", "train": "model", "precision": "[precision]"}[section]
     assert str(caught.value).endswith(f"\n  try: the {where} it was saved with, or another folder")
 
 

@@ -359,12 +359,7 @@ def test_blocks_in_lists_of_lists_are_found():
     assert len(list(blocks_of(model.sides["left"]))) == 2  # in the list itself, too
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"every": 2.5}, "every is a float, not an int"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [({"every": 2.5}, "every is a float, not an int")])
 def test_fields_of_a_policy_are_of_their_types(fields, message):
     with pytest.raises(TypeError, match=f"cannot use an activation policy: {message}"):
         ActivationPolicy("full", **fields)

@@ -174,9 +174,7 @@ def lopsided(model: Any) -> None:
 
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(
-    "case",
-    [Case({"ep": 4}), Case({"ep": 2, "tp": 2}, etp=1), Case({"ep": 4}, options={"ranks_per_node": 2})],
-    ids=str,
+    "case", [Case({"ep": 4}), Case({"ep": 2, "tp": 2}, etp=1), Case({"ep": 4}, options={"ranks_per_node": 2})], ids=str
 )
 @sim.ranks(4)
 def test_all_tokens_go_to_the_experts_of_one_rank_and_some_ranks_have_no_rows(ctx, case):

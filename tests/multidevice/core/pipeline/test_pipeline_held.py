@@ -9,12 +9,7 @@ from torch import nn
 
 import sim
 from hyper_parallel import fully_shard, hsdp, hsdp_sync_stream, init_device_mesh
-from hyper_parallel.core.fully_shard.module import (
-    StepReductions,
-    hold_parameters,
-    reduce_gradients,
-    release_parameters,
-)
+from hyper_parallel.core.fully_shard.module import StepReductions, hold_parameters, reduce_gradients, release_parameters
 from hyper_parallel.core.fully_shard.unit import nested_units
 
 WAYS = {

@@ -225,11 +225,7 @@ def test_a_matmul_over_every_axis(ctx):
         wholes = numbers(ctx, rows, inner), numbers(ctx, inner, columns) % 3
         for (left, right, out), source in itertools.product(ways, layouts(own)):
             matmul = custom_shard(
-                torch.matmul,
-                own.mesh,
-                [left, right],
-                out,
-                out_shapes=lambda x, w: (x.shape[0], w.shape[1]),
+                torch.matmul, own.mesh, [left, right], out, out_shapes=lambda x, w: (x.shape[0], w.shape[1])
             )
             got = compare(ctx, torch.matmul, matmul, wholes, (source, own("None", "dp")))
             assert Layout.of(got) == out

@@ -134,11 +134,7 @@ def test_a_block_that_is_split_by_columns_and_then_by_rows(ctx):
     net.load_state_dict(alone.state_dict())
     mesh = grid(ctx)
     given = ShardingPlan(
-        plan={
-            "*.up.*": ("tp",),
-            "*.down.weight": ("None", "tp"),
-            "*.norm.weight": ("None",),
-        },
+        plan={"*.up.*": ("tp",), "*.down.weight": ("None", "tp"), "*.norm.weight": ("None",)},
         input_plan={"*.input": ("dp", "None")},
         output_plan={"*.output": ("dp", "tp")},  # activations between blocks: one reduce_scatter, one all_gather
         local_plan={"*": (Shard(0), Partial())},
@@ -473,12 +469,7 @@ def test_local_code_inside_of_local_code(ctx):
         plan={"*.norm.weight": ("None",), "*.up.*": ("tp",), "*.down.weight": ("None", "tp")},
         input_plan={"*.input": between, "*.norm.input": between, "*.up.input": gathered},
         output_plan={"*.down.output": between},
-        local_plan={
-            "*": between,
-            "*.norm": between,
-            "*.up": ("dp", "None", "tp"),
-            "*.down": (Shard(0), Partial()),
-        },
+        local_plan={"*": between, "*.norm": between, "*.up": ("dp", "None", "tp"), "*.down": (Shard(0), Partial())},
         wrap_inputs=True,  # what a block hands to its norm is that part
     )
     net = nn.Sequential(Inner(), Inner()).double()
@@ -593,8 +584,7 @@ def test_the_gradient_of_a_pending_maximum_is_refused():
         own = Layout.from_device_mesh(mesh)
         net = torch.nn.Sequential(Weighted(), Weighted(5, 5))
         given = ShardingPlan(
-            plan={"*.*": ("None",)},
-            local_plan={"0": own(partial={"tp": "max", "dp": "max"}), "1": ("None",)},
+            plan={"*.*": ("None",)}, local_plan={"0": own(partial={"tp": "max", "dp": "max"}), "1": ("None",)}
         )
         x = distribute_tensor(numbers(4, 5), mesh, (), src_data_rank=None)
         with pytest.raises(ValueError, match="cannot take a shard for a gradient: max over 'dp' is pending"):

@@ -29,7 +29,7 @@ from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED
 from hyper_parallel.trainer.loop import RunGroups, forward_backward, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
-from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
+from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from hyper_parallel.trainer.preflight import plan_run
 from sim.kernel.context import current_context
@@ -61,10 +61,10 @@ def steps_of(
     dims = plan_run(config, world_size)
 
     def body(mode: Mode) -> Any:
-        if world_size > 1 or config.parallel.param_dtype == "bf16":
+        if world_size > 1 or config.precision.policy() is not None:
             dims.build_mesh("cpu")
             cut_meshes(dims)
-        ranks = RunGroups(dims, world_size > 1, torch.device("cpu"), WEIGHTS[config.parallel.param_dtype])
+        ranks = RunGroups(dims, world_size > 1, torch.device("cpu"), config.precision.dtype("buffers"))
         with mode():
             share = ShareOfLoss()
             model = parallelize_llama(config, dims, torch.device("cpu"), share)
@@ -72,7 +72,7 @@ def steps_of(
                 give_memory(part)
                 if routing is not None:
                     route(part, routing)
-            optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+            optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.precision.dtype("moments"))
             seen = [(name, describe(param)) for name, param in model.named_parameters()]
             begins, flops, gradients, turns = [], 0, 0, []
             kernels: tuple[Counter[Kernel], Counter[Kernel]] = Counter(), Counter()

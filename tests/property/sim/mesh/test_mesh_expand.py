@@ -87,9 +87,6 @@ def assert_the_same(job: Job) -> None:
         assert one.order == other.order
 
 
-# -- a few layers for many -------------------------------------------------------------------------------------------
-
-
 # A layer more than is kept, more often than several: recording all of them takes most of the time.
 DEEP = st.sampled_from([2 * EDGE + 1, 2 * EDGE + 2, 2 * EDGE + 1, 2 * EDGE + 1, 2 * EDGE + 3])
 
@@ -173,9 +170,6 @@ def test_a_difference_in_a_middle_layer_is_noticed(monkeypatch):
     assert renumbered(programs[0]) != wanted
 
 
-# -- one rank for many -----------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class At(Job):
     """A job recorded on another rank of each class: so many ranks of the mesh further on."""
@@ -228,9 +222,6 @@ def test_programs_count_all_ranks():
         programs = trace(job)
         assert sum(program.like for program in programs) == job.dims.world_size
         assert len(programs) == job.dims.pp
-
-
-# -- ranks that hold different amounts -------------------------------------------------------------------------------
 
 
 HELD: tuple[dict[str, int], ...] = (

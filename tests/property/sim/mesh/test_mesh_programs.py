@@ -34,7 +34,7 @@ from mesh_training import GivenRouting, steps_of
 from training_kit import MODELS, SEQ, Arrangement, Problem, arrangements, fits
 
 from hyper_parallel.core.pipeline import SCHEDULES, find_schedule
-from hyper_parallel.trainer.config import Config, ParallelConfig
+from hyper_parallel.trainer.config import Config
 from sim.mesh.job import Job
 from sim.mesh.program import Alloc, Op, Program
 from sim.mesh.recipe import Routing
@@ -52,8 +52,10 @@ LIMITS = st.sampled_from([CLIPPED, NOT_CLIPPED])
 
 
 def config_of(model: str, parallel: dict[str, Any], accumulate: int = 1) -> Config:
-    config = MODELS[model]
-    return replace(config, train=replace(config.train, accumulate=accumulate), parallel=ParallelConfig(**parallel))
+    config = MODELS[model].with_changes("train", {"accumulate": accumulate})
+    for key, value in parallel.items():
+        config = config.with_changes("parallel" if hasattr(config.parallel, key) else "precision", {key: value})
+    return config
 
 
 def check(config: Config, world_size: int, routing: Routing | None = None, *, limit: float = CLIPPED) -> None:
@@ -276,6 +278,30 @@ def test_each_dimension(name):
     )
 
 
+PURE = {"param_dtype": "bf16", "master_dtype": "bf16"}
+STORED: dict[str, tuple[str, int, dict[str, Any], int, int]] = {
+    "bf16": ("dense", 4, PURE, 2, 0),
+    "bf16, reduced in bf16": ("dense", 2, {**PURE, "reduce_dtype": "bf16"}, 1, 0),
+    "moments wider": ("dense", 4, {**PURE, "moments_dtype": "fp32", "tp": 2}, 2, 0),
+    "moments narrower": ("dense", 2, {"param_dtype": "bf16", "moments_dtype": "bf16"}, 1, 0),
+    "moments narrower than what is computed": ("dense", 1, {"moments_dtype": "bf16"}, 1, 0),
+    "experts in bf16": ("experts", 4, {**PURE, "ep": 2}, 1, 0),
+    "pipeline in bf16": ("dense", 4, {**PURE, "pp": 2}, 4, 0),
+    "adapters": ("dense", 4, {"param_dtype": "bf16"}, 2, 4),
+    "adapters in bf16": ("dense", 2, PURE, 1, 2),
+    "adapters, frozen in fp32": ("dense", 2, {"param_dtype": "bf16", "frozen_dtype": "fp32"}, 1, 2),
+    "adapters, computed in fp32": ("dense", 2, {"frozen_dtype": "bf16", "moments_dtype": "bf16"}, 1, 2),
+}
+"""Model, ranks, degrees and dtypes, micro-batches, and the rank of adapters."""
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_stored(name):
+    model, size, given, accumulate, rank = STORED[name]
+    config = config_of(model, given, accumulate).with_changes("lora", {"rank": rank})
+    check(config, size, GivenRouting.zipf(1.0) if "expert" in model else None)
+
+
 MUON: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "one rank": ("dense", 1, {}, 1),
     "shards": ("dense", 4, {"param_dtype": "bf16"}, 2),
@@ -353,7 +379,7 @@ def test_drawn_ranks_with_experts(model, precision, routing, data):
     [
         ("train", {"seq_len": 16}),
         ("parallel", {"checkpointing": "full"}),
-        ("parallel", {"param_dtype": "bf16"}),
+        ("precision", {"param_dtype": "bf16"}),
         ("optimizer", {"max_grad_norm": NOT_CLIPPED}),
     ],
 )

@@ -18,7 +18,7 @@ from mesh_training import GivenRouting, only_steps
 from mesh_training import steps_of as all_of_steps
 from training_kit import MODELS, Arrangement, Problem, arrangements
 
-from hyper_parallel.trainer.config import Config, ParallelConfig
+from hyper_parallel.trainer.config import Config
 from sim.mesh.recipe import Routing
 
 pytestmark = pytest.mark.sim
@@ -48,7 +48,7 @@ def check(problem: Problem, arrangement: Arrangement, data: Any, routing: Routin
     for axis in ("dp_replicate", "cp", "tp", "ep"):
         if getattr(parallel, axis) > 1:
             event(axis)
-    event(f"{parallel.engine}, {parallel.checkpointing}, {parallel.param_dtype}")
+    event(f"{parallel.engine}, {parallel.checkpointing}, {problem.precision}")
     compare(steps_of(config, size, routing=routing), size, ranks, part=only_steps)
 
 
@@ -107,8 +107,10 @@ EACH = {
 
 
 def config_of(model: str, parallel: dict[str, Any], accumulate: int = 1) -> Any:
-    config = MODELS[model]
-    return replace(config, train=replace(config.train, accumulate=accumulate), parallel=ParallelConfig(**parallel))
+    config = MODELS[model].with_changes("train", {"accumulate": accumulate})
+    for key, value in parallel.items():
+        config = config.with_changes("parallel" if hasattr(config.parallel, key) else "precision", {key: value})
+    return config
 
 
 @pytest.mark.tier("test", each=3)

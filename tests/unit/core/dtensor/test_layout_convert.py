@@ -160,11 +160,7 @@ def test_partials(mesh):
 def test_of_says_what_a_layout_cannot_say(mesh):
     local = torch.ones(3, 2)
     uneven = DTensor.from_local(
-        local,
-        mesh,
-        [_StridedShard(0, split_factor=3), Replicate(), Shard(0)],
-        shape=torch.Size((13, 2)),
-        stride=(2, 1),
+        local, mesh, [_StridedShard(0, split_factor=3), Replicate(), Shard(0)], shape=torch.Size((13, 2)), stride=(2, 1)
     )
     text = "cannot read the layout of a DTensor: dim 0 (size 13) is split over 'tp' then 'dp', against the order"
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -176,11 +176,7 @@ partial=
   layout: (no assignment)   mesh: dp=3, tp=2
   try: layout("dp", "None"), or layout() for everything replicated""",
     ),
-    "no assignment to count": (
-        L.repeat_num,
-        ValueError,
-        "cannot count replicas: the layout is a mesh without",
-    ),
+    "no assignment to count": (L.repeat_num, ValueError, "cannot count replicas: the layout is a mesh without"),
     "no assignment to write": (
         L.tensor_map_to_placement,
         ValueError,

@@ -431,9 +431,7 @@ def test_a_root_whose_first_forward_is_in_the_backward_of_a_unit_of_its_own():
         model[0](x).sum().backward()
 
     fails_on_every_rank(
-        call,
-        RuntimeError,
-        r"the forward of Sequential ran inside of a backward of modules in it\n  seen: .*Linear\n",
+        call, RuntimeError, r"the forward of Sequential ran inside of a backward of modules in it\n  seen: .*Linear\n"
     )
 
 
@@ -824,11 +822,7 @@ def by_variable(self, h):
 
 
 def over_lines(self, h):
-    return torch.addmm(
-        self.scale,
-        h,
-        self.layers[1].weight,
-    )
+    return torch.addmm(self.scale, h, self.layers[1].weight)
 
 
 def by_attention(self, h):

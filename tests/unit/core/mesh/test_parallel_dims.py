@@ -336,13 +336,7 @@ TABLE = [
     # degrees, axes, fsdp, dp, loss
     ({}, {"dp_shard": 1}, ["dp_shard"], ["dp_shard"], ["dp_shard"]),
     ({"dp_shard": 4}, {"dp_shard": 4}, ["dp_shard"], ["dp_shard"], ["dp_shard"]),
-    (
-        {"dp_shard": 2, "cp": 2},
-        {"dp_shard": 2, "cp": 2},
-        ["dp_shard"],
-        ["dp_shard"],
-        ["dp_shard", "cp"],
-    ),
+    ({"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "cp": 2}, ["dp_shard"], ["dp_shard"], ["dp_shard", "cp"]),
     (
         {"dp_replicate": 2, "dp_shard": 3},
         {"dp_replicate": 2, "dp_shard": 3},

@@ -152,22 +152,12 @@ MISTAKES = {
     "a machine misspelt": (
         lambda: plan(MESH(), MESH(), (8,), FLOAT, "ascend-910"),
         ValueError,
-        (
-            "cannot find the hardware 'ascend-910'",
-            "nothing has that name",
-            KNOWN,
-            f"'ascend-910b', {ANY_FILE}",
-        ),
+        ("cannot find the hardware 'ascend-910'", "nothing has that name", KNOWN, f"'ascend-910b', {ANY_FILE}"),
     ),
     "torch on a machine misspelt": (
         lambda: torch_plan(MESH(), MESH(), (8,), FLOAT, "h100-smx"),
         ValueError,
-        (
-            "cannot find the hardware 'h100-smx'",
-            "nothing has that name",
-            KNOWN,
-            f"'h100-sxm', {ANY_FILE}",
-        ),
+        ("cannot find the hardware 'h100-smx'", "nothing has that name", KNOWN, f"'h100-sxm', {ANY_FILE}"),
     ),
     "a machine's links": (
         lambda: plan(MESH(), MESH(), (8,), FLOAT, {"intra": 1e9}),

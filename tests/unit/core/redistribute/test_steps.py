@@ -21,13 +21,7 @@ from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.data import IGNORED
 from hyper_parallel.trainer.loop import RankPlace, RunGroups
-from hyper_parallel.trainer.parallelize import (
-    Parallelized,
-    ShareOfLoss,
-    compile_blocks,
-    describe_axes,
-    shard_units,
-)
+from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss, compile_blocks, describe_axes, shard_units
 
 SMALL = {
     "vocab_size": 32,

@@ -1027,11 +1027,7 @@ def open_nothing() -> OSError:
         (lambda: OddError(code=7, place="layer 3"), OddError, "rank 1 raised OddError: code 7 at layer 3"),
         (lambda: NewError(1, 2), NewError, "rank 1 raised NewError: 3"),
         (lambda: FinalError("x"), sim.RankFailed, "rank 1 raised FinalError: x"),
-        (
-            MuteError,
-            MuteError,
-            "rank 1 raised MuteError: (its text cannot be shown: AttributeError in __str__)",
-        ),
+        (MuteError, MuteError, "rank 1 raised MuteError: (its text cannot be shown: AttributeError in __str__)"),
         (GeneratorExit, sim.RankFailed, "rank 1 raised GeneratorExit"),
         (lambda: SystemExit(3), sim.RankFailed, "rank 1 called sys.exit(3)"),
         (lambda: SystemExit("no data"), sim.RankFailed, "rank 1 called sys.exit('no data')"),

@@ -982,10 +982,7 @@ def test_async_save(tmp_path: Path):
         group = dist.new_group(backend="gloo")
         state = {"x": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]), "step": 3}
         saving = dcp.async_save(
-            state,
-            checkpoint_id=folder,
-            process_group=group,
-            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+            state, checkpoint_id=folder, process_group=group, async_checkpointer_type=AsyncCheckpointerType.THREAD
         )
         for _ in range(3):
             dist.all_reduce(torch.ones(1))  # training goes on

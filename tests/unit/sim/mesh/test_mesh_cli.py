@@ -257,7 +257,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(arguments: tuple[str, ...], me
     ("arguments", "message"),
     [
         (("--checkpointing", "ful"), "cannot use [parallel]: there is no kind of checkpointing 'ful'"),
-        (("--precision", "fp8"), "cannot use [parallel]: there is no kind of param_dtype 'fp8'"),
+        (("--precision", "fp8"), "cannot use [precision]: there is no kind of param_dtype 'fp8'"),
         (("--hiden-size", "8"), "No such option: --hiden-size"),
         (("--hiden-size", "8"), "--hidden-size"),
         (("no.toml",), "cannot read the config 'no.toml': no such file"),
@@ -418,7 +418,7 @@ def test_a_file_of_a_search_describes_all_of_its_candidate(
 
 
 def test_the_files_of_a_search_are_tried_with_each_key_of_two_values() -> None:
-    keys = {field.name for field in fields(ParallelConfig)} - {"engine", "param_dtype"}  # no search changes these
+    keys = {field.name for field in fields(ParallelConfig)} - {"engine"}  # no search changes these
     found = [
         arranged_run(Config(), Candidate(dims, Recipe(**choices), 16, sizes)).parallel
         for _, dims, choices, sizes in ARRANGED
@@ -433,6 +433,12 @@ def test_a_search_keeps_a_checkpointing_of_some_blocks(asked: list[dict[str, Any
     assert code == 0, output
     assert {(g["recipe"].checkpointing, g["recipe"].checkpoint_every) for g in asked} == {("full", 2)}
     assert load_config("best.toml").parallel.checkpointing == "full every 2"
+
+
+def test_a_search_of_adapters_is_refused() -> None:
+    code, output = invoke("search", *SEARCH, "--lora-rank", "4")
+    assert code == 2, output
+    assert "cannot search a run with adapters: a search takes all weights to be trained\n  lora.rank: 4\n" in output
 
 
 def test_a_search_writes_no_file_that_forgets_a_setting(asked: list[dict[str, Any]]) -> None:

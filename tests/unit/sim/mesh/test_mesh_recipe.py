@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from sim.mesh.estimate import estimate
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
@@ -94,7 +94,7 @@ def test_descriptions():
         ({"float8": "rowise"}, ValueError, ("no recipe of torchao that is known here", "try: float8='rowwise'")),
         ({"float8": None}, TypeError, ("float8=None is not True or False",)),
         ({"whole_parameters": True}, ValueError, ("optimizer='adamw'", 'try: optimizer="muon", zero=3')),
-        ({"moments": "bf16"}, ValueError, ("zero=3", 'zero=1 with optimizer="adamw"')),
+        ({"moments": "bf16", "optimizer": "muon"}, ValueError, ("zero=3", 'or optimizer="adamw"')),
         ({"moments": "fp8", "zero": 1}, ValueError, ("moments='fp8' does not exist",)),
         ({"stages_per_rank": 2}, ValueError, ("'1f1b' has 1 stage(s) on each rank", 'try: schedule="interleaved"')),
     ],
@@ -120,13 +120,13 @@ def test_a_run_says_what_is_estimated():
         schedule="interleaved",
         stages_per_rank=2,
         layers_per_stage="1,1,1,1",
-        param_dtype="bf16",
         checkpointing="full",
         reshard_after_forward=False,
         compile=True,
     )
     train = TrainConfig(batch_size=64, seq_len=32, accumulate=4)
-    run = Config(train=train, parallel=parallel, optimizer=OptimizerConfig(max_grad_norm=0.0))
+    how = {"precision": PrecisionConfig("bf16"), "optimizer": OptimizerConfig(max_grad_norm=0.0)}
+    run = Config(train=train, parallel=parallel, **how)
     job = Job.of_run(run, world_size=16)
     assert job.dims == ParallelDims(dp_replicate=2, dp_shard=4, pp=2, world_size=16)
     assert (job.batch, job.seq_len, job.microbatches, job.layers_per_stage) == (8, 32, 4, (1, 1, 1, 1))
@@ -142,7 +142,7 @@ def test_a_run_says_what_is_estimated():
         zero=2,
         clipping=False,
     )
-    hsdp = Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", param_dtype="fp64")), world_size=2)
+    hsdp = Job.of_run(Config(parallel=ParallelConfig(engine="hsdp"), precision=PrecisionConfig("fp64")), world_size=2)
     assert (hsdp.recipe.engine, hsdp.recipe.weight_dtype, hsdp.recipe.grad_dtype) == ("hsdp", *[torch.float64] * 2)
 
 
@@ -168,6 +168,15 @@ def test_sgd_of_sharded_weights_saves_the_moments(model: str, degrees: dict[str,
     moments = ranks["adamw"].by_category["optimizer"]
     assert ranks["sgd"].by_category.get("optimizer", 0) == 0 < moments
     assert ranks["adamw"].persistent - ranks["sgd"].persistent == moments
+
+
+def test_a_recipe_without_master_weights_takes_what_its_run_does():
+    dims, run = ParallelDims(dp_shard=2, world_size=2), Config(precision=PrecisionConfig("bf16", "bf16", "fp32"))
+    recipe = Job.of_run(run, 2).recipe
+    assert (recipe.master, recipe.moments, recipe.weight_dtype) == ("none", "fp32", torch.bfloat16)
+    (rank,) = estimate("llama-tiny", dims, batch=1, seq_len=16, hardware="h100-sxm", recipe=recipe).memory.classes
+    weights = rank.by_category["parameters"]
+    assert rank.by_category["optimizer"] == pytest.approx(4 * weights, rel=0.02)
 
 
 @pytest.mark.tier("full")

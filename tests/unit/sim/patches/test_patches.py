@@ -285,12 +285,7 @@ def test_seam_split_group():
         return x.item(), dist.get_process_group_ranks(half), alone and dist.get_process_group_ranks(inner)
 
     with sim.world(4) as world:
-        assert world.run(body) == [
-            (1.0, [0, 1], False),
-            (1.0, [0, 1], [1]),
-            (5.0, [2, 3], False),
-            (5.0, [2, 3], [3]),
-        ]
+        assert world.run(body) == [(1.0, [0, 1], False), (1.0, [0, 1], [1]), (5.0, [2, 3], False), (5.0, [2, 3], [3])]
         assert {e.axis for e in world.trace.events if e.op == "all_reduce"} == {"half"}
 
 

@@ -609,11 +609,7 @@ def test_faults_are_found_in_float32_too():
 
 # -- plans -----------------------------------------------------------------------------------------------------------
 
-PLAN = {
-    "blocks.*.up.weight": ("tp", "None"),
-    "blocks.*.up.bias": ("tp",),
-    "blocks.*.down.weight": ("None", "tp"),
-}
+PLAN = {"blocks.*.up.weight": ("tp", "None"), "blocks.*.up.bias": ("tp",), "blocks.*.down.weight": ("None", "tp")}
 WHOLE = {"**.norm.weight", "**.norm.bias", "**.down.bias", "head.*"}
 STREAM = ("dp", "None", "None")
 
@@ -777,10 +773,7 @@ def kept_by(policy, model, mesh):
 def test_what_blocks_keep_for_backward_changes_nothing(policy, moved):
     report = sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=partial(kept_by, policy))
     assert report.ok, report
-    options = {
-        "parallelize": partial(kept_by, policy),
-        "shard_batch": rows,
-    }
+    options = {"parallelize": partial(kept_by, policy), "shard_batch": rows}
     report = sim.verify_step(squared, lambda: Net(2), X, "dp=2", **options)
     assert report.ok, report
     assert bool(moved) == ("offload" in policy)
@@ -802,10 +795,7 @@ def test_what_is_overwritten_on_the_host_is_found(monkeypatch):
     monkeypatch.setattr(CpuPlatform, "copy_to_device", lambda self, tensor, source, **options: tensor.zero_())
     report = sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=partial(kept_by, "offload"))
     assert "gradient" in report.first.kind, report
-    options = {
-        "parallelize": partial(kept_by, "offload"),
-        "shard_batch": rows,
-    }
+    options = {"parallelize": partial(kept_by, "offload"), "shard_batch": rows}
     assert not sim.verify_step(squared, lambda: Net(2), X, "dp=2", **options).ok
 
 

@@ -16,7 +16,14 @@ import sim
 from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer import loop, parallelize, parallelize_llama
-from hyper_parallel.trainer.config import Config, ExpertsConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import (
+    Config,
+    ExpertsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from hyper_parallel.trainer.preflight import plan_run
 from sim.prove import training
 from sim.prove.training import MOST_RANKS, reduced_run, verify_run
@@ -56,6 +63,42 @@ def test_a_right_run_is_proved(name: str) -> None:
     kinds = {row.kind for row in report.rows}
     assert kinds == {"forward", "gradient", "update"}
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
+
+
+PURE = PrecisionConfig("bf16", master_dtype="bf16")
+STORED = {
+    "pure": (PURE, 0),
+    "moments wider": (PrecisionConfig("bf16", "bf16", "fp32"), 0),
+    "moments narrower": (PrecisionConfig(moments_dtype="bf16"), 0),
+    "frozen": (PrecisionConfig("bf16"), 2),
+}
+
+
+@pytest.mark.tier("test", each=2)
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_stored_in_another_dtype_than_asked_for_is_found(name: str) -> None:
+    precision, rank = STORED[name]
+    run = dataclasses.replace(of(DENSE, tp=2), precision=precision).with_changes("lora", {"rank": rank})
+    report = verify_run(run, 2)
+    assert report.ok, report
+    opposite = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}
+    if rank:
+
+        def held_wide(model: Any, stored: Callable[[Any], torch.dtype], buffers: torch.dtype) -> None:
+            parallelize.in_dtype(model, lambda param: torch.promote_types(stored(param), torch.float32), buffers)
+
+        fault: Any = mock.patch.object(parallelize_llama, "in_dtype", held_wide)
+        said = "embed.weight as it is stored: it is in float32 on ranks 0, 1, and bfloat16 is asked for"
+    else:
+        real, asked = loop.build_optimizer, precision.dtype("moments")
+        fault = mock.patch.object(
+            loop, "build_optimizer", lambda named, config, dtype: real(named, config, opposite.get(dtype, dtype))
+        )
+        said = f"exp_avg as it is stored: it is in {str(opposite[asked])[6:]} on ranks 0, 1, and {str(asked)[6:]} is"
+    with fault:
+        bug = verify_run(run, 2).bug
+    assert bug is not None
+    assert said in str(bug)
 
 
 @pytest.mark.tier("test", each=3)
@@ -166,9 +209,7 @@ def test_gradients_that_are_averaged_over_the_ranks() -> None:
 
 
 def test_gradients_that_are_never_reduced() -> None:
-    said = found(
-        of(DENSE, dp_shard=1, dp_replicate=2), 2, parallelize_llama, "shard_blocks", lambda model, dims, parallel: None
-    )
+    said = found(of(DENSE, dp_shard=1, dp_replicate=2), 2, parallelize_llama, "shard_blocks", lambda *given: None)
     assert said == "the gradient of head.weight in step 1: the ranks hold parts of a sum over dp_replicate, " + (
         "and nothing reduced it"
     )
@@ -203,9 +244,9 @@ def test_micro_batches_that_are_all_reduced_and_added_twice() -> None:
 def test_a_rank_that_decays_weights_otherwise() -> None:
     real = loop.build_optimizer
 
-    def other(named: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
+    def other(named: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig, *dtype: torch.dtype) -> Any:
         rank = torch.distributed.get_rank()
-        return real(named, dataclasses.replace(config, weight_decay=config.weight_decay + 0.5 * rank))
+        return real(named, dataclasses.replace(config, weight_decay=config.weight_decay + 0.5 * rank), *dtype)
 
     said = found(DENSE, 2, loop, "build_optimizer", other)
     expected = "rank 1 steps with weight_decay=0.6, one device with weight_decay=0.1"
@@ -323,9 +364,9 @@ def large_runs(draw: st.DrawFn) -> tuple[Config, int]:
             ulysses_degree=ulysses,
             schedule=schedule,
             stages_per_rank=each if pp > 1 else None,
-            param_dtype="bf16",
             checkpointing=draw(st.sampled_from(["none", "full"])),
         ),
+        precision=PrecisionConfig("bf16"),
     )
     return run, replicate * shard * tp * cp * ep * pp
 

@@ -70,9 +70,7 @@ def tied():
             id="tied weights with two layouts",
         ),
         pytest.param(
-            typo,
-            ["means no parameter of the model", "try: 'blocks.0.mlp.up.weight'"],
-            id="a path that does not exist",
+            typo, ["means no parameter of the model", "try: 'blocks.0.mlp.up.weight'"], id="a path that does not exist"
         ),
     ],
 )

@@ -131,11 +131,7 @@ def _(model, mesh):
     attn.leave = lambda y: leave(y) / 2
 
 
-@fault(
-    "gradients that are scaled by 1/tp twice",
-    ("gradient", "blocks.0.attn.o", "weight"),
-    "1/2 of what it should be",
-)
+@fault("gradients that are scaled by 1/tp twice", ("gradient", "blocks.0.attn.o", "weight"), "1/2 of what it should be")
 def _(model, mesh):
     model.blocks[0].attn.o.weight.register_hook(lambda grad: grad / 2)
 
@@ -284,11 +280,7 @@ case(
 )(lambda model, mesh, broken: split_vocabulary(model, mesh, tied=not broken))
 
 
-@case(
-    "logits that are gathered in reversed rank order",
-    ("forward", "head", "output"),
-    "another order: (1, 0)",
-)
+@case("logits that are gathered in reversed rank order", ("forward", "head", "output"), "another order: (1, 0)")
 def _(model, mesh, broken):
     _, _, group = axis(mesh)
 

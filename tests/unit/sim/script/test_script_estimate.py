@@ -403,10 +403,7 @@ def test_what_does_not_fit_ends_with_another_exit_code(rows: int, code: int, scr
         ("(model.weight > 0).nonzero()", "the sizes of aten.nonzero"),
         ("model.weight.masked_select(model.weight > 0)", "the sizes of aten.masked_select"),
         ("model.weight.detach().numpy()", "an array of float32 [64, 64]"),
-        (
-            "assert (model.weight > 0).unique(return_inverse=True)[1].numel() == 4096",
-            "the sizes of aten._unique2",
-        ),
+        ("assert (model.weight > 0).unique(return_inverse=True)[1].numel() == 4096", "the sizes of aten._unique2"),
     ],
 )
 def test_a_value_that_depends_on_data_is_named_with_its_line(

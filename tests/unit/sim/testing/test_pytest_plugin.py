@@ -173,10 +173,7 @@ def run_pytest(
     known = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")  # the process starts with it
     options = ("-p", "no:cacheprovider", "-p", "no:xdist", *known, *plugin)
     return start(
-        [sys.executable, *launcher, "-m", "pytest", *options, *arguments],
-        cwd=folder,
-        env=environment,
-        timeout=120,
+        [sys.executable, *launcher, "-m", "pytest", *options, *arguments], cwd=folder, env=environment, timeout=120
     )
 
 

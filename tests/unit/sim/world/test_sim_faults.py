@@ -1000,8 +1000,7 @@ def test_it_waits_for_an_operation_to_which_the_rank_gives_data():
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    ["float32", "float64", "bfloat16", "float16", "int8", "int64", "bool", "complex64", "float8_e4m3fn"],
+    "dtype", ["float32", "float64", "bfloat16", "float16", "int8", "int64", "bool", "complex64", "float8_e4m3fn"]
 )
 def test_every_dtype_can_be_corrupted(dtype):
     dtype = getattr(torch, dtype)

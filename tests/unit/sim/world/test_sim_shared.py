@@ -27,10 +27,7 @@ from sim.late.switch import why_not
 from sim.script.launch import run_script
 from sim.script.options import parse
 
-pytestmark = [
-    pytest.mark.sim,
-    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 needs_late = pytest.mark.skipif(bool(why_not()), reason=why_not())
 SEEDS = range(6)
 
@@ -95,11 +92,7 @@ def _without_those_of_others(self, sides, run):
 
 BEGIN = SharedDevice.begin
 ORIGINALS = {name: getattr(SharedDevice, name) for name in ("wait", "begin", "move")}
-MUTANTS = {
-    "wait": lambda self, end: None,
-    "begin": _without_beginnings,
-    "move": _without_those_of_others,
-}
+MUTANTS = {"wait": lambda self, end: None, "begin": _without_beginnings, "move": _without_those_of_others}
 
 
 @needs_late
