@@ -34,7 +34,7 @@ def train(
     start_from: StartFrom = None,
     sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
     reduced: Annotated[
-        bool, typer.Option("--reduced", help="Train the small run of the same kind that verify makes, simulated.")
+        bool, typer.Option("--reduced", help="Train the small run of the same kind that verify makes.")
     ] = False,
     dump_config: Annotated[
         bool, typer.Option("--dump-config", help="Print this run as a TOML file, with all defaults, and exit.")
@@ -71,7 +71,7 @@ def train(
             title = f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}"
             result = runs.run_here(console, title, run, stop, runs.predict_run(console, run), split)
         else:
-            result, _ = runs.run_simulated(console, f"{sim} simulated ranks", run, sim, stop, split)
+            result, _ = runs.run_simulated(console, f"{sim} simulated rank{'s' * (sim > 1)}", run, sim, stop, split)
         runs.summarise(console, result, has_bytes=run.data.tokenizer is None)
         if run.checkpoint.folder is not None and result.steps:
             console.print(f"checkpoints: {run.checkpoint.folder}")
@@ -91,7 +91,11 @@ def _reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[
     small, few, changes = reduced_run(run, devices_of(run, ranks))
     is_rank = "RANK" in os.environ
     device = run.train.device if is_rank else "cpu"
-    small = replace(small, train=replace(small.train, start_from=None, device=device))  # weights of other shapes
+    # The weights of `start_from` have other shapes.
+    kept = replace(small.train, steps=run.train.steps, start_from=None, device=device)
+    small = replace(small, train=kept, precision=run.precision)
+    without = ("without checkpoints",) if run.checkpoint.folder else ()
+    changes = (*(change for change in changes if "_dtype" not in change), *without)
     return small, None if is_rank else few, changes
 
 
