@@ -329,12 +329,13 @@ class PrecisionConfig:
         Args:
             of: a key without its end.
         """
+        check_choice("cannot read [precision]", "of", of, ("param", "master", "moments", "frozen", "reduce", "buffers"))
         if given := getattr(self, f"{of}_dtype", None):
             return DTYPES[given]
         follows = {"moments": "master", "frozen": "param"}.get(of)
         return self.dtype(follows) if follows else torch.promote_types(DTYPES[self.param_dtype], torch.float32)
 
-    def stored(self, param: torch.nn.Parameter) -> torch.dtype:
+    def stored(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype that a weight is stored in, trained or frozen."""
         return self.dtype("master" if param.requires_grad else "frozen")
 

@@ -319,7 +319,8 @@ class Recipe:
         checkpoint_layers: how many layers are checkpointed, the first ones of each stage; None: all.
         checkpoint_every: of every so many of these the first one is.
         compile: one kernel, by torch.compile, for what lies between matrix products.
-        optimizer: "adamw" (fused), or "muon" for matrices within the blocks, and AdamW for the rest.
+        optimizer: "adamw" (fused); "muon" for matrices within the blocks, and AdamW for the rest; for a model of your
+            own "sgd", without momentum.
         schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" ... See
             `hyper_parallel.core.pipeline.SCHEDULES`.
         microbatches: parts that a step's batch is cut into; None: one, or with a pipeline one for each sequence.
@@ -374,7 +375,7 @@ class Recipe:
             "moments": ("fp32", "bf16"),
             "engine": ("fully_shard", "hsdp"),
             "checkpointing": ("none", "selective", "alternate", "full", "offload", "full offload"),
-            "optimizer": ("adamw", "muon"),
+            "optimizer": ("adamw", "muon", "sgd"),
             "norm": ("fused", "eager"),
             "zero": (3, 2),
         }

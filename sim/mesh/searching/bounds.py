@@ -23,7 +23,7 @@ from sim.mesh.cost import Pricing
 from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_MOMENTS = {"adamw": 8, "muon": 4}
+_MOMENTS = {"adamw": 8, "muon": 4, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
 _FEW = 400  # tokens of a micro-batch that take twice as long as they compute: weights are read, operations issued
 _RECOMPUTED = {"none": 1.0, "selective": 1.04, "alternate": 1.11, "full": 1.25}  # forward has the faster kernels

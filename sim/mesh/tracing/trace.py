@@ -195,8 +195,12 @@ class StageRun:
 
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         """Make the optimizer; None: an engine has it in it."""
-        named, muon = self.built.module.named_parameters(), self.job.recipe.optimizer == "muon"
-        return build_optimizer(named, OptimizerConfig(muon=muon), self.job.recipe.moment_dtype)
+        module, recipe = self.built.module, self.job.recipe
+        if recipe.optimizer == "sgd":  # torch has no sharding strategy for the fused one
+            params = [param for param in module.parameters() if param.requires_grad]
+            return torch.optim.SGD(params or [torch.nn.Parameter(torch.empty(0))], lr=1e-3, foreach=bool(params))
+        config = OptimizerConfig(muon=recipe.optimizer == "muon")
+        return build_optimizer(module.named_parameters(), config, recipe.moment_dtype)
 
     def states(self) -> Iterable[tuple[torch.Tensor, str, int | None]]:
         """Return tensors that an engine keeps between steps, each with its category and its layer."""

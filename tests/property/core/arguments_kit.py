@@ -20,7 +20,7 @@ from hyper_parallel.core.fully_shard import DataParallelMeshDims
 from hyper_parallel.core.pipeline import Pipeline
 from hyper_parallel.core.redistribute import plan
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama, export_huggingface
-from hyper_parallel.trainer.config import Config, TrainConfig, config_text
+from hyper_parallel.trainer.config import Config, PrecisionConfig, TrainConfig, config_text
 from hyper_parallel.trainer.data import RecordLoader
 
 ROOT = Path(__file__).parents[3]
@@ -447,8 +447,11 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "Config.with_shape": lambda g: (g.run(), {"shape": LlamaConfig()}),
     "Config.with_changes": lambda g: (g.run(), {"section": "train", "changes": {"steps": 2}}),
     **dict.fromkeys(
-        ("DataConfig", "OptimizerConfig", "TrainConfig", "ParallelConfig", "CheckpointConfig"), lambda g: {}
+        ("DataConfig", "OptimizerConfig", "TrainConfig", "ParallelConfig", "PrecisionConfig", "CheckpointConfig"),
+        lambda g: {},
     ),
+    "PrecisionConfig.dtype": lambda g: (PrecisionConfig(), {"of": "moments"}),
+    "PrecisionConfig.stored": lambda g: (PrecisionConfig(), {"param": nn.Parameter(torch.ones(2))}),
     # the methods of what fully_shard and hsdp return
     **of_units(),
 }

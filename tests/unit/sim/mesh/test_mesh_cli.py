@@ -354,7 +354,10 @@ def test_what_is_given_to_a_search_stays(asked: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.tier("test")
-def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any]]) -> None:
+def test_the_best_of_a_search_is_a_run_that_is_trained(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["hyper-parallel", "search", "run file.toml"])
     small = ["[train]", "batch_size = 16", "seq_len = 64", "[parallel]", "tp = 2  # mine", 'checkpointing = "full"']
     Path("run.toml").write_text("\n".join(small))
     options = ("--hardware", "h100-sxm", "--devices", "8", "--limit", "20", "--write", "out/best.toml")
@@ -363,7 +366,8 @@ def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any
     assert output.endswith("wrote out/best.toml\n")
     text = Path("out/best.toml").read_text()
     assert re.match(
-        r"# found by: hyper-parallel .*\n# on: 8 x NVIDIA H100 .*; hyper_parallel [\d.]+, \d{4}-\d\d-\d\d\n"
+        r"# found by: hyper-parallel search 'run file.toml'\n"
+        r"# on: 8 x NVIDIA H100 .*; hyper_parallel [\d.]+, \d{4}-\d\d-\d\d\n"
         r"# predicted, .*: \S+ us a step \(\S+ to \S+ us\), \S+ MiB reserved on a device \(\S+ to \S+ MiB\)\nsch",
         text,
     ), text

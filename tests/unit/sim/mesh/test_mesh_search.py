@@ -222,6 +222,7 @@ def test_the_bound_of_memory_of_a_model_alone() -> None:
         ({"microbatches": 4}, {"microbatches": 2}),
         ({"master": "none"}, {"master": "fp32"}),
         ({"optimizer": "muon"}, {"optimizer": "adamw"}),
+        ({"optimizer": "sgd"}, {"optimizer": "muon"}),
     ],
 )
 def test_what_keeps_less_has_the_smaller_bound(less: dict[str, Any], more: dict[str, Any]) -> None:
