@@ -66,9 +66,6 @@ MEASURED = Path("out/hardware.toml")
 """Where `hyper-parallel hardware measure` writes, unless another path is passed."""
 
 
-# -- running ---------------------------------------------------------------------------------------------------------
-
-
 def run_here(
     console: Console,
     title: str,
@@ -93,10 +90,8 @@ def run_simulated(
     """Train as every rank of a simulated world; also return what the ranks communicated."""
     import sim
 
-    with (
-        TrainingDisplay(console, title, run.train.steps) as display,
-        sim.world(world_size, seed=run.train.seed) as world,
-    ):
+    display = TrainingDisplay(console, title, run.train.steps)
+    with display, sim.world(world_size, seed=run.train.seed) as world:
         results = world.run(train_rank, args=(run, display.on_step, stop), kwargs={"split": split})
         return results[0], list(world.trace.by_axis())
 
@@ -182,9 +177,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# -- what is predicted -----------------------------------------------------------------------------------------------
-
-
 def predict_run(console: Console, run: Config) -> Prediction | None:
     """Predict a step of the run on the first rank, and print it, or why there is none: that never ends a run."""
     if not run.train.predict or not is_first_rank():
@@ -259,9 +251,6 @@ def hardware_here(device_type: str | None = None, named: str | None = None) -> A
     return known
 
 
-# -- what can go wrong -----------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def while_ranks_run(left: str) -> Iterator[None]:
     """Turn Ctrl-C into exit code 130, a lost folder into 73, and a failure into 1, with its traceback if unforeseen."""
@@ -332,9 +321,6 @@ def _check_simulated(run: Config, world_size: int) -> Config:
             "  try: leave out --device, or leave out --sim and start the ranks with torchrun"
         )
     return run.with_changes("train", {"device": "cpu"})
-
-
-# -- what a person sees ----------------------------------------------------------------------------------------------
 
 
 def describe_run(console: Console, run: Config, sim: int | None) -> None:

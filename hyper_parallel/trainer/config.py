@@ -147,8 +147,9 @@ class TrainConfig:
         start_from: folder of transformers with the weights to start with, of the model that [model] describes; None:
             fresh ones.
         predict: predict step time and memory before the first step, and write them beside what is measured.
-        hardware: what is predicted for. A name that `hyper-parallel hardware` lists, or the path of a TOML file; None:
-            by the device's name, on a CPU out/hardware.toml, which `hyper-parallel hardware measure` writes.
+        hardware: what is predicted and planned for: a name that `hyper-parallel hardware` lists, or the path of a TOML
+            file. None: predicted by the device's name, on a CPU out/hardware.toml, which `hyper-parallel hardware
+            measure` writes; redistributions are planned for the usual machine of the device's kind.
         tensorboard: folder for TensorBoard's event files. None writes none.
         profile_steps: steps to record with torch.profiler on the first rank, after two others; 0: none. The trace goes
             to profile.json beside the log. See `hyper-parallel estimate --compare`.

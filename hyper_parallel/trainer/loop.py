@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,7 +26,9 @@ from hyper_parallel.core.common.groups import init_process_group
 from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.hsdp.api import HSDPCell
+from hyper_parallel.core.machine.description import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.redistribute.plan import plan_for
 from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.models.lora import is_of_adapter
 from hyper_parallel.platform import Platform, get_platform
@@ -191,6 +194,8 @@ class Trainer:
         self.device = platform.device(place.local_rank)
         train = config.train
         self.ranks = RunGroups(dims, mesh is not None, self.device, config.precision.dtype("buffers"))
+        if mesh is not None and train.hardware is not None:
+            self._plan_for(train.hardware, mesh)
         given = None if model is None else self._made(model)
         if given is not None:
             config = config.with_changes("model", {"vocab_size": _vocab_size(given)})
@@ -248,6 +253,13 @@ class Trainer:
             hint = "the same folder, or torch's generator for random ones"
             raise InvalidValue(asked, blame, f"model(): {type(model).__name__}", hint)
         return model
+
+    def _plan_for(self, hardware: str, mesh: DeviceMesh) -> None:
+        machine = find_machine(hardware)
+        if not self.ranks.agree(zlib.crc32(repr(machine).encode())):
+            asked, blame = "cannot plan redistributions", "the ranks read other figures of the hardware"
+            raise InvalidValue(asked, blame, f"train.hardware: {hardware!r}", "the same file on each node")
+        plan_for(mesh, machine)
 
     def run(self, on_step: OnStep | None = None) -> TrainResult:
         """Take all remaining steps, log them, validate at the end, and save when it is time."""

@@ -149,7 +149,7 @@ class _Passage:
         src, dst = self.ways[back]
         mesh = src.mesh
         assert mesh is not None, "the callers see to a mesh"
-        working = start(plan_here(src, dst, self.shape, part.dtype, mesh.device_type), part, mesh)
+        working = start(plan_here(src, dst, self.shape, part.dtype, mesh), part, mesh)
         try:
             self._flights[number, back] = _Travelling(working, next(working), None)
         except StopIteration as end:  # an exchange in which this rank has no part

@@ -67,7 +67,7 @@ def _started(x: DTensor, target: Layout, terms: Terms) -> PendingRedistribute:
     x = _readable(x)
     src = Layout.of(x)
     machine, limit = terms
-    steps = plan_here(src, target, x.shape, x.dtype, x.device_mesh.device_type, machine, limit)
+    steps = plan_here(src, target, x.shape, x.dtype, x.device_mesh, machine, limit)
     with torch.no_grad():
         working = start(steps, on_mesh_device(local_tensor(x), x.device_mesh), _mesh_for_groups(src, target))
     return PendingRedistribute(x, working, target, terms=terms)

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check_shape, read_int
 from hyper_parallel.core.common.errors import HyperParallelError, readable_bytes
@@ -137,18 +138,28 @@ def plan(
     return _cached(src, dst, global_shape, dtype, on, max_extra_bytes)
 
 
+_MACHINE = "_hyper_parallel_machine"
+
+
+def plan_for(mesh: DeviceMesh, machine: Machine) -> None:
+    """Plan redistributions on a mesh and its slices for a machine in place of the platform's, alike on all ranks."""
+    setattr(mesh, _MACHINE, machine)
+
+
 def plan_here(
     src: Layout,
     dst: Layout,
     shape: Sequence[int],
     dtype: torch.dtype,
-    device_type: str,
+    mesh: DeviceMesh,
     machine: str | Machine | None = None,
     limit: int | None = None,
 ) -> Plan:
-    """Plan a redistribution that this rank carries out, by default for the machine of its platform; see `plan`."""
-    platform = get_platform(device_type)
-    found = plan(src, dst, shape, dtype, platform.machine() if machine is None else machine, max_extra_bytes=limit)
+    """Plan a redistribution that this rank carries out, by default for the machine of the mesh, see `plan_for`."""
+    platform = get_platform(mesh.device_type)
+    if machine is None:
+        machine = getattr(getattr(mesh, "_root_mesh", None) or mesh, _MACHINE, None) or platform.machine()
+    found = plan(src, dst, shape, dtype, machine, max_extra_bytes=limit)
     platform.on_plan(found, limit)
     return found
 

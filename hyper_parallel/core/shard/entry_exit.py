@@ -211,7 +211,7 @@ def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: to
         with torch.no_grad():
             shard = waited_for(redistribute(build(local, src, shape), dst)._local_tensor)
         return local if is_set_to(shard, local) else shard
-    steps = plan_here(src, dst, shape, local.dtype, mesh.device_type)
+    steps = plan_here(src, dst, shape, local.dtype, mesh)
     if not steps.steps and local.numel():
         return local
     return drive(start(steps, local, mesh))  # also of no steps: an empty shard may get another shape
@@ -441,7 +441,7 @@ class _Regather:
             raise InvalidState(asked, blame, seen, "no in-place change, or a plan without reshard_inputs")
         mesh = self._src.mesh
         assert mesh is not None, "noted with a mesh"
-        steps = plan_here(self._src, self._dst, self._shape, self._held.dtype, mesh.device_type)
+        steps = plan_here(self._src, self._dst, self._shape, self._held.dtype, mesh)
         with torch.no_grad():
             self._working = start(steps, self._held, mesh)
             try:

@@ -25,8 +25,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import sim
 from hyper_parallel.core.expert_parallel import GroupedExperts
 from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer import loop
 from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.loop import Trainer, train
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients
@@ -350,6 +352,23 @@ def test_loss_falls_on_real_text() -> None:
 def test_a_config_that_does_not_fit_fails_on_every_rank_alike() -> None:
     with pytest.raises(ValueError, match="is 3, not world_size=2"):
         sim.run(train, 2, args=(replace(TINY, parallel=ParallelConfig(dp_shard=3)),))
+
+
+@pytest.mark.sim
+def test_redistributions_of_a_run_are_planned_for_its_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over tp of a few numbers are gathered and added up where a reduction has a long latency."""
+    config, kinds, losses = replace(TINY, parallel=ParallelConfig(tp=2)), {}, {}
+    for hardware in (None, "h100-sxm"):
+        with sim.world(2) as world:
+            losses[hardware] = world.run(train, args=(config.with_changes("train", {"hardware": hardware}),))[0].losses
+        kinds[hardware] = Counter(event.op for event in world.trace.of_rank(0) if event.axis == "tp")
+    assert kinds["h100-sxm"]["all_reduce"] < kinds[None]["all_reduce"]
+    assert losses["h100-sxm"] == pytest.approx(losses[None], rel=1e-5)
+    found = find_machine("h100-sxm")
+    files = {rank: found.with_figures(intra__bandwidth=1e9 + rank) for rank in range(2)}
+    monkeypatch.setattr(loop, "find_machine", lambda name: files[torch.distributed.get_rank()])
+    with pytest.raises(ValueError, match="the ranks read other figures of the hardware"):
+        sim.run(train, 2, args=(config.with_changes("train", {"hardware": "mine.toml"}),))
 
 
 def start(*arguments: str, folder: Path, **options: object) -> subprocess.Popen[str]:

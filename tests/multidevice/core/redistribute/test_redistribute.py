@@ -11,7 +11,9 @@ import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.mesh.device_mesh import OwnerMesh
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.redistribute import execute, from_local, full_tensor, plan, redistribute
+from hyper_parallel.core.redistribute.plan import plan_for, plan_here
 
 pytestmark = pytest.mark.tier("test")
 
@@ -220,3 +222,17 @@ def test_one_rank_has_all_of_it(ctx):
         assert found.device == full_tensor(held).device == ctx.device
         assert torch.equal(found.cpu(), full[2 * ctx.rank : 2 * ctx.rank + 2])
         assert torch.equal(full_tensor(held).cpu(), full)
+
+
+@sim.ranks(2)
+def test_a_mesh_and_its_slices_have_the_machine_that_they_are_planned_for(ctx):
+    dims = ParallelDims(tp=2, world_size=2)
+    mesh = dims.build_mesh(ctx.device_type)
+    layout = Layout.from_device_mesh(dims.get_mesh("tp"))
+    before = plan_here(layout("tp"), layout(), (8,), torch.float32, dims.get_mesh("tp")).machine
+    plan_for(mesh, find_machine("ascend-910b-376"))
+    for each in (mesh, dims.get_mesh("tp")):
+        assert plan_here(layout("tp"), layout(), (8,), torch.float32, each).machine.name == "ascend-910b-376"
+    assert before.name != "ascend-910b-376"
+    x = from_local(torch.full((4,), ctx.rank + 1.0, device=ctx.device), layout("tp"))
+    assert full_tensor(redistribute(x, layout())).tolist() == [1.0] * 4 + [2.0] * 4
