@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hyper_parallel.cli.kit import mistakes_as_messages, stdout_console
+from hyper_parallel.core.common.errors import InvalidValue
 
 
 def plan(
@@ -38,10 +39,8 @@ def plan(
     """
     with mistakes_as_messages():
         if hardware is None and ranks_per_node is not None:
-            raise ValueError(
-                f"cannot place ranks on nodes: --ranks-per-node {ranks_per_node} is given without --hardware\n"
-                f"  try: --hardware h100-sxm --ranks-per-node {ranks_per_node}"
-            )
+            seen, hint = f"--ranks-per-node {ranks_per_node}", f"--hardware h100-sxm --ranks-per-node {ranks_per_node}"
+            raise InvalidValue("cannot place ranks on nodes", "no --hardware says what joins them", seen, hint)
         from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
         from hyper_parallel.core.machine import find_machine
         from hyper_parallel.core.redistribute import plan as plan_redistribution

@@ -125,10 +125,8 @@ def read_run(
     if start_from is not None:
         run = with_shape_of(run, start_from, others=others)
         if model not in (None, run.train.model):
-            raise ValueError(
-                f"cannot start '{model}' from {run.train.start_from}: it holds a '{run.train.model}'\n"
-                f"  --model {model}\n  try: leave out --model"
-            )
+            asked, blame = f"cannot start '{model}' from {run.train.start_from}", f"it holds a '{run.train.model}'"
+            raise InvalidValue(asked, blame, f"--model {model}", "leave out --model")
         for section in ("model", "experts"):
             run = run.with_changes(section, given.get(section, {}))
         check_start(run)

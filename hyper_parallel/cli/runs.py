@@ -308,18 +308,17 @@ def check_run(run: Config, sim: int | None) -> Config:
 
 def _check_simulated(run: Config, world_size: int) -> Config:
     if world_size < 1:
-        raise ValueError(f"cannot simulate {world_size} ranks: --sim {world_size}\n  try: --sim 8")
+        raise InvalidValue(
+            f"cannot simulate {world_size} ranks", "there is at least one", f"--sim {world_size}", "--sim 8"
+        )
     started = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if started:
-        raise ValueError(
-            f"--sim {world_size} starts ranks of its own, but this process is a rank already ({', '.join(started)})\n"
-            "  try: leave out --sim under torchrun, or start hyper-parallel without torchrun"
-        )
+        asked, hint = f"cannot simulate {world_size} ranks", "leave out --sim under torchrun, or torchrun"
+        raise InvalidValue(asked, "this process is a rank already", ", ".join(started), hint)
     if run.train.device not in (None, "cpu"):
-        raise ValueError(
-            f"simulated ranks compute on the CPU, but device is '{run.train.device}' (--sim {world_size})\n"
-            "  try: leave out --device, or leave out --sim and start the ranks with torchrun"
-        )
+        asked, seen = f"cannot simulate {world_size} ranks on {run.train.device}", f"device: {run.train.device!r}"
+        hint = "leave out --device, or leave out --sim and start the ranks with torchrun"
+        raise InvalidValue(asked, "simulated ranks compute on the CPU", seen, hint)
     return run.with_changes("train", {"device": "cpu"})
 
 

@@ -20,6 +20,7 @@ from hyper_parallel.cli.kit import (
 )
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
+from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config import Config
@@ -153,10 +154,8 @@ def export(
 
         to = None if dtype is None else parse_dtype(dtype)
         if to is not None and str(to).removeprefix("torch.") not in _WEIGHTS:
-            raise ValueError(
-                f"cannot export weights in {dtype}: they are floating-point numbers that transformers loads\n"
-                f"  --dtype {dtype}\n  try: --dtype bfloat16, float16, float32 or float64"
-            )
+            blame, hint = "transformers loads floating-point numbers", "--dtype bfloat16, float16, float32 or float64"
+            raise InvalidValue(f"cannot export weights in {dtype}", blame, f"--dtype {dtype}", hint)
         count = export_checkpoint(checkpoint, folder, to, tokenizer=tokenizer, merge=merge, base=base)
         stdout_console().print(f"wrote {count:,} parameters to {folder}")
 

@@ -100,10 +100,9 @@ def verify(
         subject: Subject
         if model == "llama":
             if inputs or parallelize is not None:
-                raise ValueError(
-                    f"cannot verify the llama: {'--input' if inputs else '--parallelize'} is for a model of your own\n"
-                    f"  --model {model}\n  try: --model module:function, or --seq-len, or --plan"
-                )
+                blame = f"{'--input' if inputs else '--parallelize'} is for a model of your own"
+                hint = "--model module:function, or --seq-len, or --plan"
+                raise InvalidValue("cannot verify the llama", blame, f"--model {model}", hint)
             subject = llama_subject(
                 mesh,
                 seq_len=run_options.get("seq_len"),

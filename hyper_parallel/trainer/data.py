@@ -134,7 +134,8 @@ def load_corpus(data: DataConfig | None = None) -> Corpus:
 @lru_cache(maxsize=4)
 def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     if not root.exists():
-        raise ValueError(f"no text at '{root}': no such file or folder\n  try: another [data] path, or leave it out")
+        asked, hint = f"no text at '{root}'", "another [data] path, or leave it out"
+        raise InvalidValue(asked, "no such file or folder", f"path: {root}", hint)
     if not (root.is_file() or root.is_dir()):  # a pipe could be read once, and may never answer
         asked, hint = f"cannot read the text at '{root}'", "a file with what comes out of it"
         raise InvalidValue(asked, "it is neither a file nor a folder", f"path: {root}", hint)
@@ -154,11 +155,8 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
             break
     if not parts[1]:
         found = f"{count} record(s)" if root.is_file() else f"{count} file(s) that match '{data.pattern}'"
-        raise ValueError(
-            f"found {found} in '{root}'; "
-            f"at least {VALID_EVERY} are needed, one in {VALID_EVERY} is held back for validation\n"
-            f"  try: {_other_text(root, data.pattern)}"
-        )
+        blame = f"at least {VALID_EVERY} are needed, one in {VALID_EVERY} is held back for validation"
+        raise InvalidValue(f"found {found} in '{root}'", blame, f"path: {root}", _other_text(root, data.pattern))
     train, valid = (cast("Tokens", np.concatenate(part)) for part in parts)
     source = "the Python standard library" if data.path is None else str(root)
     return Corpus(train, valid, count, source, has_bytes, size >= data.max_bytes)

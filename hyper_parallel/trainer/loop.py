@@ -618,21 +618,19 @@ class RankPlace:
             ValueError: one of them is no number, or they do not fit each other, or only some of them are set; with more
                 than one rank, MASTER_ADDR and MASTER_PORT belong to them.
         """
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        asked, names = "cannot read torchrun's environment", ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         found = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if name in os.environ}
         seen = ", ".join(f"{name}={value}" for name, value in found.items())
         if not all(value.isdecimal() for value in found.values()):
-            raise ValueError(f"cannot read torchrun's environment: not all numbers in {seen}")
+            raise InvalidValue(asked, "not all of it are numbers", seen, "torchrun, or none of these variables")
         if not any(name in found for name in names):
             return cls()
         missing = [name for name in names if name not in found]
         if found.get("WORLD_SIZE", "1") != "1":
             missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            raise ValueError(
-                f"cannot read torchrun's environment: {' and '.join(missing)} not set, but {seen}\n"
-                "  try: start the ranks with torchrun, or unset all of them for one rank"
-            )
+            hint = "start the ranks with torchrun, or unset all of them for one rank"
+            raise InvalidValue(asked, f"{' and '.join(missing)} not set", seen, hint)
         rank, local_rank, world_size = (int(found[name]) for name in names)
         place = cls(rank, local_rank, world_size, int(found.get("LOCAL_WORLD_SIZE", world_size)))
         place._check(seen)

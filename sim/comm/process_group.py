@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidState, InvalidType, InvalidValue
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, computes, reduce_op_name
 from sim.comm.dispatcher import Dispatched, seen_by_modes, uncompiled
@@ -300,30 +300,30 @@ class SimProcessGroup(Dispatched):
         """Ask again under which name the group is reported."""
         self._label = None
 
-    def _refusal(self, op: str, blame: str, hint: str) -> str:
-        return explain(f"cannot {op}", blame, f"group: {self._title()}", hint)
+    def _refusal(self, op: str, blame: str, hint: str) -> tuple[str, str, str, str]:
+        return (f"cannot {op}", blame, f"group: {self._title()}", hint)
 
     def _root(self, op: str, root: int) -> int:
         if not 0 <= root < self._size:
             blame = f"there is no member {root} in the group, which has {self._size}"
-            raise ValueError(self._refusal(op, blame, "the rank of a member"))
+            raise InvalidValue(*self._refusal(op, blame, "the rank of a member"))
         return root
 
     def _check_list(self, op: str, which: str, tensors: Tensors, like: torch.Tensor, *, uneven: bool = True) -> None:
         """One tensor per member, all of the dtype of `like`, and of its size if they have to be even."""
         if len(tensors) != self._size:
             blame = f"the {which} list has {len(tensors)} tensors, expected one for each of {self._size} ranks"
-            raise ValueError(self._refusal(op, blame, f"a list of {self._size} tensors"))
+            raise InvalidValue(*self._refusal(op, blame, f"a list of {self._size} tensors"))
         for place, tensor in enumerate(tensors):
             self._check_dtype(op, f"{which} {place}", tensor, like)
             if not uneven and tensor.numel() != like.numel():
                 blame = f"{which} {place} has {tensor.numel()} elements, expected {like.numel()}"
-                raise ValueError(self._refusal(op, blame, "tensors of one size"))
+                raise InvalidValue(*self._refusal(op, blame, "tensors of one size"))
 
     def _check_dtype(self, op: str, which: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
         if tensor.dtype != like.dtype:
             blame = f"the {which} is {_dtype(tensor)}, but the other side of the transfer is {_dtype(like)}"
-            raise TypeError(self._refusal(op, blame, "one dtype for both"))
+            raise InvalidType(*self._refusal(op, blame, "one dtype for both"))
 
     def _stands_in(self) -> bool:
         """Whether the group has the name of the backend that the world stands for, and so its rules."""
@@ -350,7 +350,7 @@ class SimProcessGroup(Dispatched):
                 if tensor.device.type == "cpu" and not without_modes(partial(computes, tensor.dtype, reduce_op)):
                     blame = f"torch has no ReduceOp.{reduce_op} of {_dtype(tensor)} on the CPU"
                     hint = "a dtype and a reduce op that torch can compute on the CPU"
-                    raise RuntimeError(self._refusal(op, blame, hint))
+                    raise InvalidState(*self._refusal(op, blame, hint))
             return
         reductions = reductions_of(backend)
         refused = next((t for t in tensors if not reductions.takes(t.dtype, reduce_op, op)), None)
@@ -363,8 +363,8 @@ class SimProcessGroup(Dispatched):
         for tensor in tensors:
             if tensor.device.type not in kinds:
                 blame = f"no backend type is associated with device type {tensor.device.type} in this group"
-                raise RuntimeError(
-                    self._refusal(op, blame, f"a tensor on {kinds[0]}, or a group of 'cpu:gloo,npu:hccl' (cuda:nccl)")
+                raise InvalidState(
+                    *self._refusal(op, blame, f"a tensor on {kinds[0]}, or a group of 'cpu:gloo,npu:hccl' (cuda:nccl)")
                 )
 
     def _check_no_gaps(self, op: str, tensors: Tensors) -> None:
@@ -375,12 +375,12 @@ class SimProcessGroup(Dispatched):
                     f"a tensor of shape {list(tensor.shape)} does not fill its memory without gaps or overlaps "
                     f"(strides {list(tensor.stride())})"
                 )
-                raise ValueError(self._refusal(op, blame, "a .contiguous() copy of it"))
+                raise InvalidValue(*self._refusal(op, blame, "a .contiguous() copy of it"))
 
     def _check_dense(self, op: str, which: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
             blame = f"the {which} of shape {list(tensor.shape)} is not contiguous (strides {list(tensor.stride())})"
-            raise ValueError(self._refusal(op, blame, ".contiguous()"))
+            raise InvalidValue(*self._refusal(op, blame, ".contiguous()"))
 
     def _check_unsharded(self, op: str, which: str, unsharded: torch.Tensor, shard: torch.Tensor) -> None:
         """One contiguous tensor that has room for the shards of all ranks."""
@@ -392,12 +392,12 @@ class SimProcessGroup(Dispatched):
                 f"the {which} has {unsharded.numel()} elements, expected {shard.numel()} * {self._size} ranks = "
                 f"{expected}"
             )
-            raise ValueError(self._refusal(op, blame, f"an {which} of that size"))
+            raise InvalidValue(*self._refusal(op, blame, f"an {which} of that size"))
 
     def _check_coalesced(self, op: str, unsharded: Tensors, which: str, shards: Tensors, other: str) -> None:
         if len(unsharded) != len(shards) or not unsharded:
             blame = f"{len(unsharded)} {which}s and {len(shards)} {other}s"
-            raise ValueError(self._refusal(op, blame, f"one {which} for each {other}"))
+            raise InvalidValue(*self._refusal(op, blame, f"one {which} for each {other}"))
         for one, shard in zip(unsharded, shards, strict=True):
             self._check_unsharded(op, which, one, shard)
             self._check_dense(op, other, shard)
@@ -474,7 +474,7 @@ class SimProcessGroup(Dispatched):
         self._check_reduces("all_reduce", name, tensors)
         if name != "SUM" and any(tensor.is_sparse for tensor in tensors):
             blame = f"sparse tensors can be added up only, but the reduce op is {name}"
-            raise ValueError(self._refusal("all_reduce", blame, "ReduceOp.SUM, or .to_dense()"))
+            raise InvalidValue(*self._refusal("all_reduce", blame, "ReduceOp.SUM, or .to_dense()"))
         moved = moved_by_all_reduce(_nbytes(tensors), self._size, self._member)
         call = Call(
             Contract("all_reduce", name, None, _dtypes(tensors), _shapes(tensors)),
@@ -520,7 +520,7 @@ class SimProcessGroup(Dispatched):
                     f"has {inputs[self._member].numel()} at that place"
                 )
                 hint = "one input per rank, of the size of that rank's output"
-                raise ValueError(self._refusal("reduce_scatter", blame, hint))
+                raise InvalidValue(*self._refusal("reduce_scatter", blame, hint))
             sizes = str([t.numel() for t in inputs])
         own = _nbytes([output])
         call = Call(
@@ -588,7 +588,7 @@ class SimProcessGroup(Dispatched):
                     f"rank {self._group.ranks[self._member]} gives {input.numel()} elements, but its output list "
                     f"has {outputs[self._member].numel()} at that place"
                 )
-                raise ValueError(self._refusal("all_gather", blame, "one output per rank, of that rank's size"))
+                raise InvalidValue(*self._refusal("all_gather", blame, "one output per rank, of that rank's size"))
         own = _nbytes([input])
         call = Call(
             Contract("all_gather", "-", None, _dtype(input), sizes),
@@ -636,7 +636,7 @@ class SimProcessGroup(Dispatched):
                 f"one for each input, from each of {self._size} ranks"
             )
             hint = f"{self._size} lists of {len(inputs)} tensors"
-            raise ValueError(self._refusal("all_gather_coalesced", blame, hint))
+            raise InvalidValue(*self._refusal("all_gather_coalesced", blame, hint))
         by_input = zip(*output_lists, strict=True)
         works = [self._all_gather(outputs, i, single=False) for outputs, i in zip(by_input, inputs, strict=True)]
         return self._together(works, [t for outputs in output_lists for t in outputs])
@@ -745,7 +745,7 @@ class SimProcessGroup(Dispatched):
             )
             hint = "one size per rank"
         if blame:
-            raise ValueError(self._refusal(op, blame, hint))
+            raise InvalidValue(*self._refusal(op, blame, hint))
         assert splits is not None
         return list(splits)
 

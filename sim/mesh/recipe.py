@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyper_parallel.core.activations import ActivationPolicy
-from hyper_parallel.core.common.errors import InvalidValue, explain, nearest
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Loads
 from hyper_parallel.core.pipeline.schedules import find_schedule
 
@@ -388,17 +388,17 @@ class Recipe:
             given: object = getattr(self, name)
             if isinstance(given, bool) or given not in choices:
                 hint = nearest(given, choices) if isinstance(given, str) else " or ".join(map(str, choices))
-                raise ValueError(_wrong(name, given, "does not exist", f"{name}={hint}"))
+                raise InvalidValue(*_wrong(name, given, "does not exist", f"{name}={hint}"))
         for name in [field.name for field in dataclasses.fields(self) if isinstance(field.default, bool)]:
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
+                raise InvalidType(*_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
         for name in _COUNTS:
             _count(name, getattr(self, name), 0 if name == "checkpoint_layers" else 1)
         routing: object = self.routing
         find_schedule(self.schedule)
         if routing is not None and not isinstance(routing, Routing):
             hint = "Routing.zipf(1.0), or None for even loads"
-            raise TypeError(_wrong("routing", routing, f"is a {type(routing).__name__}, not a Routing", hint))
+            raise InvalidType(*_wrong("routing", routing, f"is a {type(routing).__name__}, not a Routing", hint))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -545,7 +545,7 @@ def _dtype(name: str, given: Any) -> str:
     known = _DTYPES.get(given) if isinstance(given, str | torch.dtype) else None
     if known is None:
         words = ("bf16", "fp16", "fp32", "fp64")
-        raise ValueError(_wrong(name, given, "is no dtype for this", f"{name}={nearest(given, words)}"))
+        raise InvalidValue(*_wrong(name, given, "is no dtype for this", f"{name}={nearest(given, words)}"))
     return known
 
 
@@ -553,10 +553,10 @@ def _count(name: str, given: object, least: int) -> None:
     if given is None:
         return
     if isinstance(given, bool) or not isinstance(given, int):
-        raise TypeError(_wrong(name, given, f"is a {type(given).__name__}, not an int", f"{name}={max(least, 1)}"))
+        raise InvalidType(*_wrong(name, given, f"is a {type(given).__name__}, not an int", f"{name}={max(least, 1)}"))
     if given < least:
-        raise ValueError(_wrong(name, given, f"is below {least}", f"{name}={max(least, 1)}"))
+        raise InvalidValue(*_wrong(name, given, f"is below {least}", f"{name}={max(least, 1)}"))
 
 
-def _wrong(name: str, given: object, why: str, hint: str) -> str:
-    return explain(_ASKED, f"{name}={given!r} {why}", f"{name}: {given!r}", hint)
+def _wrong(name: str, given: object, why: str, hint: str) -> tuple[str, str, str, str]:
+    return (_ASKED, f"{name}={given!r} {why}", f"{name}: {given!r}", hint)

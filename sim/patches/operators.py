@@ -20,6 +20,7 @@ import torch
 from torch._library import custom_ops, simple_registry
 from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
+from hyper_parallel.core.common.errors import InvalidState
 from sim.kernel.context import current_context
 from sim.patches.locks import exchange
 from sim.patches.rank import Host
@@ -110,11 +111,10 @@ class _RankLibrary:
         asked = (what, self.namespace, name, key)
         shared = self.operators.shared.get(asked)
         if shared is not None and schema != shared.schema:
-            raise RuntimeError(
-                f"rank {self.context.rank} defines {self.namespace}::{schema}, which rank "
-                f"{shared.libraries[0].context.rank} has defined as {self.namespace}::{shared.schema}\n"
-                "  seen: simulated ranks share torch's operators\n  try: the same schema on all ranks, or another name"
-            )
+            first, hint = shared.libraries[0].context.rank, "the same schema on all ranks, or another name"
+            refused = f"rank {self.context.rank} cannot define {self.namespace}::{schema}"
+            blame = f"rank {first} has defined it as {self.namespace}::{shared.schema}"
+            raise InvalidState(refused, blame, "seen: simulated ranks share torch's operators", hint)
         has_it = shared is not None and any(library.context is self.context for library in shared.libraries)
         if shared is None or (has_it and not again):  # then torch says that it is there already
             real = self.operators.make(kind, self.namespace, "", __file__, 0)

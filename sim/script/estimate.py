@@ -24,7 +24,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from hyper_parallel.cli.kit import DOES_NOT_FIT, check_can_draw, check_can_write
-from hyper_parallel.core.common.errors import InvalidValue, explain
+from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine.calibration import load_calibration
 from hyper_parallel.core.machine.description import Machine, find_machine
 from sim.comm.trace import Event
@@ -259,7 +259,7 @@ def record_script(
         return outcome
     for recorder in outcome.recorders.values():
         if recorder.program is None:
-            raise ValueError(_too_few(launch, recorder))
+            raise InvalidValue(*_too_few(launch, recorder))
         recorder.program.like = max(1, launch.nproc // len(outcome.recorders))
     return outcome
 
@@ -342,14 +342,14 @@ def _execute(recorders: dict[int, ScriptRecorder], source: ScriptSource) -> None
         execute_script(source.code, source.package)
 
 
-def _too_few(launch: Launch, recorder: ScriptRecorder) -> str:
+def _too_few(launch: Launch, recorder: ScriptRecorder) -> tuple[str, str, str, str]:
     wanted = recorder.warmup + recorder.steps
     made = "no step of an optimizer" if not recorder.done else f"{recorder.done} of {wanted} steps of an optimizer"
     blame = f"rank {recorder.rank} has made {made} when it ended"
     seen = f"--warmup {recorder.warmup} --steps {recorder.steps}; a step is a call of torch.optim.Optimizer.step"
     fewer = recorder.done - recorder.warmup
     hint = f"--warmup {recorder.warmup} --steps {fewer}" if fewer > 0 else "a script that trains for longer"
-    return explain(f"cannot estimate a step of {launch.script}", blame, seen, hint)
+    return (f"cannot estimate a step of {launch.script}", blame, seen, hint)
 
 
 # -- pricing -------------------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ class _ScriptTask:
         asked, script = f"cannot verify {self.launch.script}", self.launch.script
         lone = next((rank for rank, loop in enumerate(found.loops) if any(step.updates for step in loop.steps)), None)
         if lone is None:
-            raise ValueError(_no_steps(script, "no rank has made a step"))
+            raise InvalidValue(*_no_steps(script, "no rank has made a step"))
         loops = [_told_by_values(loop, expected) for loop in found.loops]
         guessed = self._guessed(found)
         mesh = self.mesh or guessed or Layout((self.launch.nproc,), ("ranks",))
@@ -437,7 +437,7 @@ def _prove(task: _ScriptTask) -> Report:
     except SimError as error:
         raise _ReferenceFailed(str(error)) from error
     if not any(step.updates for step in expected.steps):
-        raise ValueError(_no_steps(task.reference.script, "one device has made no step"))
+        raise InvalidValue(*_no_steps(task.reference.script, "one device has made no step"))
     found = task.on_ranks()
     expected, others, said = task.agreed(expected, moved, found)
     dtype = torch.get_default_dtype()
@@ -466,10 +466,10 @@ def _failed(task: _ScriptTask, error: BaseException) -> int:
     return USER_ERROR
 
 
-def _no_steps(script: str, who: str) -> str:
+def _no_steps(script: str, who: str) -> tuple[str, str, str, str]:
     blame = f"{who} in {script} when it ended"
     seen = "a step is a call of torch.optim.Optimizer.step, or a change of weights after backward and before a forward"
-    return explain(f"cannot verify {script}", blame, seen, "a script that trains")
+    return (f"cannot verify {script}", blame, seen, "a script that trains")
 
 
 def _groups_of(ranks: World) -> Iterator[tuple[str, tuple[int, ...]]]:

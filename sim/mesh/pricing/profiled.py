@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.mesh.program import Comm, Op
 from sim.mesh.tracing.kinds import kind_of, reported_kind
 from sim.timeline.perfetto import EVENTS
@@ -219,13 +219,13 @@ def _content(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(_refused(str(path), f"it cannot be read as JSON: {error}")) from None
+        raise InvalidValue(*_refused(str(path), f"it cannot be read as JSON: {error}")) from None
     return content if isinstance(content, dict) else {EVENTS: content}
 
 
-def _refused(path: str, blame: str) -> str:
+def _refused(path: str, blame: str) -> tuple[str, str, str, str]:
     hint = "a file of hyper-parallel train --profile-steps 3, or of torch.profiler's export_chrome_trace"
-    return explain("cannot compare with a trace", blame, f"file: {path}", hint)
+    return ("cannot compare with a trace", blame, f"file: {path}", hint)
 
 
 def profiled_steps(content: Mapping[str, Any], path: str = "") -> list[Breakdown]:
@@ -234,7 +234,7 @@ def profiled_steps(content: Mapping[str, Any], path: str = "") -> list[Breakdown
     found = [break_down(start, end, ops, comms) for start, end in steps]
     found = [step for step in found if step.operations]
     if not found:
-        raise ValueError(_refused(path, "nothing that it has computed lies within a step"))
+        raise InvalidValue(*_refused(path, "nothing that it has computed lies within a step"))
     return found
 
 
@@ -244,11 +244,11 @@ def _spans_of(
     """Return what computed, what was communicated, and the begin and end of each step."""
     events = content.get(EVENTS)
     if not isinstance(events, list):
-        raise ValueError(_refused(path, f"it has no {EVENTS}"))
+        raise InvalidValue(*_refused(path, f"it has no {EVENTS}"))
     whole = [event for event in events if isinstance(event, dict) and event.get("ph") == "X" and "dur" in event]
     tree = [event for event in whole if event.get("cat") == "cpu_op"]
     if not tree:
-        raise ValueError(_refused(path, "it has no operations: no events of category cpu_op"))
+        raise InvalidValue(*_refused(path, "it has no operations: no events of category cpu_op"))
     marks = [event for event in whole if str(event["name"]).startswith(_STEP) and event.get("cat") == "user_annotation"]
     thread = marks[0]["tid"] if marks else Counter(event["tid"] for event in tree).most_common(1)[0][0]
     kernels = [event for event in whole if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]

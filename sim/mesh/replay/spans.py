@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.mesh.memory import ClassMemory
 from sim.mesh.program import COMPUTE, Comm, Op, Place, Program
 from sim.mesh.replay.pieces import BUBBLE, HOST
@@ -61,7 +62,8 @@ def spans(timeline: ReplayedStep, detail: str | None = None, limit: int = 20_000
         if detail == "layer" and len(_computed(timeline, "layer")) > limit:
             detail = "segment"
     elif detail not in _DETAILS:
-        raise ValueError(f"cannot list spans by {detail!r}\n  detail: one of {', '.join(_DETAILS)}\n  try: 'layer'")
+        seen = f"detail: one of {', '.join(_DETAILS)}"
+        raise InvalidValue("cannot list spans", f"there is no detail {detail!r}", seen, "'layer'")
     found = [*_computed(timeline, detail), *_communicated(timeline), *_idle(timeline)]
     # Some stages are ahead of the first one, in what belongs to this step.
     return [span._replace(start=max(0.0, span.start)) for span in found if span.end > 0]

@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from hyper_parallel.core.common.errors import InvalidValue, explain
+from hyper_parallel.core.common.errors import InvalidValue
 from sim.mesh.program import Comm, Program
 from sim.mesh.replay.draw import draw
 from sim.mesh.replay.pieces import Channel, Prices
@@ -63,7 +63,7 @@ def replay_time(programs: Sequence[Program], prices: Prices, *, exact: bool = Fa
     while not all(player.is_over for player in players):
         went_on = [player.run(sent) for player in players]
         if not any(went_on):
-            raise ValueError(_stuck(players, sent))
+            raise InvalidValue(*_stuck(players, sent))
     first = max([player.ends[0] for player in players])
     step = max([player.ends[1] for player in players]) - first
     begins = [one.base + one.outcome.ops[0].start for one in players[0].occurrences if one.outcome.ops]
@@ -95,7 +95,7 @@ def _check_peers(programs: Sequence[Program]) -> None:
                     )
 
 
-def _stuck(players: Sequence[Player], sent: Mapping[Channel, list[float]]) -> str:
+def _stuck(players: Sequence[Player], sent: Mapping[Channel, list[float]]) -> tuple[str, str, str, str]:
     lines = []
     for player in players:
         if player.is_over:
@@ -109,7 +109,7 @@ def _stuck(players: Sequence[Player], sent: Mapping[Channel, list[float]]) -> st
             f"rank {player.program.rank} in {name} of stage {stage}, micro-batch {batch}, waits for message {number} "
             f"of rank {source} on axis {axis!r}"
         )
-    return explain(
+    return (
         "cannot replay a pipeline",
         "its ranks wait for messages that are never sent, as the order of each stands",
         "\n  ".join(lines),

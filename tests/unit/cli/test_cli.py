@@ -85,7 +85,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     [
         ("--dp-shard 3 --sim 8", ["cannot place 8 ranks on these", "is 3, not world_size=8", "try: dp_shard=-1"]),
         ("--dp-replicate 3 --sim 8", ["cannot infer dp_shard: world_size=8 is not divisible by", "dp_replicate=3"]),
-        ("--sim 0", ["error: cannot simulate 0 ranks: --sim 0", "try: --sim 8"]),
+        ("--sim 0", ["error: cannot simulate 0 ranks: there is at least one", "try: --sim 8"]),
         ("train.seqlen=64", ["cannot set train.seqlen: unknown key 'seqlen'", "try: 'seq_len'"]),
         ("trian.steps=4", ["cannot set trian.steps: unknown section [trian]", "try: train.steps"]),
         ("num_parameters=4", ["set num_parameters: it names no section", "try: one of 'model', 'experts'"]),
@@ -95,7 +95,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
         ("a.toml b.toml", ["a run has one file", "try: a.toml, and keys such as"]),
         ("missing.toml", ["error: cannot read the config 'missing.toml': no such file"]),
         ("tony.toml", ["'tony.toml': no such file", "try: 'tiny.toml'"]),
-        ("--device cuda --sim 4", ["ranks compute on the CPU, but device is 'cuda' (--sim 4)", "leave out --device"]),
+        ("--device cuda --sim 4", ["cannot simulate 4 ranks on cuda: simulated ranks compute on the CPU", "leave out --device"]),
         (
             "--seq-len 10000000 --device cpu --memory-limit-gb 1e9",
             ["cannot use the training part of the text: it has", "try: a smaller seq_len, or more text"],
@@ -352,14 +352,14 @@ def test_sim_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, output = invoke("train", "--sim", "2")
     assert code == cli.USER_ERROR
-    assert "--sim 2 starts ranks of its own, but this process is a rank already (RANK=0, WORLD_SIZE=2)" in output
+    assert "cannot simulate 2 ranks: this process is a rank already\n  RANK=0, WORLD_SIZE=2\n" in output
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     code, output = invoke("train")
     assert code == cli.USER_ERROR
-    assert "cannot read torchrun's environment: LOCAL_RANK and WORLD_SIZE not set, but RANK=0" in output
+    assert "cannot read torchrun's environment: LOCAL_RANK and WORLD_SIZE not set\n  RANK=0\n" in output
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         ({"RANK": "0", "LOCAL_RANK": "2"}, "LOCAL_RANK counts from 0, up to 1 of the ranks on a machine"),
         ({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 is more than all ranks"),
         ({"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT is no number"),
-        ({"RANK": "\N{SUPERSCRIPT TWO}", "LOCAL_RANK": "0"}, "not all numbers in RANK=\N{SUPERSCRIPT TWO}"),
+        ({"RANK": "\N{SUPERSCRIPT TWO}", "LOCAL_RANK": "0"}, "not all of it are numbers\n  RANK=\N{SUPERSCRIPT TWO}"),
     ],
 )
 def test_a_launcher_of_ones_own_that_is_wrong_keeps_nobody_waiting(
@@ -387,7 +387,7 @@ def test_ranks_without_a_meeting_place_are_refused(monkeypatch: pytest.MonkeyPat
     code, output = invoke("train")
     assert code == cli.USER_ERROR
     assert (
-        "MASTER_ADDR and MASTER_PORT not set, but RANK=0, LOCAL_RANK=0, WORLD_SIZE=2\n  try: start the ranks" in output
+        "MASTER_ADDR and MASTER_PORT not set\n  RANK=0, LOCAL_RANK=0, WORLD_SIZE=2\n  try: start the ranks" in output
     )
 
 

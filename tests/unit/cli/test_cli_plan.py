@@ -175,7 +175,7 @@ def test_nothing_received_by_us_is_no_ratio():
         ({"source": "dp,tp,-"}, ["entry 2, not split, is for a dim that a tensor of ndim 2 does not have", "try: "]),
         ({"dtype": "flaot32"}, ["no dtype is called 'flaot32'", "try: 'float32'"]),
         ({"hardware": "h100"}, ["cannot find the hardware 'h100'", "try: 'h100-sxm', or the path of a TOML file"]),
-        ({"ranks_per_node": "8"}, ["--ranks-per-node 8 is given without --hardware", "try: --hardware h100-sxm"]),
+        ({"ranks_per_node": "8"}, ["no --hardware says what joins them", "try: --hardware h100-sxm"]),
         (
             {"hardware": "a100-80gb", "ranks_per_node": "0"},
             ["cannot change 'node.devices' of a100-80gb: a figure is above 0", "given: 0", "try: leave it out"],

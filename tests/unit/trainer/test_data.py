@@ -96,7 +96,7 @@ def test_one_file_is_split_by_position(tmp_path: Path) -> None:
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"no text at '.*nowhere': no such file or folder\n  try: another \[data\] path"
+        ValueError, match=r"no text at '.*nowhere': no such file or folder\n  path: .*\n  try: another \[data\] path"
     ):
         load_corpus(DataConfig(str(tmp_path / "nowhere")))
 
@@ -549,7 +549,7 @@ def test_windows_in_the_middle_of_a_prompt_are_left_out(tmp_path: Path) -> None:
 
 def test_a_folder_that_the_pattern_leaves_out_says_what_there_is(tmp_path: Path) -> None:
     lines(tmp_path / "x.jsonl", {"text": "x"})
-    with pytest.raises(ValueError, match=r"found 0 file\(s\).*\n  try: \[data\] pattern = '\*.jsonl'"):
+    with pytest.raises(ValueError, match=r"found 0 file\(s\).*\n  path: .*\n  try: \[data\] pattern = '\*.jsonl'"):
         load_corpus(DataConfig(str(tmp_path)))
     corpus = load_corpus(DataConfig(str(tmp_path), pattern="*.jsonl", max_bytes=10))
     assert bytes(corpus.train) == b"x" * 9
