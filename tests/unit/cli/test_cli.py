@@ -95,7 +95,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
         ("a.toml b.toml", ["a run has one file", "try: a.toml, and keys such as"]),
         ("missing.toml", ["error: cannot read the config 'missing.toml': no such file"]),
         ("tony.toml", ["'tony.toml': no such file", "try: 'tiny.toml'"]),
-        ("--device cuda --sim 4", ["cannot simulate 4 ranks on cuda: simulated ranks compute on the CPU", "leave out --device"]),
+        ("--device cuda --sim 4", ["on cuda: simulated ranks compute on the CPU", "leave out --device"]),
         (
             "--seq-len 10000000 --device cpu --memory-limit-gb 1e9",
             ["cannot use the training part of the text: it has", "try: a smaller seq_len, or more text"],
@@ -386,9 +386,7 @@ def test_ranks_without_a_meeting_place_are_refused(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     code, output = invoke("train")
     assert code == cli.USER_ERROR
-    assert (
-        "MASTER_ADDR and MASTER_PORT not set\n  RANK=0, LOCAL_RANK=0, WORLD_SIZE=2\n  try: start the ranks" in output
-    )
+    assert "MASTER_ADDR and MASTER_PORT not set\n  RANK=0, LOCAL_RANK=0, WORLD_SIZE=2\n  try: start the ranks" in output
 
 
 def test_only_the_first_rank_reports_what_all_ranks_find(monkeypatch: pytest.MonkeyPatch) -> None:
