@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import json
 import math
 import os
@@ -425,12 +426,23 @@ class RankReport:
     units: tuple[str, ...] = ()
 
 
+def _frames() -> dict[int, Any]:
+    """Return where each thread is, with the collector off: CPython before 3.12.1 may wait for itself in there."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def all_stacks() -> str:
     """Return the stacks of all threads of this process, the main thread first, innermost calls last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     parts = []
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+    for ident, frame in sorted(_frames().items(), key=lambda item: item[0] != main):
         parts.append(f"thread {names.get(ident, 'unknown')!r}\n{''.join(traceback.format_stack(frame))}")
     return "\n".join(parts)
 
@@ -446,7 +458,7 @@ def report_of(rank: int, step: int, beats: int, seconds: float, doing: str, fail
         doing: what it was about.
         failed: the error with which it ends.
     """
-    stacks = {ident: list(traceback.extract_stack(frame)) for ident, frame in sys._current_frames().items()}
+    stacks = {ident: list(traceback.extract_stack(frame)) for ident, frame in _frames().items()}
     stacks.pop(threading.get_ident(), None)
     main = stacks.pop(threading.main_thread().ident or 0, [])
     waits_in = _waiting(main)

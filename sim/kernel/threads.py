@@ -5,13 +5,31 @@ torch also keeps caches by thread, so a world leases its threads: a rank runs on
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from sim.explain.errors import SimError
 
 Job = Callable[[], Callable[[], None]]
+T = TypeVar("T")
+
+
+def uncollected(read: Callable[[], T]) -> T:
+    """Return `read()` with the garbage collector off.
+
+    If it runs within `sys._current_frames` or `sys._current_exceptions`, and a finalizer starts a thread, CPython
+    before 3.12.1 waits for a lock that it holds itself.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return read()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Worker:

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 
+from sim.kernel.threads import uncollected
 from sim.kernel.waiting import RankThread
 
 LIMIT_S = 10.0  # without a turn given up and without computing
@@ -79,7 +80,7 @@ def _words(who: _Thread) -> str:
 
 def _runs_a_process(thread_id: int) -> bool:
     """Whether the thread waits in `subprocess`: a compiler, say, which waits for no rank and may take its time."""
-    frame = sys._current_frames().get(thread_id)
+    frame = uncollected(sys._current_frames).get(thread_id)
     while frame is not None and frame.f_globals.get("__name__") == "selectors":  # by which it reads two pipes
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") == "subprocess"
@@ -87,7 +88,7 @@ def _runs_a_process(thread_id: int) -> bool:
 
 def stack_of(thread_id: int) -> str:
     """Where a thread is now."""
-    frame = sys._current_frames().get(thread_id)
+    frame = uncollected(sys._current_frames).get(thread_id)
     return "".join(traceback.format_stack(frame)) if frame is not None else "  (no Python frame)\n"
 
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from sim.explain.lines import user_line
 from sim.kernel.context import Context, current_context
 from sim.kernel.scheduler import Scheduler
+from sim.kernel.threads import uncollected
 from sim.kernel.waiting import RankThread, Waitable
 
 _real_lock = _thread.allocate_lock
@@ -70,7 +71,7 @@ class Local(Waitable):
 
 def where(thread: RankThread) -> tuple[str, str]:
     """What a thread that waits for another one has called ("Queue.get"), and the user's line that called it."""
-    frame = sys._current_frames().get(thread.ident)
+    frame = uncollected(sys._current_frames).get(thread.ident)
     call = "a lock"
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         call = _name_of(frame, call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import concurrent.futures
+import gc
 import importlib
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sim
 from sim.kernel import threads, waiting
+from sim.kernel.threads import uncollected
 from sim.patches import locks
 
 pytestmark = pytest.mark.sim
@@ -994,3 +996,36 @@ def test_a_data_loader_in_the_rank():
         return total.item()
 
     assert sim.run(body, 2) == [56.0] * 2
+
+
+def test_where_threads_are_is_read_without_the_collector():
+    """A finalizer that starts a thread there hangs CPython before 3.12.1: a deadlock was never told."""
+    assert (uncollected(gc.isenabled), gc.isenabled()) == (False, True)
+    with pytest.raises(ZeroDivisionError):
+        uncollected(lambda: 1 / 0)
+    assert gc.isenabled()
+    root = Path(sim.__file__).parents[1]
+    sources = [path for package in ("sim", "hyper_parallel") for path in (root / package).rglob("*.py")]
+    bare = [path.name for path in sources if re.search(r"sys\._current_\w+\(\)", path.read_text())]
+    assert bare == ["watchdog.py"], "of the trainer, which turns it off itself"
+
+
+def test_a_finalizer_that_starts_a_thread_does_not_stop_a_diagnosis():
+    class Closing:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            thread = threading.Thread(target=int)
+            thread.start()
+            thread.join()
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(100):
+            Closing()
+            uncollected(sys._current_exceptions)
+            uncollected(sys._current_frames)
+    finally:
+        gc.set_threshold(*before)
