@@ -13,7 +13,7 @@ from sim.comm.store import RankStore, WaitedKey
 from sim.explain.errors import Deadlock, ranks_phrase, table
 from sim.explain.lines import user_line
 from sim.explain.mismatch import being_handled, call_row, tensor_text
-from sim.kernel.threads import uncollected
+from sim.kernel.threads import collector_paused
 from sim.kernel.waiting import RankThread, Waitable
 from sim.patches.locks import OURS, where
 
@@ -76,7 +76,8 @@ def _row(thread: RankThread) -> tuple[str, str, str, str]:
 
 def _question(thread: RankThread) -> tuple[str, str]:
     """What a thread asks in a loop ("Work.is_completed of ..."), and the user's line."""
-    frame = uncollected(sys._current_frames).get(thread.ident)
+    with collector_paused():
+        frame = sys._current_frames().get(thread.ident)
     asked = "something"
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         name, found = frame.f_code.co_name, frame.f_locals

@@ -204,7 +204,7 @@ _NONE: Methods = MappingProxyType({})
 _FILES: Mapping[str, Methods] = MappingProxyType(
     {
         "hyper_parallel/core/fully_shard/bucket.py": {
-            "start_gather": lambda frame: _of_bucket("gather of", frame.f_locals["self"]),
+            "start_gather": lambda frame: _of_bucket("gather of", frame.f_locals["self"])
         },
         "hyper_parallel/core/fully_shard/reduce.py": {
             "reduce": lambda frame: _of_bucket("reduction of", frame.f_locals["self"].bucket),

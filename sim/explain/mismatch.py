@@ -23,7 +23,7 @@ from sim.explain.errors import (
     table,
 )
 from sim.explain.lines import raised_at
-from sim.kernel.threads import uncollected
+from sim.kernel.threads import collector_paused
 
 _SHOWN = 5
 Error = TypeVar("Error", bound=SimError)
@@ -395,7 +395,8 @@ def being_handled(network: Network) -> Handled:
     """
     scheduler = network.scheduler
     found: dict[str, tuple[list[int], BaseException]] = {}
-    current: dict[int, Any] = uncollected(sys._current_exceptions)
+    with collector_paused():
+        current: dict[int, Any] = sys._current_exceptions()
     for thread in sorted((*scheduler.ranks, *scheduler.helpers), key=lambda thread: thread.rank):
         error = current.get(thread.ident) if not thread.finished else None
         if isinstance(error, tuple):  # Python 3.10 and 3.11: as sys.exc_info() has it

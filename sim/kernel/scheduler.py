@@ -101,6 +101,7 @@ class Scheduler:
                 self.ranks.append(rank)
             self._start()
             self._wait_for_all()
+            self._dismiss()
         except BaseException as interrupt:  # Ctrl-C in the launching thread: end every rank, then go on raising
             self.fatal = self.fatal or interrupt
             if self.ranks:
@@ -233,6 +234,17 @@ class Scheduler:
         started = Waitable()
         started.waiters.append(helper)
         self.wake(started)  # by a thread without the turn: when nobody else can run
+        if self.running is None:
+            self._dismiss()  # that one has started it after the last turn
+
+    def _dismiss(self) -> None:
+        """End those threads that began when all others had ended: nobody hands them a baton."""
+        while self.helpers:
+            helper = self.helpers.pop()
+            helper.finished = True
+            assert helper.ended is not None
+            self.complete(helper.ended)
+            helper.baton.release()
 
     @property
     def now(self) -> float:

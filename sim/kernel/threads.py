@@ -8,25 +8,26 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sim.explain.errors import SimError
 
 Job = Callable[[], Callable[[], None]]
-T = TypeVar("T")
 
 
-def uncollected(read: Callable[[], T]) -> T:
-    """Return `read()` with the garbage collector off.
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Let memory go when its last reference does, and not when Python's collector happens to run.
 
-    If it runs within `sys._current_frames` or `sys._current_exceptions`, and a finalizer starts a thread, CPython
-    before 3.12.1 waits for a lock that it holds itself.
+    Almost all that an estimate makes lives on, so that the collector would walk over it again and again. And where it
+    runs within `sys._current_frames` or `sys._current_exceptions`, and a finalizer starts a thread, CPython before
+    3.12.1 waits for a lock that it holds itself.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        return read()
+        yield
     finally:
         if enabled:
             gc.enable()

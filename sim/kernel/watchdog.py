@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 
-from sim.kernel.threads import uncollected
+from sim.kernel.threads import collector_paused
 from sim.kernel.waiting import RankThread
 
 LIMIT_S = 10.0  # without a turn given up and without computing
@@ -80,7 +80,8 @@ def _words(who: _Thread) -> str:
 
 def _runs_a_process(thread_id: int) -> bool:
     """Whether the thread waits in `subprocess`: a compiler, say, which waits for no rank and may take its time."""
-    frame = uncollected(sys._current_frames).get(thread_id)
+    with collector_paused():
+        frame = sys._current_frames().get(thread_id)
     while frame is not None and frame.f_globals.get("__name__") == "selectors":  # by which it reads two pipes
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") == "subprocess"
@@ -88,7 +89,8 @@ def _runs_a_process(thread_id: int) -> bool:
 
 def stack_of(thread_id: int) -> str:
     """Where a thread is now."""
-    frame = uncollected(sys._current_frames).get(thread_id)
+    with collector_paused():
+        frame = sys._current_frames().get(thread_id)
     return "".join(traceback.format_stack(frame)) if frame is not None else "  (no Python frame)\n"
 
 

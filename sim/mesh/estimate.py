@@ -14,6 +14,7 @@ from hyper_parallel.core.machine.calibration import Calibration, load_calibratio
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import Config
+from sim.kernel.threads import collector_paused
 from sim.mesh.cost import Pricing, ring_kernel_of, weakest
 from sim.mesh.explain import explain as explain_estimate
 from sim.mesh.job import Job
@@ -26,7 +27,7 @@ from sim.mesh.replay.pieces import PriceBasis
 from sim.mesh.replay.player import RankTime
 from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import estimate_line, estimate_text, estimate_view, memory_line
-from sim.mesh.tracing.trace import collector_paused, trace
+from sim.mesh.tracing.trace import trace
 
 Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
 LEVELS = ("often", "seldom", "never", "nothing")

@@ -203,6 +203,8 @@ def _run(scheduler: Scheduler, helper: RankThread, thread: threading.Thread, run
     """What a helper thread does: its own function, with the rank's state, while it has the baton."""
     vars(thread).pop("run", None)
     helper.baton.acquire()
+    if helper.finished:  # before its first turn
+        return
     helper.ident = threading.get_ident()
     helper.name = thread.name
     if scheduler.fatal is None:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from sim.explain.lines import user_line
 from sim.kernel.context import Context, current_context
 from sim.kernel.scheduler import Scheduler
-from sim.kernel.threads import uncollected
+from sim.kernel.threads import collector_paused
 from sim.kernel.waiting import RankThread, Waitable
 
 _real_lock = _thread.allocate_lock
@@ -71,7 +71,8 @@ class Local(Waitable):
 
 def where(thread: RankThread) -> tuple[str, str]:
     """What a thread that waits for another one has called ("Queue.get"), and the user's line that called it."""
-    frame = uncollected(sys._current_frames).get(thread.ident)
+    with collector_paused():
+        frame = sys._current_frames().get(thread.ident)
     call = "a lock"
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         call = _name_of(frame, call)

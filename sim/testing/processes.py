@@ -41,7 +41,7 @@ from hyper_parallel.platform import get_platform
 from sim.explain.callables import check_result
 from sim.explain.errors import ranks_phrase
 from sim.explain.lines import belongs_to_a_library, user_line
-from sim.kernel.threads import uncollected
+from sim.kernel.threads import collector_paused
 from sim.testing.rank_test import RankTest
 
 DEVICE_TYPES = {"gloo": "cpu", "gpu": "cuda", "npu": "npu"}
@@ -345,7 +345,8 @@ def _frame() -> FrameType | None:
 
     Whoever holds one changes what autograd does: a gradient that somebody else has is copied.
     """
-    return uncollected(sys._current_frames).get(threading.main_thread().ident or 0)
+    with collector_paused():
+        return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _place() -> tuple[int, int]:

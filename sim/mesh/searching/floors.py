@@ -17,6 +17,7 @@ from typing import Any
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
+from sim.kernel.threads import collector_paused
 from sim.mesh.cost import Pricing, ring_kernel_of
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
@@ -27,7 +28,7 @@ from sim.mesh.searching.bounds import held_by_model, message_seconds, rates_of
 from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 from sim.mesh.spec import ModelSpec
 from sim.mesh.tracing.stitch import Action, orders
-from sim.mesh.tracing.trace import collector_paused, trace
+from sim.mesh.tracing.trace import trace
 
 _LARGEST = 16
 """Sequences of a micro-batch at which a sequence takes least: kernels are not faster beyond."""

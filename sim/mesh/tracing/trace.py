@@ -36,6 +36,7 @@ from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, finish_step, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
 from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss
+from sim.kernel.threads import collector_paused
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
 from sim.mesh.recipe import Routing
@@ -776,22 +777,6 @@ def _even_shards(module: nn.Module, shards: int) -> int:
             others = math.prod(ranks) // shards if math.prod(ranks) % shards == 0 else math.prod(ranks)
             found = math.gcd(found, size // others if size % others == 0 else 1) if ranks else found
     return max(found, 1)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Let memory go when its last reference does, and not when Python's collector happens to run.
-
-    Almost all that an estimate makes lives on, in the recording or in the result: the collector would walk over it
-    again and again.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
