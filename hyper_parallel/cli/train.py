@@ -89,15 +89,16 @@ def _reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[
     """Return a small run of the same kind, how many ranks to simulate, none under torchrun, and what was reduced."""
     from sim.prove.training import reduced_run
 
-    small, few, changes = reduced_run(run, devices_of(run, ranks))
+    if run.lora.rank:
+        asked, blame = "cannot train the reduced run of adapters", "a small model has no weights to stand beside"
+        raise InvalidValue(asked, blame, f"lora.rank: {run.lora.rank}", "hyper-parallel verify, or lora.rank=0")
+    small, few, changes = reduced_run(run, devices_of(run, ranks), run.precision)
     is_rank = "RANK" in os.environ
     device = run.train.device if is_rank else "cpu"
     # The weights of `start_from` have other shapes.
     kept = replace(small.train, steps=run.train.steps, start_from=None, device=device)
-    small = replace(small, train=kept, precision=run.precision)
     without = ("without checkpoints",) if run.checkpoint.folder else ()
-    changes = (*(change for change in changes if "_dtype" not in change), *without)
-    return small, None if is_rank else few, changes
+    return replace(small, train=kept), None if is_rank else few, (*changes, *without)
 
 
 def demo(

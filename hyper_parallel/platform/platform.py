@@ -220,7 +220,7 @@ class Platform(ABC):
         return one_node()
 
     def on_plan(self, plan: Any, limit: int | None) -> None:
-        """Note the plan of a redistribution that begins, and its limit of memory; a recorder of steps overrides it."""
+        """Note a plan for `machine` that begins, and its limit of memory; a recorder of steps overrides it."""
         del plan, limit
 
     @abstractmethod

@@ -325,11 +325,7 @@ class PrecisionConfig:
                 raise InvalidValue(asked, blame, seen, hint)
 
     def dtype(self, of: str) -> torch.dtype:
-        """Return the dtype of "param", "master" ...; of "buffers", and of losses, which no engine casts, at least fp32.
-
-        Args:
-            of: a key without its end.
-        """
+        """Return the dtype of a key without its end ("master"); of "buffers", which no engine casts, at least fp32."""
         check_choice("cannot read [precision]", "of", of, ("param", "master", "moments", "frozen", "reduce", "buffers"))
         if given := getattr(self, f"{of}_dtype", None):
             return DTYPES[given]

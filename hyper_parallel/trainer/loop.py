@@ -8,7 +8,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -255,11 +255,14 @@ class Trainer:
         return model
 
     def _plan_for(self, hardware: str, mesh: DeviceMesh) -> None:
-        machine = find_machine(hardware)
+        """Plan for a named machine, unless ranks know others: they would wait for each other in other collectives."""
+        machine = None
+        with suppress(ValueError):  # the others must hear of it before this rank ends
+            machine = find_machine(hardware)
         if not self.ranks.agree(zlib.crc32(repr(machine).encode())):
-            asked, blame = "cannot plan redistributions", "the ranks read other figures of the hardware"
+            asked, blame = "cannot plan redistributions", "the ranks read other figures of the hardware, or none"
             raise InvalidValue(asked, blame, f"train.hardware: {hardware!r}", "the same file on each node")
-        plan_for(mesh, machine)
+        plan_for(mesh, machine or find_machine(hardware))
 
     def run(self, on_step: OnStep | None = None) -> TrainResult:
         """Take all remaining steps, log them, validate at the end, and save when it is time."""

@@ -20,13 +20,7 @@ from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue
 from hyper_parallel.core.machine.calibration import Calibration, load_calibration
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.machine.file import GRADES
-from hyper_parallel.core.machine.links import (
-    COLLECTIVES,
-    NodeSpread,
-    collective_seconds,
-    message_seconds,
-    spread_of,
-)
+from hyper_parallel.core.machine.links import COLLECTIVES, NodeSpread, collective_seconds, message_seconds, spread_of
 from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.program import HOST_COPIES, MEMORY_KINDS, Comm, CommGroup, Event, Op, Place
 

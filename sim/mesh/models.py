@@ -79,7 +79,7 @@ def find_model(model: Model) -> ModelSpec:
             raise InvalidValue("cannot find the model", blame, seen, hint)
         return LlamaSpec(key, _configs()[key])
     given: object = model
-    if isinstance(model, LlamaConfig):
+    if isinstance(model, LlamaConfig) and type(model) in (LlamaConfig, MoEConfig):  # one with more fields is another
         kind = "moe" if isinstance(model, MoEConfig) else "llama"
         known = (name for name, config in _configs().items() if _alike(config, model))
         return LlamaSpec(next(known, f"{kind}-{short_count(model.num_parameters())}"), model)
@@ -186,12 +186,7 @@ class LlamaSpec(ConfigSpec):
         return flops_per_token(self.at(seq_len), seq_len)
 
     def build(
-        self,
-        seq_len: int,
-        layers: Collection[int] | None = None,
-        *,
-        embed: bool = True,
-        head: bool = True,
+        self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
     ) -> nn.Module:
         """Make the model, or a stage of it; see `ModelSpec.build`."""
         whole: Llama = (MoELlama if self.family == "moe" else Llama)(self.at(seq_len))

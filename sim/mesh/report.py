@@ -309,11 +309,7 @@ def estimate_dict(estimate: Any) -> dict[str, Any]:
         "batch": estimate.batch,
         "seq_len": estimate.seq_len,
         "memory": memory_dict(memory),
-        "time": terms_dict(estimate)
-        | {
-            "mfu": number(time.mfu),
-            f"{unit}_per_second_per_device": _quantity(rate),
-        },
+        "time": terms_dict(estimate) | {"mfu": number(time.mfu), f"{unit}_per_second_per_device": _quantity(rate)},
     }
 
 

@@ -93,12 +93,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def build(
-        self,
-        seq_len: int,
-        layers: Collection[int] | None = None,
-        *,
-        embed: bool = True,
-        head: bool = True,
+        self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
     ) -> nn.Module:
         """Make the model, or a stage of it, with whatever device and modes the caller has set: call it under meta.
 
@@ -264,12 +259,7 @@ class CustomSpec(ModelSpec):
         return counter.get_total_flops() / seq_len
 
     def build(
-        self,
-        seq_len: int,
-        layers: Collection[int] | None = None,
-        *,
-        embed: bool = True,
-        head: bool = True,
+        self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
     ) -> nn.Module:
         """Make the model, or a stage of it, if it has a method `keep`.
 

@@ -51,10 +51,11 @@ _UNIT = 2.0**-53
 _BYTES_OF_TEXT = 200_000
 _COARSE = 1e-6  # of a tensor's largest element: in float64 a bound that is wider says little
 _WIDE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
+_FP64 = PrecisionConfig("fp64")
 _DEGREES = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")
 
 
-def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, ...]]:
+def reduced_run(run: Config, world_size: int, dtypes: PrecisionConfig = _FP64) -> tuple[Config, int, tuple[str, ...]]:
     """Return a small run of the same kind, its ranks, and what was reduced.
 
     Every degree above 1 becomes 2, or 3 where it is odd, unless there are few ranks; layers, widths, heads, experts,
@@ -69,6 +70,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
     Args:
         run: that `train` is to take.
         world_size: number of its ranks.
+        dtypes: of the small run; fp64 for proofs.
 
     Raises:
         ValueError: a run that `train` refuses.
@@ -99,7 +101,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
     small = dataclasses.replace(
         run,
         parallel=parallel,
-        precision=PrecisionConfig("fp64"),
+        precision=dtypes,
         checkpoint=CheckpointConfig(),
         # Any text will do, and that of the run may not be here.
         data=DataConfig(max_bytes=_BYTES_OF_TEXT, ignored=run.data.ignored),
@@ -186,9 +188,8 @@ def _counts_of_micro_batches(run: Config, dims: ParallelDims) -> Iterator[int]:
 
 def _with_batch(run: Config, dims: ParallelDims, accumulate: int) -> Config:
     steps = max(run.train.steps, _STEPS + 1)  # the last step of a run is followed by a validation
-    return run.with_changes(
-        "train", {"batch_size": dims.batch_ranks * accumulate, "accumulate": accumulate, "steps": steps}
-    )
+    batch = {"batch_size": dims.batch_ranks * accumulate, "accumulate": accumulate, "steps": steps}
+    return run.with_changes("train", batch)
 
 
 def _said(run: Config, found: Config, dims: ParallelDims, few: ParallelDims) -> Iterator[str]:
@@ -200,9 +201,8 @@ def _said(run: Config, found: Config, dims: ParallelDims, few: ParallelDims) -> 
         for key in dataclasses.fields(getattr(run, section))
         if key.name not in _DEGREES and (section != "experts" or run.train.model == "moe")
     ]
-    left_out = {"steps", "max_seq_len", "log"}
     for name, before, after in (*degrees, *values):
-        if before != after and name not in left_out:
+        if before != after and name not in ("steps", "max_seq_len", "log"):
             yield f"{name} {before} -> {after}"
 
 

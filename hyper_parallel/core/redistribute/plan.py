@@ -156,10 +156,10 @@ def plan_here(
     limit: int | None = None,
 ) -> Plan:
     """Plan a redistribution that this rank carries out, by default for the machine of the mesh, see `plan_for`."""
-    platform = get_platform(mesh.device_type)
-    if machine is None:
-        machine = getattr(getattr(mesh, "_root_mesh", None) or mesh, _MACHINE, None) or platform.machine()
-    found = plan(src, dst, shape, dtype, machine, max_extra_bytes=limit)
+    if machine is not None:
+        return plan(src, dst, shape, dtype, machine, max_extra_bytes=limit)
+    platform, root = get_platform(mesh.device_type), getattr(mesh, "_root_mesh", None) or mesh
+    found = plan(src, dst, shape, dtype, getattr(root, _MACHINE, None) or platform.machine(), max_extra_bytes=limit)
     platform.on_plan(found, limit)
     return found
 

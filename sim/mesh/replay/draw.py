@@ -278,11 +278,7 @@ def _columns(axes: Axes, edges: np.ndarray, top: np.ndarray, bottom: np.ndarray,
 
 
 def _polygons(
-    axes: Axes,
-    boxes: Sequence[tuple[DrawnSpan, _Lane]],
-    scale: float,
-    shades: Sequence[str],
-    style: dict[str, Any],
+    axes: Axes, boxes: Sequence[tuple[DrawnSpan, _Lane]], scale: float, shades: Sequence[str], style: dict[str, Any]
 ) -> None:
     if not boxes:
         return

@@ -71,13 +71,7 @@ class Player:
     """One rank: what it has still to run, and the state of its streams."""
 
     def __init__(
-        self,
-        row: int,
-        program: Program,
-        prices: Prices,
-        peers: frozenset[int],
-        exact: bool,
-        slowdown: float,
+        self, row: int, program: Program, prices: Prices, peers: frozenset[int], exact: bool, slowdown: float
     ) -> None:
         self.row = row
         self.program = program

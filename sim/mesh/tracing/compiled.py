@@ -168,13 +168,7 @@ def shape_of(x: torch.Tensor) -> Any:
 _aten = torch.ops.aten
 
 _PRODUCTS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten._scaled_mm.default,
-        *attention_operators(),
-    }
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default, *attention_operators()}
 )
 """What selective checkpointing keeps."""
 
@@ -250,10 +244,7 @@ def _crosses_ranks(function: Any) -> bool:
 
 
 def compile_like(
-    module: nn.Module | Callable[..., Any],
-    checkpointing: str = "none",
-    *,
-    graphs: dict[Any, Any] | None = None,
+    module: nn.Module | Callable[..., Any], checkpointing: str = "none", *, graphs: dict[Any, Any] | None = None
 ) -> CompiledLike:
     """Return what computes as a module's forward, or a function, would if it was compiled.
 
@@ -327,13 +318,7 @@ class CompiledLike:
         own = [getattr(module, name) for module, name in places]
         leaves, tree = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key: tuple[Any, ...] = (
-            part,
-            self.checkpointing,
-            str(tree),
-            torch.is_grad_enabled(),
-            likeness(self.module),
-        )
+        key: tuple[Any, ...] = (part, self.checkpointing, str(tree), torch.is_grad_enabled(), likeness(self.module))
         key += (None if self.module is not None else self.forward,)
         key += tuple(shape_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in (*own, *leaves))
         if key not in self.graphs:

@@ -350,10 +350,7 @@ def fuse(program: Program) -> Program:
 
 
 def fuse_events(
-    events: Sequence[Event],
-    places: Sequence[Place],
-    sizes: Mapping[int, int],
-    own: Collection[int] | None = None,
+    events: Sequence[Event], places: Sequence[Place], sizes: Mapping[int, int], own: Collection[int] | None = None
 ) -> list[Event]:
     """Return events with one operation for each kernel of what is compiled.
 

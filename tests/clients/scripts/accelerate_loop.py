@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader
 plugin = None
 if sys.argv[1] == "fsdp2":
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
     )
 accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
 loader = DataLoader(tiny.rows(), batch_size=tiny.ROWS // accelerator.num_processes)

@@ -364,11 +364,19 @@ def test_redistributions_of_a_run_are_planned_for_its_hardware(monkeypatch: pyte
         kinds[hardware] = Counter(event.op for event in world.trace.of_rank(0) if event.axis == "tp")
     assert kinds["h100-sxm"]["all_reduce"] < kinds[None]["all_reduce"]
     assert losses["h100-sxm"] == pytest.approx(losses[None], rel=1e-5)
-    found = find_machine("h100-sxm")
-    files = {rank: found.with_figures(intra__bandwidth=1e9 + rank) for rank in range(2)}
-    monkeypatch.setattr(loop, "find_machine", lambda name: files[torch.distributed.get_rank()])
-    with pytest.raises(ValueError, match="the ranks read other figures of the hardware"):
-        sim.run(train, 2, args=(config.with_changes("train", {"hardware": "mine.toml"}),))
+    found, unknown = find_machine("h100-sxm"), "no-such-machine"
+
+    def refused(*files: Any) -> str:
+        monkeypatch.setattr(loop, "find_machine", lambda _: find_machine(files[torch.distributed.get_rank()]))
+        with pytest.raises(ValueError, match="hardware") as error:
+            train(config.with_changes("train", {"hardware": "mine.toml"}))
+        return str(error.value)
+
+    for other, words in ((found.with_figures(intra__bandwidth=1e9), "other figures"), (unknown, "or none")):
+        texts = sim.run(refused, 2, args=(found, other))
+        assert texts[0] == texts[1], "all ranks alike"
+        assert words in texts[0]
+    assert all("there" in text or "has that name" in text for text in sim.run(refused, 2, args=(unknown, unknown)))
 
 
 def start(*arguments: str, folder: Path, **options: object) -> subprocess.Popen[str]:

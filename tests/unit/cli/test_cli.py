@@ -318,6 +318,8 @@ def test_a_reduced_run_is_the_one_that_is_verified() -> None:
     assert code == 0, output
     assert output.startswith("reduced: hidden_size 64 -> ")
     assert "2 simulated ranks: step 2/2" in output
+    code, output = invoke("train", *words, "lora.rank=2")
+    assert (code, output.split(":")[1]) == (cli.USER_ERROR, " cannot train the reduced run of adapters")
 
 
 @pytest.mark.parametrize("arguments", [("--steps", "many"), ("--colour", "red")])

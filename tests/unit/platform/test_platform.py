@@ -534,8 +534,7 @@ def test_default_is_the_cpu_when_nothing_else_is_usable(no_npu: None, no_gpu: No
 
 def test_unknown_device_type_lists_the_known_ones() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"'cuda:0': .*\n  known: 'cpu', 'cuda', 'npu'\n  try: 'cuda', without an index",
+        ValueError, match=r"'cuda:0': .*\n  known: 'cpu', 'cuda', 'npu'\n  try: 'cuda', without an index"
     ):
         get_platform("cuda:0")
 

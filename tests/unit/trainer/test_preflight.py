@@ -94,16 +94,8 @@ REFUSED = [
         4,
         ["cannot use ulysses_degree=3 with cp=4", "try: ulysses_degree one of 1, 2, 4, or None for 4"],
     ),
-    (
-        run(cp=8),
-        8,
-        ["num_attention_heads=4 is not divisible by tp * ulysses_degree=8", "one of 1, 2, 4"],
-    ),
-    (
-        run(tp=4),
-        4,
-        ["num_key_value_heads=2 is not divisible by tp=4", "tp one of 1, 2"],
-    ),
+    (run(cp=8), 8, ["num_attention_heads=4 is not divisible by tp * ulysses_degree=8", "one of 1, 2, 4"]),
+    (run(tp=4), 4, ["num_key_value_heads=2 is not divisible by tp=4", "tp one of 1, 2"]),
     (
         run(pp=2),
         2,
@@ -141,36 +133,16 @@ REFUSED = [
         2,
         ["sizes add up to 3 layers, not 4", "try: layers_per_stage='2,2'"],
     ),
-    (
-        run(train=ACCUMULATE, pp=2, layers_per_stage="1,2,1"),
-        2,
-        ["there are 3 sizes for 2 stages"],
-    ),
-    (
-        run(pp=4, schedule="gpipe", layers_per_stage="2,0,0,2"),
-        4,
-        ["rank 1 of the pipeline would have nothing"],
-    ),
+    (run(train=ACCUMULATE, pp=2, layers_per_stage="1,2,1"), 2, ["there are 3 sizes for 2 stages"]),
+    (run(pp=4, schedule="gpipe", layers_per_stage="2,0,0,2"), 4, ["rank 1 of the pipeline would have nothing"]),
     (
         run(train=ACCUMULATE, pp=2, tp=2, engine="hsdp", dtype="bf16"),
         4,
         ["cannot train with engine 'hsdp' and tp=2, pp=2, param_dtype='bf16'", "try: engine 'fully_shard'"],
     ),
-    (
-        run("moe", ep=2, engine="hsdp"),
-        2,
-        ["cannot train with engine 'hsdp' and ep=2"],
-    ),
-    (
-        run("moe", cp=2, fold_experts=True, engine="hsdp"),
-        2,
-        ["cannot train with engine 'hsdp' and fold_experts=True"],
-    ),
-    (
-        run(whole_parameters=True),
-        2,
-        ["cannot leave parameters whole with one rank", "muon: False", "try: --muon"],
-    ),
+    (run("moe", ep=2, engine="hsdp"), 2, ["cannot train with engine 'hsdp' and ep=2"]),
+    (run("moe", cp=2, fold_experts=True, engine="hsdp"), 2, ["cannot train with engine 'hsdp' and fold_experts=True"]),
+    (run(whole_parameters=True), 2, ["cannot leave parameters whole with one rank", "muon: False", "try: --muon"]),
     (
         run(whole_parameters=True, engine="hsdp").with_changes("optimizer", {"muon": True}),
         2,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
@@ -117,7 +116,3 @@ def describe(tensor: Any) -> tuple[Any, ...]:
     layout = str(Layout.of(tensor)) if hasattr(tensor, "to_local") else ""
     strides = tuple(local.stride()) if local.numel() else ()  # of nothing, they mean nothing
     return tuple(tensor.shape), tuple(local.shape), strides, str(tensor.dtype), layout
-
-
-def has_values(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta

@@ -23,14 +23,7 @@ from hyper_parallel import cli
 from hyper_parallel.cli.estimate import arranged_run
 from hyper_parallel.core.machine.description import find_machine, machine_names
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.trainer.config import (
-    Config,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-    config_text,
-    load_config,
-)
+from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig, config_text, load_config
 from hyper_parallel.trainer.report import prediction_table, read_log
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
@@ -86,12 +79,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def of_a_job(job: Any, hardware: Any) -> Any:
         return remembering(
-            model=job.model,
-            dims=job.dims,
-            batch=job.batch,
-            seq_len=job.seq_len,
-            hardware=hardware,
-            recipe=job.recipe,
+            model=job.model, dims=job.dims, batch=job.batch, seq_len=job.seq_len, hardware=hardware, recipe=job.recipe
         )
 
     monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", remembering)

@@ -101,10 +101,7 @@ def test_a_message_needs_nobody_at_the_other_end():
 
 def test_batches_of_messages():
     def body() -> None:
-        operations = [
-            dist.P2POp(dist.isend, torch.ones(2), 1),
-            dist.P2POp(dist.irecv, torch.empty(2), 7),
-        ]
+        operations = [dist.P2POp(dist.isend, torch.ones(2), 1), dist.P2POp(dist.irecv, torch.empty(2), 7)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
@@ -128,15 +125,7 @@ def test_groups_that_only_some_ranks_make():
 
 
 @pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.item(),
-        lambda x: x.tolist(),
-        lambda x: bool(x > 0),
-        float,
-        int,
-        lambda x: x.nonzero(),
-    ],
+    "read", [lambda x: x.item(), lambda x: x.tolist(), lambda x: bool(x > 0), float, int, lambda x: x.nonzero()]
 )
 def test_a_value_cannot_be_read(read):
     def body() -> None:

@@ -122,6 +122,8 @@ def test_names():
     with pytest.raises(ValueError, match="there is no model 'lama3-8b'") as error:
         find_model("lama3-8b")
     assert "try: 'llama3-8b', a LlamaConfig" in str(error.value)
+    with pytest.raises(TypeError, match="model is a MLAConfig"):
+        find_model(LATENT)  # not the experts that it inherits from
     with pytest.raises(TypeError, match="model is a Sequential") as error:
         find_model(nn.Sequential())
     assert "sim.mesh.Custom(...)" in str(error.value)
@@ -665,11 +667,7 @@ def test_stages_of_a_module_that_has_them():
             ValueError,
             ("blocks='iner' is no nn.ModuleList", "nothing is there", "try: blocks='inner'"),
         ),
-        (
-            lambda: find_model(Custom(Conv, ids, blocks="up")).num_layers,
-            ValueError,
-            ("there is a ConvTranspose2d",),
-        ),
+        (lambda: find_model(Custom(Conv, ids, blocks="up")).num_layers, ValueError, ("there is a ConvTranspose2d",)),
         (lambda: find_model(Custom(Conv, ids)).plan(Conv(), "tp=2"), ValueError, ("it has no plan", "or tp=1")),
         (
             lambda: find_model(Custom(Conv, ids)).loss({"logits": None}, (1,)),

@@ -73,11 +73,7 @@ def test_an_estimate_as_data() -> None:
     assert data["memory"]["reserved"] == found.memory.reserved
     assert data["memory"]["classes"][0]["by_category"]["activations"] > 0
     assert data["time"]["step"]["low"] < data["time"]["step"]["value"] < data["time"]["step"]["high"]
-    assert set(data["time"]["terms"]) == {
-        "compute",
-        "exposed communication, dp_shard",
-        "exposed communication, tp",
-    }
+    assert set(data["time"]["terms"]) == {"compute", "exposed communication, dp_shard", "exposed communication, tp"}
 
 
 @pytest.mark.tier("full")

@@ -883,13 +883,7 @@ def test_a_floor_knows_what_an_estimate_has_computed_again() -> None:
         ("1f1b", None, [1, 1], 0.0, 3 * (3 + 1)),
         ("1f1b", None, [1, 1], 0.5, 3 * (3 + 1) + 4 * 0.5),  # of which the middle one goes forth and back in between
         ("1f1b", None, [1, 3], 0.0, 3 * 3 * 3 + 3),  # the last rank never waits but for the first
-        (
-            "1f1b",
-            None,
-            [3, 1],
-            0.0,
-            3 * 3 * 3,
-        ),  # its second forward is longer than the way back
+        ("1f1b", None, [3, 1], 0.0, 3 * 3 * 3),  # its second forward is longer than the way back
         ("interleaved", 2, [1, 1, 1, 1], 0.0, 3 * (2 * 2 + 1)),  # of two micro-batches
         ("zero-bubble", 1, [1, 3], 0.0, 3 * 3 * 3),
     ],
