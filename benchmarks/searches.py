@@ -9,12 +9,12 @@ with no more than the framework's published runs use.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 from benchmarks.published.predict import figures_of, hardware_of, job_of, load_figures
@@ -149,8 +149,8 @@ class Answer:
 def questions() -> Iterator[Question]:
     """Yield the two of the docs, 8 billion parameters on 8 and on 64 devices, and one for each of `ROWS`."""
     for devices, batch, recipe in (
-        (8, 64, Recipe(microbatches=8, reduce_each=True)),
-        (64, 128, Recipe(checkpointing="selective")),
+        (8, 64, Recipe().having(accumulate=8, reduce_each=True)),
+        (64, 128, Recipe().having(checkpointing="selective")),
     ):
         named = Candidate(ParallelDims(dp_shard=devices, world_size=devices), recipe, batch // devices)
         model, hardware = find_model("llama3-8b"), find_machine("h100-sxm")
@@ -194,32 +194,18 @@ def _asked(case: Case) -> Any:
     return case.model, case.hardware, case.dims.world_size, case.batch * case.dims.batch_ranks, case.seq_len
 
 
-_SEARCHED: dict[str, Any] = {
-    "checkpointing": "none",
-    "checkpoint_layers": None,
-    "microbatches": None,
-    "schedule": "1f1b",
-    "stages_per_rank": None,
-    "reduce_each": False,
-    "zero": 3,
-}
-"""Fields of a recipe that a search chooses, and what they are where it has not."""
-
-
 def _kernels(recipe: Recipe) -> Recipe:
-    """What a question fixes of the recipe: what a search does not choose."""
-    return dataclasses.replace(recipe, **_SEARCHED)
+    """Return what a question fixes of a recipe: all that a search does not choose."""
+    chosen = {"checkpointing": "none", "schedule": "1f1b", "stages_per_rank": None, "reduce_each": False}
+    return recipe.bare(**chosen).with_zero(3)
 
 
 def _recipes(recipe: Recipe) -> tuple[Recipe, ...]:
     """Return a framework's recipe with each checkpointing, and each way to shard that it or this library has."""
-    said: dict[str, Any] = {"checkpointing": recipe.checkpointing, "checkpoint_layers": recipe.checkpoint_layers}
-    levels = [said, *({"checkpointing": level} for level in LEVELS)]
-    stages = dict.fromkeys((recipe.zero, 3, 2))
     found = [
-        dataclasses.replace(_kernels(recipe), **level, zero=zero, reduce_each=each)
-        for level in levels
-        for zero in stages
+        _kernels(recipe).having(checkpointing=level, reduce_each=each).with_zero(zero)
+        for level in (recipe.parallel.checkpointing, *LEVELS)
+        for zero in dict.fromkeys((recipe.zero, 3, 2))
         for each in ((False, True) if zero >= 2 else (False,))
     ]
     return tuple(dict.fromkeys(found))
@@ -227,9 +213,9 @@ def _recipes(recipe: Recipe) -> tuple[Recipe, ...]:
 
 def _own(case: Case, runs: Sequence[Case]) -> tuple[tuple[Recipe, ...], dict[str, int]]:
     """Return what all runs of a case's framework use: recipes, and degrees that none of them has."""
-    names = ("checkpointing", "zero", "reduce_each")
-    used = {name: {getattr(one.recipe, name) for one in runs} for name in names}
-    recipes = tuple(one for one in _recipes(case.recipe) if all(getattr(one, name) in used[name] for name in names))
+    reads = [attrgetter(name) for name in ("checkpointing", "zero", "parallel.reduce_each")]
+    used = [(read, {read(one.recipe) for one in runs}) for read in reads]
+    recipes = tuple(one for one in _recipes(case.recipe) if all(read(one) in kinds for read, kinds in used))
     fixed = {axis: 1 for axis in ("cp", "tp", "pp", "ep") if all(getattr(one.dims, axis) == 1 for one in runs)}
     if all(one.dims.dp_replicate == 1 for one in runs if one.recipe.zero):  # whole replicas are shards of nothing
         fixed["dp_replicate"] = 1
@@ -283,8 +269,8 @@ def _plain(question: Question, pool: Sequence[Candidate], known: _Known) -> Iter
         dims, recipe = one.dims, one.recipe
         if dims.tp * dims.pp * dims.cp * dims.dp_replicate > 1 or dims.ep > question.hardware.devices_per_node:
             continue
-        if recipe.zero == 3 and recipe.reduce_each == (one.parts > 1):
-            kinds.setdefault((dims.ep, recipe.checkpointing, recipe.checkpoint_layers), []).append(one)
+        if recipe.zero == 3 and recipe.parallel.reduce_each == (one.parts > 1):
+            kinds.setdefault((dims.ep, recipe.parallel.checkpointing), []).append(one)
     for candidates in kinds.values():
         for candidate in sorted(candidates, key=lambda one: one.parts):
             found = known(candidate)

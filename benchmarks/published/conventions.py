@@ -160,10 +160,9 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Publishe
     )
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
-    said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"
     reduce = str(row.get("grad_reduce_dtype") or ("fp32" if "fp32 grad" in precision else family["reduce_dtype"]))
-    said["reduce_dtype"] = "fp32" if reduce == "fp32" else said["param_dtype"]
-    said["zero"] = _zero(row, family)
+    said["reduce_dtype"] = "fp32" if reduce == "fp32" else "bf16"  # in whose place fp16 is as fast and as large
+    said["moments_dtype"] = said.pop("moments", "fp32")
     said["compile"] = bool(row.get("compile"))
     said["float8"] = "rowwise" if row.get("fp8") == "rowwise" else "tensorwise" if row.get("fp8") else ""
     if said["float8"] and str(row["fp8"]).startswith("T"):
@@ -197,7 +196,9 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Publishe
     _checkpointing(row, family, said, notes)
     _schedule(row, said)
     otherwise = {field.name: said.pop(field.name, field.default) for field in dataclasses.fields(MegatronConventions)}
-    return PublishedRecipe(**said, conventions=MegatronConventions(**otherwise) if any(otherwise.values()) else None)
+    said["foreach"] = said.pop("optimizer", "") == "adamw-foreach"
+    more = MegatronConventions(**otherwise) if any(otherwise.values()) else None
+    return PublishedRecipe().having(**said, conventions=more).with_zero(_zero(row, family))
 
 
 def _checkpointing(row: Row, family: Mapping[str, Any], said: dict[str, Any], notes: list[str]) -> None:
@@ -215,12 +216,12 @@ def _checkpointing(row: Row, family: Mapping[str, Any], said: dict[str, Any], no
             notes.append("what it recomputes beside is left out")
     elif "every 2nd layer" in text or "some blocks" in text:
         share = float(family.get("checkpointed", 0.5)) if "some" in text else 0.5
-        said.update(checkpointing="full", checkpoint_layers=max(1, int(share * (layers // stages))))
+        said["checkpointing"] = f"full first {max(1, int(share * (layers // stages)))}"
         if "some" in text and "checkpointed" not in family:
             notes.append("how many blocks are checkpointed is not stated; taken as half")
     elif "on selected layers" in text:
         counts = [int(x) for x in text[text.index("[") + 1 : text.index("]")].split(",")]
-        said.update(checkpointing="full", checkpoint_layers=max(1, round(sum(counts) / stages)))
+        said["checkpointing"] = f"full first {max(1, round(sum(counts) / stages))}"
     elif text.startswith("full"):
         said["checkpointing"] = "full"
     elif text == "graph sac default":  # torchtitan's graph_trainer (memory_policy.py) saves all matrix products
@@ -246,7 +247,7 @@ def _schedule(row: Row, said: dict[str, Any]) -> None:
         parts = row["local_batch"] // micro
     elif parts * (row.get("micro_batch") or 0) * (row.get("grad_accum") or 1) == row.get("local_batch"):
         parts *= row.get("grad_accum") or 1  # a pipeline's micro-batches, several times over
-    said["microbatches"] = int(parts)
+    said["accumulate"] = int(parts)
     if pp == 1:
         return
     if schedule.startswith("ZB"):
@@ -255,7 +256,7 @@ def _schedule(row: Row, said: dict[str, Any]) -> None:
         chunks = int(row["n_layers"]) // pp
     if chunks > 1:
         said.update(schedule="interleaved", stages_per_rank=chunks)
-    elif said["microbatches"] < pp:
+    elif said["accumulate"] < pp:
         said["schedule"] = "gpipe"  # the same, where none is left to be steady
     said["waits_for_sends"] = "schedule" in said
 

@@ -478,7 +478,8 @@ class GPTSpec(ConfigSpec):
         assert isinstance(module, GPT), "made by build"
         if recipe is None:
             return gpt_plan(module, mesh)
-        return gpt_plan(module, mesh, sequence_parallel=recipe.sequence_parallel, reshard_inputs=recipe.reshard_inputs)
+        along, again = recipe.sequence_parallel, recipe.parallel.reshard_inputs
+        return gpt_plan(module, mesh, sequence_parallel=along, reshard_inputs=again)
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
         """Return the mean cross-entropy, of targets that are shaped as the tokens."""

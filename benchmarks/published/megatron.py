@@ -124,10 +124,10 @@ class MegatronConventions:
             program = free_after_last_use(program, with_loss=self.graph == "step")
         elif self.fsdp2 == "parts" and job.recipe.zero >= 2:
             config = job.model.config  # its embedding is split along tp, too
-            size = config.vocab_size * config.hidden_size * job.recipe.dtype.itemsize // job.dims.tp
+            size = config.vocab_size * config.hidden_size * job.recipe.precision.dtype("param").itemsize // job.dims.tp
             program = allocate_as_fsdp2(program, embedding=size)
         elif self.fsdp2 and job.recipe.zero >= 2:
-            program = allocate_as_fsdp2(program, keeps_last=job.recipe.reshards_after_forward)
+            program = allocate_as_fsdp2(program, keeps_last=job.recipe.zero == 3)
         if self.exposed_weights and job.recipe.zero >= 2:
             program = expose_weights(program)
         if self.owned_weights and job.recipe.zero == 1:

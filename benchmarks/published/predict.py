@@ -204,7 +204,7 @@ class Simulator:
         figures = figures_of(case, self.calibration)
         estimate = price(programs, job_of(case), hardware_of(case, figures), figures)
         beside = 2**30 * float(own.get("context_gib", 0.0))
-        if case.recipe.reduce_dtype == "fp32" != case.recipe.param_dtype:
+        if case.recipe.precision.dtype("reduce").itemsize > case.recipe.precision.dtype("param").itemsize:
             weights = max(one.by_category.get("parameters", 0) for one in estimate.memory.classes)
             beside += weights * float(own.get("gradients_too", 0.0))
         found = prediction_of(beside, estimate)
@@ -253,7 +253,8 @@ def prediction_of(beside: float, estimate: Estimate) -> Prediction:
 
 def _peak_without_moments(memory: ClassMemory, program: Program, recipe: Recipe) -> int:
     """Return the bytes allocated at most in a step whose update makes the optimizer's two moments."""
-    moment, master = 2 if recipe.moments == "bf16" else 4, 4 * (recipe.zero <= 1 and recipe.master == "fp32")
+    moment, master = recipe.precision.dtype("moments").itemsize, recipe.precision.dtype("master").itemsize
+    master = 4 * (recipe.zero <= 1 and master == 4)
     moments = memory.by_category.get("optimizer", 0) * 2 * moment // (2 * moment + master)
     peak = memory.persistent  # with the moments, once they are made
     for point in memory.curve:

@@ -120,10 +120,10 @@ class _Flat:
         self.buckets = self._make_buckets(params)
         count = self.buckets[-1].end
         self.weights = torch.empty(count, dtype=params[0].dtype)
-        self.grads = torch.zeros(count, dtype=recipe.grad_dtype)
+        self.grads = torch.zeros(count, dtype=recipe.precision.dtype("reduce"))
         own = count // self.parts if self.splits else count
-        self.master = torch.zeros(own) if recipe.master == "fp32" and recipe.dtype != torch.float32 else None
-        kept = torch.bfloat16 if recipe.moments == "bf16" else torch.float32
+        param, master, kept = (recipe.precision.dtype(of) for of in ("param", "master", "moments"))
+        self.master = torch.zeros(own) if master == torch.float32 != param else None
         self.moments = [torch.zeros(own, dtype=kept) for _ in range(2)]
         self.tick = torch.zeros(())
         self.works: list[Pending] = []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,7 @@ from benchmarks.published.megatron import MegatronConventions
 from benchmarks.published.replicated import Replicated
 from benchmarks.published.zoo import MLALlama, split_experts, use_kernels
 from hyper_parallel.core.activations import ActivationPolicy
+from hyper_parallel.core.common.checks import check_choice
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.shard.api import shard_module
@@ -61,8 +61,9 @@ class PublishedRun(StageRun):
         module = spec.build(job.seq_len, self.kept, embed=part.is_first, head=part.is_last)
         use_kernels(module, recipe)
         whole = recipe.zero <= 1
-        dtype = recipe.dtype if whole else recipe.weight_dtype
-        in_dtype(module, lambda _: dtype, buffers=dtype if whole or recipe.dtype == torch.float64 else None)
+        param = recipe.precision.dtype("param")
+        dtype = param if whole else recipe.precision.dtype("master")
+        in_dtype(module, lambda _: dtype, buffers=dtype if whole or param == torch.float64 else None)
         if isinstance(module, MoELlama) and not isinstance(module, MLALlama) and not recipe.sequence_parallel:
             split_experts(module, dims, recipe)
             if dims.tp_enabled:
@@ -91,7 +92,7 @@ class PublishedRun(StageRun):
         """Make the optimizer; None: the engine has it in it."""
         if self._engine is not None:
             return None
-        if self.recipe.optimizer == "adamw-foreach":
+        if self.recipe.foreach:
             params = [param for param in self.built.module.parameters() if param.requires_grad]
             return torch.optim.AdamW(params, lr=1e-3, foreach=True)
         return super().make_optimizer()
@@ -179,8 +180,7 @@ def _tie(job: Job, programs: list[Program]) -> None:
     if ends is None or ends[0] == ends[1]:
         return
     vocab, width = job.model.vocab_size or 0, job.model.hidden_size or 0
-    width_of = {"fp32": 4}.get(job.recipe.reduce_dtype, 2)
-    size = -(-vocab * width // job.dims.tp) * width_of
+    size = -(-vocab * width // job.dims.tp) * job.recipe.precision.dtype("reduce").itemsize
     first, last = (programs[rank] for rank in ends)
     devices = (first.rank, last.rank)
     for program in (first, last):
@@ -231,14 +231,14 @@ class _KeepingMore(ActivationPolicy):
 
 @dataclass(frozen=True)
 class PublishedRecipe(Recipe):
-    """How a step of another trainer is trained: arguments as for `Recipe`, and these.
+    """How a step of another trainer is trained: as a `Recipe`, and these.
 
     A search tries such recipes, too, but its guesses take them for those of our trainer.
 
     Args:
-        optimizer: "adamw-foreach" as well.
-        zero: 1 or 0 as well, with weights replicated: 1 shards the optimizer state over data-parallel ranks (ZeRO's
-            first stage: Rajbhandari et al. 2020, section 5.1); 0 is DDP.
+        foreach: AdamW of one kernel for each operation on lists of tensors, in place of one for all.
+        level: 1 or 0 where weights are replicated: 1 shards the optimizer state over data-parallel ranks (ZeRO's first
+            stage: Rajbhandari et al. 2020, section 5.1); 0 is DDP. None: they are sharded as [parallel] says.
         fused_loss: head and loss for one chunk of the tokens at a time: all logits are never there.
         float8: matrix products of blocks in float8, as torchao's recipe "tensorwise" or "rowwise"; "": in bfloat16.
         sequence_parallel: with tensor parallelism, what lies between split modules is split over the sequence.
@@ -247,8 +247,8 @@ class PublishedRecipe(Recipe):
         loss: "library": as `hyper_parallel.vocab_parallel_cross_entropy` and our trainer compute it; "eager":
             `F.cross_entropy` of a float32 copy of the logits; "eager-kept": and the logits live through backward;
             "chunked": of one part of the logits at a time; "compiled": one kernel.
-        overlap_grad_reduce: with zero <= 1: gradients are reduced while backward goes on.
-        overlap_param_gather: with zero == 1: new weights are gathered while the next forward goes on.
+        overlap_grad_reduce: with a level: gradients are reduced while backward goes on.
+        overlap_param_gather: with level 1: new weights are gathered while the next forward goes on.
         tp_overlap: communication of tensor parallelism overlaps with matrix products.
         host: "eager": the host issues each operation of plain tensors; "dtensor": of DTensors, which costs it several
             times as much, as with torch's `parallelize_module` without compile.
@@ -256,6 +256,8 @@ class PublishedRecipe(Recipe):
         conventions: what else the trainer does otherwise; None: nothing.
     """
 
+    foreach: bool = False
+    level: int | None = None
     fused_loss: bool = False
     float8: str = ""
     sequence_parallel: bool = True
@@ -268,30 +270,39 @@ class PublishedRecipe(Recipe):
     graphs: bool = False
     conventions: MegatronConventions | None = None
 
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {
-            **Recipe.choices,
-            "optimizer": (*Recipe.choices["optimizer"], "adamw-foreach"),
-            "zero": (3, 2, 1, 0),
-            "float8": ("", "tensorwise", "rowwise"),
-            "attention": ("flash", "math", "math-recomputed"),
-            "loss": ("library", "eager", "eager-kept", "chunked", "compiled"),
-            "host": ("eager", "dtensor"),
-        }
-    )
+    __hash__ = Recipe.__hash__
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = "cannot use this recipe"
-        if self.float8 and self.param_dtype != "bf16":
-            seen = f"float8={self.float8!r}, param_dtype={self.param_dtype!r}"
+        asked, param = "cannot use this recipe", self.precision.param_dtype
+        check_choice(asked, "level", str(self.level), ("None", "1", "0"))
+        check_choice(asked, "float8", self.float8, ("", "tensorwise", "rowwise"))
+        check_choice(asked, "attention", self.attention, ("flash", "math", "math-recomputed"))
+        check_choice(asked, "loss", self.loss, ("library", "eager", "eager-kept", "chunked", "compiled"))
+        check_choice(asked, "host", self.host, ("eager", "dtensor"))
+        if self.float8 and param != "bf16":
+            seen = f"float8={self.float8!r}, param_dtype={param!r}"
             blame = "matrix products in float8 take and return bfloat16"
             raise InvalidValue(asked, blame, seen, 'param_dtype="bf16"')
         for name, off, what in (("reshard_inputs", False, "gather again"), ("tp_chunks", 1, "overlap")):
-            if getattr(self, name) != off and not self.sequence_parallel:
+            if (given := getattr(self.parallel, name)) != off and not self.sequence_parallel:
                 blame = f"without sequence parallelism no input is gathered, so that there is nothing to {what}"
-                seen = f"{name}={getattr(self, name)}, sequence_parallel=False"
+                seen = f"{name}={given}, sequence_parallel=False"
                 raise InvalidValue(asked, blame, seen, f"sequence_parallel=True, or {name}={off}")
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO."""
+        return super().zero if self.level is None else self.level
+
+    def with_zero(self, stage: int) -> PublishedRecipe:
+        """Return a copy with another stage of ZeRO, 0 and 1 among them."""
+        return super().with_zero(stage).having(level=stage if stage <= 1 else None)
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer in a word."""
+        return "adamw-foreach" if self.foreach else super().optimizer_name
 
     @property
     def steps(self) -> type[PublishedRun]:

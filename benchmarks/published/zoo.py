@@ -363,7 +363,7 @@ class MLASpec(LlamaSpec):
         split_experts(module, dims, recipe)
         if dims.tp_enabled:
             mesh, along = dims.get_mesh("tp"), recipe.sequence_parallel
-            said = {"sequence_parallel": along, "reshard_inputs": recipe.reshard_inputs}
+            said = {"sequence_parallel": along, "reshard_inputs": recipe.parallel.reshard_inputs}
             shard_module(module, mesh, mla_plan(module, mesh, etp=dims.etp if along else None, **said))
 
 
@@ -371,7 +371,7 @@ def split_experts(module: MoELlama, dims: ParallelDims, recipe: Any) -> None:
     """Split experts over the ranks of ep, in place."""
     if dims.ep_enabled:
         etp = dims.etp if dims.tp_enabled else None
-        on_nodes = recipe.ranks_per_node
+        on_nodes = recipe.parallel.ranks_per_node
         expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp, ranks_per_node=on_nodes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
@@ -32,15 +31,15 @@ from hyper_parallel.cli.kit import (
 )
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
-from hyper_parallel.core.common.errors import InvalidValue, nearest
+from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config import Config
+    from sim.mesh.recipe import Recipe
+    from sim.mesh.searching.space import Candidate
 
 GIB = 2**30
-_RECIPE, _OUT = "Recipe", "What comes out"
-
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp", "fold_experts")
+_OTHER, _OUT = "What is no part of a run", "What comes out"
 
 
 def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
@@ -48,9 +47,9 @@ def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> An
 
 
 # What `estimate` and `search` have in common beside fields of dataclasses
-Settings = Annotated[
-    list[str] | None,
-    _option("Any other field of sim.mesh.Recipe: master=none, norm=eager, routing=zipf:0.5 ...", _RECIPE, "--set"),
+Routing = Annotated[
+    float | None,
+    _option("Skew of the loads of experts: expert i gets 1 / i ** so many; default: the same.", _OTHER, min=0),
 ]
 Model = Annotated[
     str | None, _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own.")
@@ -68,12 +67,10 @@ def estimate(
     devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
     model: Model = None,
     start_from: StartFrom = None,
-    settings: Settings = None,
+    routing: Routing = None,
     budget: Annotated[
         float | None,
-        _option(
-            "GiB of a device: estimate the fastest checkpointing that needs no more, and say which it is.", _RECIPE
-        ),
+        _option("GiB of a device: estimate the fastest checkpointing that needs no more, and say which it is.", _OTHER),
     ] = None,
     in_words: Annotated[bool, _option("Say it in words, too, and what to change.", _OUT, "--explain")] = False,
     tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
@@ -107,9 +104,7 @@ def estimate(
             raise InvalidValue(f"cannot use --budget {budget:g}", blame, seen, "one of both options")
         run, spec = _run(config, given, model, start_from)
         hardware = _hardware(run.train.hardware)
-        job = Job.of_run(run, devices_of(run, devices), model=spec)
-        if settings:
-            job = dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
+        job = Job.of_run(run, devices_of(run, devices), model=spec, routing=_routing(routing))
         with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             try:
                 found = estimate_job(job, hardware) if budget is None else fit_job(job, hardware, budget * GIB)
@@ -196,7 +191,7 @@ def search(
     start_from: StartFrom = None,
     memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
     limit: Annotated[int, _option("Most candidates to estimate, before chunks of the best.", min=1)] = 24,
-    settings: Settings = None,
+    routing: Routing = None,
     rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
     write: Annotated[Path | None, _option("TOML file: the best run, for train.", _OUT)] = None,
     json_file: Json = None,
@@ -208,10 +203,13 @@ def search(
     Ctrl-C or SIGTERM ends it: what it has found so far is printed. The exit code is 3 if nothing fits.
     """
     with _mistakes_as_messages():
+        from hyper_parallel.core.mesh.parallel_dims import DEGREES
+        from hyper_parallel.trainer.preflight import plan_run
+        from sim.mesh.models import find_model
+        from sim.mesh.recipe import Recipe
         from sim.mesh.searching.explore import NothingFits
         from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
         from sim.mesh.searching.search import search as search_ways
-        from sim.mesh.spec import ModelSpec
 
         config = file_of(words, given)
         if config is None:
@@ -223,16 +221,14 @@ def search(
         if spec is not None and write is not None:
             blame = "the trainer does not know the model, so that train cannot run what is written"
             raise InvalidValue(f"cannot write {write}", blame, f"--model {model}", "leave out --write")
-        if run.lora.rank:
-            asked, blame = "cannot search a run with adapters", "a search takes all weights to be trained"
-            raise InvalidValue(asked, blame, f"lora.rank: {run.lora.rank}", "hyper-parallel estimate; or lora.rank=0")
         stays = _said(config, given)
-        found = _settings(settings)
-        found_model, recipes = _recipes(run, spec, stays, found)
-        if write is not None and found:
-            _check_writable_settings(write, run, recipes[0], found)
-        degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
+        found_model = find_model(run.shape()) if spec is None else spec
+        degrees = {name: getattr(run.parallel, name) for name in stays & set(DEGREES)}
         chunks: dict[str, Any] = {"tp_chunks": ()} if "tp_chunks" in stays else {}
+
+        def accepts(one: Candidate) -> None:
+            plan_run(arranged_run(run, one), devices)
+
         try:
             with SearchBar(stderr_console()) as bar, sigterm_as_ctrl_c():
                 result = search_ways(
@@ -242,13 +238,14 @@ def search(
                     run.train.batch_size,
                     None if memory_limit is None else memory_limit * GIB,
                     seq_len=run.train.seq_len,
-                    recipes=recipes,
+                    recipes=_recipes(Recipe.of(run, _routing(routing)), stays),
                     fixed={name: size for name, size in degrees.items() if size not in (None, -1)},
                     limit=limit,
                     progress=bar.on_estimate,
                     layers_per_stage=run.parallel.stage_sizes(),
+                    accumulate=run.train.accumulate if "accumulate" in stays else None,
                     **chunks,
-                    accepts=None if isinstance(spec, ModelSpec) else lambda one: _check_trained(run, one, devices),
+                    accepts=accepts if spec is None else None,
                 )
         except NothingFits as error:
             say_error(str(error))
@@ -280,58 +277,16 @@ def _provenance(best: Any) -> str:
     )
 
 
+def arranged_run(run: Config, candidate: Candidate) -> Config:
+    """Return the run that a candidate of its search stands for."""
+    from sim.mesh.job import Job
+    from sim.mesh.models import find_model
+
+    where = candidate.dims, candidate.batch, run.train.seq_len
+    return Job(find_model(run.shape()), *where, candidate.recipe, candidate.layers_per_stage).recipe
+
+
 _PROVENANCE = re.compile(r"^# found by: .*\n# on: .*\n# predicted, .*\n", re.MULTILINE)
-
-
-def arranged_run(run: Config, candidate: Any) -> Config:
-    """Return `run` with the parallel keys of a candidate of its search."""
-    from hyper_parallel.core.activations import ActivationPolicy
-
-    dims, recipe, sizes = candidate.dims, candidate.recipe, candidate.layers_per_stage
-    policy = ActivationPolicy.of(recipe.checkpointing)
-    piped = dims.pp > 1
-    arranged: dict[str, Any] = {
-        **{name: getattr(dims, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")},
-        "ulysses_degree": dims.ulysses_degree if dims.cp > 1 else None,
-        "etp": dims.etp if dims.ep > 1 or dims.fold_experts else None,
-        "fold_experts": dims.fold_experts,
-        "ranks_per_node": recipe.ranks_per_node,
-        "schedule": recipe.schedule,
-        "stages_per_rank": recipe.stages_per_rank if piped else None,
-        "layers_per_stage": None if sizes is None else ",".join(map(str, sizes)),
-        "checkpointing": str(
-            dataclasses.replace(policy, every=recipe.checkpoint_every, first=recipe.checkpoint_layers)
-        ),
-        "reshard_after_forward": recipe.zero == 3,
-        "reduce_each": recipe.reduce_each,
-        "reshard_inputs": recipe.reshard_inputs,
-        "tp_chunks": recipe.tp_chunks,
-        "whole_parameters": recipe.whole_parameters,
-    }
-    train = dataclasses.replace(run.train, accumulate=candidate.parts)
-    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **arranged), train=train)
-
-
-def _check_trained(run: Config, candidate: Any, devices: int) -> None:
-    """Raise what `train` would raise of a candidate."""
-    from sim.mesh.job import Job
-
-    Job.of_run(arranged_run(run, candidate), devices)
-
-
-def _check_writable_settings(write: Path, run: Config, recipe: Any, settings: dict[str, Any]) -> None:
-    """Raise if a file for `train` has no key for a field given by --set, because it would describe another run."""
-    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-    from sim.mesh.job import Job
-    from sim.mesh.searching.space import Candidate
-
-    alone = dataclasses.replace(recipe, microbatches=None, schedule="1f1b", stages_per_rank=None)
-    written = Job.of_run(arranged_run(run, Candidate(ParallelDims(), alone, run.train.batch_size)), 1).recipe
-    lost = [name for name, value in settings.items() if getattr(written, name) != value]
-    if lost:
-        blame = f"it has no key for {' and '.join(lost)}, so that train would not run what was searched"
-        seen = ", ".join(f"--set {name}={settings[name]}" for name in lost)
-        raise InvalidValue(f"cannot write {write}", blame, seen, "leave out --write, or these --set")
 
 
 def _said(file: Path | None, given: Given) -> set[str]:
@@ -343,31 +298,20 @@ def _said(file: Path | None, given: Given) -> set[str]:
     return {*parallel, *({"accumulate"} & train.keys())}
 
 
-def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Return the model of a run, and the recipes to try: what nothing says of checkpointing, ZeRO and reductions."""
-    from sim.mesh.job import Job
+def _recipes(recipe: Recipe, stays: set[str]) -> list[Recipe]:
+    """Return the recipes to try: what nothing says of checkpointing, ZeRO and reductions."""
     from sim.mesh.searching.space import CHECKPOINTINGS
 
-    alone: dict[str, Any] = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep"), 1) | dict.fromkeys(
-        ("dp_shard", "ulysses_degree", "etp", "stages_per_rank", "layers_per_stage")
-    )
-    parallel = dataclasses.replace(run.parallel, **alone, schedule="1f1b")
-    whole = dataclasses.replace(run, parallel=parallel, train=dataclasses.replace(run.train, accumulate=1))
-    job = Job.of_run(whole, 1, model=spec)
-    said_1f1b = "schedule" in stays and run.parallel.schedule == "1f1b"  # which has one stage on each rank
-    recipe = dataclasses.replace(
-        job.recipe,
-        schedule=run.parallel.schedule,
-        stages_per_rank=run.parallel.stages_per_rank or (1 if said_1f1b else None),
-        microbatches=run.train.accumulate if "accumulate" in stays else None,
-    )
-    levels = [recipe.checkpointing] if "checkpointing" in stays else CHECKPOINTINGS
-    stages = [3 if run.parallel.reshard_after_forward else 2] if "reshard_after_forward" in stays else [3, 2]
-    reductions = [run.parallel.reduce_each] if "reduce_each" in stays else [False, True]
-    return job.model, [
-        dataclasses.replace(recipe, checkpointing=level, **{"zero": zero, "reduce_each": each, **settings})
+    parallel = recipe.parallel
+    if "schedule" in stays and parallel.schedule == "1f1b":  # which has one stage on each rank
+        recipe = recipe.having(stages_per_rank=1)
+    levels = [parallel.checkpointing] if "checkpointing" in stays else CHECKPOINTINGS
+    stages = [recipe.zero] if "reshard_after_forward" in stays else [3, 2]
+    reductions = [parallel.reduce_each] if "reduce_each" in stays else [False, True]
+    return [
+        recipe.having(checkpointing=level, reduce_each=each).with_zero(stage)
         for level in levels
-        for zero in stages
+        for stage in stages
         for each in reductions
     ]
 
@@ -375,27 +319,10 @@ def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) 
 # -- from options to what the simulator takes --------------------------------------------------------------------------
 
 
-def _settings(given: list[str] | None) -> dict[str, Any]:
-    """Read fields of the recipe that have no option of their own, written as name=value."""
-    from hyper_parallel.core.machine.toml_file import read_value
-    from sim.mesh.recipe import Recipe, Routing
+def _routing(skew: float | None) -> Any:
+    from sim.mesh.recipe import Routing
 
-    fields = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    found: dict[str, Any] = {}
-    for text in given or ():
-        name, equals, value = (part.strip() for part in text.partition("="))
-        asked = f"cannot use --set {text}"
-        if not equals or name not in fields:
-            blame = f"the recipe has no field {name!r}" if equals else "it is not of the form name=value"
-            raise InvalidValue(asked, blame, f"fields: {', '.join(fields)}", f"--set {nearest(name, fields)}=...")
-        read = read_value(value.lower().removeprefix("zipf:"))
-        if name == "routing" and type(read) not in (int, float):
-            blame = "the skew of loads is a number, 0 for even ones"
-            raise InvalidValue(asked, blame, f"given: {value!r}", "--set routing=zipf:0.5")
-        if isinstance(fields[name], bool) and not isinstance(read, bool):
-            raise InvalidValue(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true")
-        found[name] = Routing.zipf(read) if name == "routing" else value if isinstance(read, str) else read
-    return found
+    return None if skew is None else Routing.zipf(skew)
 
 
 def _model(name: str) -> Any:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,11 +40,15 @@ from hyper_parallel.core.common.checks import (
 from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue, nearest
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.machine.toml_file import Schema, TomlFile, move, toml_text
+from hyper_parallel.core.mesh.parallel_dims import DEGREES
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
 from hyper_parallel.platform import device_types
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MODELS = ("llama", "moe")
 OTHER = "transformers"
@@ -273,6 +277,11 @@ class ParallelConfig:
             check_least(asked, 1, dp_shard=self.dp_shard)
         self.stage_sizes()
 
+    def unplaced(self) -> ParallelConfig:
+        """Return a copy for one device, which has all: without degrees and layers of stages."""
+        usual: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(self) if each.name in DEGREES}
+        return dataclasses.replace(self, **usual, layers_per_stage=None)
+
     def stage_sizes(self) -> list[int] | None:
         """Return the layers of each pipeline stage, None where they are to be balanced.
 
@@ -426,7 +435,7 @@ class Config:
             return dense
         return MoEConfig(**dataclasses.asdict(dense), **dataclasses.asdict(self.experts))
 
-    def with_shape(self, shape: LlamaConfig) -> Config:
+    def with_shape(self, shape: LlamaConfig) -> Self:
         """Return a copy that trains a model of this shape: what `shape` of it returns, tables aside.
 
         >>> Config().with_shape(MoEConfig(num_experts=4)).train.model

@@ -55,7 +55,7 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
     _check_experts(config, dims)
     _check_sequence(config, dims)
     _check_pipeline(config, dims)
-    _check_engine(config, dims)
+    check_engine(config, dims)
     _check_saving(config)
     return dims
 
@@ -147,7 +147,16 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
             raise InvalidValue(asked, blame, seen, "a layer for one of these stages, or a smaller pp")
 
 
-def _check_engine(config: Config, dims: ParallelDims) -> None:
+def check_engine(config: Config, dims: ParallelDims) -> None:
+    """Refuse what the engine, or the optimizer behind it, cannot do.
+
+    Args:
+        config: the run.
+        dims: its degrees.
+
+    Raises:
+        ValueError: it cannot.
+    """
     parallel = config.parallel
     lacks = [] if config.optimizer.muon else ["--muon"]
     lacks += [] if parallel.engine == "fully_shard" else ["--engine fully_shard"]

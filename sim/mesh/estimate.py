@@ -234,7 +234,8 @@ def estimate(
         batch: sequences per step on each data-parallel rank: the global batch over dp_replicate * dp_shard * ep.
         seq_len: tokens of a sequence.
         hardware: a name (`sim.mesh.machine_names`), the path of a TOML file, or a `sim.mesh.Machine`.
-        recipe: precision, recomputation, sharding, schedule.
+        recipe: the run: its precision, recomputation, sharding, schedule, `train.accumulate`. None: `Recipe()`, and
+            in a pipeline a micro-batch for each sequence.
         layers_per_stage: of a pipeline; None: balanced.
         calibration: figures to price with; None: those of the package.
 
@@ -244,8 +245,13 @@ def estimate(
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
     find_machine(hardware)  # an unknown name is reported first
-    job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, sizes)
+    job = Job(find_model(model), dims, batch, seq_len, recipe or usual_recipe(dims, batch), sizes)
     return estimate_job(job, hardware, calibration)
+
+
+def usual_recipe(dims: ParallelDims, batch: int) -> Recipe:
+    """Return what is estimated where nothing is said."""
+    return Recipe().having(accumulate=batch if dims.pp_enabled else 1)
 
 
 def estimate_run(
@@ -310,7 +316,7 @@ def price(programs: list[Program], job: Job, hardware: Machine, calibration: Cal
     memory = memory_of(programs, hardware, general)
     timeline = replay_time(programs, Pricing(hardware, figures, **job.recipe.pricing))
     tokens = job.tokens_per_step / job.dims.world_size
-    peak = hardware.peak(job.recipe.param_dtype)
+    peak = hardware.peak(job.recipe.precision.param_dtype)
     flops = job.model.flops_per_token(job.seq_len) * tokens
     time = time_of(timeline, job.dims.world_size, hardware, general, flops / peak, tokens, kernels=kernels_of(job))
     timeline.memory, timeline.title = memory.classes, f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"

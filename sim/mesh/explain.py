@@ -193,7 +193,7 @@ class _Advisor:
     def __init__(self, estimate: Any) -> None:
         self.estimate = estimate
         self.dims, self.recipe, self.batch = estimate.dims, estimate.recipe, estimate.batch
-        self.parts = self.recipe.parts(self.batch, self.dims)
+        self.parts = self.recipe.train.accumulate
         self.fullest = max(estimate.memory.classes, key=lambda one: one.peak_reserved)
         used = estimate.memory.reserved + self.fullest.context_bytes
         self.used = used / estimate.hardware.memory_bytes
@@ -208,8 +208,9 @@ class _Advisor:
         """Part of the fullest rank's memory."""
         return float(self.fullest.by_category.get(category, 0) / max(self.fullest.peak_allocated, 1))
 
-    def _with(self, change: str, why: str, saves: str, **recipe: Any) -> Advice:
-        return Advice(change, why, saves, self.dims, dataclasses.replace(self.recipe, **recipe), self.batch)
+    def _with(self, change: str, why: str, saves: str, zero: int | None = None, **keys: Any) -> Advice:
+        recipe = (self.recipe if zero is None else self.recipe.with_zero(zero)).having(**keys)
+        return Advice(change, why, saves, self.dims, recipe, self.batch)
 
     def _memory(self) -> Iterator[Advice]:
         recipe = self.recipe
@@ -219,11 +220,11 @@ class _Advisor:
             more = "selective" if recipe.checkpointing == "none" and not self._splits_backward() else "full"
             yield self._with(f'checkpointing="{more}"', why, "memory", checkpointing=more)
         if activations > _MUCH and self.batch % (2 * self.parts) == 0:
-            yield self._with(f"microbatches={2 * self.parts}", why, "memory", microbatches=2 * self.parts)
+            yield self._with(f"accumulate={2 * self.parts}", why, "memory", accumulate=2 * self.parts)
         if recipe.zero < 3 and self.dims.dp_shard * self.dims.ep * self.dims.cp > 1:
             share = self._share("gathered weights") + self._share("parameters")
             why = f"weights are {percent(share)} of the fullest rank's memory"
-            yield self._with("zero=3", why, "memory", zero=3)
+            yield self._with("reshard_after_forward=True", why, "memory", zero=3)
         states = self._share("parameters") + self._share("gradients") + self._share("optimizer")
         if self.dims.dp_replicate > 1 and states > _MUCH:
             why = f"weights, gradients and optimizer state are {percent(states)} of the fullest rank's memory"
@@ -236,16 +237,15 @@ class _Advisor:
         if has_room and recipe.checkpointing != "none":
             less = "none" if recipe.checkpointing == "selective" or self._splits_backward() else "selective"
             why = f"backward computes again, and {percent(1 - self.used)} of memory is free"
-            layers = {"checkpoint_layers": None} if less == "none" else {}
-            yield self._with(f'checkpointing="{less}"', why, "time", checkpointing=less, **layers)
+            yield self._with(f'checkpointing="{less}"', why, "time", checkpointing=less)
         if has_room and recipe.zero == 3 and self._exposed("dp_shard", "shard", "fsdp", "dp") > _MUCH * self.step:
             why = f"weights are gathered again in backward, and {percent(1 - self.used)} of memory is free"
-            yield self._with("zero=2", why, "time", zero=2)
+            yield self._with("reshard_after_forward=False", why, "time", zero=2)
         yield from self._pipeline()
         if (waits := self._exposed("tp")) > _MUCH * self.step and self.dims.tp > 1:
             why = f"{percent(waits / self.step)} of the step waits for axis tp"
             yield from self._less_tp(why)
-        if not recipe.compile and not self._splits_backward():
+        if not recipe.parallel.compile and not self._splits_backward():
             why = "what lies between matrix products reads and writes memory, one kernel for each operation"
             if time.host.value > _MUCH * self.step:
                 why = f"{percent(time.host.value / self.step)} of the step waits for the host to issue operations"
@@ -257,8 +257,8 @@ class _Advisor:
             return
         why = f"the bubble of the pipeline is {percent(bubble)} of the step"
         if self.batch % (2 * self.parts) == 0:
-            yield self._with(f"microbatches={2 * self.parts}", why, "time", microbatches=2 * self.parts)
-        if self.recipe.schedule == "1f1b" and self.parts % max(1, self.parts // self.dims.pp) == 0:
+            yield self._with(f"accumulate={2 * self.parts}", why, "time", accumulate=2 * self.parts)
+        if self.recipe.parallel.schedule == "1f1b" and self.parts % max(1, self.parts // self.dims.pp) == 0:
             yield self._with('schedule="interleaved"', why, "time", schedule="interleaved")
 
     def _less_tp(self, why: str) -> Iterator[Advice]:
@@ -271,13 +271,10 @@ class _Advisor:
         )
         batch = self.batch // 2
         recipe = self.recipe
-        if recipe.microbatches is not None:
-            parts = recipe.microbatches if batch % recipe.microbatches == 0 else batch
-            if dims.pp > 1 and parts < dims.pp:
-                return
-            recipe = dataclasses.replace(recipe, microbatches=parts)
-        elif dims.pp > 1 and batch < dims.pp:
+        parts = self.parts if batch % self.parts == 0 else batch
+        if dims.pp > 1 and parts < dims.pp:
             return
+        recipe = recipe.having(accumulate=parts)
         yield Advice(f"tp={fewer.tp} dp_shard={fewer.dp_shard}", why, "time", fewer, recipe, batch)
 
     def _exposed(self, *axes: str) -> float:
@@ -285,4 +282,4 @@ class _Advisor:
 
     def _splits_backward(self) -> bool:
         """Whether the schedule goes backward twice, which neither selective checkpointing nor compile can."""
-        return self.dims.pp > 1 and find_schedule(self.recipe.schedule).splits_backward
+        return self.dims.pp > 1 and find_schedule(self.recipe.parallel.schedule).splits_backward

@@ -1,10 +1,9 @@
-"""The input of an estimate: a model, the arrangement of ranks, the batch, and how it is trained."""
+"""The input of an estimate: a model, the arrangement of ranks, the batch, and the run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.context_parallel.api import split_over
@@ -14,8 +13,8 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.preflight import check_blocks, plan_run
-from sim.mesh.models import Model, find_model
+from hyper_parallel.trainer.preflight import check_blocks, check_engine, plan_run
+from sim.mesh.models import LlamaSpec, Model, are_alike, find_model
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
 
@@ -50,10 +49,8 @@ class Job:
         dims: the degrees of parallelism.
         batch: sequences per step on each rank that reads its own: the global batch over dp_replicate * dp_shard * ep.
         seq_len: tokens of a sequence.
-        recipe: precision, recomputation and sharding.
+        recipe: the run; model, degrees, batch and `layers_per_stage` in it become those of the job.
         layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
-        run: the training run that this is a step of, see `of_run`: its own functions build what is recorded, and what
-            it reads of a step is recorded, too. None: the recipe says how it is built, and nobody reads numbers.
         ring_kernel: whose fused attention computes the blocks of a ring: "flash" or "cudnn" of GPUs, "npu" or "cpu".
             `estimate` takes the device's.
         machine: that redistributions are planned for; None: an unnamed one of one node. Jobs that differ in it alone
@@ -70,7 +67,6 @@ class Job:
     seq_len: int
     recipe: Recipe = field(default_factory=Recipe)
     layers_per_stage: tuple[int, ...] | None = None
-    run: Config | None = None
     ring_kernel: str = "flash"
     seat: int = 0
     machine: Machine | None = field(default=None, compare=False)
@@ -92,18 +88,34 @@ class Job:
         object.__setattr__(
             self, "layers_per_stage", None if self.layers_per_stage is None else (*self.layers_per_stage,)
         )
+        object.__setattr__(self, "recipe", self._arranged())
         self._check_degrees(asked)
-        self.recipe.parts(self.batch, self.dims)
+        if self.batch % self.microbatches:
+            fits = ", ".join(str(n) for n in range(1, self.batch + 1) if self.batch % n == 0)
+            blame = f"{self.batch} sequences cannot be cut into {self.microbatches} micro-batches"
+            raise InvalidValue(asked, blame, f"batch: {self.batch}", f"accumulate = one of {fits}")
         self.stages()
-        # How norms are computed is the device's matter: torch has a kernel of RMSNorm for accelerators alone.
-        read = replace(self.recipe, norm=Recipe.norm)
-        if self.run is not None and read != _recipe_of(self.run, self.dims, self.recipe.routing):
-            blame, seen = "recipe is not that of the run", f"recipe: {self.recipe.describe()}"
-            raise InvalidValue(asked, blame, seen, "Job.of_run(run, world_size), or run=None")
         if self.dims.pp_enabled:
-            kind = find_schedule(self.recipe.schedule)
+            kind = find_schedule(self.recipe.parallel.schedule)
             kind.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
-            check_blocks(kind.name, self.recipe.checkpointing, compiled=self.recipe.compile)
+            check_blocks(kind.name, self.recipe.parallel.checkpointing, compiled=self.recipe.parallel.compile)
+        check_engine(self.recipe, self.dims)
+
+    def _arranged(self) -> Recipe:
+        """Return the recipe with the model, degrees and batch of the job: the run that `train` would take."""
+        dims, sizes, train = self.dims, self.layers_per_stage, self.recipe.train
+        parallel = replace(
+            self.recipe.parallel,
+            **dims.keys(),
+            layers_per_stage=None if sizes is None else ",".join(map(str, sizes)),
+            stages_per_rank=self.recipe.parallel.stages_per_rank if dims.pp > 1 else None,
+        )
+        train = replace(train, batch_size=self.batch * dims.batch_ranks, seq_len=self.seq_len)
+        recipe = replace(self.recipe, parallel=parallel, train=train)
+        if self.is_trained and not are_alike(recipe.shape(), self.model.config):
+            assert isinstance(self.model, LlamaSpec)
+            return recipe.with_shape(self.model.at(self.seq_len))
+        return recipe
 
     @classmethod
     def of_run(cls, run: Config, world_size: int, *, model: Model | None = None, routing: Routing | None = None) -> Job:
@@ -111,7 +123,7 @@ class Job:
 
         >>> from hyper_parallel.trainer.config import ParallelConfig
         >>> job = Job.of_run(Config(parallel=ParallelConfig(tp=2)), world_size=8)
-        >>> job.dims.dp_shard, job.batch, job.recipe.zero, job.recipe.param_dtype
+        >>> job.dims.dp_shard, job.batch, job.recipe.zero, job.recipe.precision.param_dtype
         (4, 4, 3, 'fp32')
 
         Args:
@@ -135,10 +147,14 @@ class Job:
             dims,
             run.train.batch_size // dims.batch_ranks,
             run.train.seq_len,
-            _recipe_of(run, dims, routing),
+            Recipe.of(run, routing),
             layers_per_stage=None if sizes is None else tuple(sizes),
-            run=run if model is None else None,
         )
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the trainer's own functions build the model and take the step."""
+        return type(self.model) is LlamaSpec and self.recipe.steps is None
 
     def _check_degrees(self, asked: str) -> None:
         """Check what the trainer checks, too: heads, experts, and sequences that do not split."""
@@ -147,8 +163,8 @@ class Job:
             less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
             hint = f"{less}, or a model with experts"
             raise InvalidValue(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint)
-        if self.recipe.ranks_per_node is not None and dims.ep_enabled:
-            split_over_nodes(asked, dims.expert_groups(), self.recipe.ranks_per_node)
+        if self.recipe.parallel.ranks_per_node is not None and dims.ep_enabled:
+            split_over_nodes(asked, dims.expert_groups(), self.recipe.parallel.ranks_per_node)
         if self.model.family not in ("llama", "moe"):
             return
         dims.validate_against_model(self.model, self.seq_len if self.recipe.sequence_parallel else None)
@@ -163,7 +179,7 @@ class Job:
     @property
     def microbatches(self) -> int:
         """Parts that the batch is cut into."""
-        return self.recipe.parts(self.batch, self.dims)
+        return self.recipe.train.accumulate
 
     @property
     def micro_batch(self) -> int:
@@ -185,15 +201,15 @@ class Job:
         count = self.model.num_layers
         if not self.dims.pp_enabled:
             return [StagePart(0, 0, range(count), is_first=True, is_last=True)]
-        kind = find_schedule(self.recipe.schedule)
-        each = kind.checked_stages_per_rank(self.recipe.stages_per_rank)
+        kind = find_schedule(self.recipe.parallel.schedule)
+        each = kind.checked_stages_per_rank(self.recipe.parallel.stages_per_rank)
         total = self.dims.pp * each
         sizes = None if self.layers_per_stage is None else list(self.layers_per_stage)
         ranges = split_layers(count, total, sizes=sizes)
         return [
             StagePart(
                 index,
-                rank_of_stage(self.recipe.schedule, index, self.dims.pp, each),
+                rank_of_stage(self.recipe.parallel.schedule, index, self.dims.pp, each),
                 layers,
                 is_first=index == 0,
                 is_last=index == total - 1,
@@ -233,31 +249,3 @@ class Job:
             index, place = divmod(index, int(getattr(dims, axis)))
             rank += place * strides[axis]
         return rank
-
-
-def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Recipe:
-    """Return the recipe of a run."""
-    parallel, precision, policy = run.parallel, run.precision, ActivationPolicy.of(run.parallel.checkpointing)
-    return Recipe(
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.dtype("reduce"),
-        master="none" if precision.dtype("master").itemsize == 2 else "fp32",
-        moments="bf16" if precision.dtype("moments").itemsize == 2 else "fp32",
-        checkpointing=str(replace(policy, every=1, first=None)),
-        checkpoint_layers=policy.first,
-        checkpoint_every=policy.every,
-        compile=parallel.compile,
-        schedule=parallel.schedule,
-        stages_per_rank=parallel.stages_per_rank if dims.pp_enabled else None,
-        microbatches=run.train.accumulate if run.train.accumulate > 1 or dims.pp_enabled else None,
-        zero=3 if parallel.reshard_after_forward else 2,
-        reduce_each=parallel.reduce_each,
-        reshard_inputs=parallel.reshard_inputs,
-        tp_chunks=parallel.tp_chunks,
-        whole_parameters=parallel.whole_parameters,
-        engine=parallel.engine,
-        optimizer="muon" if run.optimizer.muon else "adamw",
-        clipping=run.optimizer.max_grad_norm > 0,
-        ranks_per_node=parallel.ranks_per_node,
-        routing=routing,
-    )

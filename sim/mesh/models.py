@@ -81,7 +81,7 @@ def find_model(model: Model) -> ModelSpec:
     given: object = model
     if isinstance(model, LlamaConfig) and type(model) in (LlamaConfig, MoEConfig):  # one with more fields is another
         kind = "moe" if isinstance(model, MoEConfig) else "llama"
-        known = (name for name, config in _configs().items() if _alike(config, model))
+        known = (name for name, config in _configs().items() if are_alike(config, model))
         return LlamaSpec(next(known, f"{kind}-{short_count(model.num_parameters())}"), model)
     if isinstance(given, Custom):
         return CustomSpec(given)
@@ -104,7 +104,7 @@ def _configs() -> dict[str, LlamaConfig]:
     }
 
 
-def _alike(one: LlamaConfig, other: LlamaConfig) -> bool:
+def are_alike(one: LlamaConfig, other: LlamaConfig) -> bool:
     """Whether two shapes are those of one model, for sequences of any length."""
     return type(one) is type(other) and dataclasses.replace(one, max_seq_len=other.max_seq_len) == other
 
@@ -196,8 +196,8 @@ class LlamaSpec(ConfigSpec):
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
         said: dict[str, Any] = {}
         if recipe is not None:
-            said = {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": recipe.reshard_inputs}
-            said |= {"chunks": recipe.tp_chunks}
+            said = {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": recipe.parallel.reshard_inputs}
+            said |= {"chunks": recipe.parallel.tp_chunks}
         plan: Callable[..., ShardingPlan] = moe_plan if self.family == "moe" else llama_plan
         return plan(module, mesh, **said)
 
@@ -206,8 +206,8 @@ class LlamaSpec(ConfigSpec):
         if not isinstance(module, MoELlama):
             super().split(module, dims, recipe)
         elif dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
-            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": recipe.reshard_inputs}
-            options |= {"chunks": recipe.tp_chunks, "ranks_per_node": recipe.ranks_per_node}
+            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": recipe.parallel.reshard_inputs}
+            options |= {"chunks": recipe.parallel.tp_chunks, "ranks_per_node": recipe.parallel.ranks_per_node}
             parallelize_moe(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:

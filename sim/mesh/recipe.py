@@ -1,27 +1,23 @@
-"""Training recipe: precision, activation checkpointing, sharding, the kernels used, and how tokens go to experts."""
+"""A run as its step is estimated, and how tokens go to experts."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from hyper_parallel.core.activations import ActivationPolicy
+from hyper_parallel.core.common.checks import check_choice
 from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Loads
-from hyper_parallel.core.pipeline.schedules import find_schedule
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-
+from hyper_parallel.trainer.config import DTYPES, Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 
 # Token counts per expert where no value gives them: an input of an estimate, the same on every machine ----------------
 
@@ -280,152 +276,118 @@ def _rounded(exact: NDArray[np.float64], rows: int, most: int, rank: int) -> NDA
     return counts
 
 
-# The training recipe: precision, activation checkpointing, sharding, and the kernels used -----------------------------
+# A run as the simulator takes it -------------------------------------------------------------------------------------
 
 _ASKED = "cannot use this recipe"
-
-_DTYPES = MappingProxyType(
-    {
-        **dict.fromkeys(("bf16", "bfloat16", torch.bfloat16), "bf16"),
-        **dict.fromkeys(("fp16", "float16", "half", torch.float16), "fp16"),
-        **dict.fromkeys(("fp32", "float32", "float", torch.float32), "fp32"),
-        **dict.fromkeys(("fp64", "float64", "double", torch.float64), "fp64"),
-    }
-)
-_TORCH = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64})
-
-_COUNTS = ("checkpoint_layers", "checkpoint_every", "microbatches", "stages_per_rank", "tp_chunks", "ranks_per_node")
+_SECTIONS = ("parallel", "precision", "optimizer", "lora", "train")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a step is trained.
+class Recipe(Config):
+    """A run, and what an estimate of its step takes beside it.
 
-    >>> recipe = Recipe(param_dtype=torch.bfloat16, checkpointing="selective")
-    >>> recipe.param_dtype, recipe.reduce_dtype, recipe.zero
-    ('bf16', 'fp32', 3)
+    >>> recipe = Recipe().having(checkpointing="selective", reduce_each=True)
+    >>> recipe.parallel.checkpointing, recipe.precision.param_dtype
+    ('selective', 'bf16')
     >>> print(recipe.describe())
-    bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; selective checkpointing; adamw
+    bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; selective checkpointing; adamw; reduce each
+
+    Model, degrees and batch may be left out: a `Job` fills them in.
 
     Args:
-        param_dtype: what weights are gathered and computed in: "bf16", "fp16", "fp32" or "fp64". Torch's own names
-            work, too.
-        reduce_dtype: what gradients are reduced in; those of weights in fp32 or fp64 are reduced as they are.
-        master: "fp32": weights are kept in float32, beside those that are computed in. "none": there are only those.
-        moments: what AdamW's moments are kept in, "fp32" or "bf16" (precision-aware optimizers); beside weights in
-            fp64, fp64.
-        checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
-            "selective": all but matrix products and attention; "alternate": every other matrix product as well.
-        checkpoint_layers: how many layers are checkpointed, the first ones of each stage; None: all.
-        checkpoint_every: of every so many of these the first one is.
-        compile: one kernel, by torch.compile, for what lies between matrix products.
-        optimizer: "adamw" (fused); "muon" for matrices within the blocks, and AdamW for the rest; for a model of your
-            own "sgd", without momentum.
-        schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" ... See
-            `hyper_parallel.core.pipeline.SCHEDULES`.
-        microbatches: parts that a step's batch is cut into; None: one, or with a pipeline one for each sequence.
-        stages_per_rank: stages on each rank of the pipeline; None: as the schedule has it.
-        zero: 3: parameters, gradients and optimizer state are sharded, parameters freed after forward; 2: they are kept
-            gathered until backward (`reshard_after_forward=False`).
-        reshard_inputs: what split modules gather over the sequence is gathered again in backward, not kept.
-        tp_chunks: with tensor parallelism, chunks in which attention (of sequences) and feed-forwards are
-            computed, one gathered or reduced while another is computed.
-        norm: "fused": one kernel; "eager": one for each operation, with float32 copies.
-        reduce_each: without a pipeline: gradients are reduced after every micro-batch, so that they need no
-            more memory than their shards; else they add up whole on every rank and are reduced once.
-        whole_parameters: with Muon: each parameter of the blocks but experts is whole on one rank, so
-            that Muon moves nothing.
-        engine: what splits weights: "fully_shard", or "hsdp" where only data and context are parallel.
-        clipping: gradients are scaled down to a norm; without, the norm is computed all the same, as the trainer does.
+        precision: as in a run, but in "bf16" where nothing else is said.
         routing: how tokens go to experts; None: evenly.
-        ranks_per_node: where experts are split over several nodes of so many ranks: tokens go to each node once; None:
-            to each expert.
+        norm: "fused": one kernel; "eager": one for each operation, with float32 copies, as on CPUs.
 
     Raises:
         TypeError: a value of another type.
-        ValueError: a value that does not exist, or some that contradict each other.
+        ValueError: a value that does not exist.
     """
 
-    param_dtype: Any = "bf16"
-    reduce_dtype: Any = "fp32"
-    master: str = "fp32"
-    moments: str = "fp32"
-    checkpointing: str = "none"
-    checkpoint_layers: int | None = None
-    checkpoint_every: int = 1
-    compile: bool = False
-    optimizer: str = "adamw"
-    schedule: str = "1f1b"
-    microbatches: int | None = None
-    stages_per_rank: int | None = None
-    zero: int = 3
-    engine: str = "fully_shard"
-    clipping: bool = True
-    reshard_inputs: bool = False
-    tp_chunks: int = 1
-    whole_parameters: bool = False
-    norm: str = "fused"
-    reduce_each: bool = False
+    precision: PrecisionConfig = field(default_factory=functools.partial(PrecisionConfig, "bf16"))
     routing: Routing | None = None
-    ranks_per_node: int | None = None
-
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {
-            "master": ("fp32", "none"),
-            "moments": ("fp32", "bf16"),
-            "engine": ("fully_shard", "hsdp"),
-            "checkpointing": ("none", "selective", "alternate", "full", "offload", "full offload"),
-            "optimizer": ("adamw", "muon", "sgd"),
-            "norm": ("fused", "eager"),
-            "zero": (3, 2),
-        }
-    )
+    norm: str = "fused"
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype"):
-            object.__setattr__(self, name, _dtype(name, getattr(self, name)))
-        for name, choices in self.choices.items():
-            given: object = getattr(self, name)
-            if isinstance(given, bool) or given not in choices:
-                hint = nearest(given, choices) if isinstance(given, str) else " or ".join(map(str, choices))
-                raise InvalidValue(*_wrong(name, given, "does not exist", f"{name}={hint}"))
-        for name in [field.name for field in dataclasses.fields(self) if isinstance(field.default, bool)]:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidType(*_wrong(name, getattr(self, name), "is not True or False", f"{name}=True"))
-        for name in _COUNTS:
-            _count(name, getattr(self, name), 0 if name == "checkpoint_layers" else 1)
+        super().__post_init__()
+        check_choice(_ASKED, "norm", self.norm, ("fused", "eager"))
         routing: object = self.routing
-        find_schedule(self.schedule)
         if routing is not None and not isinstance(routing, Routing):
-            hint = "Routing.zipf(1.0), or None for even loads"
-            raise InvalidType(*_wrong("routing", routing, f"is a {type(routing).__name__}, not a Routing", hint))
-        self._check_together()
+            blame, hint = f"routing is a {type(routing).__name__}", "Routing.zipf(1.0), or None for even loads"
+            raise InvalidType(_ASKED, blame, f"routing: {routing!r}", hint)
 
-    def _check_together(self) -> None:
-        some = {"checkpoint_layers": self.checkpoint_layers} if self.checkpoint_layers is not None else {}
-        some |= {"checkpoint_every": self.checkpoint_every} if self.checkpoint_every != 1 else {}
-        if some and self.checkpointing == "none":
-            seen = ", ".join(f"{name}={value}" for name, value in some.items()) + ", checkpointing='none'"
-            blame = f"{next(iter(some))} says how many layers are checkpointed, and none is"
-            raise InvalidValue(_ASKED, blame, seen, 'checkpointing="full"')
-        if self.whole_parameters and (self.optimizer != "muon" or self.zero < 2 or self.engine != "fully_shard"):
-            seen = f"whole_parameters=True, optimizer={self.optimizer!r}, zero={self.zero}, engine={self.engine!r}"
-            blame = "parameters are left whole with one rank by fully_shard, for Muon"
-            hint = 'optimizer="muon", zero=3, engine="fully_shard"'
-            raise InvalidValue(_ASKED, blame, seen, hint)
-        keeps_them = self.optimizer == "adamw" or (self.optimizer == "adamw-foreach" and self.zero <= 1)
-        as_weights = self.optimizer != "sgd" and self.zero >= 2 and self.moment_dtype == self.weight_dtype
-        if self.moments != "fp32" and not (keeps_them or as_weights):
-            seen = f"moments={self.moments!r}, zero={self.zero}, optimizer={self.optimizer!r}"
-            blame = "this optimizer keeps moments in the dtype of the weights that it updates"
-            raise InvalidValue(_ASKED, blame, seen, 'moments="fp32", or optimizer="adamw"')
-        kind = find_schedule(self.schedule)
-        if self.stages_per_rank is not None and not kind.is_multi and self.stages_per_rank != kind.stages_per_rank:
-            seen = f"stages_per_rank={self.stages_per_rank}, schedule={self.schedule!r}"
-            blame = f"schedule {self.schedule!r} has {kind.stages_per_rank} stage(s) on each rank"
-            raise InvalidValue(_ASKED, blame, seen, 'schedule="interleaved", or stages_per_rank=None')
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # of 80 keys, and a search asks for it once for each candidate
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the hash: that of a text is another one in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @classmethod
+    def of(cls, run: Config, routing: Routing | None = None) -> Self:
+        """Return the recipe of a run.
+
+        Args:
+            run: any.
+            routing: how tokens go to experts; None: evenly.
+        """
+        return cls(**{each.name: getattr(run, each.name) for each in fields(Config)}, routing=routing)
+
+    def having(self, **keys: Any) -> Self:
+        """Return a copy with other values of keys.
+
+        >>> Recipe().having(param_dtype="fp32", accumulate=4).train.accumulate
+        4
+
+        Args:
+            keys: of [parallel], [precision], [optimizer], [lora] or [train], the first that has it; or `routing`,
+                `norm`.
+
+        Raises:
+            TypeError: a value of another type.
+            ValueError: no such key, or a value that the section refuses.
+        """
+        changes: dict[str, dict[str, Any]] = {}
+        own = self._own()
+        for key, value in keys.items():
+            home = "" if key in own else next((name for name in _SECTIONS if hasattr(getattr(self, name), key)), None)
+            if home is None:
+                known = {*own, *(each.name for name in _SECTIONS for each in fields(getattr(self, name)))}
+                blame = f"there is no key {key!r}"
+                raise InvalidValue(_ASKED, blame, f"{key}: {value!r}", f"{nearest(key, known)}=...")
+            changes.setdefault(home, {})[key] = value
+        made = {home: replace(getattr(self, home), **given) for home, given in changes.items() if home}
+        return replace(self, **made, **changes.get("", {}))
+
+    def _own(self) -> list[str]:
+        """Return the names of fields that a run has not."""
+        return [each.name for each in fields(self) if each.name not in Config.__dataclass_fields__]
+
+    def bare(self, **keys: Any) -> Self:
+        """Return a copy without model, data, degrees and batch, and with other keys: what recordings have in common.
+
+        Args:
+            keys: as for `having`.
+        """
+        optimizer = OptimizerConfig(muon=self.optimizer.muon, max_grad_norm=float(self.optimizer.max_grad_norm > 0))
+        empty = Config()
+        others = {name: getattr(empty, name) for name in ("model", "experts", "data", "train", "checkpoint")}
+        return replace(self, parallel=self.parallel.unplaced(), optimizer=optimizer, **others).having(**keys)
+
+    def with_zero(self, stage: int) -> Self:
+        """Return a copy with another stage of ZeRO, see `zero`."""
+        return self.having(reshard_after_forward=stage == 3)
 
     # These differ in recipes of other trainers (benchmarks/published)
+
+    @property
+    def zero(self) -> int:
+        """3: gathered weights are freed after forward; 2: they are kept until backward."""
+        return 3 if self.parallel.reshard_after_forward else 2
 
     @property
     def sequence_parallel(self) -> bool:
@@ -449,114 +411,63 @@ class Recipe:
         Torch runs schedules of several stages per rank by lists of actions, in which a receive stands where its sender
         has got to; in those of one stage a receive follows what the rank has computed before.
         """
-        return {"posts_early": self.schedule not in ("gpipe", "1f1b")}
+        return {"posts_early": self.parallel.schedule not in ("gpipe", "1f1b")}
 
     @property
     def activations(self) -> ActivationPolicy:
-        """The policy of blocks, for a stage's layers numbered from 0 on; with no layer at all, "none"."""
-        return _policy(self.checkpointing, self.checkpoint_every, self.checkpoint_layers)
+        """The policy of blocks, for a stage's layers numbered from 0 on."""
+        return _policy(self.parallel.checkpointing)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of computation."""
-        return _TORCH[self.param_dtype]
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are reduced."""
-        return _TORCH[self.reduce_dtype]
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """The dtype of the optimizer's weights."""
-        return self.dtype if self.master == "none" or self.dtype == torch.float64 else torch.float32
-
-    @property
-    def moment_dtype(self) -> torch.dtype:
-        """The dtype of the optimizer's moments."""
-        return torch.float64 if self.dtype == torch.float64 else _TORCH[self.moments]
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether gathered weights are freed after forward."""
-        return self.zero == 3
-
-    def parts(self, batch: int, dims: ParallelDims) -> int:
-        """Return the number of micro-batches of a step.
-
-        >>> from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-        >>> Recipe().parts(8, ParallelDims(pp=4, world_size=4)), Recipe().parts(8, ParallelDims())
-        (8, 1)
-
-        Args:
-            batch: sequences of a step on each data-parallel rank.
-            dims: the degrees.
-
-        Raises:
-            ValueError: the batch cannot be cut into so many.
-        """
-        parts = self.microbatches or (batch if dims.pp_enabled else 1)
-        if batch % parts:
-            fits = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
-            seen = f"batch={batch} sequences on each data-parallel rank   microbatches={parts}"
-            raise InvalidValue(
-                "cannot cut the batch into micro-batches", "it does not divide", seen, f"microbatches one of {fits}"
-            )
-        return parts
+    def checkpointing(self) -> str:
+        """What backward computes again, and where the rest waits, whichever blocks that is for."""
+        return _level(self.parallel.checkpointing)
 
     def describe(self) -> str:
-        """Return the recipe in one line, without its usual fields."""
-        is_wide = self.param_dtype in ("fp32", "fp64")
-        behind = "" if is_wide else f" over {self.master} weights"
-        if self.master == "none" and not is_wide:
+        """Say in a line how a step is trained."""
+        name_of = {dtype: name for name, dtype in DTYPES.items()}
+        of = ("param", "master", "moments", "reduce")
+        param, master, moments, reduced = (name_of[self.precision.dtype(each)] for each in of)
+        behind = "" if param == master else f" over {master} weights"
+        if param == master == "bf16":
             behind = " weights, no others behind them"
         level = f"ZeRO-{self.zero}" if self.zero else "replicated weights"
-        words = [f"{self.param_dtype}{behind}, gradients reduced in {self.reduce_dtype}", level]
-        if self.checkpointing != "none":
-            some = "" if self.checkpoint_layers is None else f" of {self.checkpoint_layers} layers"
-            some += "" if self.checkpoint_every == 1 else f", one of every {self.checkpoint_every}"
+        words = [f"{param}{behind}, gradients reduced in {reduced}", level]
+        if not (policy := self.activations).is_none:
+            some = "" if policy.first is None else f" of {policy.first} layers"
+            some += "" if policy.every == 1 else f", one of every {policy.every}"
             words.append(f"{self.checkpointing} checkpointing{some}")
-        words.append(self.optimizer)
-        usual = {field.name: field.default for field in dataclasses.fields(self)}
-        shown = {"param_dtype", "reduce_dtype", "master", "checkpointing", "optimizer", "zero"}
-        shown |= {"checkpoint_layers", "checkpoint_every"}
-        for name, default in usual.items():
-            value = getattr(self, name)
-            if name in shown or value == default:
-                continue
-            word = name.replace("_", " ")
-            if isinstance(value, bool):
-                words.append(word if value else f"no {word}")
-            elif isinstance(value, Routing):
-                words.append(f"routing {value.describe()}")
-            else:
-                words.append(f"{word} {value}")
+        words.append(self.optimizer_name)
+        words += [] if moments == master else [f"moments {moments}"]
+        words += [] if self.optimizer.max_grad_norm > 0 else ["no clipping"]
+        words += [f"lora rank {self.lora.rank}"] if self.lora.rank else []
+        words += [f"{self.train.accumulate} micro-batches"] if self.train.accumulate > 1 else []
+        plain, said = type(self)(), {"reshard_after_forward", "checkpointing"}
+        of_parallel = [each.name for each in fields(ParallelConfig) if each.name not in said]
+        holders = (self.parallel.unplaced(), plain.parallel, of_parallel), (self, plain, self._own())
+        for holder, usual, names in holders:
+            for name in names:
+                if (value := getattr(holder, name)) != getattr(usual, name):
+                    words.append(_said(name.replace("_", " "), value))
         return "; ".join(words)
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer in a word."""
+        return "muon" if self.optimizer.muon else "adamw"
+
+
+def _said(word: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return word if value else f"no {word}"
+    return f"{word} {value.describe() if isinstance(value, Routing) else value}"
 
 
 @functools.lru_cache(maxsize=256)  # a search asks each of its candidates several times
-def _policy(checkpointing: str, every: int, layers: int | None) -> ActivationPolicy:
-    if layers == 0:
-        return ActivationPolicy()
-    return dataclasses.replace(ActivationPolicy.of(checkpointing), every=every, first=layers)
+def _policy(checkpointing: str) -> ActivationPolicy:
+    return ActivationPolicy.of(checkpointing)
 
 
-def _dtype(name: str, given: Any) -> str:
-    known = _DTYPES.get(given) if isinstance(given, str | torch.dtype) else None
-    if known is None:
-        words = ("bf16", "fp16", "fp32", "fp64")
-        raise InvalidValue(*_wrong(name, given, "is no dtype for this", f"{name}={nearest(given, words)}"))
-    return known
-
-
-def _count(name: str, given: object, least: int) -> None:
-    if given is None:
-        return
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise InvalidType(*_wrong(name, given, f"is a {type(given).__name__}, not an int", f"{name}={max(least, 1)}"))
-    if given < least:
-        raise InvalidValue(*_wrong(name, given, f"is below {least}", f"{name}={max(least, 1)}"))
-
-
-def _wrong(name: str, given: object, why: str, hint: str) -> tuple[str, str, str, str]:
-    return (_ASKED, f"{name}={given!r} {why}", f"{name}: {given!r}", hint)
+@functools.lru_cache(maxsize=256)
+def _level(checkpointing: str) -> str:
+    return str(replace(_policy(checkpointing), every=1, first=None))

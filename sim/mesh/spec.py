@@ -168,6 +168,7 @@ class Custom:
         blocks: path of the `nn.ModuleList` (or `nn.Sequential`) whose items are sharded and checkpointed one by one;
             None: the longest `nn.ModuleList`; where there is none, the model is one unit.
         name: for tables.
+        optimizer: makes the optimizer of the weights that are trained; None: that of the trainer.
     """
 
     module: Callable[[], nn.Module]
@@ -176,6 +177,7 @@ class Custom:
     plan: ShardingPlan | Callable[[nn.Module, MeshLike], ShardingPlan] | None = None
     blocks: str | None = None
     name: str = "custom"
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.module, nn.Module):

@@ -31,6 +31,17 @@ AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")  # of the mesh
 # Of the ranks, outermost first. Launchers number ranks node by node, so that ranks of tp, which communicate most, are
 # neighbours on one node, and stages, which communicate least, reach over nodes.
 RANK_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+DEGREES = (
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "pp",
+    "ep",
+    "etp",
+    "ulysses_degree",
+    "fold_experts",
+)
 RESERVED_NAMES = ("efsdp", "etp", "batch")
 _STANDS_FOR = (
     ("fsdp", ("dp_shard",)),
@@ -101,14 +112,22 @@ class ParallelDims:
             ValueError: as for the constructor; text or a number in place of a configuration, names that are nearly
                 those of degrees, a mapping that has other names only.
         """
-        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree", "fold_experts")
-        _check_names(parallel_cfg, (*names, "dp", "world_size"))
-        given = {name: value for name in names if (value := _read(parallel_cfg, name)) is not None}
+        _check_names(parallel_cfg, (*DEGREES, "dp", "world_size"))
+        given = {name: value for name in DEGREES if (value := _read(parallel_cfg, name)) is not None}
         if "dp_shard" not in given:
             older = _read(parallel_cfg, "dp")
             given["dp_shard"] = -1 if older is None else older
         given.setdefault("etp", given.get("tp", 1))
         return cls(**given, world_size=world_size)
+
+    def keys(self) -> dict[str, Any]:
+        """Return what `from_config` reads these degrees from; None for a degree that means nothing here.
+
+        >>> {name: value for name, value in ParallelDims(tp=2, dp_shard=2, world_size=4).keys().items() if value}
+        {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1, 'tp': 2, 'pp': 1, 'ep': 1}
+        """
+        used = {"etp": self.ep > 1 or self.fold_experts, "ulysses_degree": self.cp > 1}
+        return {name: getattr(self, name) if used.get(name, True) else None for name in DEGREES}
 
     def __post_init__(self) -> None:
         self._check_whole_numbers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.job import Job, StagePart
 from sim.mesh.models import ConfigSpec
 from sim.mesh.program import Program
-from sim.mesh.recipe import Recipe
 from sim.mesh.recordings.derive import Anchor, derive
 from sim.mesh.tracing.stitch import Recording, sends_end
 
@@ -107,21 +105,17 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
     if not _is_known(job):
         return None
     dims, recipe = job.dims, job.recipe
-    kinds, schedule = job.model.layer_kinds, find_schedule(recipe.schedule)
-    alone = recipe.engine != "fully_shard" or job.is_skewed or recipe.steps is not None
-    if alone or recipe.optimizer == "muon":  # which matrices a rank computes depends on how many ranks there are
+    kinds, schedule = job.model.layer_kinds, find_schedule(recipe.parallel.schedule)
+    alone = recipe.parallel.engine != "fully_shard" or job.is_skewed or recipe.steps is not None
+    if alone or recipe.optimizer.muon:  # which matrices a rank computes depends on how many ranks there are
         return (job, part, tuple(kept))
     ranks = {each.index: each.rank for each in job.stages()}
     near = [ranks.get(part.index + step) for step in (-1, 1)]
     ends = job.tied_ranks
-    changed: dict[str, Any] = {"microbatches": None}  # it matters when a recording is repeated, not when it is made
-    if dims.pp > 1:
-        changed |= {"schedule": Recipe.schedule, "stages_per_rank": None}
+    changed: dict[str, Any] = {"schedule": "1f1b", "stages_per_rank": None} if dims.pp > 1 else {}
     affine = job.model.family == "llama" and job.micro_batch > 1  # tensors with a dim of 1 are laid out otherwise
     return (
         job.model,
-        # Then the trainer's own functions build it, of what the recipe has, too, but for these.
-        job.run and (job.run.lora, job.run.precision),
         job.seq_len,
         None if affine else job.micro_batch,
         min(job.microbatches, 3),
@@ -135,8 +129,8 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         (dims.pp, ends) if ends is not None and (part.is_first or part.is_last) else None,
         (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
         tuple(kinds[layer] for layer in kept),
-        len(part.layers) if recipe.checkpoint_layers is not None or recipe.checkpoint_every > 1 else None,
-        dataclasses.replace(recipe, **changed),
+        len(part.layers) if recipe.activations.first is not None or recipe.activations.every > 1 else None,
+        recipe.bare(**changed),  # micro-batches matter when a recording is repeated, not when it is made
     )
 
 

@@ -22,8 +22,6 @@ from hyper_parallel.trainer.metrics import least_kept
 from sim.mesh.cost import Pricing
 from sim.mesh.searching.space import Candidate, Shape, layers_of_stages, owners_of
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_MOMENTS = {"adamw": 8, "muon": 4, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
 _FEW = 400  # tokens of a micro-batch that take twice as long as they compute: weights are read, operations issued
 _RECOMPUTED = {"none": 1.0, "selective": 1.04, "alternate": 1.11, "full": 1.25}  # forward has the faster kernels
@@ -84,8 +82,8 @@ def _together(state: tuple[float, float], activations: float, candidate: Candida
     """
     (standing, gradients), recipe = state, candidate.recipe
     waiting = 0.0 if candidate.parts == 1 else gradients
-    if recipe.master == "fp32" and candidate.dims.dp_replicate > 1:
-        waiting *= _BYTES[recipe.reduce_dtype] / 4
+    if recipe.precision.dtype("master").itemsize == 4 and candidate.dims.dp_replicate > 1:
+        waiting *= recipe.precision.dtype("reduce").itemsize / 4
     return standing + max(gradients, waiting + activations)
 
 
@@ -101,28 +99,29 @@ def _on_a_rank(shape: Shape, candidate: Candidate) -> tuple[float, float]:
 def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     """Weights with optimizer state, and gradients."""
     dims, recipe = candidate.dims, candidate.recipe
-    computed = _BYTES[recipe.param_dtype]
-    has_master = recipe.master == "fp32" and computed < 4
-    weights, moments = (4 if recipe.master == "fp32" else computed), _MOMENTS[recipe.optimizer]
-    if recipe.moments == "bf16":
-        moments //= 2
+    computed = recipe.precision.dtype("param").itemsize
+    weights = recipe.precision.dtype("master").itemsize
+    has_master = weights > computed
+    moments = 0 if shape.own_optimizer else (2 - recipe.optimizer.muon) * recipe.precision.dtype("moments").itemsize
+    if recipe.lora.rank:  # adapters are taken to be nothing
+        weights, moments, has_master = recipe.precision.dtype("frozen").itemsize, 0, False
     dense, experts = _on_a_rank(shape, candidate)
     standing = gradients = 0.0
     for parameters, shards in ((dense, dims.dp_shard * dims.ep * dims.cp), (experts, dims.expert_shards)):
         # A stage keeps what it gathers, or with one shard casts.
         is_whole = (shards > 1 and recipe.zero == 2) or (dims.pp > 1 and (shards > 1 or has_master))
         standing += parameters * ((weights + moments) / shards + is_whole * computed)
-        gradients += parameters * weights / shards
+        gradients += 0 if recipe.lora.rank else parameters * weights / shards
     return standing, gradients
 
 
 def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     """Return bytes of weights and optimizer state, and of gradients while micro-batches add theirs up."""
     standing, gradients = _state(shape, candidate)
-    if candidate.dims.pp > 1 or candidate.parts == 1:
+    if candidate.dims.pp > 1 or candidate.parts == 1 or candidate.recipe.lora.rank:
         return standing, 0.0
     if _gradients_wait(candidate):
-        gradients = sum(_on_a_rank(shape, candidate)) * _BYTES[candidate.recipe.param_dtype]
+        gradients = sum(_on_a_rank(shape, candidate)) * candidate.recipe.precision.dtype("param").itemsize
     return standing, gradients
 
 
@@ -130,10 +129,11 @@ def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     dims, recipe = candidate.dims, candidate.recipe
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
     layers = shape.layers // dims.pp
-    width = _BYTES[recipe.param_dtype]
+    width = recipe.precision.dtype("param").itemsize
     policy = recipe.activations
     checkpointed = sum(map(policy.takes, range(layers)))
-    kept, per_layer = (_kept_of_block(shape, candidate, how) for how in ("none", policy.kind))
+    hows = ("full", "full") if recipe.lora.rank else ("none", policy.kind)  # what is frozen needs no inputs in backward
+    kept, per_layer = (_kept_of_block(shape, candidate, how) for how in hows)
     per_layer = 0.0 if policy.offload else per_layer
     under_way = _under_way(candidate)
     bytes_ = tokens * under_way * (checkpointed * per_layer + (layers - checkpointed) * kept)
@@ -144,7 +144,7 @@ def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
 
 def _kept_of_block(shape: Shape, candidate: Candidate, checkpointing: str) -> float:
     """Bytes that a block keeps of a token at least."""
-    tp, width = candidate.dims.tp, _BYTES[candidate.recipe.param_dtype]
+    tp, width = candidate.dims.tp, candidate.recipe.precision.dtype("param").itemsize
     small = shape.hidden * width / tp
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * width / tp
     return least_kept(checkpointing, small, attention, shape.intermediate * width / tp)
@@ -154,7 +154,7 @@ def _under_way(candidate: Candidate) -> int:
     """Micro-batches whose activations the first stage keeps at once."""
     if candidate.dims.pp == 1:
         return 1
-    if find_schedule(candidate.recipe.schedule).rule == "any" and candidate.recipe.schedule != "zbv":
+    if find_schedule(candidate.recipe.parallel.schedule).rule == "any" and candidate.recipe.parallel.schedule != "zbv":
         return candidate.parts
     return min(candidate.dims.pp, candidate.parts)
 
@@ -202,7 +202,7 @@ def _guess_of_rank(
         at_work: likewise.
     """
     dims, recipe, policy = candidate.dims, candidate.recipe, candidate.recipe.activations
-    width, reduced = _BYTES[recipe.param_dtype], _BYTES[recipe.reduce_dtype]
+    width, reduced = recipe.precision.dtype("param").itemsize, recipe.precision.dtype("reduce").itemsize
     tokens, mean = candidate.batch // candidate.parts * seq_len / dims.cp, sum(_on_a_rank(shape, candidate))
     owners, ends = owners_of(candidate), min(shape.vocab * shape.hidden / dims.tp, mean * dims.pp / 2)
     block = (mean * dims.pp - 2 * ends) / max(shape.layers, 1)
@@ -222,7 +222,7 @@ def _guess_of_rank(
     is_sharded = dims.dp_shard * dims.ep * dims.cp > 1
     if wait and dims.pp > 1:
         in_block += max(parameters * width - of_batch, 0.0) / len(own)
-        if not find_schedule(recipe.schedule).begins_all_stages(candidate.parts, dims.pp):
+        if not find_schedule(recipe.parallel.schedule).begins_all_stages(candidate.parts, dims.pp):
             waiting = waiting / len(own) + gradients * (1 - 1 / len(own))
     elif is_sharded:
         in_block += block * (width if wait else 4)
@@ -265,7 +265,7 @@ class _Widths(NamedTuple):
     @classmethod
     def of(cls, shape: Shape, candidate: Candidate) -> _Widths:
         dims, recipe = candidate.dims, candidate.recipe
-        width = _BYTES[recipe.param_dtype]
+        width = recipe.precision.dtype("param").itemsize
         hidden = shape.hidden * width / dims.tp
         query, key = (heads * shape.head_dim * width / dims.tp for heads in (shape.heads, shape.kv_heads))
         sent = (2 * shape.experts_per_token + 4 / width) * hidden if shape.experts else 0.0
@@ -298,11 +298,11 @@ def _kept_of_all(shape: Shape, candidate: Candidate, widths: _Widths) -> float:
     norm operation by operation keeps two copies in float32. A compiler makes the activation again.
     """
     recipe, (result, hidden, query, key, ffn, sent) = candidate.recipe, widths
-    width, first = _BYTES[recipe.param_dtype], _first_products(shape)
+    width, first = recipe.precision.dtype("param").itemsize, _first_products(shape)
     kept = 2 * hidden + sent + 2 * (query + key) + first * ffn
-    gathers = candidate.dims.tp > 1 and not recipe.reshard_inputs
-    kept += 2 * (result if gathers else hidden) + (1 if recipe.compile else first) * ffn
-    is_wide = recipe.norm == "eager" and shape.gated and not recipe.compile  # others have no RMSNorm
+    gathers = candidate.dims.tp > 1 and not recipe.parallel.reshard_inputs
+    kept += 2 * (result if gathers else hidden) + (1 if recipe.parallel.compile else first) * ffn
+    is_wide = recipe.norm == "eager" and shape.gated and not recipe.parallel.compile  # others have no RMSNorm
     return kept + (2 * hidden / width * 8 if is_wide else 0.0)
 
 
@@ -327,14 +327,14 @@ def _kept_of_results(shape: Shape, candidate: Candidate, widths: _Widths) -> dic
 
 def _is_one_graph(shape: Shape, candidate: Candidate) -> bool:
     """Whether a block is compiled as a whole: nothing within it communicates."""
-    return candidate.recipe.compile and candidate.dims.tp == 1 and not shape.experts
+    return candidate.recipe.parallel.compile and candidate.dims.tp == 1 and not shape.experts
 
 
 def _gradients_wait(candidate: Candidate) -> bool:
     """Whether gradients are whole on each rank until the last micro-batch has added its own."""
     dims, recipe = candidate.dims, candidate.recipe
     is_split = dims.dp_shard * dims.ep * dims.cp * dims.pp > 1
-    return not recipe.reduce_each and candidate.parts > 1 and is_split
+    return not recipe.parallel.reduce_each and candidate.parts > 1 and is_split
 
 
 @cache
@@ -371,7 +371,7 @@ def _under_way_on(candidate: Candidate, rank: int) -> float:
     the other (`Schedule1F1B`, `ScheduleInterleaved1F1B` and `ScheduleInterleavedZeroBubble` of torch): a rank begins
     with all of a round but in its last stage, and with one for each rank behind it, there and back.
     """
-    ranks, parts, kind = candidate.dims.pp, candidate.parts, find_schedule(candidate.recipe.schedule)
+    ranks, parts, kind = candidate.dims.pp, candidate.parts, find_schedule(candidate.recipe.parallel.schedule)
     if ranks == 1:
         return 1
     if kind.rule == "any":
@@ -393,7 +393,9 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Rat
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     tokens = candidate.batch * seq_len / dims.cp
     compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / (machine.flops * _MATMUL)
-    compute *= _RECOMPUTED[recipe.activations.kind] * (1.0 if recipe.compile else 1.1) * (1 + _FEW * parts / tokens)
+    compute *= (
+        _RECOMPUTED[recipe.activations.kind] * (1.0 if recipe.parallel.compile else 1.1) * (1 + _FEW * parts / tokens)
+    )
     compute *= 1 + _NARROWER * math.log2(dims.tp)
 
     exposed = _of_tokens(shape, candidate, seq_len, machine, compute)
@@ -418,7 +420,9 @@ def _waits(candidate: Candidate) -> int:
     ranks are through a stage before that, each time by as many turns as are missing. In a V nobody waits for it.
     """
     ranks, each = candidate.dims.pp, len(owners_of(candidate)) // candidate.dims.pp
-    missing = max(ranks - candidate.parts, 0) if find_schedule(candidate.recipe.schedule).style == "loop" else 0
+    missing = (
+        max(ranks - candidate.parts, 0) if find_schedule(candidate.recipe.parallel.schedule).style == "loop" else 0
+    )
     return ranks - 1 + (each - 1) * missing
 
 
@@ -426,19 +430,19 @@ def _of_tokens(shape: Shape, candidate: Candidate, seq_len: int, machine: Rates,
     """Communication of activations along tp, ep and cp that compute does not hide."""
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     again = 4 / 3 if recipe.activations.kind == "full" else 1.0
-    tokens, width = candidate.batch * seq_len / dims.cp, _BYTES[recipe.param_dtype]
+    tokens, width = candidate.batch * seq_len / dims.cp, recipe.precision.dtype("param").itemsize
     layers, exposed = shape.layers / dims.pp, 0.0
     if dims.tp > 1:
         # Forward gathers and scatters twice in a block, and backward does as much.
         each = machine.collective("all_gather", tokens / parts * shape.hidden * width, dims.tp, 1)
-        exposed += (8 + recipe.reshard_inputs) * again * layers * parts * each
+        exposed += (8 + recipe.parallel.reshard_inputs) * again * layers * parts * each
     if dims.ep_enabled:
         passed = tokens * shape.hidden * width * layers
         speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
-        if recipe.ranks_per_node is None:
+        if recipe.parallel.ranks_per_node is None:
             exposed += 4 * again * passed * shape.experts_per_token * (1 - 1 / dims.expert_ranks) / speed
         else:
-            nodes = max(dims.ep * dims.tp * dims.cp // recipe.ranks_per_node, 1)
+            nodes = max(dims.ep * dims.tp * dims.cp // recipe.parallel.ranks_per_node, 1)
             visited = nodes * (1 - (1 - 1 / nodes) ** shape.experts_per_token)
             exposed += 4 * again * passed * visited * (1 - 1 / nodes) / machine.between
             exposed += 4 * again * passed * shape.experts_per_token / machine.inside
@@ -458,7 +462,7 @@ def message_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: R
     dims, recipe = candidate.dims, candidate.recipe
     speed = machine.inside if dims.world_size // dims.pp < machine.devices_per_node else machine.between
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
-    return tokens * shape.hidden * _BYTES[recipe.param_dtype] / dims.tp / speed
+    return tokens * shape.hidden * recipe.precision.dtype("param").itemsize / dims.tp / speed
 
 
 def _fullest(shape: Shape, candidate: Candidate) -> float:
@@ -482,12 +486,14 @@ def _of_weights(shape: Shape, candidate: Candidate, machine: Rates, compute: flo
     shards = dims.dp_shard * dims.ep * dims.cp
     layers = max(shape.layers / dims.pp, 1.0)
     block = sum(_on_a_rank(shape, candidate)) / layers
-    reduced = block * _BYTES[recipe.reduce_dtype]
-    gather = layers * machine.collective("all_gather", block * _BYTES[recipe.param_dtype], shards, dims.tp)
+    reduced = block * recipe.precision.dtype("reduce").itemsize
+    gather = layers * machine.collective(
+        "all_gather", block * recipe.precision.dtype("param").itemsize, shards, dims.tp
+    )
     reduction = machine.collective("reduce_scatter", reduced, shards, dims.tp)
     copies = machine.collective("all_reduce", reduced / shards, dims.dp_replicate, dims.tp * shards)
     gathers = 2 * parts if recipe.zero == 3 and dims.pp == 1 else 1
-    seconds = gathers * gather + (parts if recipe.reduce_each else 1) * layers * (reduction + copies)
+    seconds = gathers * gather + (parts if recipe.parallel.reduce_each else 1) * layers * (reduction + copies)
     return max(seconds - 0.8 * compute, 0.05 * seconds)
 
 

@@ -11,7 +11,7 @@ from hyper_parallel.core.common.errors import HyperParallelError
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import UnknownOperation
-from sim.mesh.estimate import Estimate, estimate_job
+from sim.mesh.estimate import Estimate, estimate_job, usual_recipe
 from sim.mesh.job import Job
 from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe
@@ -61,7 +61,7 @@ def fit_activations(
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
     device = find_machine(hardware)
-    job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, sizes)
+    job = Job(find_model(model), dims, batch, seq_len, recipe or usual_recipe(dims, batch), sizes)
     return fit_job(job, device, memory_limit)
 
 
@@ -161,9 +161,7 @@ class _Fitting:
 
     def estimate(self, kind: str, blocks: int | None) -> Estimate:
         job, text = self.job, kind if blocks is None else f"{kind} first {blocks}"
-        recipe = replace(job.recipe, checkpointing=kind, checkpoint_layers=blocks, checkpoint_every=1)
-        run = job.run and replace(job.run, parallel=replace(job.run.parallel, checkpointing=text))
-        self.tried.append(self.estimator(replace(job, recipe=recipe, run=run), self.hardware))
+        self.tried.append(self.estimator(replace(job, recipe=job.recipe.having(checkpointing=text)), self.hardware))
         return self.tried[-1]
 
     def fits(self, found: Estimate) -> bool:

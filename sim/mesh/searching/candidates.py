@@ -174,12 +174,13 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
     given = [_over_nodes(recipe, space, dims) for recipe in space.recipes]
     for recipe in [variant for each in given for variant in _resharded(each, space.shape, dims)]:
         if recipe.zero == 2 and (dims.dp_shard * dims.ep * dims.cp == 1 or dims.pp > 1):
-            recipe = _changed(recipe, zero=3)  # nothing is sharded, or a stage keeps what it has gathered
+            recipe = recipe.with_zero(3)  # nothing is sharded, or a stage keeps what it has gathered
         for scheduled in _schedules(recipe, dims, space.shape.layers):
-            for cut in _cuts(scheduled, batch):
-                if recipe.stages_per_rank is None and not _is_worth_its_stages(cut, dims):
+            for cut in _cuts(space, scheduled, batch):
+                if recipe.parallel.stages_per_rank is None and not _is_worth_its_stages(cut, dims):
                     continue
-                if cut.reduce_each and (dims.pp > 1 or cut.microbatches == 1 or dims.token_ranks == dims.dp_replicate):
+                alone = cut.train.accumulate == 1 or dims.token_ranks == dims.dp_replicate
+                if cut.parallel.reduce_each and (dims.pp > 1 or alone):
                     cut = _changed(cut, reduce_each=False)  # likewise
                 if cut in seen:
                     continue
@@ -195,13 +196,13 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
 
 @functools.lru_cache(maxsize=4096)
 def _changed(recipe: Recipe, **changes: Any) -> Recipe:
-    """As `dataclasses.replace`: the same few recipes belong to all degrees, and each one that is made is checked."""
-    return dataclasses.replace(recipe, **changes)
+    """As `having`: the same few recipes belong to all degrees, and each one that is made is checked."""
+    return recipe.having(**changes)
 
 
 def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
     """Send tokens to each node once where experts lie on several, and that saves many of their rows."""
-    asked, per_token = recipe.ranks_per_node, space.shape.experts_per_token
+    asked, per_token = recipe.parallel.ranks_per_node, space.shape.experts_per_token
     size = asked or space.devices_per_node
     try:
         nodes = split_over_nodes("", dims.expert_groups(), size)[0] if dims.ep_enabled else 1
@@ -215,7 +216,7 @@ def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
 def _resharded(recipe: Recipe, shape: Shape, dims: ParallelDims) -> list[Recipe]:
     """The recipe itself, and where blocks keep what they gather, also with this gathered again in backward."""
     keeps = dims.tp > 1 and recipe.sequence_parallel and recipe.checkpointing == "none" and shape.heads > 0
-    if not keeps or recipe.reshard_inputs:
+    if not keeps or recipe.parallel.reshard_inputs:
         return [recipe]
     return [recipe, _changed(recipe, reshard_inputs=True)]
 
@@ -224,10 +225,10 @@ def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Yield a candidate with its layers on the stages so that time, or memory, is the same on all of them."""
     dims, recipe = candidate.dims, candidate.recipe
     is_given = candidate.layers_per_stage is not None
-    if dims.pp == 1 or is_given or recipe.schedule not in ("1f1b", "gpipe", "interleaved"):
+    if dims.pp == 1 or is_given or recipe.parallel.schedule not in ("1f1b", "gpipe", "interleaved"):
         return
     found = {even_time(space.shape, len(owners_of(candidate)))}
-    if recipe.schedule == "1f1b":
+    if recipe.parallel.schedule == "1f1b":
         found.add(even_memory(space.shape, candidate, space.seq_len))
     usual = tuple(len(layers) for layers in layers_of_stages(space.shape.layers, candidate))
     for sizes in sorted(found - {usual}):
@@ -236,7 +237,7 @@ def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
 
 def _schedules(recipe: Recipe, dims: ParallelDims, layers: int) -> list[Recipe]:
     """The recipe itself, and where it has the usual schedule, also with two stages on each rank and more."""
-    if dims.pp == 1 or recipe.schedule != "1f1b" or recipe.stages_per_rank is not None:
+    if dims.pp == 1 or recipe.parallel.schedule != "1f1b" or recipe.parallel.stages_per_rank is not None:
         return [recipe]
     more = [None, *(count for count in _MORE_STAGES if count * dims.pp <= layers)]
     return [recipe, *(_changed(recipe, schedule="interleaved", stages_per_rank=count) for count in more)]
@@ -244,31 +245,31 @@ def _schedules(recipe: Recipe, dims: ParallelDims, layers: int) -> list[Recipe]:
 
 def _is_worth_its_stages(recipe: Recipe, dims: ParallelDims) -> bool:
     """Whether half as many stages on each rank leave a bubble that matters."""
-    if recipe.stages_per_rank is None or recipe.microbatches is None:
+    if recipe.parallel.stages_per_rank is None:
         return True
-    return 2 * (dims.pp - 1) / (recipe.microbatches * recipe.stages_per_rank) > _SMALL_BUBBLE
+    return 2 * (dims.pp - 1) / (recipe.train.accumulate * recipe.parallel.stages_per_rank) > _SMALL_BUBBLE
 
 
-def _cuts(recipe: Recipe, batch: int) -> list[Recipe]:
+def _cuts(space: Space, recipe: Recipe, batch: int) -> list[Recipe]:
     """The recipe with micro-batches of up to 8 sequences that the batch divides into, and with the whole batch."""
-    if recipe.microbatches is not None:
-        return [recipe] if batch % recipe.microbatches == 0 else []
+    if space.accumulate is not None:
+        return [_changed(recipe, accumulate=space.accumulate)] if batch % space.accumulate == 0 else []
     sizes = sorted({size for size in (*range(1, 9), batch) if batch % size == 0})
-    return [_changed(recipe, microbatches=batch // size) for size in sizes]
+    return [_changed(recipe, accumulate=batch // size) for size in sizes]
 
 
 def _unschedulable(shape: Shape, candidate: Candidate) -> str | None:
     dims, recipe = candidate.dims, candidate.recipe
     if dims.pp == 1:
         return None
-    kind = find_schedule(recipe.schedule)
+    kind = find_schedule(recipe.parallel.schedule)
     try:
-        stages = dims.pp * kind.checked_stages_per_rank(recipe.stages_per_rank)
+        stages = dims.pp * kind.checked_stages_per_rank(recipe.parallel.stages_per_rank)
         kind.check_micro_batches(candidate.parts, dims.pp, stages)
         sizes = candidate.layers_per_stage
         split_layers(shape.layers, stages, sizes=None if sizes is None else list(sizes))
     except ValueError as error:
         return str(error).splitlines()[0].partition(": ")[2]
-    if kind.splits_backward and (recipe.compile or recipe.activations.kind in ("selective", "alternate")):
+    if kind.splits_backward and (recipe.parallel.compile or recipe.activations.kind in ("selective", "alternate")):
         return f"schedule {kind.name!r} goes backward twice through a block"
     return None

@@ -13,8 +13,8 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue
@@ -30,11 +30,9 @@ from sim.mesh.searching.space import Candidate, Rejected, Space
 _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell better
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
 _LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3, "offload": 4, "full offload": 5}
-_ORDERED = ("checkpointing", "microbatches", "reduce_each", "reshard_inputs", "zero")  # what keeps more, or less
 _REFINED = 2  # of the fastest: they are tried in chunks
 _EXPOSED = 0.02  # of a step: less exposed communication over tp is not worth what chunks cost
 _PlainKind = tuple[int, int, str]  # degrees of tp and ep, and the checkpointing where both are 1
-_ALIKE = attrgetter(*(field.name for field in fields(Recipe) if field.name not in _ORDERED))
 
 Progress = Callable[[int, int, str], None]
 """Told before each estimate, and at the end: how many are done, how many there will be, and what comes now."""
@@ -134,7 +132,7 @@ class Exploration:
         for entry in self._worth_chunks() if self.tp_chunks else ():
             fastest = entry.seconds
             for chunks in self.tp_chunks:
-                recipe = dataclasses.replace(entry.candidate.recipe, tp_chunks=chunks)
+                recipe = entry.candidate.recipe.having(tp_chunks=chunks)
                 candidate = dataclasses.replace(entry.candidate, recipe=recipe)
                 self.guesses[candidate] = self.guesses[entry.candidate]
                 before = len(self.found)
@@ -157,7 +155,7 @@ class Exploration:
         for entry in ordered:
             over_tp, recipe = entry.estimate.time.exposed.get("tp"), entry.candidate.recipe
             exposed = 0.0 if over_tp is None else over_tp.value
-            hides = recipe.tp_chunks == 1 and recipe.sequence_parallel
+            hides = recipe.parallel.tp_chunks == 1 and recipe.sequence_parallel
             if hides and exposed > _EXPOSED * entry.seconds and entry.seconds - exposed < best:
                 worth.append(entry)
         return worth[:_REFINED]
@@ -368,8 +366,15 @@ def _is_like(one: Candidate, other: Candidate) -> bool:
         one.layers_per_stage == other.layers_per_stage
         and (one.recipe.zero >= 2) == (other.recipe.zero >= 2)  # else another engine has the weights
         and all(getattr(one.dims, name) == getattr(other.dims, name) for name in degrees)
-        and _ALIKE(one.recipe) == _ALIKE(other.recipe)
+        and _unordered(one.recipe) == _unordered(other.recipe)
     )
+
+
+@cache
+def _unordered(recipe: Recipe) -> Recipe:
+    """Return a recipe without the keys by which it keeps more, or less; which blocks it is for stays."""
+    blocks = str(dataclasses.replace(recipe.activations, recompute="full", offload=False))
+    return recipe.bare(checkpointing=blocks, reduce_each=False, reshard_inputs=False).with_zero(3)
 
 
 def _is_larger(one: Candidate, other: Candidate) -> bool:
@@ -378,7 +383,7 @@ def _is_larger(one: Candidate, other: Candidate) -> bool:
         _LEVEL[one.recipe.checkpointing] <= _LEVEL[other.recipe.checkpointing]
         and one.recipe.zero <= other.recipe.zero
         and one.parts <= other.parts
-        and one.recipe.reduce_each <= other.recipe.reduce_each
-        and one.recipe.reshard_inputs <= other.recipe.reshard_inputs
+        and one.recipe.parallel.reduce_each <= other.recipe.parallel.reduce_each
+        and one.recipe.parallel.reshard_inputs <= other.recipe.parallel.reshard_inputs
         and one.dims.dp_shard <= other.dims.dp_shard
     )

@@ -71,9 +71,9 @@ class Floor:
     def again(self, candidate: Candidate) -> float:
         """Return seconds that a candidate computes again at least."""
         recipe = candidate.recipe
-        if recipe.checkpoint_layers is not None or recipe.checkpoint_every > 1 or recipe.activations.kind == "none":
+        if recipe.activations.first is not None or recipe.activations.every > 1 or recipe.activations.kind == "none":
             return 0.0
-        moves = 0.0 if recipe.compile else self.moves  # a compiler fuses them into what there is
+        moves = 0.0 if recipe.parallel.compile else self.moves  # a compiler fuses them into what there is
         products = {"full": self.products, "alternate": _ALTERNATE * self.matmuls}.get(recipe.activations.kind, 0.0)
         return _DONE_AGAIN * (moves + products)
 
@@ -112,10 +112,10 @@ class Floors:
     def learn(self, candidate: Candidate, programs: Sequence[Program]) -> None:
         """Take over from an estimate what its sharding adds to a micro-batch, for candidates that shard as much."""
         recipe = candidate.recipe
-        if candidate.dims.pp == 1 and recipe.activations.kind != "none" and recipe.checkpoint_layers is None:
+        if candidate.dims.pp == 1 and recipe.activations.kind != "none" and recipe.activations.first is None:
             seconds = min([_recomputed(program, self._pricing(recipe)) for program in programs])
             self._again[self._recomputes_as(candidate)] = seconds
-        if self._shards(candidate) and recipe.zero == 3 and (recipe.reduce_each or candidate.parts == 1):
+        if self._shards(candidate) and recipe.zero == 3 and (recipe.parallel.reduce_each or candidate.parts == 1):
             pricing, key = self._pricing(recipe), self._shards_as(candidate)
             found = min([_copies(program, pricing) for program in programs], key=lambda copies: copies.gradients)
             self._copies[key] = min(found, self._copies.get(key, found), key=lambda copies: copies.gradients)
@@ -177,8 +177,8 @@ class Floors:
 
     def _recomputes_as(self, candidate: Candidate) -> Any:
         """What recomputation depends on."""
-        recipe, size = candidate.recipe, candidate.batch // candidate.parts
-        return self._key(candidate, size), recipe.checkpointing, recipe.checkpoint_layers, recipe.checkpoint_every
+        size = candidate.batch // candidate.parts
+        return self._key(candidate, size), candidate.recipe.parallel.checkpointing
 
     def _added_up(self, candidate: Candidate) -> float:
         """Return seconds that a micro-batch takes at least to add up the gradients of a block, which a stage keeps."""
@@ -191,11 +191,13 @@ class Floors:
     def arithmetic(self, candidate: Candidate) -> float:
         """Return seconds that a device needs at its peak for the products of weights, of a candidate's step."""
         dims, recipe = candidate.dims, candidate.recipe
-        dtypes = [recipe.param_dtype, *(["fp8"] if "float8" in recipe.kernels else [])]
+        dtypes = [recipe.precision.param_dtype, *(["fp8"] if "float8" in recipe.kernels else [])]
         peak = max(self.hardware.peak(dtype) for dtype in dtypes)
         embedding = self.shape.vocab * self.shape.hidden  # is looked up
         tokens = candidate.batch * self.seq_len / dims.cp
-        return 6 * (self.model.num_active_parameters - embedding) * tokens / (dims.tp * dims.pp) / peak
+        # Of frozen weights no gradients, and below the first adapters none of activations.
+        each = 4 - 2 / self.shape.layers if recipe.lora.rank else 6
+        return each * (self.model.num_active_parameters - embedding) * tokens / (dims.tp * dims.pp) / peak
 
     def bytes(self, candidate: Candidate) -> float:
         """Return bytes that the fullest rank allocates at least."""
@@ -278,18 +280,9 @@ class Floors:
 @cache
 def _recorded_as(recipe: Recipe) -> Recipe:
     """Return the recipe that a floor is recorded with: nothing that only repeats or arranges what there is."""
-    return dataclasses.replace(
-        recipe,
-        checkpointing="none",
-        checkpoint_layers=None,
-        checkpoint_every=1,
-        zero=3,
-        microbatches=1,
-        schedule="1f1b",
-        stages_per_rank=None,
-        reduce_each=False,
-        reshard_inputs=False,
-    )
+    return recipe.bare(
+        checkpointing="none", schedule="1f1b", stages_per_rank=None, reduce_each=False, reshard_inputs=False
+    ).with_zero(3)
 
 
 def _computing(program: Program) -> Iterator[tuple[str, int | None, Op]]:
@@ -343,8 +336,8 @@ def least_turns(candidate: Candidate) -> float:
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     if dims.pp == 1:
         return parts
-    kind = find_schedule(recipe.schedule)
-    if kind.splits_backward or kind.checked_stages_per_rank(recipe.stages_per_rank) > 1:
+    kind = find_schedule(recipe.parallel.schedule)
+    if kind.splits_backward or kind.checked_stages_per_rank(recipe.parallel.stages_per_rank) > 1:
         return parts / dims.pp
     return 1 / (1 - (1 - 1 / parts) ** dims.pp)
 
@@ -362,12 +355,18 @@ def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequenc
         message: seconds that a micro-batch takes from one rank to the next.
     """
     recipe, ranks, parts, owners = candidate.recipe, candidate.dims.pp, candidate.parts, owners_of(candidate)
-    if find_schedule(recipe.schedule).splits_backward or len(owners) * parts > _MOST:
+    if find_schedule(recipe.parallel.schedule).splits_backward or len(owners) * parts > _MOST:
         busy = [0.0] * ranks
         for owner, *seconds in zip(owners, forward, backward, strict=True):
             busy[owner] += parts * sum(seconds)
         return max(busy)
-    return _makespan(_orders(recipe.schedule, ranks, recipe.stages_per_rank, parts), owners, forward, backward, message)
+    return _makespan(
+        _orders(recipe.parallel.schedule, ranks, recipe.parallel.stages_per_rank, parts),
+        owners,
+        forward,
+        backward,
+        message,
+    )
 
 
 _orders = lru_cache(maxsize=64)(orders)

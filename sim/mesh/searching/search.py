@@ -9,6 +9,7 @@ from typing import Any
 from hyper_parallel.core.common.checks import check_listed
 from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.machine.description import Machine, find_machine
+from hyper_parallel.core.mesh.parallel_dims import DEGREES
 from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import rates_of
@@ -29,6 +30,7 @@ def search(
     recipes: Sequence[Recipe] | None = None,
     fixed: Mapping[str, int] | None = None,
     layers_per_stage: Sequence[int] | None = None,
+    accumulate: int | None = None,
     limit: int | None = None,
     tp_chunks: Sequence[int] = (2, 4),
     progress: Progress | None = None,
@@ -54,10 +56,11 @@ def search(
         global_batch: sequences of a step, over all ranks.
         memory_limit: bytes on a device; None: what the hardware has.
         seq_len: tokens of a sequence.
-        recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays. Those
-            that offload activations are tried if no other one fits.
+        recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. Those that offload activations are tried if
+            no other one fits.
         fixed: degrees that are given, such as `{"tp": 8}`; also `etp`, `ulysses_degree` and `fold_experts`.
         layers_per_stage: of every pipeline that is tried; None: even in layers, time or memory.
+        accumulate: micro-batches of a step on each rank; None: several are tried.
         limit: most estimates; None: as many as it takes to look at every candidate. Chunks of the fastest come on top.
         tp_chunks: chunks that the two fastest with tp are tried in, ascending; (): none. A recipe
             that has chunks keeps them.
@@ -86,6 +89,7 @@ def search(
         tuple(recipes) if recipes is not None else default_recipes(),
         fixed,
         None if layers_per_stage is None else tuple(layers_per_stage),
+        accumulate,
     )
     title = f"{spec.name} on {num_devices:,} x {device.name}, {global_batch:,} x {seq_len:,} tokens"
     floors = None
@@ -129,11 +133,10 @@ def _check(**counts: int) -> None:
 
 
 def _checked_fixed(fixed: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    known = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "etp", "ulysses_degree", "fold_experts")
     for name, value in fixed.items():
-        if name not in known:
+        if name not in DEGREES:
             blame = f"there is no degree {name!r}"
-            raise InvalidValue("cannot search", blame, f"fixed: {dict(fixed)}", nearest(name, known))
+            raise InvalidValue("cannot search", blame, f"fixed: {dict(fixed)}", nearest(name, DEGREES))
         if name == "fold_experts" and isinstance(value, bool):
             continue
         _check(**{name: value})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
@@ -32,17 +31,6 @@ class Candidate:
     batch: int
     layers_per_stage: tuple[int, ...] | None = None
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:  # of 50 fields, and a search looks each candidate up once for each estimate
-        return hash((self.dims, self.recipe, self.batch, self.layers_per_stage))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the hash: that of a text is another one in another process."""
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
-
     @property
     def degrees(self) -> str:
         """The degrees above 1, such as `dp_shard=8 tp=2`.
@@ -63,33 +51,33 @@ class Candidate:
     @property
     def parts(self) -> int:
         """Micro-batches of a step."""
-        return self.recipe.parts(self.batch, self.dims)
+        return self.recipe.train.accumulate
 
     @property
     def how(self) -> str:
         """What the recipe adds to the degrees, such as `ZeRO-3, full checkpointing, 1f1b of 16 x 1`."""
         texts = [f"ZeRO-{self.recipe.zero}" if self.recipe.zero else "replicated"]
         if self.recipe.checkpointing != "none":
-            some = self.recipe.checkpoint_layers
+            some = self.recipe.activations.first
             texts.append(f"{self.recipe.checkpointing} ckpt" + ("" if some is None else f" of {some}"))
         if self.dims.pp > 1:
-            each = "" if self.recipe.stages_per_rank is None else f" x {self.recipe.stages_per_rank}"
-            texts.append(f"{self.recipe.schedule}{each} of {self.parts} x {self.batch // self.parts}")
+            each = "" if self.recipe.parallel.stages_per_rank is None else f" x {self.recipe.parallel.stages_per_rank}"
+            texts.append(f"{self.recipe.parallel.schedule}{each} of {self.parts} x {self.batch // self.parts}")
             if self.layers_per_stage is not None:
                 texts.append(f"layers {','.join(map(str, self.layers_per_stage))}")
         elif self.parts > 1:
             texts.append(f"{self.parts} x {self.batch // self.parts} sequences")
-        if self.recipe.reduce_each and self.parts > 1:
+        if self.recipe.parallel.reduce_each and self.parts > 1:
             texts.append("reduced in each")
-        if self.recipe.ranks_per_node is not None:
+        if self.recipe.parallel.ranks_per_node is not None:
             texts.append("tokens once to each node")
-        if self.recipe.reshard_inputs:
+        if self.recipe.parallel.reshard_inputs:
             texts.append("inputs gathered again")
-        if self.recipe.tp_chunks > 1:
-            texts.append(f"{self.recipe.tp_chunks} tp chunks")
-        if self.recipe.whole_parameters:
+        if self.recipe.parallel.tp_chunks > 1:
+            texts.append(f"{self.recipe.parallel.tp_chunks} tp chunks")
+        if self.recipe.parallel.whole_parameters:
             texts.append("whole parameters")
-        texts += ["compile"] if self.recipe.compile else []
+        texts += ["compile"] if self.recipe.parallel.compile else []
         return ", ".join((*texts, *self.recipe.kernels))
 
     def __str__(self) -> str:
@@ -137,6 +125,7 @@ class Shape:
         gated: whether the feed-forward multiplies two products of its input.
         joins_qkv: whether one product makes queries, keys and values.
         biased: whether products have biases, but for those that write to the residual stream.
+        own_optimizer: whether the model brings its optimizer, whose state is not known.
     """
 
     layers: int
@@ -156,6 +145,7 @@ class Shape:
     gated: bool = True
     joins_qkv: bool = False
     biased: bool = False
+    own_optimizer: bool = False
 
     @property
     def num_attention_heads(self) -> int | None:
@@ -188,7 +178,8 @@ class Space:
         devices_per_node: devices that fast links join.
         global_batch: sequences of a step, over all ranks.
         seq_len: tokens of a sequence.
-        recipes: to be tried with all degrees; micro-batches are filled in where they are left open.
+        recipes: to be tried with all degrees.
+        accumulate: micro-batches of a step; None: several are tried.
         fixed: degrees that are given, by name.
         layers_per_stage: of every pipeline; None: several are tried.
     """
@@ -201,10 +192,11 @@ class Space:
     recipes: Sequence[Recipe]
     fixed: dict[str, int] = field(default_factory=dict)
     layers_per_stage: tuple[int, ...] | None = None
+    accumulate: int | None = None
 
 
 CHECKPOINTINGS = ("none", "selective", "alternate", "full", "offload", "full offload")
-"""What is tried of `Recipe.checkpointing`."""
+"""What is tried of `parallel.checkpointing`."""
 
 
 def default_recipes() -> tuple[Recipe, ...]:
@@ -213,9 +205,9 @@ def default_recipes() -> tuple[Recipe, ...]:
     Offload to the host is among them; a search tries it if nothing else fits.
     """
     return tuple(
-        Recipe(checkpointing=checkpointing, zero=zero, reduce_each=each)
+        Recipe().having(checkpointing=checkpointing, reduce_each=each).with_zero(stage)
         for checkpointing in CHECKPOINTINGS
-        for zero in (3, 2)
+        for stage in (3, 2)
         for each in (False, True)
     )
 
@@ -251,6 +243,7 @@ def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
         gated=bool(getattr(getattr(spec, "config", None), "is_gated", True)),
         joins_qkv=bool(getattr(getattr(spec, "config", None), "joins_qkv", False)),
         biased=bool(getattr(getattr(spec, "config", None), "bias", False)),
+        own_optimizer=getattr(getattr(spec, "config", None), "optimizer", None) is not None,
     )
 
 
@@ -272,7 +265,7 @@ def _split(layers: int, stages: int, sizes: tuple[int, ...] | None) -> list[rang
 def owners_of(candidate: Candidate) -> list[int]:
     """Return the place along the pipeline of the rank that has each stage."""
     recipe = candidate.recipe
-    return _owners(recipe.schedule, candidate.dims.pp, recipe.stages_per_rank)
+    return _owners(recipe.parallel.schedule, candidate.dims.pp, recipe.parallel.stages_per_rank)
 
 
 @functools.cache

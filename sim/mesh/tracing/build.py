@@ -14,7 +14,7 @@ from hyper_parallel.core.activations.offload import ActivationOffload
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.pipeline.split import StageSlice
-from hyper_parallel.trainer.config import Config, ParallelConfig
+from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.parallelize import (
     BuildHooks,
     Parallelized,
@@ -75,7 +75,7 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     Called on the living rank, while the recorder records.
     """
     dims, recipe, spec = job.dims, job.recipe, job.model
-    stored = recipe.weight_dtype
+    stored = recipe.precision.dtype("master")
     module = spec.build(job.seq_len, layers, embed=part.is_first, head=part.is_last)
     in_dtype(module, lambda _: stored, buffers=stored if stored == torch.float64 else None)
     spec.split(module, dims, recipe)
@@ -92,14 +92,13 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
 def shard_weights(job: Job, module: nn.Module, outer: list[tuple[int, nn.Module]]) -> None:
     """Shard the weights of a stage; `outer` is what stands in it in the places of its layers."""
     dims, recipe = job.dims, job.recipe
-    if recipe.engine == "hsdp":
-        run = Config(parallel=ParallelConfig(engine="hsdp", reshard_after_forward=recipe.zero == 3))
-        shard_blocks(module, [block for _, block in outer], dims, run)
+    if recipe.parallel.engine == "hsdp":
+        shard_blocks(module, [block for _, block in outer], dims, recipe)
         return
-    casts = recipe.dtype not in (torch.float32, torch.float64)
-    policy = MixedPrecisionPolicy(recipe.dtype, recipe.grad_dtype) if casts else MixedPrecisionPolicy()
-    if dims.token_ranks > 1 or casts:
-        whole, again = recipe.whole_parameters, recipe.zero == 3
+    policy = recipe.precision.policy()
+    if dims.token_ranks > 1 or policy is not None:
+        whole, again = recipe.parallel.whole_parameters, recipe.zero == 3
+        policy = policy or MixedPrecisionPolicy()
         shard_units(module, [block for _, block in outer], dims, policy, reshard_after_forward=again, whole=whole)
         for unit in (*(block for _, block in outer), module):
             _sum_up(unit)
@@ -185,7 +184,7 @@ def checkpoint_blocks(
     outer: list[tuple[int, nn.Module]] = []
     for number, block in blocks:
         kind = policy.kind if number in chosen else "none"
-        is_done = recipe.compile and compile_block(block, kind, graphs=graphs)
+        is_done = recipe.parallel.compile and compile_block(block, kind, graphs=graphs)
         wrapped = block
         if number in chosen:
             wrapped = checkpointed(block, replace(policy, recompute="none") if is_done else policy, offload)

@@ -32,7 +32,6 @@ from hyper_parallel.core.pipeline.boundary import Boundary, Meta
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.stage import Stage, StagePosition
 from hyper_parallel.core.pipeline.tied import TiedWeights
-from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, finish_step, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
 from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss
@@ -81,7 +80,11 @@ def _programs(job: Job, *, every_layer: bool = False) -> list[Program]:
         known = derive([by_kind[kind]], job, part, layers) if derives else None
         ready[part.index] = known or record_stage(job, part, every_layer=every_layer)
         by_kind.setdefault(kind, Anchor(job, part, tuple(layers), ready[part.index]))
-    if job.recipe.whole_parameters and not job.is_skewed and (seat := fullest_seat(job, parts, ready)) != job.seat:
+    if (
+        job.recipe.parallel.whole_parameters
+        and not job.is_skewed
+        and (seat := fullest_seat(job, parts, ready)) != job.seat
+    ):
         return _programs(dataclasses.replace(job, seat=seat), every_layer=every_layer)  # the same on all of its ranks
     programs = [fuse(program) for program in stitch(job, parts, ready)]
     for program in programs:
@@ -108,9 +111,9 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
     few = (
         not every_layer
         and job.model.has_stages
-        and job.recipe.optimizer not in steps.all_at_once
-        and job.recipe.checkpoint_layers is None
-        and job.recipe.checkpoint_every == 1
+        and job.recipe.optimizer_name not in steps.all_at_once
+        and job.recipe.activations.first is None
+        and job.recipe.activations.every == 1
     )
     kept = kept_layers(part.layers, kinds) if few else list(part.layers)
 
@@ -188,20 +191,19 @@ class StageRun:
         return self.job.model.family != "custom"
 
     def build(self) -> Built:
-        """Build the stage, by the trainer's own function where there is a run."""
+        """Build the stage, by the trainer's own function where it knows the model."""
         job = self.job
-        if job.run is not None:
-            return build_of_run(job.run, job, self.part, self.kept, self.recorder)
+        if job.is_trained:
+            return build_of_run(job.recipe, job, self.part, self.kept, self.recorder)
         return build_stage(job, self.part, self.kept, self.recorder)
 
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         """Make the optimizer; None: an engine has it in it."""
         module, recipe = self.built.module, self.job.recipe
-        if recipe.optimizer == "sgd":  # torch has no sharding strategy for the fused one
+        if (make := getattr(self.job.model.config, "optimizer", None)) is not None:
             params = [param for param in module.parameters() if param.requires_grad]
-            return torch.optim.SGD(params or [torch.nn.Parameter(torch.empty(0))], lr=1e-3, foreach=bool(params))
-        config = OptimizerConfig(muon=recipe.optimizer == "muon")
-        return build_optimizer(module.named_parameters(), config, recipe.moment_dtype)
+            return make(params or [torch.nn.Parameter(torch.empty(0))])
+        return build_optimizer(module.named_parameters(), recipe.optimizer, recipe.precision.dtype("moments"))
 
     def states(self) -> Iterable[tuple[torch.Tensor, str, int | None]]:
         """Return tensors that an engine keeps between steps, each with its category and its layer."""
@@ -223,7 +225,9 @@ class StageRun:
 
     def begins_all_stages(self) -> bool:
         """Whether a rank of a pipeline has begun each of its stages before the first of them ends."""
-        return find_schedule(self.job.recipe.schedule).begins_all_stages(self.job.microbatches, self.job.dims.pp)
+        return find_schedule(self.job.recipe.parallel.schedule).begins_all_stages(
+            self.job.microbatches, self.job.dims.pp
+        )
 
     @staticmethod
     def finish(job: Job, programs: list[Program]) -> list[Program]:
@@ -264,8 +268,8 @@ class StageRun:
             share=share,
             groups=groups,
             accumulate=self.count,
-            reduce_each=job.recipe.reduce_each,
-            max_grad_norm=float(job.recipe.clipping),
+            reduce_each=job.recipe.parallel.reduce_each,
+            max_grad_norm=job.recipe.optimizer.max_grad_norm,
         )
         recorder.answer = None
         del tokens, inputs, targets, model
@@ -368,7 +372,7 @@ class StageRun:
         self.close("begin", "only")
         for index in range(self.count):
             variant, is_last = self._variant(index), index == self.count - 1
-            self.communicate(is_last or job.recipe.reduce_each)
+            self.communicate(is_last or job.recipe.parallel.reduce_each)
             recorder.place = Place("forward")
             inputs = spec.inputs(job.micro_batch, job.local_seq_len)
             loss = self.plain_loss(inputs)
@@ -454,7 +458,7 @@ class StageRun:
         """Make the pipeline's stage, ready for its first micro-batch."""
         job, part, built = self.job, self.part, self.built
         spec, dims = job.model, job.dims
-        group, kind = dims.get_mesh("pp").get_group(), find_schedule(job.recipe.schedule)
+        group, kind = dims.get_mesh("pp").get_group(), find_schedule(job.recipe.parallel.schedule)
         boundary: Layout | None = None
         batch, seq, width = job.micro_batch, job.local_seq_len, spec.hidden_size
         assert width is not None, "a model with stages has a width"
@@ -467,7 +471,7 @@ class StageRun:
                 shape = (batch, math.ceil(seq / dims.tp), width)
             else:
                 boundary, whole = boundary("None", "None", "None"), shape
-        between = Meta(shape, job.recipe.dtype, whole)
+        between = Meta(shape, job.recipe.precision.dtype("param"), whole)
         tokens = Meta((batch, seq), torch.int64)
         begun = self.begins_all_stages()
         stage = RecordedStage(
@@ -488,7 +492,7 @@ class StageRun:
         model = self._parallelized(self.built)
         if model.tied is not None:
             model.tied.add_gradients()
-        limit = float(self.job.recipe.clipping)
+        limit = self.job.recipe.optimizer.max_grad_norm
         finish_step(model, optimizer, torch.zeros(()), groups=groups, max_grad_norm=limit)
         del model
         self.recorder.answer = None
@@ -496,7 +500,7 @@ class StageRun:
 
 
 class _Numbers(RunGroups):
-    """Groups of the trainer's numbers, which a rank that lives alone never hears of; without a run they are not asked.
+    """Groups of the trainer's numbers, which a rank that lives alone never hears of; others do not ask them.
 
     Args:
         owner: the recording; it hears that all backwards are done.
@@ -504,15 +508,15 @@ class _Numbers(RunGroups):
 
     def __init__(self, owner: StageRun) -> None:
         job = owner.job
-        kept = torch.promote_types(job.recipe.dtype, torch.float32)
+        kept = torch.promote_types(job.recipe.precision.dtype("param"), torch.float32)
         super().__init__(job.dims, job.dims.world_size > 1, torch.device("cpu"), kept)
         self._owner = owner
-        owner.recorder.reads = job.run is not None
+        owner.recorder.reads = job.is_trained
 
     def count(self, targets: torch.Tensor) -> float:
-        """Count tokens of all ranks, if the step is one of a run."""
+        """Count tokens of all ranks, if the trainer takes the step."""
         owner = self._owner
-        if owner.job.run is None:
+        if not owner.job.is_trained:
             return 1.0
         owner.recorder.answer = _LARGE
         counted = super().count(targets)
@@ -521,10 +525,10 @@ class _Numbers(RunGroups):
         return counted
 
     def over_shares(self, share: torch.Tensor) -> float:
-        """Add up shares, if the step is one of a run."""
+        """Add up shares, if the trainer takes the step."""
         owner = self._owner
         owner.end_backwards()
-        if owner.job.run is None:
+        if not owner.job.is_trained:
             return 0.0
         loss = super().over_shares(share)
         owner.close("numbers", "only")

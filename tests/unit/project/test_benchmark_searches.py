@@ -26,7 +26,7 @@ from sim.mesh.searching.space import Candidate
 pytestmark = pytest.mark.tier("test")
 
 PLAIN = (Recipe(),)
-TWO = Recipe(microbatches=2, reduce_each=True), Recipe(checkpointing="full")
+TWO = Recipe().having(reduce_each=True), Recipe().having(checkpointing="full")
 
 
 def small(model: str, devices: int, batch: int, room: int | None = None, recipes=PLAIN) -> Question:
@@ -59,18 +59,17 @@ def test_the_questions_are_of_many_kinds_and_their_layouts_the_fastest_published
 
 def test_how_a_published_run_checkpoints_and_shards_is_tried():
     for question in questions():
-        tried = [dataclasses.replace(one, microbatches=None) for one in question.recipes]
         for named in question.named:
-            usual = {"microbatches": None, "schedule": "1f1b", "stages_per_rank": None}
-            assert dataclasses.replace(named.recipe, **usual) in tried, question.name
+            usual = {"accumulate": 1, "schedule": "1f1b", "stages_per_rank": None}
+            assert named.recipe.having(**usual) in question.recipes, question.name
 
 
 def test_a_framework_is_asked_for_no_more_than_its_published_runs_use():
     for question in questions():
         assert set(question.own) <= set(question.recipes)
         for named in question.named if question.own else ():
-            usual = {"microbatches": None, "schedule": "1f1b", "stages_per_rank": None}
-            assert dataclasses.replace(named.recipe, **usual) in question.own, question.name
+            usual = {"accumulate": 1, "schedule": "1f1b", "stages_per_rank": None}
+            assert named.recipe.having(**usual) in question.own, question.name
             given = {
                 axis: size for axis, size in question.fixed.items() if axis not in ("dp_replicate", "ulysses_degree")
             }
@@ -82,7 +81,7 @@ def test_a_framework_is_asked_for_no_more_than_its_published_runs_use():
 
 @pytest.mark.tier("full")
 def test_the_best_of_what_a_framework_has_is_estimated_apart():
-    none, full = PublishedRecipe(zero=0), PublishedRecipe(zero=0, checkpointing="full")
+    none, full = PublishedRecipe().having(level=0), PublishedRecipe().having(level=0, checkpointing="full")
     question = small("llama-tiny", 1, 1, recipes=(none, full))
     assert answer(question, drawn=0).own is None
     found = answer(dataclasses.replace(question, own=(full,), fixed={"pp": 1}), drawn=0)
@@ -169,7 +168,7 @@ def test_a_small_search_finds_the_best(question, drawn):
 
 def test_what_beats_a_search_is_seen(monkeypatch):
     question = small("llama3-8b", 8, 8)
-    fast, slow = (faked(question, Recipe(checkpointing=level)) for level in ("none", "full"))
+    fast, slow = (faked(question, Recipe().having(checkpointing=level)) for level in ("none", "full"))
     result = SearchResult((slow,), (), (), (), 1.0, True, "")
     question = dataclasses.replace(question, named=(fast.candidate,))
     beaten = Answer(question, result, 1.0, (fast,), (slow,), ())
@@ -189,7 +188,7 @@ def test_what_beats_a_search_is_seen(monkeypatch):
 
 def test_guesses_are_held_against_estimates():
     question = small("llama3-8b", 8, 8)
-    fast, slow = (faked(question, Recipe(checkpointing=level)) for level in ("none", "full"))
+    fast, slow = (faked(question, Recipe().having(checkpointing=level)) for level in ("none", "full"))
     shape, machine = question.space.shape, rates_of(question.hardware)
     off = [abs(guess_memory(shape, one.candidate, 128) / one.estimate.memory.peak - 1) for one in (fast, slow)]
     guesses = [guess_seconds(shape, one.candidate, 128, machine) for one in (fast, slow)]

@@ -41,23 +41,20 @@ def test_ranks_compute_what_one_device_does(ctx, policy):
 ALONE = trained("cpu", "none", "none")
 
 
+RECIPE = mesh.Recipe().having(param_dtype="fp32", max_grad_norm=0.0)
+BLOCKS = mesh.Custom(
+    lambda: Blocks(DEPTH, WIDTH),
+    lambda batch, _: torch.zeros(batch, WIDTH),
+    lambda out, _: out.square().mean(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
+)
+
+
 def planned(policy: str, ranks: int = 1, engine: str = "fully_shard") -> mesh.Estimate:
     """What an estimate says of the training of the kit, on one device or split over ranks."""
-    read = ActivationPolicy.of(policy)
-    recipe = mesh.Recipe(
-        param_dtype="fp32",
-        checkpointing=str(ActivationPolicy(read.recompute, read.offload)),
-        checkpoint_every=read.every,
-        checkpoint_layers=read.first,
-        optimizer="sgd",
-        clipping=False,
-        engine=engine,
-    )
-    spec = mesh.Custom(
-        lambda: Blocks(DEPTH, WIDTH), lambda batch, _: torch.zeros(batch, WIDTH), lambda out, _: out.square().mean()
-    )
+    recipe = RECIPE.having(checkpointing=policy, engine=engine)
     dims = ParallelDims(dp_shard=ranks, world_size=ranks)
-    return mesh.estimate(spec, dims, batch=ROWS // ranks, seq_len=1, hardware=WITHOUT_CUBLAS, recipe=recipe)
+    return mesh.estimate(BLOCKS, dims, batch=ROWS // ranks, seq_len=1, hardware=WITHOUT_CUBLAS, recipe=recipe)
 
 
 @pytest.mark.tier("full")
@@ -140,13 +137,9 @@ def test_the_peak_of_a_model_with_attention_is_the_estimates(policy, engine):
 @pytest.mark.sim
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
 def test_a_policy_for_a_budget_needs_no_more_than_it():
-    spec = mesh.Custom(
-        lambda: Blocks(DEPTH, WIDTH), lambda batch, _: torch.zeros(batch, WIDTH), lambda out, _: out.square().mean()
-    )
-    recipe = mesh.Recipe(param_dtype="fp32", optimizer="sgd", clipping=False)
     all_bytes, context = planned("none").memory.reserved, planned("none").memory.fullest.context_bytes
     budget = 0.6 * all_bytes + context
-    found = mesh.fit_activations(spec, ParallelDims(), ROWS, 1, WITHOUT_CUBLAS, budget, recipe)
+    found = mesh.fit_activations(BLOCKS, ParallelDims(), ROWS, 1, WITHOUT_CUBLAS, budget, RECIPE)
     policy = found.recipe.activations
     ((_, _, peak),) = sim.run(trained, 1, ("npu", policy, "none", DEPTH, WIDTH, ROWS), device="npu")
     assert peak == pytest.approx(found.memory.peak, rel=0.02)
@@ -163,7 +156,7 @@ def test_copies_are_on_a_stream_of_their_own_and_come_ahead():
         spec = mesh.Custom(
             lambda: Blocks(6, 2048), lambda batch, _: torch.zeros(batch, 2048), lambda out, _: out.square().mean()
         )
-        estimate = mesh.estimate(spec, ParallelDims(), recipe=mesh.Recipe(checkpointing=kind), **shape)
+        estimate = mesh.estimate(spec, ParallelDims(), recipe=mesh.Recipe().having(checkpointing=kind), **shape)
         seconds[kind] = estimate.time.step.value
         exposed = sum(each.value for axis, each in estimate.time.exposed.items() if "host" in axis)
     assert seconds["full offload"] == pytest.approx(seconds["full"], rel=0.02)

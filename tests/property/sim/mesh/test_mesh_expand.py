@@ -73,9 +73,11 @@ def job_of(layers: int, degrees: dict[str, int], experts: int | None = None, bat
     config = LlamaConfig(**DENSE, num_hidden_layers=layers)
     if experts is not None:
         config = MoEConfig(**DENSE, **EXPERTS, num_hidden_layers=layers, num_dense_layers=experts)
-    others = recipe.get("zero", 3) < 2 or "sequence_parallel" in recipe
-    made = PublishedRecipe(**recipe) if others else Recipe(**recipe)
-    return Job(find_model(config), dims_of(degrees), batch=batch, seq_len=8, recipe=made)
+    zero = recipe.pop("zero", 3)
+    recipe = {"accumulate": batch if "pp" in degrees else 1, "reshard_after_forward": zero == 3, **recipe}
+    others = {"level": zero} if zero < 2 else {}
+    kind = PublishedRecipe if others or "sequence_parallel" in recipe else Recipe
+    return Job(find_model(config), dims_of(degrees), batch=batch, seq_len=8, recipe=kind().having(**recipe, **others))
 
 
 def assert_the_same(job: Job) -> None:
@@ -104,10 +106,10 @@ DEEP = st.sampled_from([2 * EDGE + 1, 2 * EDGE + 2, 2 * EDGE + 1, 2 * EDGE + 1, 
     st.sampled_from(["none", "full", "selective"]),
     st.sampled_from(["bf16", "fp32"]),
 )
-def test_a_deep_llama_from_a_few_of_its_layers(layers, degrees, microbatches, zero, checkpointing, dtype):
+def test_a_deep_llama_from_a_few_of_its_layers(layers, degrees, parts, zero, checkpointing, dtype):
     if "pp" in degrees:
-        layers, microbatches = 2 * layers, max(microbatches, 2)
-    job = job_of(layers, degrees, microbatches=microbatches, zero=zero, checkpointing=checkpointing, param_dtype=dtype)
+        layers, parts = 2 * layers, max(parts, 2)
+    job = job_of(layers, degrees, accumulate=parts, zero=zero, checkpointing=checkpointing, param_dtype=dtype)
     assert_the_same(job)
 
 
@@ -118,7 +120,7 @@ LATER = [("zero-bubble", "dp_shard", "bf16"), ("1f1b", "dp_shard", "bf16"), ("ze
 @pytest.mark.parametrize(("schedule", "axis", "dtype"), [case for case in LATER if SCHEDULES[case[0]].is_available])
 def test_deep_stages_that_reduce_or_get_gradients_of_weights_late(schedule, axis, dtype):
     options = {"schedule": schedule, "stages_per_rank": 1, "param_dtype": dtype}
-    assert_the_same(job_of(2 * (2 * EDGE + 1), {"pp": 2, axis: 2}, batch=2, microbatches=2, **options))
+    assert_the_same(job_of(2 * (2 * EDGE + 1), {"pp": 2, axis: 2}, batch=2, accumulate=2, **options))
 
 
 @pytest.mark.tier("full")
@@ -138,7 +140,7 @@ def test_a_deep_model_with_experts_from_a_few_of_its_layers(layers, dense, degre
 @pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"pp": 2, "dp_shard": 2}])
 def test_whole_weights_of_all_layers_are_there(zero, degrees):
     """Flat buffers are as long as all layers need, and all of them is reduced and gathered."""
-    job = job_of((2 * EDGE + 1) * degrees.get("pp", 1), degrees, zero=zero, microbatches=2)
+    job = job_of((2 * EDGE + 1) * degrees.get("pp", 1), degrees, zero=zero, accumulate=2)
     for one, other in zip(trace(job), trace(job, every_layer=True), strict=True):
         assert standing_bytes(one) == standing_bytes(other)
         assert sum(sent.size for sent in sent_by_program(one)) == sum(sent.size for sent in sent_by_program(other))
@@ -166,7 +168,7 @@ def test_a_difference_in_a_middle_layer_is_noticed(monkeypatch):
     job = job_of(2 * EDGE + 1, {"dp_shard": 2})
     programs = trace(job)
     wanted = renumbered(programs[0])
-    other = trace(dataclasses.replace(job, recipe=Recipe(checkpoint_layers=5, checkpointing="full")))
+    other = trace(dataclasses.replace(job, recipe=Recipe().having(checkpointing="full first 5")))
     assert renumbered(other[0]) != wanted
     segment = programs[0].segments["forward", 0, "only"]
     del segment.events[len(segment.events) // 2]
@@ -196,7 +198,7 @@ ALIKE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp, whole sequences": ({"tp": 2}, {"sequence_parallel": False}),
     "pp": ({"pp": 2, "dp_shard": 2}, {}),
     "pp and tp": ({"pp": 2, "tp": 2}, {}),
-    "zero 1": ({"dp_shard": 4}, {"zero": 1}),
+    "zero 1": ({"dp_shard": 4}, {"level": 1}),
 }
 
 

@@ -111,7 +111,7 @@ def compare_operations(job: Job, program: Program, seen: Seen) -> None:
             assert written_by(told_update, name) == written_by(real_update, name), name
     else:
         assert told_update == real_update
-    assert bool(written_by(real_update, "aten._foreach_mul_")) == job.recipe.clipping
+    assert bool(written_by(real_update, "aten._foreach_mul_")) == (job.recipe.optimizer.max_grad_norm > 0)
 
 
 def compare_turns(job: Job, program: Program, seen: Seen) -> None:
@@ -127,7 +127,13 @@ def compare_turns(job: Job, program: Program, seen: Seen) -> None:
     batch = 2 * job.batch * job.local_seq_len * 8  # which the recorded step makes itself
     # Gradients between two stages of one rank are one block in reality, and two in a program.
     near = any(before + 1 == after for before, after in itertools.pairwise(program.stages))
-    message = job.micro_batch * job.local_seq_len * job.model.hidden_size * job.recipe.dtype.itemsize // job.dims.tp
+    message = (
+        job.micro_batch
+        * job.local_seq_len
+        * job.model.hidden_size
+        * job.recipe.precision.dtype("param").itemsize
+        // job.dims.tp
+    )
     most = {0, *(sign * times * message for times in (1, 2) for sign in (1, -1))} if near else {0}
     told, done = turns_of(program), Counter[int]()
     falls = next(turn.batch for turn in told if turn.kind.startswith("backward")) > 0

@@ -39,7 +39,7 @@ FOUR = ((2, 2), (2, 4), (2, 8), (4, 2))
 """Sequences of a micro-batch, and shards, of the recordings that all others follow from."""
 KINDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "sharded": ({}, {}),
-    "copies and tp": ({"dp_replicate": 2, "tp": 2}, {"zero": 2}),
+    "copies and tp": ({"dp_replicate": 2, "tp": 2}, {"reshard_after_forward": False}),
     "a pipeline": ({"pp": 2}, {"checkpointing": "full"}),
 }
 
@@ -54,7 +54,7 @@ def job_of(kind: str, micro_batch: int, shards: int, copies: int = 2) -> Job:
     for degree in degrees.values():
         size *= degree
     dims = ParallelDims(**degrees, world_size=size)
-    return Job(MODEL, dims, parts * micro_batch, 12, Recipe(microbatches=parts, **recipe))
+    return Job(MODEL, dims, parts * micro_batch, 12, Recipe().having(accumulate=parts, **recipe))
 
 
 def fresh(job: Job) -> tuple[StagePart, Recording]:
@@ -123,7 +123,7 @@ def test_experts_that_do_not_divide_over_ranks_do_not_follow_from_others():
 def test_experts_on_nodes_follow_from_each_other():
     def job(copies: int) -> Job:
         dims = ParallelDims(dp_replicate=copies, dp_shard=2, ep=4, world_size=8 * copies)
-        return Job(find_model(MoEConfig(num_hidden_layers=2)), dims, 1, 12, Recipe(ranks_per_node=2))
+        return Job(find_model(MoEConfig(num_hidden_layers=2)), dims, 1, 12, Recipe().having(ranks_per_node=2))
 
     part, recording = fresh(job(2))
     anchor = Anchor(job(2), part, tuple(part.layers), recording)
@@ -150,7 +150,7 @@ def test_a_recording_serves_the_machines_that_plan_alike():
 def test_both_ranks_of_a_pipeline_follow_from_each_other():
     """Of many stages on two ranks one is recorded: the others send to the same two ranks as it, or back."""
     model = find_model("llama-tiny")
-    recipe = Recipe(schedule="interleaved", microbatches=2)
+    recipe = Recipe().having(schedule="interleaved", accumulate=2)
     job = Job(model, ParallelDims(pp=2, dp_shard=2, world_size=4), 2, 16, recipe)
     _, one, other, _ = job.stages()
     assert (one.rank, other.rank) == (1, 0)

@@ -23,12 +23,12 @@ from hyper_parallel import cli
 from hyper_parallel.cli.estimate import arranged_run
 from hyper_parallel.core.machine.description import find_machine, machine_names
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig, config_text, load_config
+from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig, config_text, load_config
 from hyper_parallel.trainer.report import prediction_table, read_log
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.pricing.measure import cpu_name
-from sim.mesh.recipe import Recipe
+from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.searching.space import Candidate
 
 LLAMA = ("--model", "llama3-8b", "--hardware", "h100-sxm")
@@ -103,7 +103,7 @@ def test_options_become_the_step_of_a_run(asked: list[dict[str, Any]]) -> None:
     degrees = ("--devices", "128", "--tp", "8", "--pp", "4", "--dp-replicate", "2", "--batch-size", "64")
     run = ("--checkpointing", "full", "--no-reshard-after-forward", "--schedule", "interleaved", "--compile")
     more = ("--accumulate", "8", "--precision", "bf16", "--seq-len", "8192", "--max-grad-norm", "0")
-    recipe = ("--set", "norm=eager", "--set", "reduce_each=true", "--set", "reduce_dtype=bf16")
+    recipe = ("--routing", "0.5", "precision.reduce_dtype=bf16")
     code, output = invoke("estimate", *LLAMA, *degrees, *run, *more, *recipe)
     assert code == 0, output
     assert len(asked) == 1
@@ -111,16 +111,20 @@ def test_options_become_the_step_of_a_run(asked: list[dict[str, Any]]) -> None:
     assert given["dims"] == ParallelDims(dp_replicate=2, dp_shard=2, tp=8, etp=8, pp=4, world_size=128)
     assert (given["model"].name, given["hardware"]) == ("llama3-8b", "h100-sxm")
     assert (given["batch"], given["seq_len"]) == (16, 8192)
-    assert given["recipe"] == Recipe(
-        checkpointing="full",
-        zero=2,
-        schedule="interleaved",
-        microbatches=8,
-        compile=True,
-        norm="eager",
-        reduce_each=True,
-        reduce_dtype="bf16",
-        clipping=False,
+    assert (
+        given["recipe"].bare()
+        == Recipe()
+        .having(
+            checkpointing="full",
+            reshard_after_forward=False,
+            schedule="interleaved",
+            accumulate=8,
+            compile=True,
+            routing=Routing.zipf(0.5),
+            reduce_dtype="bf16",
+            max_grad_norm=0.0,
+        )
+        .bare()
     )
     assert "Memory of a rank, where it is fullest" in output
     assert "Time of a step" in output
@@ -133,7 +137,7 @@ def test_what_is_left_out_has_the_default_of_train(asked: list[dict[str, Any]]) 
     assert [given["dims"].world_size for given in asked] == [8, 16]
     assert [given["batch"] for given in asked] == [4, 1]
     assert [given["seq_len"] for given in asked] == [Config().train.seq_len] * 2
-    assert all(given["recipe"] == Recipe(param_dtype="fp32") for given in asked)
+    assert all(given["recipe"].bare() == Recipe().having(param_dtype="fp32") for given in asked)
 
 
 @pytest.mark.tier("test")
@@ -220,12 +224,8 @@ def test_a_config_of_ones_own(asked: list[dict[str, Any]]) -> None:
         (("--devices", "8", "--batch-size", "12"), ["cannot split batch_size=12", "try: batch_size = 8 or 16"]),
         (("--devices", "0"), ["cannot place the model: there must be a device at least\n  --devices 0"]),
         (("--dp-shard", "-1"), ["--devices is missing\n  try: --devices 8"]),
-        (("--set", "zero=4"), ["zero=4 does not exist", "try: zero=3 or 2"]),
         (("--pp", "2", "--schedule", "1fib"), ["there is no schedule '1fib'", "try: '1f1b'"]),
-        (("--set", "compile"), ["cannot use --set compile: it is not of the form name=value"]),
-        (("--set", "compil=true"), ["the recipe has no field 'compil'", "try: --set 'compile'=..."]),
-        (("--set", "compile=maybe"), ["cannot use --set compile=maybe: it is neither true nor false"]),
-        (("--set", "routing=even"), ["the skew of loads is a number"]),
+        (("--routing", "99"), ["exponent is not a number from 0 to 64"]),
         (("--plot", "."), ["cannot write '.': it is a folder"]),
         (("--plot", "x" * 256), ["': File name too long"]),
         (("--json", "own_model.py/x.json"), ["own_model.py' is no folder"]),
@@ -322,7 +322,7 @@ def test_a_real_estimate_of_a_module_of_ones_own() -> None:
 def test_a_search_prints_the_ranking(asked: list[dict[str, Any]]) -> None:
     code, output = invoke("search", *SEARCH, "--limit", "6", "--rows", "2", "--json", "found.json")
     assert code == 0, output
-    assert sum(given["recipe"].tp_chunks == 1 for given in asked) == 6, "chunks of the best come on top"
+    assert sum(given["recipe"].parallel.tp_chunks == 1 for given in asked) == 6, "chunks of the best come on top"
     assert "Fastest first" in output
     assert "estimates: 0 of 6" in output, "progress"
     assert "Not in the ranking" in output
@@ -333,12 +333,12 @@ def test_a_search_prints_the_ranking(asked: list[dict[str, Any]]) -> None:
 
 @pytest.mark.tier("test")
 def test_what_is_given_to_a_search_stays(asked: list[dict[str, Any]]) -> None:
-    options = ("--tp", "4", "--checkpointing", "selective", "--set", "zero=3", "--compile", "--set", "norm=eager")
+    options = ("--tp", "4", "--checkpointing", "selective", "--reshard-after-forward", "--compile")
     assert invoke("search", *SEARCH, *options, "--limit", "4")[0] == 0
     for given in asked:
         recipe = given["recipe"]
         assert given["dims"].tp == 4
-        assert (recipe.checkpointing, recipe.zero, recipe.compile, recipe.norm) == ("selective", 3, True, "eager")
+        assert (recipe.checkpointing, recipe.zero, recipe.parallel.compile) == ("selective", 3, True)
 
 
 @pytest.mark.tier("test")
@@ -383,7 +383,12 @@ ARRANGED = [
         {"ranks_per_node": 4, "reduce_each": True},
         None,
     ),
-    ("moe", ParallelDims(dp_shard=1, ep=2, cp=2, ulysses_degree=2, fold_experts=True, world_size=4), {"zero": 2}, None),
+    (
+        "moe",
+        ParallelDims(dp_shard=1, ep=2, cp=2, ulysses_degree=2, fold_experts=True, world_size=4),
+        {"reshard_after_forward": False},
+        None,
+    ),
     ("llama", ParallelDims(dp_replicate=2, dp_shard=2, cp=2, ulysses_degree=1, world_size=8), {"compile": True}, None),
     (
         "llama",
@@ -392,8 +397,8 @@ ARRANGED = [
         (1, 1, 1, 1),
     ),
     ("llama", ParallelDims(tp=2, etp=2, world_size=2), {"reshard_inputs": True, "tp_chunks": 2}, None),
-    ("llama", ParallelDims(dp_shard=4, world_size=4), {"optimizer": "muon", "whole_parameters": True}, None),
-    ("llama", ParallelDims(), {"checkpointing": "full", "checkpoint_every": 2, "checkpoint_layers": 3}, None),
+    ("llama", ParallelDims(dp_shard=4, world_size=4), {"muon": True, "whole_parameters": True}, None),
+    ("llama", ParallelDims(), {"checkpointing": "full every 2 first 3"}, None),
 ]
 
 
@@ -402,23 +407,25 @@ def test_a_file_of_a_search_describes_all_of_its_candidate(
     model: str, dims: ParallelDims, choices: dict[str, Any], sizes: tuple[int, ...] | None
 ) -> None:
     run = Config(train=TrainConfig(model=model, batch_size=16, seq_len=64))
-    run = replace(run, optimizer=OptimizerConfig(muon=choices.get("optimizer") == "muon"))
     run = replace(run, parallel=ParallelConfig(compile=choices.get("compile", False), tp=8, reduce_each=True))
     batch = 16 // dims.batch_ranks
-    candidate = Candidate(dims, Recipe(**{"param_dtype": "fp32", "microbatches": 2, **choices}), batch, sizes)
+    recipe = Recipe.of(run).having(**{"accumulate": 2, "reduce_each": False, **choices})
+    candidate = Candidate(dims, recipe, batch, sizes)
     Path("best.toml").write_text(config_text(arranged_run(run, candidate)))
     job = Job.of_run(load_config("best.toml"), dims.world_size)
     assert (job.dims, job.batch, job.layers_per_stage) == (dims, batch, sizes)
-    assert job.recipe == candidate.recipe
+    assert job.recipe.bare() == candidate.recipe.bare()
+    assert job.microbatches == 2
 
 
 def test_the_files_of_a_search_are_tried_with_each_key_of_two_values() -> None:
     keys = {field.name for field in fields(ParallelConfig)} - {"engine"}  # no search changes these
-    found = [
-        arranged_run(Config(), Candidate(dims, Recipe(**choices), 16, sizes)).parallel
-        for _, dims, choices, sizes in ARRANGED
-    ]
-    assert {key for key in keys if len({getattr(each, key) for each in found}) < 2} == {"compile"}  # stays the run's
+    found = []
+    for model, dims, choices, sizes in ARRANGED:
+        run = Config(train=TrainConfig(model=model, seq_len=64))
+        recipe = Recipe.of(run).having(**{"accumulate": 2, **choices})
+        found.append(arranged_run(run, Candidate(dims, recipe, 16, sizes)).parallel)
+    assert {key for key in keys if len({getattr(each, key) for each in found}) < 2} == set()
 
 
 def test_a_search_keeps_a_checkpointing_of_some_blocks(asked: list[dict[str, Any]]) -> None:
@@ -426,30 +433,25 @@ def test_a_search_keeps_a_checkpointing_of_some_blocks(asked: list[dict[str, Any
     options = ("--hardware", "h100-sxm", "--devices", "2", "--limit", "2", "--write", "best.toml")
     code, output = invoke("search", "run.toml", *options)
     assert code == 0, output
-    assert {(g["recipe"].checkpointing, g["recipe"].checkpoint_every) for g in asked} == {("full", 2)}
+    assert {g["recipe"].parallel.checkpointing for g in asked} == {"full every 2"}
     assert load_config("best.toml").parallel.checkpointing == "full every 2"
 
 
-def test_a_search_of_adapters_is_refused() -> None:
-    code, output = invoke("search", *SEARCH, "--lora-rank", "4")
-    assert code == 2, output
-    assert "cannot search a run with adapters: a search takes all weights to be trained\n  lora.rank: 4\n" in output
-
-
-def test_a_search_writes_no_file_that_forgets_a_setting(asked: list[dict[str, Any]]) -> None:
+def test_a_search_of_adapters_keeps_them(asked: list[dict[str, Any]]) -> None:
+    Path("run.toml").write_text("[train]\nbatch_size = 16\nseq_len = 64\n[lora]\nrank = 4")
     options = ("--hardware", "h100-sxm", "--devices", "2", "--limit", "2", "--write", "best.toml")
-    Path("run.toml").write_text('[train]\nbatch_size = 16\nseq_len = 64\n[parallel]\nparam_dtype = "bf16"')
-    code, output = invoke("search", "run.toml", *options, "--set", "master=none", "--set", "zero=2")
-    assert code == 2, output
-    assert output == (
-        "error: cannot write best.toml: it has no key for master, so that train would not run what was searched\n"
-        "  --set master=none\n"
-        "  try: leave out --write, or these --set\n"
-    )
-    assert not asked
-    assert not Path("best.toml").exists()
-    assert invoke("search", "run.toml", *options, "--set", "zero=2")[0] == 0
-    assert not load_config("best.toml").parallel.reshard_after_forward
+    assert invoke("search", "run.toml", *options)[0] == 0
+    assert {given["recipe"].lora.rank for given in asked} == {load_config("best.toml").lora.rank} == {4}
+
+
+def test_a_search_writes_all_that_it_was_given(asked: list[dict[str, Any]]) -> None:
+    options = ("--hardware", "h100-sxm", "--devices", "2", "--limit", "2", "--write", "best.toml")
+    Path("run.toml").write_text('[train]\nbatch_size = 16\nseq_len = 64\n[precision]\nparam_dtype = "bf16"')
+    words = ("precision.master_dtype=bf16", "parallel.reshard_after_forward=false")
+    assert invoke("search", "run.toml", *words, *options, "--routing", "0.5")[0] == 0
+    assert {given["recipe"].routing for given in asked} == {Routing.zipf(0.5)}
+    run = load_config("best.toml")
+    assert (run.precision.master_dtype, run.parallel.reshard_after_forward) == ("bf16", False)
 
 
 @pytest.mark.tier("full")
@@ -458,7 +460,7 @@ def test_chunks_that_a_search_finds_are_trained(asked: list[dict[str, Any]], mon
 
     def faster_in_chunks(**given: Any) -> Any:
         made = plain(**given)
-        made.time.step = made.time.step._replace(value=made.time.step.value / given["recipe"].tp_chunks)
+        made.time.step = made.time.step._replace(value=made.time.step.value / given["recipe"].parallel.tp_chunks)
         return made
 
     monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", faster_in_chunks)
@@ -473,7 +475,7 @@ def test_chunks_that_a_search_finds_are_trained(asked: list[dict[str, Any]], mon
     assert code == 0, output
     asked.clear()
     assert invoke("search", "run.toml", *options, "--tp-chunks", "2")[0] == 0
-    assert {given["recipe"].tp_chunks for given in asked} == {2}, "what is said stays"
+    assert {given["recipe"].parallel.tp_chunks for given in asked} == {2}, "what is said stays"
 
 
 ROOT = Path(__file__).parents[4]

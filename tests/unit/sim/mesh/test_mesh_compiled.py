@@ -236,7 +236,7 @@ def test_a_feed_forward_in_chunks_is_compiled_for_each_chunk() -> None:
     dims = ParallelDims(tp=2, world_size=2)
     made: list[list[tuple[Op, Place]]] = []
     for compiled in (False, True):
-        recipe = PublishedRecipe(zero=0, tp_chunks=2, compile=compiled)
+        recipe = PublishedRecipe().having(level=0, tp_chunks=2, compile=compiled)
         (program,) = trace(Job(find_model("llama-tiny"), dims, 2, 128, recipe))
         events = [event for segment in program.segments.values() for event in segment.events if isinstance(event, Op)]
         made.append([(op, program.places[op.place]) for op in events])
@@ -265,7 +265,7 @@ def test_modes_of_selective_checkpointing_cost_the_host(policy: str, of_run: boo
     if of_run:
         job = Job.of_run(Config(model=_CONFIG, parallel=ParallelConfig(checkpointing=policy)), 1)
     else:
-        job = Job(find_model(_CONFIG), ParallelDims(), 1, 64, Recipe(checkpointing=policy))
+        job = Job(find_model(_CONFIG), ParallelDims(), 1, 64, Recipe().having(checkpointing=policy))
     (program,) = programs = trace(job)
     found: Counter[tuple[str, bool, bool]] = Counter()
     hidden, products = Counter[str](), 0

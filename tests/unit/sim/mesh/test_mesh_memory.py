@@ -484,7 +484,7 @@ SMALL = LlamaConfig(
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_and_gradients_of_as_many_bytes_are_told_apart(tp: int, seq_len: int) -> None:
     """A micro-batch has 64 or 128 tokens: gradients of head and embedding take a width of 64, in bf16 and in fp32."""
-    dims, recipe = ParallelDims(tp=tp, world_size=tp), Recipe(microbatches=2)
+    dims, recipe = ParallelDims(tp=tp, world_size=tp), Recipe().having(accumulate=2)
     (program,) = trace(Job(find_model(SMALL), dims, batch=4, seq_len=seq_len, recipe=recipe))
     events = [(key, e) for key, segment in program.segments.items() for e in segment.events]
     freed = {e.block: key for key, e in events if isinstance(e, Free)}

@@ -38,7 +38,7 @@ SIZE = 2 * 64 * 64 * 4  # a micro-batch of 2 sequences of 64 tokens, 64 wide, in
 
 
 def programs(model, tp, **options):
-    recipe = PublishedRecipe(param_dtype="fp32", microbatches=2, zero=1, **options)
+    recipe = PublishedRecipe().having(param_dtype="fp32", accumulate=2, level=1, **options)
     return trace(Job(find_model(model), ParallelDims(tp=tp, pp=2, world_size=2 * tp), 4, 64, recipe))
 
 
@@ -101,7 +101,7 @@ def test_ranks_along_tp_share_what_goes_to_experts():
     dims = ParallelDims(dp_shard=1, ep=2, tp=2, etp=2, world_size=4)
 
     def exchanged(**options):
-        recipe = PublishedRecipe(param_dtype="fp32", zero=1, **options)
+        recipe = PublishedRecipe().having(param_dtype="fp32", level=1, **options)
         (program,) = trace(Job(find_model("moe-tiny"), dims, 2, 64, recipe))
         events = [event for segment, _ in program.segments_in_order() for event in segment.events]
         said = [e for e in events if isinstance(e, Comm) and not e.dtype.startswith("int")]
@@ -127,7 +127,7 @@ def test_ranks_along_tp_share_what_goes_to_experts():
 @pytest.mark.parametrize(("ranks", "part"), [(range(16), None), (range(8), 1.0), (range(4, 12), None)])
 def test_a_token_goes_once_to_each_node_of_its_experts(ranks, part):
     dims = ParallelDims(dp_shard=1, ep=2, world_size=2)
-    (program,) = trace(Job(find_model("moe-tiny"), dims, 2, 64, PublishedRecipe(zero=1)))
+    (program,) = trace(Job(find_model("moe-tiny"), dims, 2, 64, PublishedRecipe().having(level=1)))
     experts, each = 16, 3
     groups = [group._replace(ranks=tuple(ranks)) if group.axis == "ep" else group for group in program.groups]
     after = copy_to_nodes(replace(program, groups=groups), experts, each)
@@ -148,7 +148,11 @@ def test_a_token_goes_once_to_each_node_of_its_experts(ranks, part):
 def test_metrics_compute_the_loss_again_after_each_forward():
     def ops(**options):
         job = Job(
-            find_model(gpt_tiny()), ParallelDims(), 4, 64, PublishedRecipe(microbatches=2, loss="compiled", **options)
+            find_model(gpt_tiny()),
+            ParallelDims(),
+            4,
+            64,
+            PublishedRecipe().having(accumulate=2, loss="compiled", **options),
         )
         (program,) = trace(job)
         said = [(key[0], e) for key, _ in program.order for e in program.segments[key].events if isinstance(e, Op)]
@@ -166,7 +170,7 @@ def test_queries_and_keys_of_all_heads_are_turned_on_every_rank(checkpointing, t
     """As DTensor does, counted with torch 2.13 over a fake group, against norms that keep queries and keys split."""
     config = replace(find_model("llama-tiny").config, qk_norm=True, num_hidden_layers=2)
     queries, keys, tp = config.num_attention_heads, config.num_key_value_heads, 2
-    recipe = Recipe(checkpointing=checkpointing)
+    recipe = Recipe().having(checkpointing=checkpointing)
     job = Job(find_model(config), ParallelDims(tp=tp, world_size=tp), 2, 64, recipe)
     (plain,) = trace(job)
     changed = gather_heads(plain)
@@ -209,8 +213,8 @@ def taken(program, name):
 
 
 def first_of_pipeline():
-    dims, recipe = ParallelDims(dp_shard=2, pp=2, world_size=4), PublishedRecipe(zero=1, microbatches=4)
-    recipe = replace(recipe, reduce_dtype="bf16", float8="tensorwise", compile=True)
+    dims, recipe = ParallelDims(dp_shard=2, pp=2, world_size=4), PublishedRecipe().having(level=1, accumulate=4)
+    recipe = recipe.having(reduce_dtype="bf16", float8="tensorwise", compile=True)
     job = Job(find_model("llama-tiny"), dims, 4, 64, recipe)
     return trace(job)[0], job.model.config
 
@@ -263,7 +267,7 @@ def along_tp(program):
 
 def test_what_products_in_float8_read_is_gathered_in_float8():
     """Two gathers of a block in forward, and two of gradients; the head's and the embedding's stay in bfloat16."""
-    recipe = PublishedRecipe(zero=1, reduce_dtype="bf16", float8="tensorwise", compile=True)
+    recipe = PublishedRecipe().having(level=1, reduce_dtype="bf16", float8="tensorwise", compile=True)
     job = Job(find_model("llama-tiny"), ParallelDims(tp=2, world_size=2), 2, 64, recipe)
     (plain,) = trace(job)
     changed = gather_float8(plain)
@@ -286,7 +290,13 @@ def test_what_products_in_float8_read_is_gathered_in_float8():
 def test_experts_multiply_in_float8_what_is_cast_once():
     """Three products of an expert read two inputs in forward; in backward, gradients of three outputs come to these."""
     (plain,) = trace(
-        Job(find_model("moe-tiny"), ParallelDims(), 2, 64, PublishedRecipe(zero=1, float8="tensorwise", compile=True))
+        Job(
+            find_model("moe-tiny"),
+            ParallelDims(),
+            2,
+            64,
+            PublishedRecipe().having(level=1, float8="tensorwise", compile=True),
+        )
     )
     changed = multiply_experts_in_float8(plain)
     counts = {}
@@ -317,14 +327,14 @@ def test_gradients_are_copied_before_the_first_weight_is_updated():
     whole = replayed.persistent + sum(-(-size // 512) * 512 for size in copies.values())
     assert max(sum(p.totals) for p in replayed.curve if p.position == len(changed.order) - 1) == whole
     assert replayed.unmatched == 0
-    wide = replace(PublishedRecipe(zero=1), reduce_dtype="fp32")
+    wide = replace(PublishedRecipe().having(level=1), reduce_dtype="fp32")
     (other,) = trace(Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 64, wide))
     assert copy_gradients(other) is other, "gradients that add up in float32 are used as they are"
 
 
 def test_receives_that_are_issued_early_hide_messages():
     hardware, figures = find_machine("h100-sxm"), load_calibration().replace({"host.op_us": 0.0})
-    recipe = PublishedRecipe(param_dtype="fp32", microbatches=8, zero=1, schedule="interleaved")
+    recipe = PublishedRecipe().having(param_dtype="fp32", accumulate=8, level=1, schedule="interleaved")
     dims = ParallelDims(pp=2, world_size=2)
     made = trace(Job(find_model("llama-tiny"), dims, 8, 64, recipe))
     early = Pricing(hardware, figures, **recipe.pricing)
@@ -332,9 +342,9 @@ def test_receives_that_are_issued_early_hide_messages():
     one, other = (replay_time(made, pricing) for pricing in (early, Pricing(hardware, figures)))
     assert other.step - one.step > 0.4 * one.slowest.communication["pp"]
     for late in (
-        Recipe(schedule="1f1b"),
-        Recipe(schedule="gpipe"),
-        PublishedRecipe(schedule="zbv", conventions=BLOCKING),
+        Recipe().having(schedule="1f1b"),
+        Recipe().having(schedule="gpipe"),
+        PublishedRecipe().having(schedule="zbv", conventions=BLOCKING),
     ):
         assert not late.pricing["posts_early"]
-    assert Recipe(schedule="zbv").pricing["posts_early"]
+    assert Recipe().having(schedule="zbv").pricing["posts_early"]

@@ -175,8 +175,8 @@ QWEN = LlamaConfig(
 )
 RECIPES = [
     PublishedRecipe(),
-    PublishedRecipe(attention="math", norm="eager"),
-    PublishedRecipe(attention="math-recomputed", sequence_parallel=False),
+    PublishedRecipe().having(attention="math", norm="eager"),
+    PublishedRecipe().having(attention="math-recomputed", sequence_parallel=False),
 ]
 
 
@@ -226,7 +226,7 @@ def test_what_attention_keeps_of_each_score():
 
 
 def test_kernels_of_a_recipe():
-    model = use_kernels(Llama(QWEN), PublishedRecipe(attention="math", norm="eager"))
+    model = use_kernels(Llama(QWEN), PublishedRecipe().having(attention="math", norm="eager"))
     attends = {id(layer.attention.attend) for layer in model.layers}
     assert len(attends) == 1
     assert not any(isinstance(module, nn.RMSNorm) for module in model.modules())
@@ -236,7 +236,7 @@ def test_kernels_of_a_recipe():
     torch.testing.assert_close(model(IDS), reference(IDS), atol=1e-5, rtol=1e-4)
     flash = use_kernels(GPT(GPTConfig(attention_dropout=0.1)), PublishedRecipe())
     assert flash.layers[0].attention.attend == FusedAttention(0.1)
-    kept = use_kernels(GPT(GPTConfig(attention_dropout=0.1)), PublishedRecipe(attention="math"))
+    kept = use_kernels(GPT(GPTConfig(attention_dropout=0.1)), PublishedRecipe().having(attention="math"))
     assert kept.layers[0].attention.attend == MathAttention(0.1)
 
 
@@ -281,7 +281,7 @@ def test_gpt_is_what_its_words_say():
 
 
 def test_gpt_drops_in_training_only():
-    for recipe in (PublishedRecipe(attention="math"), PublishedRecipe(attention="flash")):
+    for recipe in (PublishedRecipe().having(attention="math"), PublishedRecipe().having(attention="flash")):
         for changes in ({"dropout": 0.5}, {"attention_dropout": 0.5}):
             model = use_kernels(small_gpt(**changes), recipe)
             assert not torch.equal(model(IDS), model(IDS))
@@ -337,7 +337,7 @@ def test_what_a_block_keeps_is_as_published(batch, attention, scores):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            block = use_kernels(GPT(config), PublishedRecipe(attention=attention)).layers[0]
+            block = use_kernels(GPT(config), PublishedRecipe().having(attention=attention)).layers[0]
         finally:
             torch.set_default_dtype(before)
         own = {param.untyped_storage()._cdata for param in block.parameters()}
@@ -414,7 +414,9 @@ def test_ranks_along_tp_send_their_own_part_of_the_sequence_to_whole_experts(deg
     rows = [
         [
             event.size
-            for segment in trace(Job(spec_of(config), dims, 1, 16, PublishedRecipe(zero=1)))[0].segments.values()
+            for segment in trace(Job(spec_of(config), dims, 1, 16, PublishedRecipe().having(level=1)))[
+                0
+            ].segments.values()
             for event in segment.events
             if isinstance(event, Comm) and event.op == "all_to_all" and not event.dtype.startswith("int")
         ]
@@ -601,7 +603,11 @@ def test_an_error_in_a_stage_comes_out_as_it_is(monkeypatch):
 
     monkeypatch.setattr(llama.FeedForward, "forward", forward)
     job = Job(
-        find_model("llama-tiny"), ParallelDims(pp=2, world_size=2), 2, 16, PublishedRecipe(zero=0, microbatches=2)
+        find_model("llama-tiny"),
+        ParallelDims(pp=2, world_size=2),
+        2,
+        16,
+        PublishedRecipe().having(level=0, accumulate=2),
     )
     with pytest.raises(ArithmeticError, match="mine") as error:
         trace(job)

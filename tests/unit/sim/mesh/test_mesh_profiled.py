@@ -132,7 +132,7 @@ def test_a_profiled_run_has_the_operations_of_the_estimate(tmp_path):
     assert rank_of_trace(path) is None
     measured = read_trace(path)
     model = config.shape()
-    made = estimate(model, ParallelDims(world_size=1), 2, 16, "laptop-cpu", Recipe(param_dtype="fp32"))
+    made = estimate(model, ParallelDims(world_size=1), 2, 16, "laptop-cpu", Recipe().having(param_dtype="fp32"))
     predicted = predicted_step(made)
     for name in ("aten.mm", "aten.silu", "aten.silu_backward", "aten.rsqrt"):
         assert predicted.operations[name][0] == measured.operations[name][0] == len(steps[0][name])

@@ -1,6 +1,7 @@
 """Recipes: what they say, and what they refuse."""
 
 import pickle
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,86 +15,65 @@ from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe, Routing
 
 
-@pytest.mark.parametrize(
-    ("given", "word", "dtype"),
-    [
-        ("bf16", "bf16", torch.bfloat16),
-        ("bfloat16", "bf16", torch.bfloat16),
-        (torch.bfloat16, "bf16", torch.bfloat16),
-        ("fp16", "fp16", torch.float16),
-        ("half", "fp16", torch.float16),
-        ("double", "fp64", torch.float64),
-        (torch.float32, "fp32", torch.float32),
-        ("float32", "fp32", torch.float32),
-    ],
-)
-def test_dtypes_have_one_spelling(given, word, dtype):
-    recipe = Recipe(param_dtype=given, reduce_dtype=given)
-    assert (recipe.param_dtype, recipe.dtype) == (word, dtype)
-    assert (recipe.reduce_dtype, recipe.grad_dtype) == (word, dtype)
-    assert recipe == Recipe(param_dtype=word, reduce_dtype=word)
-    assert hash(recipe) == hash(Recipe(param_dtype=word, reduce_dtype=word))
-    assert recipe.weight_dtype is (torch.float64 if word == "fp64" else torch.float32)
-    assert Recipe(param_dtype=given, master="none").weight_dtype is dtype
-
-
 def test_a_recipe_is_data():
-    recipe = Recipe(checkpointing="full", checkpoint_layers=0, routing=Routing(shares=[1, 2]))
+    recipe = Recipe().having(checkpointing="full first 1", routing=Routing(shares=[1, 2]))
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert len({recipe, Recipe(), Recipe()}) == 2
-    assert Recipe().reshards_after_forward
-    assert not Recipe(zero=2).reshards_after_forward
+    assert (Recipe().zero, Recipe().having(reshard_after_forward=False).zero) == (3, 2)
+    assert (recipe.checkpointing, recipe.activations.first) == ("full", 1)
 
 
-def test_parts():
-    one, four = ParallelDims(), ParallelDims(pp=4, world_size=4)
-    assert Recipe().parts(8, one) == 1
-    assert Recipe().parts(8, four) == 8
-    assert Recipe(microbatches=4).parts(8, four) == Recipe(microbatches=4).parts(8, one) == 4
-    with pytest.raises(ValueError, match="cannot cut the batch into micro-batches") as error:
-        Recipe(microbatches=3).parts(8, one)
-    assert "batch=8 sequences on each data-parallel rank   microbatches=3" in str(error.value)
-    assert "try: microbatches one of 1, 2, 4, 8" in str(error.value)
+def test_a_recipe_is_a_run():
+    """Whatever a run says is in its recipe; what arranges ranks and data makes no other recording."""
+    run = Config(
+        parallel=ParallelConfig(tp=2, dp_replicate=2, layers_per_stage="1,2", compile=True),
+        train=TrainConfig(steps=7, accumulate=2),
+        optimizer=OptimizerConfig(muon=True, lr=1.0, max_grad_norm=3.0),
+    )
+    recipe = Recipe.of(run, Routing.zipf(1))
+    assert all(getattr(recipe, each.name) == getattr(run, each.name) for each in fields(Config))
+    usual = {"param_dtype": "fp32", "routing": Routing.zipf(1), "compile": True, "muon": True}
+    assert recipe.bare(norm="eager") == Recipe().having(**usual, norm="eager")
+
+
+def test_batches_that_cannot_be_cut():
+    job = Job(find_model("llama-tiny"), ParallelDims(), 8, 16, Recipe().having(accumulate=4))
+    assert (job.microbatches, job.micro_batch, job.recipe.train.batch_size) == (4, 2, 8)
+    with pytest.raises(ValueError, match="8 sequences cannot be cut into 3 micro-batches") as error:
+        replace(job, recipe=Recipe().having(accumulate=3))
+    assert str(error.value).endswith("\n  batch: 8\n  try: accumulate = one of 1, 2, 4, 8")
 
 
 def test_descriptions():
     assert Recipe().describe() == "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; adamw"
-    pure = PublishedRecipe(master="none", reduce_dtype="bf16", zero=0, sequence_parallel=False)
+    pure = PublishedRecipe().having(master_dtype="bf16", reduce_dtype="bf16", level=0, sequence_parallel=False)
     assert pure.describe() == (
         "bf16 weights, no others behind them, gradients reduced in bf16; replicated weights; adamw; "
-        "no sequence parallel"
+        "level 0; no sequence parallel"
     )
-    much = Recipe(checkpointing="full", checkpoint_layers=3, compile=True, schedule="gpipe", routing=Routing.zipf(1))
+    much = Recipe().having(
+        checkpointing="full first 3", compile=True, schedule="gpipe", accumulate=2, routing=Routing.zipf(1)
+    )
     assert much.describe() == (
-        "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; full checkpointing of 3 layers; adamw; compile; "
-        "schedule gpipe; routing zipf(1)"
+        "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; full checkpointing of 3 layers; adamw; "
+        "2 micro-batches; schedule gpipe; compile; routing zipf(1)"
     )
-    assert Recipe(param_dtype="fp32").describe().startswith("fp32, gradients")
-    assert PublishedRecipe(float8="rowwise").describe().endswith("; float8 rowwise")
+    assert Recipe().having(param_dtype="fp32").describe().startswith("fp32, gradients")
+    assert PublishedRecipe().having(float8="rowwise").describe().endswith("; float8 rowwise")
 
 
 @pytest.mark.parametrize(
     ("given", "kind", "stated"),
     [
-        ({"param_dtype": "bf61"}, ValueError, ("param_dtype='bf61' is no dtype for this", "try: param_dtype='bf16'")),
-        ({"param_dtype": torch.int8}, ValueError, ("param_dtype: torch.int8",)),
-        ({"reduce_dtype": None}, ValueError, ("reduce_dtype=None is no dtype", "'bf16', 'fp16', 'fp32'")),
-        ({"checkpointing": "selectiv"}, ValueError, ("try: checkpointing='selective'",)),
-        ({"optimizer": "adam"}, ValueError, ("optimizer='adam' does not exist", "try: optimizer='adamw'")),
-        ({"master": "bf16"}, ValueError, ("master='bf16' does not exist",)),
-        ({"engine": "hspd"}, ValueError, ("engine='hspd' does not exist", "try: engine='hsdp'")),
-        ({"compile": 1}, TypeError, ("compile=1 is not True or False", "try: compile=True")),
-        ({"microbatches": 0}, ValueError, ("microbatches=0 is below 1", "try: microbatches=1")),
-        ({"microbatches": 2.0}, TypeError, ("microbatches=2.0 is a float, not an int",)),
-        ({"zero": 1}, ValueError, ("zero=1 does not exist", "try: zero=3 or 2")),
-        ({"zero": True}, ValueError, ("zero=True does not exist",)),
+        ({"param_dtype": "bf61"}, ValueError, ("param_dtype: 'bf61'", "='bf16'")),
+        ({"checkpointing": "selectiv"}, ValueError, ("selectiv", "selective")),
+        ({"engine": "hspd"}, ValueError, ("engine: 'hspd'", "='hsdp'")),
+        ({"compile": 1}, TypeError, ("compile: 1",)),
+        ({"accumulate": 0}, ValueError, ("accumulate: 0",)),
+        ({"tp_chunk": 2}, ValueError, ("there is no key 'tp_chunk'", "'tp_chunks'")),
+        ({"norm": "eagr"}, ValueError, ("norm: 'eagr'", "='eager'")),
         ({"schedule": "1fib"}, ValueError, ("there is no schedule '1fib'", "try: '1f1b'")),
-        ({"routing": "zipf"}, TypeError, ("routing='zipf' is a str, not a Routing", "Routing.zipf(1.0)")),
-        ({"checkpoint_layers": 2}, ValueError, ("checkpointing='none'", 'try: checkpointing="full"')),
-        ({"whole_parameters": True}, ValueError, ("optimizer='adamw'", 'try: optimizer="muon", zero=3')),
-        ({"moments": "bf16", "optimizer": "muon"}, ValueError, ("zero=3", 'or optimizer="adamw"')),
-        ({"moments": "fp8"}, ValueError, ("moments='fp8' does not exist",)),
-        ({"stages_per_rank": 2}, ValueError, ("'1f1b' has 1 stage(s) on each rank", 'try: schedule="interleaved"')),
+        ({"routing": "zipf"}, TypeError, ("routing is a str", "Routing.zipf(1.0)")),
     ],
     ids=str,
 )
@@ -104,9 +84,9 @@ def test_what_is_no_recipe_is_refused(given, kind, stated):
 @pytest.mark.parametrize(
     ("given", "kind", "stated"),
     [
-        ({"zero": 4}, ValueError, ("zero=4 does not exist", "try: zero=3 or 2 or 1 or 0")),
-        ({"attention": "flas"}, ValueError, ("try: attention='flash'",)),
-        ({"graphs": 1}, TypeError, ("graphs=1 is not True or False",)),
+        ({"level": 4}, ValueError, ("level: '4'", "known: 'None', '1', '0'")),
+        ({"attention": "flas"}, ValueError, ("attention: 'flas'", "='flash'")),
+        ({"graphs": 1}, TypeError, ("graphs: 1",)),
         ({"float8": "rowwise", "param_dtype": "fp32"}, ValueError, ("take and return bfloat16",)),
         ({"tp_chunks": 2, "sequence_parallel": False}, ValueError, ("nothing to overlap", "or tp_chunks=1")),
     ],
@@ -118,7 +98,7 @@ def test_what_is_no_recipe_of_others_is_refused(given, kind, stated):
 
 def refused(recipe, given, kind, stated):
     with pytest.raises(kind) as error:
-        recipe(**given)
+        recipe().having(**given)
     assert str(error.value).startswith("cannot ")
     assert "\n  try: " in str(error.value)
     for words in stated:
@@ -148,18 +128,10 @@ def test_a_run_says_what_is_estimated():
     assert (job.batch, job.seq_len, job.microbatches, job.layers_per_stage) == (8, 32, 4, (1, 1, 1, 1))
     assert job.model.num_parameters == run.shape().num_parameters()
     assert job.tokens_per_step == 64 * 32
-    assert job.recipe == Recipe(
-        param_dtype="bf16",
-        checkpointing="full",
-        compile=True,
-        schedule="interleaved",
-        stages_per_rank=2,
-        microbatches=4,
-        zero=2,
-        clipping=False,
-    )
+    assert job.recipe == Recipe.of(replace(run, parallel=replace(parallel, dp_shard=4)))
     hsdp = Job.of_run(Config(parallel=ParallelConfig(engine="hsdp"), precision=PrecisionConfig("fp64")), world_size=2)
-    assert (hsdp.recipe.engine, hsdp.recipe.weight_dtype, hsdp.recipe.grad_dtype) == ("hsdp", *[torch.float64] * 2)
+    dtypes = {hsdp.recipe.precision.dtype(of) for of in ("master", "reduce")}
+    assert (hsdp.recipe.parallel.engine, dtypes) == ("hsdp", {torch.float64})
 
 
 def test_a_run_that_cannot_be_trained_cannot_be_estimated():
@@ -169,10 +141,20 @@ def test_a_run_that_cannot_be_trained_cannot_be_estimated():
         Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", tp=2)), world_size=4)
 
 
+def test_what_the_trainer_refuses_is_not_estimated():
+    for refused, words in (
+        ({"whole_parameters": True}, "cannot leave parameters whole"),
+        ({"muon": True, "moments_dtype": "bf16"}, "cannot store the optimizer's state"),
+        ({"engine": "hsdp"}, "cannot train with engine 'hsdp' and param_dtype='bf16'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Job(find_model("llama-tiny"), ParallelDims(), 4, 16, Recipe().having(**refused))
+
+
 def test_a_recipe_without_master_weights_takes_what_its_run_does():
     dims, run = ParallelDims(dp_shard=2, world_size=2), Config(precision=PrecisionConfig("bf16", "bf16", "fp32"))
     recipe = Job.of_run(run, 2).recipe
-    assert (recipe.master, recipe.moments, recipe.weight_dtype) == ("none", "fp32", torch.bfloat16)
+    assert [recipe.precision.dtype(of) for of in ("master", "moments")] == [torch.bfloat16, torch.float32]
     (rank,) = estimate("llama-tiny", dims, batch=1, seq_len=16, hardware="h100-sxm", recipe=recipe).memory.classes
     weights = rank.by_category["parameters"]
     assert rank.by_category["optimizer"] == pytest.approx(4 * weights, rel=0.02)
@@ -188,7 +170,7 @@ def test_moments_in_bfloat16_take_half():
             batch=1,
             seq_len=16,
             hardware="h100-sxm",
-            recipe=PublishedRecipe(zero=1, moments=name),
+            recipe=PublishedRecipe().having(level=1, moments_dtype=name),
         ).memory.classes[0]
         for name in ("fp32", "bf16")
     }
@@ -202,7 +184,7 @@ def test_moments_in_bfloat16_take_half():
 def test_blocks_that_go_backward_once_are_refused_where_a_schedule_goes_twice(blocks):
     def job(**recipe):
         dims = ParallelDims(pp=2, world_size=2)
-        return Job(find_model("llama-tiny"), dims, 4, 16, Recipe(**recipe))
+        return Job(find_model("llama-tiny"), dims, 4, 16, Recipe().having(**recipe, accumulate=4))
 
     assert job(schedule="zbv", checkpointing="full").microbatches == 4
     assert job(schedule="interleaved", **blocks).microbatches == 4

@@ -24,7 +24,7 @@ EIGHT = ParallelDims(dp_shard=8, world_size=8)
 
 
 def estimated(dims: ParallelDims = EIGHT, batch: int = 1, scale: float = 1.5, **recipe: Any) -> Any:
-    return fake_estimate("llama3-8b", dims, batch, 8192, "h100-sxm", Recipe(**recipe), scale)
+    return fake_estimate("llama3-8b", dims, batch, 8192, "h100-sxm", Recipe().having(**recipe), scale)
 
 
 def lines(text: str) -> list[str]:
@@ -32,7 +32,7 @@ def lines(text: str) -> list[str]:
 
 
 def test_the_tables_of_an_estimate() -> None:
-    text = estimate_text(estimated(ParallelDims(dp_shard=4, tp=2, world_size=8), batch=4, microbatches=2))
+    text = estimate_text(estimated(ParallelDims(dp_shard=4, tp=2, world_size=8), batch=4, accumulate=2))
     found = lines(text)
     assert found[0].endswith("NVIDIA H100 SXM5, 80 GB HBM3, 700 W, in nodes of 8 (DGX H100): dp_shard=4 tp=2")
     assert found[1] == ("16 sequences of 8,192 tokens in a step, 4 on each data-parallel rank, in 2 micro-batches of 2")
@@ -177,14 +177,14 @@ def changes(found: Any) -> dict[str, Any]:
 
 
 def test_what_does_not_fit_gets_advice_for_memory() -> None:
-    found = estimated(batch=2, scale=9.0, zero=2)
+    found = estimated(batch=2, scale=9.0, reshard_after_forward=False)
     advice = changes(found)
     assert [change for change, one in advice.items() if one.saves == "memory"] == [
         'checkpointing="selective"',
-        "microbatches=2",
-        "zero=3",
+        "accumulate=2",
+        "reshard_after_forward=True",
     ]
-    assert advice["zero=3"].recipe == Recipe(zero=3)
+    assert advice["reshard_after_forward=True"].recipe == Recipe().having(reshard_after_forward=True)
 
 
 def test_copies_that_do_not_fit_become_shards() -> None:
@@ -193,10 +193,10 @@ def test_copies_that_do_not_fit_become_shards() -> None:
 
 
 def test_a_bubble_gets_advice_for_the_pipeline() -> None:
-    found = estimated(ParallelDims(pp=4, world_size=4), batch=8, microbatches=4)
+    found = estimated(ParallelDims(pp=4, world_size=4), batch=8, accumulate=4)
     advice = changes(found)
-    assert advice["microbatches=8"].recipe.microbatches == 8
-    assert advice['schedule="interleaved"'].recipe.schedule == "interleaved"
+    assert advice["accumulate=8"].recipe.train.accumulate == 8
+    assert advice['schedule="interleaved"'].recipe.parallel.schedule == "interleaved"
     splits = estimated(ParallelDims(pp=4, world_size=4), batch=8, schedule="zbv")
     assert "compile=True" not in changes(splits), "it goes backward twice"
 
@@ -214,8 +214,8 @@ def test_every_advice_is_one_that_can_be_asked_for() -> None:
             for scale in (0.5, 9.0):
                 for advice in advise(estimated(dims, batch=8, scale=scale, checkpointing=checkpointing)):
                     assert advice.dims.world_size == 8
-                    assert advice.recipe.parts(advice.batch, advice.dims)
-                    assert (advice.dims, advice.recipe) != (dims, Recipe(checkpointing=checkpointing))
+                    assert advice.batch % advice.recipe.train.accumulate == 0
+                    assert (advice.dims, advice.recipe) != (dims, Recipe().having(checkpointing=checkpointing))
 
 
 def test_every_kind_of_kernel_is_called_by_what_it_does():

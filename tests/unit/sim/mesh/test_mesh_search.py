@@ -93,7 +93,7 @@ def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
         (4, 1, 4),
     }
     assert all(c.dims.expert_ranks > c.dims.ep for c in found if c.dims.fold_experts)
-    assert {c.recipe.schedule for c in found if c.dims.pp > 1} == {"1f1b", "interleaved"}
+    assert {c.recipe.parallel.schedule for c in found if c.dims.pp > 1} == {"1f1b", "interleaved"}
 
 
 @pytest.mark.tier("test")
@@ -118,15 +118,15 @@ def test_tokens_go_to_each_node_once_where_that_saves_rows(
         batch=64,
         fixed={"tp": 1, "cp": 1, "pp": 1},
         devices_per_node=devices_per_node,
-        recipes=[Recipe(ranks_per_node=asked)],
+        recipes=[Recipe().having(ranks_per_node=asked)],
     )
     found = [entry for entry in enumerate_candidates(where) if isinstance(entry, Candidate)]
     for ep, on_nodes in expected.items():
-        assert {one.recipe.ranks_per_node for one in found if one.dims.ep == ep} == {on_nodes}
-    once = next((one for one in found if one.recipe.ranks_per_node), None)
+        assert {one.recipe.parallel.ranks_per_node for one in found if one.dims.ep == ep} == {on_nodes}
+    once = next((one for one in found if one.recipe.parallel.ranks_per_node), None)
     if once is not None and asked in (None, devices_per_node):
         assert "tokens once to each node" in str(once)
-        each = dataclasses.replace(once, recipe=dataclasses.replace(once.recipe, ranks_per_node=None))
+        each = dataclasses.replace(once, recipe=once.recipe.having(ranks_per_node=None))
         assert guess_seconds(where.shape, once, 8192, H100) < guess_seconds(where.shape, each, 8192, H100)
 
 
@@ -178,7 +178,7 @@ def test_a_model_without_plan_or_stages_is_only_sharded() -> None:
 
 
 def test_layers_are_also_placed_unevenly() -> None:
-    where = space(fixed={"pp": 4, "tp": 1, "cp": 1}, recipes=(Recipe(microbatches=8),))
+    where = space(fixed={"pp": 4, "tp": 1, "cp": 1}, recipes=(Recipe(),), accumulate=8)
     sizes = {c.layers_per_stage for c in enumerate_candidates(where) if isinstance(c, Candidate)}
     assert None in sizes
     uneven = [counts for counts in sizes if counts is not None]
@@ -186,7 +186,7 @@ def test_layers_are_also_placed_unevenly() -> None:
     assert {len(counts) for counts in uneven} == {4, 8, 16}, "one, two and four stages on each rank"
     shape = shape_of(find_model("llama3-8b"), 8192)
     assert even_time(shape, 4) == (8, 9, 9, 6), "the head of llama3-8b is 2.4 layers"
-    piped = Candidate(ParallelDims(pp=4, dp_shard=16, world_size=64), Recipe(microbatches=8), 8)
+    piped = Candidate(ParallelDims(pp=4, dp_shard=16, world_size=64), Recipe().having(accumulate=8), 8)
     first, second, third, _ = even_memory(shape, piped, 8192)
     assert first < second < third, "the first one keeps four micro-batches"
     assert "layers 8,9,9,6" in dataclasses.replace(piped, layers_per_stage=(8, 9, 9, 6)).how
@@ -194,7 +194,7 @@ def test_layers_are_also_placed_unevenly() -> None:
 
 def test_candidates_are_told_in_one_line() -> None:
     dims = ParallelDims(dp_replicate=2, dp_shard=2, cp=2, pp=2, ulysses_degree=1, world_size=16)
-    candidate = Candidate(dims, Recipe(checkpointing="full", microbatches=4), batch=8)
+    candidate = Candidate(dims, Recipe().having(checkpointing="full", accumulate=4), batch=8)
     assert str(candidate) == "dp_replicate=2 dp_shard=2 pp=2 cp=2 (ring); ZeRO-3, full ckpt, 1f1b of 4 x 2"
 
 
@@ -205,11 +205,11 @@ def test_the_bound_of_memory_of_a_model_alone() -> None:
     """Llama3-8B in fp32 with AdamW takes 12 bytes for each parameter, 4 for its gradient, and what a batch needs."""
     spec = find_model("llama3-8b")
     shape = shape_of(spec, 8192)
-    recipe = Recipe(param_dtype="fp32", checkpointing="full")
+    recipe = Recipe().having(param_dtype="fp32", checkpointing="full")
     activations = 32 * 8192 * 4096 * 4 + 8192 * 128_256 * 4
     whole = Candidate(ParallelDims(), recipe, 1)
     assert least_memory(shape, whole, 8192) == 16 * spec.num_parameters, "gradients come as activations go"
-    cut = Candidate(ParallelDims(), dataclasses.replace(recipe, microbatches=2), 2)
+    cut = Candidate(ParallelDims(), recipe.having(accumulate=2), 2)
     assert least_memory(shape, cut, 8192) == 16 * spec.num_parameters + activations
 
 
@@ -218,17 +218,18 @@ def test_the_bound_of_memory_of_a_model_alone() -> None:
     [
         ({"checkpointing": "full"}, {"checkpointing": "selective"}),
         ({"checkpointing": "selective"}, {"checkpointing": "none"}),
-        ({"zero": 3}, {"zero": 2}),
-        ({"microbatches": 4}, {"microbatches": 2}),
-        ({"master": "none"}, {"master": "fp32"}),
-        ({"optimizer": "muon"}, {"optimizer": "adamw"}),
-        ({"optimizer": "sgd"}, {"optimizer": "muon"}),
+        ({"reshard_after_forward": True}, {"reshard_after_forward": False}),
+        ({"accumulate": 4}, {"accumulate": 2}),
+        ({"master_dtype": "bf16"}, {"master_dtype": "fp32"}),
+        ({"muon": True}, {"muon": False}),
     ],
 )
 def test_what_keeps_less_has_the_smaller_bound(less: dict[str, Any], more: dict[str, Any]) -> None:
     shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(dp_shard=8, tp=2, world_size=16)
-    bounds = [least_memory(shape, Candidate(dims, Recipe(**choice), 4), 8192) for choice in (less, more)]
+    bounds = [least_memory(shape, Candidate(dims, Recipe().having(**choice), 4), 8192) for choice in (less, more)]
     assert bounds[0] < bounds[1]
+    own = dataclasses.replace(shape, own_optimizer=True)  # which may keep nothing
+    assert least_memory(own, Candidate(dims, Recipe().having(**less), 4), 8192) < bounds[0]
 
 
 def test_more_ranks_along_any_axis_of_the_model_have_the_smaller_bound() -> None:
@@ -243,7 +244,7 @@ def test_a_pipeline_keeps_no_more_micro_batches_than_it_has_stages_unless_it_run
     shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(pp=4, world_size=4)
     kept = {
         (schedule, parts): least_memory(
-            shape, Candidate(dims, Recipe(microbatches=parts, schedule=schedule), parts), 8192
+            shape, Candidate(dims, Recipe().having(accumulate=parts, schedule=schedule), parts), 8192
         )
         for schedule in ("1f1b", "gpipe")
         for parts in (4, 8)
@@ -264,13 +265,13 @@ def test_the_guess_of_time_knows_bubbles_and_recomputation() -> None:
     shape = shape_of(find_model("llama3-8b"), 8192)
 
     def guess(dims: ParallelDims, **recipe: Any) -> float:
-        return guess_seconds(shape, Candidate(dims, Recipe(**recipe), 16), 8192, H100)
+        return guess_seconds(shape, Candidate(dims, Recipe().having(**recipe), 16), 8192, H100)
 
     pipeline, node = ParallelDims(pp=4, world_size=4), ParallelDims(dp_shard=8, world_size=8)
-    assert guess(pipeline, microbatches=16) < guess(pipeline, microbatches=4)
-    assert guess(pipeline, microbatches=4, schedule="interleaved") < guess(pipeline, microbatches=4)
+    assert guess(pipeline, accumulate=16) < guess(pipeline, accumulate=4)
+    assert guess(pipeline, accumulate=4, schedule="interleaved") < guess(pipeline, accumulate=4)
     assert guess(node) < guess(node, checkpointing="full") < 1.4 * guess(node)
-    assert guess(ParallelDims(dp_shard=32, world_size=32), microbatches=16) > guess(node, microbatches=16)
+    assert guess(ParallelDims(dp_shard=32, world_size=32), accumulate=16) > guess(node, accumulate=16)
 
 
 def test_the_guess_of_a_pipeline_knows_its_fullest_rank_and_its_messages() -> None:
@@ -278,7 +279,7 @@ def test_the_guess_of_a_pipeline_knows_its_fullest_rank_and_its_messages() -> No
     shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(pp=2, dp_shard=32, world_size=64)
 
     def guess(layers: tuple[int, ...] | None, stages: int) -> float:
-        recipe = Recipe(microbatches=4, schedule="interleaved", stages_per_rank=stages)
+        recipe = Recipe().having(accumulate=4, schedule="interleaved", stages_per_rank=stages)
         return guess_seconds(shape, Candidate(dims, recipe, 4, layers), 8192, H100)
 
     assert guess(even_time(shape, 4), 2) < 0.97 * guess((8,) * 4, 2)
@@ -299,7 +300,7 @@ def test_the_guess_of_a_pipeline_waits_as_its_schedule_does(schedule: str, layer
     counts = (1, 2, 4) if several and layers is None else (1,)
     tried = set()
     for ranks, each, parts in itertools.product((2, 4, 8), counts, (1, 2, 3, 6, 8, 9)):
-        recipe = Recipe(schedule=schedule, microbatches=parts, stages_per_rank=each if several else None)
+        recipe = Recipe().having(schedule=schedule, accumulate=parts, stages_per_rank=each if several else None)
         one = Candidate(ParallelDims(pp=ranks, world_size=ranks), recipe, parts, layers)
         sizes = [8 / ranks / each] * ranks * each if layers is None else layers
         if len(sizes) != ranks * each or ranks * each > 8:
@@ -319,7 +320,7 @@ def test_the_guess_of_a_pipeline_waits_as_its_schedule_does(schedule: str, layer
 def test_a_message_is_as_fast_as_between_the_nearest_stages(degrees: dict[str, int], speed: str) -> None:
     """Of 16 ranks, 4 stages have two on each node: a bound takes the messages between these."""
     shape = shape_of(find_model("llama3-8b"), 8192)
-    candidate = Candidate(ParallelDims(**degrees, world_size=16), Recipe(microbatches=4), 8)
+    candidate = Candidate(ParallelDims(**degrees, world_size=16), Recipe().having(accumulate=4), 8)
     assert message_seconds(shape, candidate, 8192, H100) == 2 * 8192 * 4096 * 2 / getattr(H100, speed)
 
 
@@ -328,7 +329,7 @@ def test_the_guess_knows_which_rank_has_the_last_stage() -> None:
     shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(pp=2, world_size=2)
 
     def guess(layers: tuple[int, ...]) -> float:
-        recipe = Recipe(microbatches=4, schedule="zbv", stages_per_rank=2)
+        recipe = Recipe().having(accumulate=4, schedule="zbv", stages_per_rank=2)
         return guess_seconds(shape, Candidate(dims, recipe, 4, layers), 8192, H100)
 
     assert guess((2, 13, 4, 13)) < guess((8, 8, 8, 8))
@@ -337,7 +338,7 @@ def test_the_guess_knows_which_rank_has_the_last_stage() -> None:
 def test_gradients_that_are_reduced_in_each_micro_batch_are_not_guessed_to_be_whole() -> None:
     shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(dp_shard=8, world_size=8)
     guesses = [
-        guess_memory(shape, Candidate(dims, Recipe(microbatches=8, reduce_each=each), 8), 8192)
+        guess_memory(shape, Candidate(dims, Recipe().having(accumulate=8, reduce_each=each), 8), 8192)
         for each in (True, False)
     ]
     assert guesses[1] - guesses[0] == pytest.approx(4 * shape.parameters * 7 / 8), "instead of an eighth of them"
@@ -358,7 +359,12 @@ def test_the_guess_of_zero_3_gathers_weights_twice_in_each_micro_batch() -> None
     shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(dp_shard=8, world_size=8)
 
     def guess(zero: int, parts: int) -> float:  # of so few tokens that compute does not hide the weights
-        return guess_seconds(shape, Candidate(dims, Recipe(zero=zero, microbatches=parts), parts), 64 // parts, H100)
+        return guess_seconds(
+            shape,
+            Candidate(dims, Recipe().having(reshard_after_forward=zero == 3, accumulate=parts), parts),
+            64 // parts,
+            H100,
+        )
 
     once = guess(3, 1) - guess(2, 1)
     assert once > 0
@@ -386,9 +392,10 @@ def test_guesses_price_a_collective_as_estimates_do(hardware: str, op: str, size
     ("model", "degrees", "batch", "recipe"),
     [
         ("llama-tiny", {"dp_shard": 4}, 2, {}),
-        ("llama-tiny", {"dp_shard": 2, "tp": 2}, 2, {"checkpointing": "full", "zero": 2}),
-        ("llama-tiny", {"pp": 2, "dp_shard": 2}, 4, {"checkpointing": "selective"}),
-        (gpt_tiny(), {"dp_shard": 2, "dp_replicate": 2}, 2, {"microbatches": 2}),
+        ("llama-tiny", {"dp_shard": 2, "tp": 2}, 2, {"checkpointing": "full", "reshard_after_forward": False}),
+        ("llama-tiny", {"dp_shard": 2, "tp": 2}, 2, {"accumulate": 2, "rank": 4}),
+        ("llama-tiny", {"pp": 2, "dp_shard": 2}, 4, {"checkpointing": "selective", "accumulate": 4}),
+        (gpt_tiny(), {"dp_shard": 2, "dp_replicate": 2}, 2, {"accumulate": 2}),
         ("moe-tiny", {"dp_shard": 2, "ep": 2}, 2, {}),
     ],
 )
@@ -398,8 +405,8 @@ def test_no_estimate_needs_less_than_the_bound(
     dims = ParallelDims(**degrees, world_size=4)
     # The bound is of tensors; models this small need less than the workspaces.
     hardware = find_machine("h100-sxm").with_figures(device__workspace=0)
-    found = estimate(model, dims, batch, 128, hardware, Recipe(**recipe))
-    bound = least_memory(shape_of(find_model(model), 128), Candidate(dims, Recipe(**recipe), batch), 128)
+    found = estimate(model, dims, batch, 128, hardware, Recipe().having(**recipe))
+    bound = least_memory(shape_of(find_model(model), 128), Candidate(dims, Recipe().having(**recipe), batch), 128)
     assert 0.2 * found.memory.peak < bound <= found.memory.peak
 
 
@@ -426,7 +433,7 @@ _GUESSED: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("seed", range(2))
 def test_the_guess_of_memory_is_near_an_estimate_and_the_bound_below(name: str, seed: int) -> None:
     model, changes = _GUESSED[name]
-    recipes = [dataclasses.replace(one, **changes) for one in default_recipes() if not one.activations.offload]
+    recipes = [one.having(**changes) for one in default_recipes() if not one.activations.offload]
     where = space(model, 8, 16, 4096, recipes=tuple(dict.fromkeys(recipes)), fixed={"pp": 1, "cp": 1})
     found = [one for one in enumerate_candidates(where) if isinstance(one, Candidate) and one.parts <= 2]
     one = random.Random(seed).choice(found)
@@ -441,7 +448,7 @@ def test_the_guess_of_memory_is_near_an_estimate_and_the_bound_below(name: str, 
 def test_the_guess_of_a_pipeline_knows_that_gradients_wait_for_its_last_micro_batch(zero: int, schedule: str) -> None:
     model = LlamaConfig(**_SIZES, num_key_value_heads=4, intermediate_size=5632)
     dims = ParallelDims(pp=2, dp_shard=4, world_size=8)
-    recipe = Recipe(microbatches=4, schedule=schedule, zero=zero)
+    recipe = Recipe().having(accumulate=4, schedule=schedule, reshard_after_forward=zero == 3)
     peak = estimate(model, dims, 4, 1024, "h100-sxm", recipe).memory.peak
     guessed = guess_memory(shape_of(find_model(model), 1024), Candidate(dims, recipe, 4), 1024)
     assert guessed == pytest.approx(peak, rel=0.1), "without them it is 0.82 of it"
@@ -453,7 +460,7 @@ def test_gradients_of_a_stage_that_is_through_do_not_wait_for_the_others() -> No
     model = LlamaConfig(**{**_SIZES, "vocab_size": 2000}, num_key_value_heads=4, intermediate_size=5632)
     dims, peaks, guesses = ParallelDims(pp=2, dp_shard=4, world_size=8), [], []
     for parts in (3, 4):
-        recipe = Recipe(microbatches=parts, schedule="interleaved", checkpointing="full")
+        recipe = Recipe().having(accumulate=parts, schedule="interleaved", checkpointing="full")
         peaks.append(estimate(model, dims, parts, 512, "h100-sxm", recipe).memory.peak)
         guesses.append(guess_memory(shape_of(find_model(model), 512), Candidate(dims, recipe, parts), 512))
     assert guesses[1] - guesses[0] == pytest.approx(peaks[1] - peaks[0], rel=0.3)
@@ -476,7 +483,7 @@ _MOE = MoEConfig(**_SIZES, **_EXPERTS, num_key_value_heads=4, intermediate_size=
         ("gated", {"tp": 4}, 8, {"checkpointing": "alternate"}, None),
         ("gated", {"dp_shard": 4}, 4, {"norm": "eager"}, None),
         ("gated", {"pp": 2, "tp": 2}, 4, {"checkpointing": "full"}, None),
-        ("gated", {"pp": 2, "dp_shard": 2}, 8, {"microbatches": 4}, (3, 1)),
+        ("gated", {"pp": 2, "dp_shard": 2}, 8, {"accumulate": 4}, (3, 1)),
         ("gated", {"pp": 2}, 3, {"schedule": "interleaved", "checkpointing": "selective"}, None),
         ("experts", {"ep": 4}, 4, {}, None),
         ("experts", {"ep": 4}, 4, {"checkpointing": "selective"}, None),
@@ -487,7 +494,7 @@ def test_the_guess_of_memory_knows_what_blocks_keep(
 ) -> None:
     no_bias, biased = (GPTSpec("gpt", GPTConfig(**_SIZES, bias=bias, max_seq_len=4096)) for bias in (False, True))
     config = {"no bias": no_bias, "experts": _MOE, "not gated": biased}.get(model, _GUESSED["gated"][0])
-    dims, how = ParallelDims(**degrees, world_size=math.prod(degrees.values())), Recipe(**recipe)
+    dims, how = ParallelDims(**degrees, world_size=math.prod(degrees.values())), Recipe().having(**recipe)
     rest = {} if layers is None else {"layers_per_stage": layers}
     peak = estimate(config, dims, batch, 4096, "h100-sxm", how, **rest).memory.peak
     guessed = guess_memory(shape_of(find_model(config), 4096), Candidate(dims, how, batch, layers), 4096)
@@ -498,10 +505,9 @@ def test_sums_that_wait_for_replicas_are_bounded_in_the_dtype_of_the_reduction()
     """Between micro-batches; an estimate of 16 billion parameters has 0.94 of a bound that takes them for float32."""
     spec = find_model("llama3-8b")
     shape, dims = shape_of(spec, 8192), ParallelDims(dp_replicate=2, dp_shard=2, world_size=4)
-    recipe = Recipe(microbatches=2, reduce_each=True)
+    recipe = Recipe().having(accumulate=2, reduce_each=True)
     bounds = [
-        least_memory(shape, Candidate(dims, dataclasses.replace(recipe, reduce_dtype=dtype), 2), 8192)
-        for dtype in ("fp32", "bf16")
+        least_memory(shape, Candidate(dims, recipe.having(reduce_dtype=dtype), 2), 8192) for dtype in ("fp32", "bf16")
     ]
     assert bounds[0] - bounds[1] == 2 * spec.num_parameters / 2
 
@@ -556,17 +562,17 @@ def test_the_fastest_is_tried_in_chunks(factors: dict[int, float], chosen: int, 
     def chunked(**given: Any) -> Any:
         asked.append(given["recipe"])
         made = fake_estimate(**given)
-        made.time.step = quantity(made.time.step.value * factors.get(given["recipe"].tp_chunks, 1.0))
+        made.time.step = quantity(made.time.step.value * factors.get(given["recipe"].parallel.tp_chunks, 1.0))
         return made
 
     result = find(
         "llama3-8b", "h100-sxm", 64, 128, estimator=chunked, limit=6, tp_chunks=tuple(factors), fixed={"tp": 4}
     )
-    assert result.best.candidate.recipe.tp_chunks == chosen
-    assert {one.tp_chunks for one in asked} == {1} | tried
-    assert sum(one.tp_chunks == 1 for one in asked) == 6, "chunks come on top of the limit"
-    assert sum(one.tp_chunks > 1 for one in asked) <= 2 * len(tried)
-    in_chunks = [entry for entry in result.found if entry.candidate.recipe.tp_chunks > 1]
+    assert result.best.candidate.recipe.parallel.tp_chunks == chosen
+    assert {one.parallel.tp_chunks for one in asked} == {1} | tried
+    assert sum(one.parallel.tp_chunks == 1 for one in asked) == 6, "chunks come on top of the limit"
+    assert sum(one.parallel.tp_chunks > 1 for one in asked) <= 2 * len(tried)
+    in_chunks = [entry for entry in result.found if entry.candidate.recipe.parallel.tp_chunks > 1]
     assert bool(in_chunks) == (chosen > 1), "what chunks make slower is not in the ranking"
     assert chosen == 1 or f"{chosen} tp chunks" in str(result)
 
@@ -576,7 +582,7 @@ def test_the_fastest_is_tried_in_chunks(factors: dict[int, float], chosen: int, 
     "options",
     [
         {"fixed": {"tp": 1}},
-        {"fixed": {"tp": 4}, "recipes": [PublishedRecipe(sequence_parallel=False)]},
+        {"fixed": {"tp": 4}, "recipes": [PublishedRecipe().having(sequence_parallel=False)]},
         {"fixed": {"tp": 4}, "tp_chunks": ()},
     ],
 )
@@ -588,10 +594,10 @@ def test_chunks_are_tried_where_they_can_hide_something(options: dict[str, Any])
         return fake_estimate(**given)
 
     find("llama3-8b", "h100-sxm", 64, 128, **{"estimator": remembering, "limit": 4, "tp_chunks": (2, 4), **options})
-    assert {one.tp_chunks for one in asked} == {1}
+    assert {one.parallel.tp_chunks for one in asked} == {1}
     asked.clear()
     find("llama3-8b", "h100-sxm", 64, 128, estimator=remembering, limit=4, tp_chunks=(3,), fixed={"tp": 4})
-    assert {one.tp_chunks for one in asked} == {1, 3}
+    assert {one.parallel.tp_chunks for one in asked} == {1, 3}
 
 
 @pytest.mark.tier("full")
@@ -629,7 +635,7 @@ def test_one_of_each_plain_kind_is_estimated_unless_none_can_be_the_best() -> No
 
 
 def test_a_small_space_is_searched_whole() -> None:
-    recipes = (Recipe(checkpointing="full"), Recipe(microbatches=1))
+    recipes = (Recipe().having(checkpointing="full"), Recipe())
     result = find("llama3-8b", "h100-sxm", 8, 8, recipes=recipes, fixed={"cp": 1, "pp": 1}, limit=1000)
     assert not result.left_out
     names = {(c.dims.tp, c.recipe.checkpointing) for c in (entry.candidate for entry in result.found)}
@@ -672,9 +678,12 @@ def test_what_needs_more_than_what_does_not_fit_is_not_estimated() -> None:
 @pytest.mark.parametrize(
     "recipes",
     [
-        [Recipe(checkpointing="full"), Recipe(checkpointing="full", checkpoint_layers=16)],
-        [PublishedRecipe(zero=0), PublishedRecipe(zero=3)],
-        [PublishedRecipe(zero=1, overlap_grad_reduce=False), PublishedRecipe(zero=2)],
+        [Recipe().having(checkpointing="full"), Recipe().having(checkpointing="full first 16")],
+        [PublishedRecipe().having(level=0), PublishedRecipe().having(reshard_after_forward=True)],
+        [
+            PublishedRecipe().having(level=1, overlap_grad_reduce=False),
+            PublishedRecipe().having(reshard_after_forward=False),
+        ],
     ],
     ids=["some layers", "replicated", "state sharded"],
 )
@@ -690,19 +699,19 @@ def test_what_cannot_be_compared_is_estimated(recipes: list[Recipe], scale: floa
     options: dict[str, Any] = {"estimator": counting, "recipes": recipes, "fixed": {"tp": 1, "pp": 1, "cp": 1}}
     with contextlib.suppress(NothingFits):
         find("llama3-8b", "h100-sxm", 8, 8, memory_limit=10.0**13 if scale < 1 else 10.0**12, **options)
-    assert {dataclasses.replace(one, microbatches=None) for one in asked} == set(recipes)
+    assert {one.having(accumulate=1) for one in asked} == set(recipes)
 
 
 def test_more_stages_are_tried_where_the_bubble_matters() -> None:
     found = [c for c in enumerate_candidates(space(fixed={"tp": 4, "cp": 1})) if isinstance(c, Candidate)]
-    stages = {one.recipe.stages_per_rank for one in found}
+    stages = {one.recipe.parallel.stages_per_rank for one in found}
     assert stages == {None, 4, 8}
-    deep = [one for one in found if one.recipe.stages_per_rank == 8]
+    deep = [one for one in found if one.recipe.parallel.stages_per_rank == 8]
     assert {one.dims.pp for one in deep} == {2, 4}, "32 layers"
     assert all((one.dims.pp - 1) / (one.parts * 4) > 0.02 for one in deep)
     assert "interleaved x 8 of " in deep[0].how
     few = [c for c in enumerate_candidates(space(fixed={"tp": 4, "cp": 1, "pp": 2})) if isinstance(c, Candidate)]
-    assert {one.parts for one in few if one.recipe.stages_per_rank == 8} < {one.parts for one in few}
+    assert {one.parts for one in few if one.recipe.parallel.stages_per_rank == 8} < {one.parts for one in few}
 
 
 def test_micro_batches_of_any_size_up_to_eight() -> None:
@@ -712,15 +721,19 @@ def test_micro_batches_of_any_size_up_to_eight() -> None:
     options["batch"] = 8 * 60
     more = {60 // one.parts for one in enumerate_candidates(space(**options)) if isinstance(one, Candidate)}
     assert more == {1, 2, 3, 4, 5, 6, 60}
-    options["recipes"] = [Recipe(microbatches=count) for count in (7, 12)]
-    asked = {one.parts for one in enumerate_candidates(space(**options)) if isinstance(one, Candidate)}
-    assert asked == {12}, "60 sequences are no 7 equal micro-batches"
+    for count, found in ((7, set()), (12, {12})):
+        asked = {
+            one.parts for one in enumerate_candidates(space(**options, accumulate=count)) if type(one) is Candidate
+        }
+        assert asked == found, "60 sequences are no 7 equal micro-batches"
 
 
 def test_the_guess_prefers_micro_batches_of_more_tokens() -> None:
     shape, dims = shape_of(find_model("llama3-8b"), 2048), ParallelDims(dp_shard=8, world_size=8)
     guesses = [
-        guess_seconds(shape, Candidate(dims, Recipe(microbatches=8 // size, zero=2), 8), 2048, H100)
+        guess_seconds(
+            shape, Candidate(dims, Recipe().having(accumulate=8 // size, reshard_after_forward=False), 8), 2048, H100
+        )
         for size in (1, 2, 4, 8)
     ]
     assert guesses == sorted(guesses, reverse=True)
@@ -729,12 +742,12 @@ def test_the_guess_prefers_micro_batches_of_more_tokens() -> None:
 
 def test_inputs_are_gathered_again_where_blocks_keep_them() -> None:
     found = [c for c in enumerate_candidates(space(fixed={"pp": 1, "cp": 1})) if isinstance(c, Candidate)]
-    again = [one for one in found if one.recipe.reshard_inputs]
+    again = [one for one in found if one.recipe.parallel.reshard_inputs]
     assert {one.dims.tp for one in again} == {2, 4, 8}
     assert {one.recipe.checkpointing for one in again} == {"none"}, "the others compute what they gather again"
     assert again[0].how.endswith("inputs gathered again")
     shape = shape_of(find_model("llama3-8b"), 8192)
-    kept = [dataclasses.replace(one, recipe=dataclasses.replace(one.recipe, reshard_inputs=False)) for one in again]
+    kept = [dataclasses.replace(one, recipe=one.recipe.having(reshard_inputs=False)) for one in again]
     for one, other in zip(again, kept, strict=True):
         assert guess_memory(shape, one, 8192) < guess_memory(shape, other, 8192)
         assert guess_seconds(shape, one, 8192, H100) > guess_seconds(shape, other, 8192, H100)
@@ -749,15 +762,15 @@ def test_each_checkpointing_of_the_trainer_is_tried() -> None:
 
 def test_offload_is_tried_where_nothing_else_fits() -> None:
     levels = ("none", "full", "offload", "full offload")
-    recipes = [Recipe(checkpointing=level, microbatches=1) for level in levels]
+    recipes = [Recipe().having(checkpointing=level) for level in levels]
     dims = ParallelDims(dp_shard=8, world_size=8)
     needs = [fake_estimate("llama3-8b", dims, 32, 8192, "h100-sxm", one).memory.reserved + 2**30 for one in recipes]
     assert needs[2] == needs[3] < needs[1] < needs[0]
     for limit, fitting in ((needs[1], {"full"}), (needs[1] - 1, {"offload", "full offload"})):
-        result = find("llama3-8b", "h100-sxm", 8, 256, limit, recipes=recipes, fixed={"dp_shard": 8})
+        result = find("llama3-8b", "h100-sxm", 8, 256, limit, recipes=recipes, fixed={"dp_shard": 8}, accumulate=1)
         assert {one.candidate.recipe.checkpointing for one in result.found} == fitting, "either may be faster"
     with pytest.raises(NothingFits, match=r"closest: dp_shard=8; ZeRO-3, (full )?offload ckpt"):
-        find("llama3-8b", "h100-sxm", 8, 256, needs[3] - 1, recipes=recipes, fixed={"dp_shard": 8})
+        find("llama3-8b", "h100-sxm", 8, 256, needs[3] - 1, recipes=recipes, fixed={"dp_shard": 8}, accumulate=1)
 
 
 @pytest.mark.parametrize(
@@ -788,7 +801,7 @@ def test_degrees_that_are_none_are_rejected_once() -> None:
 
 def test_the_guess_knows_the_link_to_the_host() -> None:
     def guess(level: str, link: float) -> float:
-        candidate = Candidate(ParallelDims(tp=8, world_size=8), Recipe(checkpointing=level), 1)
+        candidate = Candidate(ParallelDims(tp=8, world_size=8), Recipe().having(checkpointing=level), 1)
         machine = dataclasses.replace(H100, link=link)
         return guess_seconds(shape_of(find_model("llama3-8b"), 8192), candidate, 8192, machine)
 
@@ -829,18 +842,19 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
 @pytest.mark.parametrize(
     ("degrees", "batch", "recipe"),
     [
-        ({"dp_shard": 4}, 4, {"microbatches": 2}),
-        ({"pp": 2, "tp": 2}, 4, {"checkpointing": "full"}),
+        ({"dp_shard": 4}, 4, {"accumulate": 2}),
+        ({"pp": 2, "tp": 2}, 4, {"checkpointing": "full", "accumulate": 4}),
         (
             {"dp_shard": 2, "cp": 2, "ulysses_degree": 2},
             4,
-            {"checkpointing": "selective", "zero": 2, "microbatches": 1},
+            {"checkpointing": "selective", "reshard_after_forward": False, "accumulate": 1},
         ),
-        ({"dp_shard": 2, "dp_replicate": 2}, 4, {"checkpointing": "full", "microbatches": 2, "reduce_each": True}),
+        ({"dp_shard": 2, "dp_replicate": 2}, 4, {"checkpointing": "full", "accumulate": 2, "reduce_each": True}),
         ({"tp": 2, "dp_shard": 2}, 4, {"checkpointing": "alternate"}),
-        ({"pp": 2, "dp_shard": 2}, 4, {"checkpointing": "selective", "layers": (3, 1)}),
-        ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "interleaved", "microbatches": 4, "layers": (1, 1, 1, 1)}),
-        ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "zero-bubble", "microbatches": 4}),
+        ({"tp": 2, "dp_shard": 2}, 4, {"checkpointing": "full", "rank": 4}),
+        ({"pp": 2, "dp_shard": 2}, 4, {"checkpointing": "selective", "accumulate": 4, "layers": (3, 1)}),
+        ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "interleaved", "accumulate": 4, "layers": (1, 1, 1, 1)}),
+        ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "zero-bubble", "accumulate": 4}),
     ],
 )
 def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, recipe: dict[str, Any]) -> None:
@@ -848,7 +862,7 @@ def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, re
     hardware = find_machine("h100-sxm").with_figures(device__bandwidth=1e10)  # or the host takes more than any floor
     recipe = dict(recipe)
     layers = recipe.pop("layers", None)
-    candidate = Candidate(dims, Recipe(**recipe), batch, layers)
+    candidate = Candidate(dims, Recipe().having(**recipe), batch, layers)
     found = estimate(model, dims, batch, 128, hardware, candidate.recipe, layers_per_stage=layers)
     floors = Floors(model, shape_of(model, 128), hardware, 128)
     first, *finer = floors.seconds(candidate)
@@ -867,7 +881,7 @@ def test_a_floor_knows_what_an_estimate_has_computed_again() -> None:
     """Another way to shard computes the same again: what one estimate had is no longer bounded."""
     model, ways = find_model("llama-tiny"), ({"dp_shard": 4}, {"dp_replicate": 4})
     hardware = find_machine("h100-sxm").with_figures(device__bandwidth=1e10)  # or the host takes more than any floor
-    recipe = Recipe(checkpointing="full", microbatches=1)
+    recipe = Recipe().having(checkpointing="full", accumulate=1)
     one, other = (Candidate(ParallelDims(**degrees, world_size=4), recipe, 4) for degrees in ways)
     floors = Floors(model, shape_of(model, 128), hardware, 128)
     before = max(floors.seconds(other))
@@ -893,7 +907,7 @@ def test_the_least_time_of_a_schedule(
 ) -> None:
     """Backward takes twice as long as forward."""
     parts = 2 if schedule == "interleaved" else 3
-    recipe = Recipe(schedule=schedule, microbatches=parts, stages_per_rank=each)
+    recipe = Recipe().having(schedule=schedule, accumulate=parts, stages_per_rank=each)
     candidate = Candidate(ParallelDims(pp=2, world_size=2), recipe, parts)
     assert least_time(candidate, forward, [2 * one for one in forward], message) == pytest.approx(seconds)
 
@@ -906,7 +920,7 @@ def test_no_way_to_cut_a_model_into_stages_is_below_the_least(data: Any, schedul
     ranks = data.draw(st.integers(2, 4))
     parts *= ranks if schedule == "interleaved" else 1
     candidate = Candidate(
-        ParallelDims(pp=ranks, world_size=ranks), Recipe(schedule=schedule, microbatches=parts), parts
+        ParallelDims(pp=ranks, world_size=ranks), Recipe().having(schedule=schedule, accumulate=parts), parts
     )
     stages = len(owners_of(candidate))
     weights = data.draw(st.lists(st.floats(0, 10), min_size=stages, max_size=stages).filter(any))
@@ -920,7 +934,9 @@ def test_no_way_to_cut_a_model_into_stages_is_below_the_least(data: Any, schedul
 )
 def test_the_least_of_a_pipeline(pp: int, schedule: str, parts: int, turns: float) -> None:
     """Of two micro-batches on two ranks, the first one computes 2/3 of each, and the second one waits for 1/3."""
-    candidate = Candidate(ParallelDims(pp=pp, world_size=pp), Recipe(schedule=schedule, microbatches=parts), parts)
+    candidate = Candidate(
+        ParallelDims(pp=pp, world_size=pp), Recipe().having(schedule=schedule, accumulate=parts), parts
+    )
     assert least_turns(candidate) == pytest.approx(turns)
 
 
@@ -928,7 +944,7 @@ def test_a_schedule_of_many_micro_batches_is_not_played() -> None:
     """The fullest rank's computing is the least in any case, and costs neither time nor memory to know."""
     dims = ParallelDims(pp=2, world_size=2)
     least = [
-        least_time(Candidate(dims, Recipe(microbatches=parts), parts), [1, 2], [2, 4], 0.0) / parts
+        least_time(Candidate(dims, Recipe().having(accumulate=parts), parts), [1, 2], [2, 4], 0.0) / parts
         for parts in (8, 512, 4096)
     ]
     assert least[0] > least[1] > least[2] == 6
@@ -938,7 +954,7 @@ def test_a_floor_knows_what_each_checkpointing_computes_again() -> None:
     floor = Floor(seconds=10.0, products=3.0, matmuls=2.0, moves=1.0, activations=0, logits=0)
     dims = ParallelDims(dp_shard=4, world_size=4)
     levels = ("none", "selective", "alternate", "full")
-    again = [floor.again(Candidate(dims, Recipe(checkpointing=level), 1)) for level in levels]
+    again = [floor.again(Candidate(dims, Recipe().having(checkpointing=level), 1)) for level in levels]
     assert again == sorted(again)
     assert len(set(again)) == 4
     assert again[0] == 0
@@ -1096,7 +1112,7 @@ def straight(bend: float = 0.0, seconds: dict[str, float] | None = None) -> Any:
 
     def estimator(job: Job, hardware: Any) -> Any:
         recipe, most = job.recipe, job.model.num_layers
-        part = (most if recipe.checkpoint_layers is None else recipe.checkpoint_layers) / most
+        part = (most if recipe.activations.first is None else recipe.activations.first) / most
         part = 0.0 if recipe.checkpointing == "none" else part
         saved = (BYTES["none"] - BYTES[recipe.checkpointing]) * (part + bend * part * (1 - part))
         one = SimpleNamespace(peak_reserved=int(100 * (BYTES["none"] - saved)), context_bytes=10, host_bytes=0)
@@ -1116,7 +1132,7 @@ def of_all(job: Job, estimator: Any, limit: int) -> Any:
     for kinds in (KINDS[:4], KINDS[4:]):
         counts = [None, *range(1, job.model.num_layers)]
         recipes = [
-            dataclasses.replace(job.recipe, checkpointing=kind, checkpoint_layers=None if kind == "none" else count)
+            job.recipe.having(checkpointing=kind if count is None or kind == "none" else f"{kind} first {count}")
             for kind in kinds
             for count in counts
         ]
@@ -1149,8 +1165,8 @@ def test_a_budget_is_met_by_the_fastest_policy(limit: int, bend: float, slow: li
         assert found.time.step.value == pytest.approx(best.time.step.value)
         assert str(found.recipe.activations) == str(best.recipe.activations)
     else:  # a straight line orders the kinds; within one, no fewer blocks fit
-        fewer = (found.recipe.checkpoint_layers or job.model.num_layers) - 1
-        recipe = dataclasses.replace(found.recipe, checkpoint_layers=fewer)
+        fewer = (found.recipe.activations.first or job.model.num_layers) - 1
+        recipe = found.recipe.having(checkpointing=f"{found.recipe.checkpointing} first {max(fewer, 1)}")
         assert not fewer or not estimator(dataclasses.replace(job, recipe=recipe), None).memory.fits(limit)
 
 

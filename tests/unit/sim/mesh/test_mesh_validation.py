@@ -67,7 +67,7 @@ def test_every_row_that_states_enough_can_be_said():
 def test_a_torchtitan_row():
     it = case("m0063")
     assert it.recipe.describe() == (
-        "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-2; alternate checkpointing; adamw; microbatches 1; "
+        "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-2; alternate checkpointing; adamw; "
         "norm eager; loss eager; conventions fsdp2 root"
     )
     assert (it.batch, it.seq_len, it.hardware, it.attention_kernel) == (1, 8192, "h100-96gb-500w", "flash2")
@@ -109,8 +109,13 @@ def test_a_megatron_deepspeed_row_with_a_pipeline():
     it = case("m0394")
     assert (it.dims.tp, it.dims.pp, it.dims.dp_shard, it.dims.dp_replicate) == (8, 12, 4, 1)
     recipe = it.recipe
-    assert (recipe.zero, recipe.param_dtype, recipe.reduce_dtype, recipe.attention) == (1, "fp16", "fp16", "math")
-    assert (recipe.checkpointing, recipe.microbatches, recipe.schedule) == ("full", 256, "1f1b")
+    assert (recipe.zero, recipe.precision.param_dtype, recipe.reduce_dtype, recipe.attention) == (
+        1,
+        "fp16",
+        "fp16",
+        "math",
+    )
+    assert (recipe.checkpointing, recipe.train.accumulate, recipe.parallel.schedule) == ("full", 256, "1f1b")
     assert not recipe.sequence_parallel
     assert recipe.conventions == MegatronConventions(scatter_gather=True, blocking_messages=True)
     assert it.model.vocab_size % (128 * 8) == 0
@@ -131,7 +136,7 @@ def test_recomputation_of_attention_alone_depends_on_how_it_is_computed():
 
 def test_every_second_layer_is_half_of_the_layers():
     recipe = case("m0038").recipe
-    assert (recipe.checkpointing, recipe.checkpoint_layers) == ("full", 16)
+    assert (recipe.checkpointing, recipe.activations.first) == ("full", 16)
 
 
 def test_experts_over_ranks_of_two_axes_are_noted():
@@ -149,7 +154,7 @@ def test_what_splits_within_an_expert_is_megatrons_default_or_nothing():
 def test_a_row_of_blackwell_takes_attention_that_has_figures_there():
     it = case("m1234")
     assert (it.hardware, it.attention_kernel, it.framework) == ("b200", "cudnn", "megatron-core-plain")
-    assert (it.dims.tp, it.dims.dp_shard, it.recipe.zero, it.recipe.microbatches) == (2, 4, 1, 4)
+    assert (it.dims.tp, it.dims.dp_shard, it.recipe.zero, it.recipe.train.accumulate) == (2, 4, 1, 4)
     recipe = it.recipe
     assert (recipe.tp_overlap, recipe.overlap_grad_reduce, recipe.overlap_param_gather) == (False, False, False)
     assert it.measured.tokens_per_second == pytest.approx(16 * 4096 / 8 / 0.7255)
@@ -164,8 +169,12 @@ def test_a_row_with_latent_attention_whose_recipe_is_public():
     assert isinstance(model, MLAConfig)
     assert (model.query_rank, model.latent_rank, model.qk_size, model.value_size) == (0, 512, 192, 128)
     assert model.num_parameters() == pytest.approx(15.96e9, rel=1e-3)  # Moonlight-16B-A3B's model card: 16B
-    assert (it.recipe.moments, it.recipe.tp_overlap, it.recipe.reshard_inputs) == ("bf16", False, True)
-    assert (case("m0889").recipe.moments, case("m0889").recipe.tp_overlap) == ("fp32", True)
+    assert (it.recipe.precision.moments_dtype, it.recipe.tp_overlap, it.recipe.parallel.reshard_inputs) == (
+        "bf16",
+        False,
+        True,
+    )
+    assert (case("m0889").recipe.precision.moments_dtype, case("m0889").recipe.tp_overlap) == ("fp32", True)
     assert case("m0828").model.query_rank == 1536
 
 
@@ -180,7 +189,9 @@ def test_what_a_run_in_float8_keeps_and_when_its_memory_was_read():
     assert [said.float8_gathers for said in gathers.values()] == [True, True, False, False], "tensorwise alone"
     assert [case(name).recipe.float8 for name in gathers] == ["tensorwise", "tensorwise", "", "rowwise"]
     assert [name for name, said in gathers.items() if said.float8_casts_once and said.float8_experts] == ["m0756"]
-    job = Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 16, PublishedRecipe(zero=1))
+    job = Job(
+        find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 16, PublishedRecipe().having(level=1)
+    )
     figure = estimate_job(job, "h100-sxm")
     kinds = {kind: value for kind, (value, _, _) in prediction_of(0.0, figure).memory.items()}
     (memory,) = figure.memory.classes
@@ -195,7 +206,11 @@ def test_weights_of_mindspore_are_split_and_gathered_while_nothing_is_computed()
     it = case("m1215")
     assert (it.recipe.zero, it.recipe.conventions) == (2, MegatronConventions(exposed_weights=True))
     job = Job(
-        find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 1, 16, PublishedRecipe(zero=2, graphs=True)
+        find_model("llama-tiny"),
+        ParallelDims(dp_shard=2, world_size=2),
+        1,
+        16,
+        PublishedRecipe().having(reshard_after_forward=False, graphs=True),
     )
     (plain,) = trace(job)
     changed = expose_weights(plain)
@@ -223,7 +238,7 @@ def test_gradients_are_all_reduced_by_all_a_bucket_at_a_time():
     assert case("m1063").recipe.conventions == MegatronConventions(owned_weights=True)
     dims = ParallelDims(dp_replicate=2, dp_shard=2, world_size=4)
     (plain,) = trace(
-        Job(find_model("llama-tiny"), dims, 2, 16, PublishedRecipe(zero=1, microbatches=2, reduce_dtype="bf16"))
+        Job(find_model("llama-tiny"), dims, 2, 16, PublishedRecipe().having(level=1, accumulate=2, reduce_dtype="bf16"))
     )
     changed = reduce_whole_gradients(plain)
     streams = {event.stream for s in plain.segments.values() for event in s.events if isinstance(event, Op)}
@@ -254,7 +269,9 @@ def test_gradients_are_all_reduced_by_all_a_bucket_at_a_time():
 @pytest.mark.tier("full")
 def test_owners_broadcast_the_weights_that_they_have_updated():
     dims = ParallelDims(dp_shard=8, world_size=8)
-    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, PublishedRecipe(zero=1, overlap_param_gather=False)))
+    (plain,) = trace(
+        Job(find_model("llama-tiny"), dims, 1, 16, PublishedRecipe().having(level=1, overlap_param_gather=False))
+    )
     changed = broadcast_weights(plain)
     gathers, sent = comms(plain, "all_gather"), comms(changed, "broadcast")
     assert comms(changed, "all_gather") == []
@@ -267,14 +284,14 @@ def test_owners_broadcast_the_weights_that_they_have_updated():
     assert events[-len(sent) :] == [Wait(one.handle, 0) for one in sent]
     waited = [event.handle for event in events if isinstance(event, Wait)]
     assert not {one.handle for one in gathers} & set(waited)
-    (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 1, 16, PublishedRecipe(zero=1)))
+    (alone,) = trace(Job(find_model("llama-tiny"), ParallelDims(), 1, 16, PublishedRecipe().having(level=1)))
     assert reduce_whole_gradients(broadcast_weights(alone)) is alone
 
 
 @pytest.mark.tier("test")
 def test_more_ranks_than_weights_leave_some_without():
     dims = ParallelDims(dp_shard=512, world_size=512)
-    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, PublishedRecipe(zero=1)))
+    (plain,) = trace(Job(find_model("llama-tiny"), dims, 1, 16, PublishedRecipe().having(level=1)))
     assert len(comms(broadcast_weights(plain), "broadcast")) == len(comms(plain, "all_gather"))
 
 
@@ -284,7 +301,13 @@ def test_modules_fetch_their_weights_and_the_host_waits_for_them():
     assert case("m0533").recipe.conventions == MegatronConventions(fetched_weights=True)
     dims, ranks = ParallelDims(dp_shard=384, world_size=384), 384
     model = GPTSpec("gpt", replace(gpt_tiny().config, dropout=0.1))
-    job = Job(model, dims, 3, 32, PublishedRecipe(zero=3, checkpointing="full", norm="fused", attention="math"))
+    job = Job(
+        model,
+        dims,
+        3,
+        32,
+        PublishedRecipe().having(reshard_after_forward=True, checkpointing="full", norm="fused", attention="math"),
+    )
     (plain,) = trace(job)
     weights = {64 * 192: 8 + 4, 64 * 64: 8 + 4, 64 * 256: 2 * 8 + 4, 64 * 512: 1 + 1}  # of 4 blocks; backward's last
     for live in (10**9, 0):
@@ -374,7 +397,7 @@ def sharded():
         ParallelDims(dp_shard=8, world_size=8),
         2,
         64,
-        PublishedRecipe(loss="eager", checkpointing="alternate"),
+        PublishedRecipe().having(loss="eager", checkpointing="alternate"),
     )
     (program,) = trace(job)
     return job, program
@@ -481,7 +504,7 @@ def test_an_allocator_whose_segments_grow_reserves_less():
 
 def test_which_part_of_the_blocks_is_checkpointed_comes_from_published_utilizations():
     layers = {
-        name: (case(name).recipe.checkpoint_layers, ROWS[name]["n_layers"]) for name in ("m1083", "m1085", "m1088")
+        name: (case(name).recipe.activations.first, ROWS[name]["n_layers"]) for name in ("m1083", "m1085", "m1088")
     }
     assert layers == {"m1083": (12, 40), "m1085": (45, 48), "m1088": (69, 80)}
     for name, hfu, mfu in (("m1083", (0.69, 0.46), (0.61, 0.43)), ("m1085", (0.74, 0.49), (0.55, 0.38))):
@@ -508,12 +531,12 @@ def test_what_the_scripts_of_rows_say_of_attention_and_experts():
 
 
 def test_micro_batches_of_a_pipeline_that_runs_several_times():
-    assert case("m1221").recipe.microbatches == 8 * 32  # of two sequences each
-    assert case("m0891").recipe.microbatches == 16
+    assert case("m1221").recipe.train.accumulate == 8 * 32  # of two sequences each
+    assert case("m0891").recipe.train.accumulate == 16
 
 
 def test_without_sequence_parallelism_there_is_nothing_to_gather_again():
-    assert not case_of({**ROWS["m0889"], "sp": False}).recipe.reshard_inputs
+    assert not case_of({**ROWS["m0889"], "sp": False}).recipe.parallel.reshard_inputs
 
 
 def test_a_framework_that_nothing_is_known_of_is_a_plain_one():
@@ -718,7 +741,7 @@ def outcome(truth: float, predicted: float, group: str = "a") -> Outcome:
 @pytest.mark.tier("full")
 def test_maxima_that_torchtitan_kept_for_float8():
     """Of each product, |x| of its input and of its gathered weight, in bfloat16."""
-    spec, recipe = find_model("llama-tiny"), PublishedRecipe(float8="tensorwise", checkpointing="selective")
+    spec, recipe = find_model("llama-tiny"), PublishedRecipe().having(float8="tensorwise", checkpointing="selective")
     config, tokens = spec.config, 512
     held = {}
     for keeps in (False, True):
