@@ -141,7 +141,6 @@ def declared(module: str, name: str) -> Mapping[str, _Declared]:
             node.target.id: _Declared(_kind(node.annotation), _value(node.value), said.get(node.target.id, ""))
             for node in found.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-            if not ast.unparse(node.annotation).startswith("ClassVar")
         }
     )
 

@@ -128,12 +128,11 @@ def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
 def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     dims, recipe = candidate.dims, candidate.recipe
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
-    layers = shape.layers // dims.pp
+    layers = shape.layers // dims.pp - (recipe.lora.rank > 0)  # below the first adapters nothing has a gradient
     width = recipe.precision.dtype("param").itemsize
     policy = recipe.activations
     checkpointed = sum(map(policy.takes, range(layers)))
-    hows = ("full", "full") if recipe.lora.rank else ("none", policy.kind)  # what is frozen needs no inputs in backward
-    kept, per_layer = (_kept_of_block(shape, candidate, how) for how in hows)
+    kept, per_layer = (_kept_of_block(shape, candidate, how) for how in ("none", policy.kind))
     per_layer = 0.0 if policy.offload else per_layer
     under_way = _under_way(candidate)
     bytes_ = tokens * under_way * (checkpointed * per_layer + (layers - checkpointed) * kept)

@@ -18,15 +18,10 @@ from hyper_parallel.trainer.config import Config
 CONFIG = "hyper_parallel.trainer.config"
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        *((CONFIG, f"{section}Config") for section in ("Train", "Optimizer", "Parallel", "Checkpoint", "Data")),
-        ("sim.mesh.recipe", "Recipe"),
-    ],
-)
-def test_what_the_source_declares_is_what_the_class_has(module: str, name: str) -> None:
-    found, real = declared(module, name), getattr(importlib.import_module(module), name)
+@pytest.mark.parametrize("section", ["Train", "Optimizer", "Parallel", "Precision", "Checkpoint", "Data"])
+def test_what_the_source_declares_is_what_the_class_has(section: str) -> None:
+    name = f"{section}Config"
+    found, real = declared(CONFIG, name), getattr(importlib.import_module(CONFIG), name)
     assert list(found) == [field.name for field in dataclasses.fields(real)]
     hints = typing.get_type_hints(real)
     for field in dataclasses.fields(real):

@@ -95,7 +95,9 @@ def test_the_best_of_what_a_framework_has_is_estimated_apart():
 
 @functools.cache
 def asked(model: str, devices: int) -> Question:
-    return dataclasses.replace(small(model, devices, 4, recipes=TWO), seq_len=2048)
+    """A question about all weights of a model, or about adapters of one with "-lora" behind its name."""
+    recipes = [one.having(rank=4 * model.endswith("-lora")) for one in TWO]
+    return dataclasses.replace(small(model.removesuffix("-lora"), devices, 4, recipes=tuple(recipes)), seq_len=2048)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,8 @@ def room():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "devices"), [("llama-tiny", 2), ("llama-tiny", 4), ("moe-tiny", 2), ("moe-tiny", 4)])
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("model", ["llama-tiny", "llama-tiny-lora", "moe-tiny"])
 @pytest.mark.usefixtures("room")
 @settings(max_examples=100)
 @given(data=st.data())

@@ -393,7 +393,7 @@ def test_guesses_price_a_collective_as_estimates_do(hardware: str, op: str, size
     [
         ("llama-tiny", {"dp_shard": 4}, 2, {}),
         ("llama-tiny", {"dp_shard": 2, "tp": 2}, 2, {"checkpointing": "full", "reshard_after_forward": False}),
-        ("llama-tiny", {"dp_shard": 2, "tp": 2}, 2, {"accumulate": 2, "rank": 4}),
+        ("llama-tiny", {"dp_shard": 2, "tp": 2}, 4, {"rank": 4}),
         ("llama-tiny", {"pp": 2, "dp_shard": 2}, 4, {"checkpointing": "selective", "accumulate": 4}),
         (gpt_tiny(), {"dp_shard": 2, "dp_replicate": 2}, 2, {"accumulate": 2}),
         ("moe-tiny", {"dp_shard": 2, "ep": 2}, 2, {}),

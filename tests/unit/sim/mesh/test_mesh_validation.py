@@ -109,12 +109,8 @@ def test_a_megatron_deepspeed_row_with_a_pipeline():
     it = case("m0394")
     assert (it.dims.tp, it.dims.pp, it.dims.dp_shard, it.dims.dp_replicate) == (8, 12, 4, 1)
     recipe = it.recipe
-    assert (recipe.zero, recipe.precision.param_dtype, recipe.reduce_dtype, recipe.attention) == (
-        1,
-        "fp16",
-        "fp16",
-        "math",
-    )
+    dtypes = recipe.precision.param_dtype, recipe.precision.reduce_dtype
+    assert (recipe.zero, *dtypes, recipe.attention) == (1, "bf16", "bf16", "math"), "its fp16 takes as long and as much"
     assert (recipe.checkpointing, recipe.train.accumulate, recipe.parallel.schedule) == ("full", 256, "1f1b")
     assert not recipe.sequence_parallel
     assert recipe.conventions == MegatronConventions(scatter_gather=True, blocking_messages=True)
