@@ -19,7 +19,8 @@ def test_a_recipe_is_data():
     recipe = Recipe().having(checkpointing="full first 1", routing=Routing(shares=[1, 2]))
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert len({recipe, Recipe(), Recipe()}) == 2
-    assert (Recipe().zero, Recipe().having(reshard_after_forward=False).zero) == (3, 2)
+    assert [PublishedRecipe().with_zero(stage).with_zero(3 - stage).zero for stage in range(4)] == [3, 2, 1, 0]
+    assert (Recipe().with_zero(2), Recipe().with_zero(3)) == (Recipe().having(reshard_after_forward=False), Recipe())
     assert (recipe.checkpointing, recipe.activations.first) == ("full", 1)
 
 
