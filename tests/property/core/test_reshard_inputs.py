@@ -231,16 +231,15 @@ def test_chunks_are_gathered_ahead() -> None:
         assert [each["reduce_scatter"] - half[0]["reduce_scatter"] for each in half] == [0, 1, 2, 3]
 
 
-def test_a_copied_model_runs_its_own_code() -> None:
-    def body() -> bool:
-        model, x = sharded(PLAIN, chunks=2)
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        return bool(full_tensor(other(x)).any()) or not full_tensor(model(x)).any()
-
-    assert sim.run(body, world_size=2) == [False] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_copied_model_runs_its_own_code(ctx) -> None:
+    model, x = sharded(PLAIN, chunks=2)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not (bool(full_tensor(other(x)).any()))
+    assert full_tensor(model(x)).any()
 
 
 def test_what_computes_a_chunk_is_compiled() -> None:
@@ -398,11 +397,9 @@ def test_arguments_with_something_for_each_sequence_are_an_error(count: int, mes
         sim.run(attended, 2, (4, 2, 1, (count, 0), False, 4))
 
 
-def test_second_derivatives_of_chunks_are_refused_by_torch() -> None:
-    def body() -> None:
-        model, x = sharded(PLAIN, chunks=2)
-        (first,) = torch.autograd.grad(model(x).pow(2).sum(), [x], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.pow(2).sum().backward()
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_second_derivatives_of_chunks_are_refused_by_torch(ctx) -> None:
+    model, x = sharded(PLAIN, chunks=2)
+    (first,) = torch.autograd.grad(model(x).pow(2).sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.pow(2).sum().backward()

@@ -184,19 +184,17 @@ def _without_dp(full: ShardingPlan) -> ShardingPlan:
     return ShardingPlan(**fields, wrap_inputs=True)
 
 
-def test_nothing_is_dispatched_to_dtensors_between_inner_modules():
-    def body():
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        model = shard_module(make(), mesh, plan(True, root=True))
-        seen: list[str] = []
-        for name, module in model.named_modules():
-            module.register_forward_hook(
-                lambda module, args, result, name=name: seen.append(name) if isinstance(result, DTensor) else None
-            )
-        model(batch())
-        return seen
-
-    assert sim.run(body, world_size=2) == [[""], [""]]
+@sim.ranks(2, backends=("sim",))
+def test_nothing_is_dispatched_to_dtensors_between_inner_modules(ctx):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = shard_module(make(), mesh, plan(True, root=True))
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(
+            lambda module, args, result, name=name: seen.append(name) if isinstance(result, DTensor) else None
+        )
+    model(batch())
+    assert seen == [""]
 
 
 def test_a_sequence_that_does_not_divide():
@@ -427,24 +425,22 @@ def _unfrozen(model):
 @pytest.mark.parametrize(
     "change", [copy.deepcopy, _cast, _loaded, _unfrozen], ids=["copied", "cast", "loaded", "unfrozen"]
 )
-def test_gradients_of_parameters_that_are_new_ones_lie_as_they_do(change, local):
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = change(shard_module(pair(), mesh, pair_plan(local=local)))
-        x = distribute_tensor(activations(), mesh, ROWS)
-        reference = pair()
-        reference.load_state_dict({name: full_tensor(value) for name, value in model.state_dict().items()})
-        reference(activations()).square().mean().backward()
-        seen = []
-        model.first.scale.register_hook(lambda grad: seen.append(grad.placements))
-        for _ in range(2):
-            model.zero_grad()
-            model(x).square().mean().backward()
-        compare(model, reference)
-        assert len(seen) == 2  # a hook of the user's own is called once per backward pass
-        assert len(model.first.up.weight._backward_hooks) == 1
-
-    sim.run(body, world_size=4)
+@sim.ranks(4, backends=("sim",))
+def test_gradients_of_parameters_that_are_new_ones_lie_as_they_do(ctx, change, local):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = change(shard_module(pair(), mesh, pair_plan(local=local)))
+    x = distribute_tensor(activations(), mesh, ROWS)
+    reference = pair()
+    reference.load_state_dict({name: full_tensor(value) for name, value in model.state_dict().items()})
+    reference(activations()).square().mean().backward()
+    seen = []
+    model.first.scale.register_hook(lambda grad: seen.append(grad.placements))
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    compare(model, reference)
+    assert len(seen) == 2  # a hook of the user's own is called once per backward pass
+    assert len(model.first.up.weight._backward_hooks) == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -55,14 +55,12 @@ def test_ranks_out_of_order() -> None:
     )
 
 
-def test_a_mesh_without_the_calling_rank() -> None:
-    def body() -> None:
-        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
-        if dist.get_rank() == 2:
-            with pytest.raises(ValueError, match="the calling rank is not on the mesh"):
-                ContextParallel(mesh)
-
-    sim.run(body, world_size=3)
+@sim.ranks(3, backends=("sim",))
+def test_a_mesh_without_the_calling_rank(ctx) -> None:
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
+    if dist.get_rank() == 2:
+        with pytest.raises(ValueError, match="the calling rank is not on the mesh"):
+            ContextParallel(mesh)
 
 
 @pytest.mark.parametrize("degree", [3, 0, -1, 8])

@@ -177,17 +177,15 @@ def test_a_mistake_is_said_in_four_parts_on_every_rank_before_anything_is_sent(n
     assert_says(error_on_ranks(lambda: mistake(Given()), 4), expected)
 
 
-def test_what_the_hints_say_works():
-    def on_rank():
-        g = Given()
-        for hint in (("dp",), [Shard(0), Replicate()], g.own(), g.own("dp", "None"), FREE("dp").with_mesh(g.mesh)):
-            assert type(redistribute(g.x, hint)) is DTensor
-        assert type(redistribute(g.x, g.mesh, placements=("dp", "None"))) is DTensor
-        linked = WHOLE.clone().requires_grad_()
-        redistribute(from_local(2 * linked, g.own()), ("dp",)).backward(distribute_tensor(WHOLE, g.mesh, ("dp",)))
-        return torch.equal(linked.grad, 2 * WHOLE)
-
-    assert sim.run(on_rank, world_size=4) == [True] * 4
+@sim.ranks(4, backends=("sim",))
+def test_what_the_hints_say_works(ctx):
+    g = Given()
+    for hint in (("dp",), [Shard(0), Replicate()], g.own(), g.own("dp", "None"), FREE("dp").with_mesh(g.mesh)):
+        assert type(redistribute(g.x, hint)) is DTensor
+    assert type(redistribute(g.x, g.mesh, placements=("dp", "None"))) is DTensor
+    linked = WHOLE.clone().requires_grad_()
+    redistribute(from_local(2 * linked, g.own()), ("dp",)).backward(distribute_tensor(WHOLE, g.mesh, ("dp",)))
+    assert torch.equal(linked.grad, 2 * WHOLE)
 
 
 def test_a_part_of_another_shape_is_said_on_the_rank_that_has_it():
@@ -279,16 +277,14 @@ def test_gradients_that_could_mean_two_things(verb, seen, names, hint, add):
 @pytest.mark.parametrize(
     ("shape", "alike"), [((), ()), ((4,), ("None",)), ((2, 2), ("None", "None"))], ids=["0-d", "1-d", "2-d"]
 )
-def test_both_ways_out_of_it_work(shape, alike):
-    def on_rank():
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-        x = distribute_tensor(torch.ones(shape, requires_grad=True), mesh, ())
-        with pytest.raises(ValueError) as caught:
-            to_local(x).sum().backward()
-        assert f"grad_layout={alike!r}) if equal; Layout.of(x)(" in str(caught.value)
-        call = re.search(r"Layout\.of\(x\)\(.*?\}\)", str(caught.value))[0]
-        for grad_layout in (alike, eval(call, {"Layout": Layout, "x": x})):
-            to_local(x, grad_layout=grad_layout).sum().backward()
-        return full_tensor(x.grad).flatten()[0].item()
-
-    assert sim.run(on_rank, world_size=4) == [1.0 + 4.0] * 4
+@sim.ranks(4, backends=("sim",))
+def test_both_ways_out_of_it_work(ctx, shape, alike):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    x = distribute_tensor(torch.ones(shape, requires_grad=True), mesh, ())
+    with pytest.raises(ValueError) as caught:
+        to_local(x).sum().backward()
+    assert f"grad_layout={alike!r}) if equal; Layout.of(x)(" in str(caught.value)
+    call = re.search(r"Layout\.of\(x\)\(.*?\}\)", str(caught.value))[0]
+    for grad_layout in (alike, eval(call, {"Layout": Layout, "x": x})):
+        to_local(x, grad_layout=grad_layout).sum().backward()
+    assert full_tensor(x.grad).flatten()[0].item() == 1.0 + 4.0

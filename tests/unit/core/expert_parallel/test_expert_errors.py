@@ -202,20 +202,16 @@ def test_routers_that_are_refused():
         Router(2, 8, 1, score="top")
 
 
-def test_axes_of_a_single_rank_change_nothing():
-    def body() -> bool:
-        model = MoELlama(CONFIG)
-        before = dict(model.named_parameters())
-        parallelize_moe(model, init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "tp")))
-        return all(before[name] is param for name, param in model.named_parameters())
-
-    assert sim.run(body, world_size=1) == [True]
+@sim.ranks(1, backends=("sim",))
+def test_axes_of_a_single_rank_change_nothing(ctx):
+    model = MoELlama(CONFIG)
+    before = dict(model.named_parameters())
+    parallelize_moe(model, init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "tp")))
+    assert all(before[name] is param for name, param in model.named_parameters())
 
 
-def test_a_stage_without_experts_passes():
-    def body() -> list[str]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        stage: nn.Module = MoELlama(CONFIG).keep(range(1), embed=True, head=False)
-        return [name for name, _ in parallelize_moe(stage, mesh).named_children()]  # type: ignore[arg-type]
-
-    assert sim.run(body, world_size=2) == [["embed", "layers"]] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_stage_without_experts_passes(ctx):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    stage: nn.Module = MoELlama(CONFIG).keep(range(1), embed=True, head=False)
+    assert [name for name, _ in parallelize_moe(stage, mesh).named_children()] == ["embed", "layers"]  # type: ignore[arg-type]

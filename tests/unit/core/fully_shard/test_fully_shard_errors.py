@@ -603,20 +603,18 @@ def last_is_wrong(parameter):
         {"comm_fusion_zero_copy": True},
     ],
 )
-def test_a_failed_call_changes_nothing(wrong):
-    def rank():
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        before = list(model.parameters())
-        with pytest.raises((ValueError, TypeError), match="\n  try: "):
-            fully_shard(model, mesh=mesh(), **wrong)
-        assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
-        assert not any(p._backward_hooks or p.__dict__ for p in before)
-        kinds = {type(p) for p in model.parameters()}, type(model), len(model._forward_hooks)
-        fully_shard(model, mesh=mesh())
-        model(torch.ones(1, 2)).sum().backward()
-        return kinds
-
-    assert sim.run(rank, 2) == [({nn.Parameter}, nn.Sequential, 0)] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_failed_call_changes_nothing(ctx, wrong):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = list(model.parameters())
+    with pytest.raises((ValueError, TypeError), match="\n  try: "):
+        fully_shard(model, mesh=mesh(), **wrong)
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+    assert not any(p._backward_hooks or p.__dict__ for p in before)
+    kinds = {type(p) for p in model.parameters()}, type(model), len(model._forward_hooks)
+    fully_shard(model, mesh=mesh())
+    model(torch.ones(1, 2)).sum().backward()
+    assert kinds == ({nn.Parameter}, nn.Sequential, 0)
 
 
 # -- what is a TypeError ---------------------------------------------------------------------------------------------
@@ -634,39 +632,37 @@ def test_wrong_types(case):
 
 
 @pytest.mark.parametrize("argument", ["ignored_params", "replicate_params"])
-def test_one_set_of_parameters_goes_to_the_calls_of_all_units(argument):
-    def rank():
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        kept = {layer.bias for layer in model} | {nn.Parameter(torch.ones(1))}
-        for unit in (*model, model):
-            fully_shard(unit, mesh=mesh(), **{argument: kept})
-        model(torch.ones(1, 4)).sum().backward()
-        return [tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for p in model.parameters()]
+@sim.ranks(2, backends=("sim",))
+def test_one_set_of_parameters_goes_to_the_calls_of_all_units(ctx, argument):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    kept = {layer.bias for layer in model} | {nn.Parameter(torch.ones(1))}
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh(), **{argument: kept})
+    model(torch.ones(1, 4)).sum().backward()
+    assert [tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for p in model.parameters()] == [
+        (2, 4),
+        (4,),
+    ] * 2
 
-    assert sim.run(rank, 2) == [[(2, 4), (4,)] * 2] * 2
 
-
-def test_what_is_no_mistake():
+@sim.ranks(2, backends=("sim",))
+def test_what_is_no_mistake(ctx):
     """Ints, policies and placements at the edge of what is refused."""
-
-    def rank():
-        for options in (
-            {"reshard_after_forward": 1},
-            {"reshard_after_forward": 2},
-            {"shard_placement_fn": lambda p: Shard(-1)},
-            {"shard_placement_fn": lambda p: None},
-            {"offload_policy": OffloadPolicy()},
-            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-            {"comm_fusion": True, "comm_fusion_zero_copy": False},
-            {"comm_fusion_zero_copy": False},
-            {"ignored_params": set(), "replicate_params": iter(())},
-        ):
-            one(**options)(torch.ones(1, 4)).sum().backward()
-        model = nn.Linear(4, 4)
-        fully_shard(model, mesh=mesh(), ignored_params=[model.bias], replicate_params=[model.bias])
-        return type(model.bias)
-
-    assert sim.run(rank, 2) == [nn.Parameter] * 2
+    for options in (
+        {"reshard_after_forward": 1},
+        {"reshard_after_forward": 2},
+        {"shard_placement_fn": lambda p: Shard(-1)},
+        {"shard_placement_fn": lambda p: None},
+        {"offload_policy": OffloadPolicy()},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"comm_fusion": True, "comm_fusion_zero_copy": False},
+        {"comm_fusion_zero_copy": False},
+        {"ignored_params": set(), "replicate_params": iter(())},
+    ):
+        one(**options)(torch.ones(1, 4)).sum().backward()
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh(), ignored_params=[model.bias], replicate_params=[model.bias])
+    assert type(model.bias) is nn.Parameter
 
 
 # -- parameters as they were -------------------------------------------------------------------------------------------
@@ -695,15 +691,13 @@ def test_a_gradient_for_a_parameter_as_it_was_before_wrapping(wrap):
         assert other not in text
 
 
-def test_a_frozen_parameter_may_be_used_as_it_was():
-    def rank():
-        module = nn.Linear(4, 4)
-        old = module.weight.requires_grad_(False)
-        fully_shard(module, mesh=mesh())
-        (module(torch.ones(1, 4)) + old.sum()).sum().backward()
-        return module.bias.grad.full_tensor().tolist()
-
-    assert sim.run(rank, 2) == [[1.0] * 4] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_frozen_parameter_may_be_used_as_it_was(ctx):
+    module = nn.Linear(4, 4)
+    old = module.weight.requires_grad_(False)
+    fully_shard(module, mesh=mesh())
+    (module(torch.ones(1, 4)) + old.sum()).sum().backward()
+    assert module.bias.grad.full_tensor().tolist() == [1.0] * 4
 
 
 def test_offloaded_parameters_that_are_not_on_the_host():

@@ -374,23 +374,19 @@ def test_a_bucket_gathers_what_was_put_into_it(contents, ranks, flat, param_dtyp
     assert gathers == (["all_gather"] * 4 if ranks > 1 else [])  # one at a time, whatever is in it
 
 
-def test_parameters_of_other_dtypes_are_gathered_apart():
-    def rank():
-        layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).bfloat16())
-        unit = unit_of(fully_shard(layers, mesh=init_device_mesh("cpu", (2,))))
-        return [[param.name for param in bucket.params] for bucket in unit.buckets]
-
-    assert sim.run(rank, 2) == [[["0.weight"], ["1.weight"]]] * 2
+@sim.ranks(2, backends=("sim",))
+def test_parameters_of_other_dtypes_are_gathered_apart(ctx):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).bfloat16())
+    unit = unit_of(fully_shard(layers, mesh=init_device_mesh("cpu", (2,))))
+    assert [[param.name for param in bucket.params] for bucket in unit.buckets] == [["0.weight"], ["1.weight"]]
 
 
-def test_a_group_of_a_mesh_is_taken_for_its_own_ranks_only():
-    def rank():
-        mesh, me = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
-        own, other = (me % 2, me % 2 + 2), (me // 2 * 2, me // 2 * 2 + 1)
-        assert group_of(own, ("dp",), mesh) is mesh.get_group("dp")
-        assert tuple(dist.get_process_group_ranks(group_of(other, ("dp",), mesh))) == other
-
-    sim.run(rank, 4)
+@sim.ranks(4, backends=("sim",))
+def test_a_group_of_a_mesh_is_taken_for_its_own_ranks_only(ctx):
+    mesh, me = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    own, other = (me % 2, me % 2 + 2), (me // 2 * 2, me // 2 * 2 + 1)
+    assert group_of(own, ("dp",), mesh) is mesh.get_group("dp")
+    assert tuple(dist.get_process_group_ranks(group_of(other, ("dp",), mesh))) == other
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -71,23 +71,20 @@ def test_arguments(case):
     ],
     ids=str,
 )
-def test_the_ends_of_what_is_allowed(options):
-    def rank():
-        model = hsdp(nn.Linear(4, 4), **options)
-        model(torch.ones(1, 4)).sum().backward()
-        return isinstance(model, HSDPCell) and model.weight.grad is not None
+@sim.ranks(2, backends=("sim",))
+def test_the_ends_of_what_is_allowed(ctx, options):
+    model = hsdp(nn.Linear(4, 4), **options)
+    model(torch.ones(1, 4)).sum().backward()
+    assert isinstance(model, HSDPCell)
+    assert model.weight.grad is not None
 
-    assert sim.run(rank, 2) == [True, True]
 
-
-def test_arguments_are_positional_in_the_order_of_the_signature():
-    def rank():
-        model = hsdp(nn.Linear(4, 4), 2, 0, "level2", True, True, 2.0, torch.float64, True, True, -1)
-        model(torch.ones(1, 4)).sum().backward()
-        model.zero_grads()
-        return model.weight.hsdp_effective_shard_size, model.bias.grad
-
-    assert sim.run(rank, 4) == [(2, None)] * 4
+@sim.ranks(4, backends=("sim",))
+def test_arguments_are_positional_in_the_order_of_the_signature(ctx):
+    model = hsdp(nn.Linear(4, 4), 2, 0, "level2", True, True, 2.0, torch.float64, True, True, -1)
+    model(torch.ones(1, 4)).sum().backward()
+    model.zero_grads()
+    assert (model.weight.hsdp_effective_shard_size, model.bias.grad) == (2, None)
 
 
 # -- parameters, and what has been wrapped -------------------------------------------------------------------------
@@ -175,19 +172,21 @@ def test_cells(case):
         assert "fully_shard" not in text, "it says its own name"
 
 
-def test_a_failed_call_changes_nothing():
-    def rank():
-        model = net()
-        model[1].bias.hsdp_shard_size = 0
-        with pytest.raises(ValueError, match=r"hsdp_shard_size of parameter '1.bias'"):
-            hsdp(model, threshold=0)
-        left = [type(p) for p in model.parameters()], type(model), len(model._forward_hooks), model.training
-        marked = [hasattr(p, "hsdp_effective_shard_size") for p in model.parameters()]
-        model[1].bias.hsdp_shard_size = 1
+@sim.ranks(2, backends=("sim",))
+def test_a_failed_call_changes_nothing(ctx):
+    model = net()
+    model[1].bias.hsdp_shard_size = 0
+    with pytest.raises(ValueError, match=r"hsdp_shard_size of parameter '1.bias'"):
         hsdp(model, threshold=0)
-        return left, any(marked), [p.hsdp_effective_shard_size for p in model.parameters()]
-
-    assert sim.run(rank, 2) == [(([nn.Parameter] * 4, nn.Sequential, 0, True), False, [2, 2, 2, 1])] * 2
+    left = [type(p) for p in model.parameters()], type(model), len(model._forward_hooks), model.training
+    marked = [hasattr(p, "hsdp_effective_shard_size") for p in model.parameters()]
+    model[1].bias.hsdp_shard_size = 1
+    hsdp(model, threshold=0)
+    assert (left, any(marked), [p.hsdp_effective_shard_size for p in model.parameters()]) == (
+        ([nn.Parameter] * 4, nn.Sequential, 0, True),
+        False,
+        [2, 2, 2, 1],
+    )
 
 
 def test_no_process_group():
@@ -230,16 +229,15 @@ def test_methods(case):
     fails_on_ranks(lambda: call(one()), ValueError, match)
 
 
-def test_a_refused_list_leaves_the_prefetching_as_it_was():
-    def rank():
-        model = hsdp(nn.Sequential(hsdp(nn.Linear(4, 4)), hsdp(nn.Linear(4, 4))))
-        model.set_forward_prefetch_cells([model[1]])
-        before = model._hyper_parallel_unit.forward_prefetch
-        with pytest.raises(ValueError, match="item 1"):
-            model.set_forward_prefetch_cells([model[0], nn.Linear(1, 1)])
-        return model._hyper_parallel_unit.forward_prefetch is before and len(before) == 1
-
-    assert sim.run(rank, 2) == [True, True]
+@sim.ranks(2, backends=("sim",))
+def test_a_refused_list_leaves_the_prefetching_as_it_was(ctx):
+    model = hsdp(nn.Sequential(hsdp(nn.Linear(4, 4)), hsdp(nn.Linear(4, 4))))
+    model.set_forward_prefetch_cells([model[1]])
+    before = model._hyper_parallel_unit.forward_prefetch
+    with pytest.raises(ValueError, match="item 1"):
+        model.set_forward_prefetch_cells([model[0], nn.Linear(1, 1)])
+    assert model._hyper_parallel_unit.forward_prefetch is before
+    assert len(before) == 1
 
 
 @pytest.mark.parametrize("kind", ["plain", "class without a unit", "container of cells", "no module"])

@@ -64,21 +64,19 @@ def test_arguments_that_cannot_be(options, kind, said):
     raises(kind, said, lambda: pipeline(**options))
 
 
-def test_stages_mesh_and_loss_that_do_not_go_together():
-    def body():
-        mesh = mesh_of()
-        with pytest.raises(ValueError, match="'gpipe' has exactly 1 per rank"):
-            Pipeline([linear(), linear()], mesh, "gpipe", 1, square)
-        with pytest.raises(TypeError, match="loss_fn is None, not something to call"):
-            Pipeline([linear()], mesh, "gpipe", 1)
-        both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
-        with pytest.raises(ValueError, match="mesh has 2 axes, and stages are along one"):
-            Pipeline([linear()], both, "gpipe", 1, square)
-        turned = DeviceMesh("cpu", [1, 0], mesh_dim_names=("pp",))
-        with pytest.raises(ValueError, match="cannot make a pipeline: ranks along axis 'pp' have to ascend"):
-            Pipeline([linear()], turned, "gpipe", 1, square)
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_stages_mesh_and_loss_that_do_not_go_together(ctx):
+    mesh = mesh_of()
+    with pytest.raises(ValueError, match="'gpipe' has exactly 1 per rank"):
+        Pipeline([linear(), linear()], mesh, "gpipe", 1, square)
+    with pytest.raises(TypeError, match="loss_fn is None, not something to call"):
+        Pipeline([linear()], mesh, "gpipe", 1)
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+    with pytest.raises(ValueError, match="mesh has 2 axes, and stages are along one"):
+        Pipeline([linear()], both, "gpipe", 1, square)
+    turned = DeviceMesh("cpu", [1, 0], mesh_dim_names=("pp",))
+    with pytest.raises(ValueError, match="cannot make a pipeline: ranks along axis 'pp' have to ascend"):
+        Pipeline([linear()], turned, "gpipe", 1, square)
 
 
 @pytest.mark.parametrize("wrap", [fully_shard, hsdp])
@@ -218,30 +216,28 @@ def test_a_loss_that_is_no_number():
     raises(TypeError, r"loss_fn returned a Tensor of shape \(2, 3\)", body, ranks=1)
 
 
-def test_after_a_step_that_fails_the_next_one_is_right():
-    def body():
-        mesh = mesh_of(1)
-        calls = []
+@sim.ranks(1, backends=("sim",))
+def test_after_a_step_that_fails_the_next_one_is_right(ctx):
+    mesh = mesh_of(1)
+    calls = []
 
-        def loss(output, target):
-            calls.append(1)
-            if len(calls) == 2:
-                raise ArithmeticError("the second micro-batch")
-            return square(output, target)
+    def loss(output, target):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError("the second micro-batch")
+        return square(output, target)
 
-        data = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-        stages = [fully_shard(linear(), mesh=data), linear()]
-        run = Pipeline(stages, mesh, "interleaved", 2, loss)
-        with pytest.raises(ArithmeticError, match="the second micro-batch"):
-            run.step(X, X)
-        stages[1].zero_grad()  # a plain stage has what the first micro-batch brought, as after any backward
+    data = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    stages = [fully_shard(linear(), mesh=data), linear()]
+    run = Pipeline(stages, mesh, "interleaved", 2, loss)
+    with pytest.raises(ArithmeticError, match="the second micro-batch"):
         run.step(X, X)
-        alone = nn.Sequential(linear(), linear())
-        square(alone(X), X).backward()
-        torch.testing.assert_close(stages[0].weight.grad.to_local(), alone[0].weight.grad)
-        torch.testing.assert_close(stages[1].weight.grad, alone[1].weight.grad)
-
-    sim.run(body, world_size=1)
+    stages[1].zero_grad()  # a plain stage has what the first micro-batch brought, as after any backward
+    run.step(X, X)
+    alone = nn.Sequential(linear(), linear())
+    square(alone(X), X).backward()
+    torch.testing.assert_close(stages[0].weight.grad.to_local(), alone[0].weight.grad)
+    torch.testing.assert_close(stages[1].weight.grad, alone[1].weight.grad)
 
 
 # -- tied weights ------------------------------------------------------------------------------------------------------
@@ -265,42 +261,36 @@ def test_tied_weights_of_which_only_one_is_frozen():
     raises(ValueError, r"differ\n.*float32\n.*float32, frozen", body)
 
 
-def test_a_norm_counts_what_is_tied_once():
-    def body():
-        run = pipeline(schedule="1f1b")
-        tied = TiedWeights(run, "weight", "weight")
-        weight, bias = run.stages[0].weight, run.stages[0].bias
-        weight.grad, bias.grad = torch.full((3, 3), 1.0), torch.full((3,), 2.0)
-        tied.add_gradients()
-        assert weight.grad.tolist() == [[2.0] * 3] * 3
-        norm = clip_grad_norm(run.stages, 1.0, run.group, tied=tied)
-        assert norm.item() == pytest.approx((9 * 2.0**2 + 2 * 3 * 2.0**2) ** 0.5)
-        assert weight.grad[0, 0].item() == pytest.approx(2.0 / norm.item())
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_a_norm_counts_what_is_tied_once(ctx):
+    run = pipeline(schedule="1f1b")
+    tied = TiedWeights(run, "weight", "weight")
+    weight, bias = run.stages[0].weight, run.stages[0].bias
+    weight.grad, bias.grad = torch.full((3, 3), 1.0), torch.full((3,), 2.0)
+    tied.add_gradients()
+    assert weight.grad.tolist() == [[2.0] * 3] * 3
+    norm = clip_grad_norm(run.stages, 1.0, run.group, tied=tied)
+    assert norm.item() == pytest.approx((9 * 2.0**2 + 2 * 3 * 2.0**2) ** 0.5)
+    assert weight.grad[0, 0].item() == pytest.approx(2.0 / norm.item())
 
 
 # -- holding parameters ------------------------------------------------------------------------------------------------
 
 
-def test_parameters_are_held_once():
-    def body():
-        model = fully_shard(linear(), mesh=mesh_of())
+@sim.ranks(2, backends=("sim",))
+def test_parameters_are_held_once(ctx):
+    model = fully_shard(linear(), mesh=mesh_of())
+    hold_parameters(model)
+    with pytest.raises(RuntimeError, match="they are unsharded for a step already\n  seen: unit Linear"):
         hold_parameters(model)
-        with pytest.raises(RuntimeError, match="they are unsharded for a step already\n  seen: unit Linear"):
-            hold_parameters(model)
-        release_parameters(model)
-        hold_parameters(model)
-        release_parameters(model)
-
-    sim.run(body, world_size=2)
+    release_parameters(model)
+    hold_parameters(model)
+    release_parameters(model)
 
 
-def test_what_is_traced_cannot_be_held():
-    def body():
-        model = hsdp(linear(), use_eager_hook=False)
-        for verb in (hold_parameters, reduce_gradients):
-            with pytest.raises(ValueError, match=r"was wrapped for torch\.compile to trace"):
-                verb(model)
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_what_is_traced_cannot_be_held(ctx):
+    model = hsdp(linear(), use_eager_hook=False)
+    for verb in (hold_parameters, reduce_gradients):
+        with pytest.raises(ValueError, match=r"was wrapped for torch\.compile to trace"):
+            verb(model)

@@ -267,24 +267,22 @@ def test_a_mistake_is_explained_before_anything_is_sent(name, shape):
     assert_says(text, expected)
 
 
-def test_on_one_rank_the_model_is_returned_as_it_is():
-    def body():
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        model = Model()
-        before = dict(model.named_parameters())
-        everything = plan(
-            plan={"**.weight": ("tp",)},
-            input_plan={"input": ("dp",)},
-            output_plan={"output": ("dp",)},
-            return_local_tensor=["head"],
-            local_plan={"layers.*": ("dp",)},
-        )
-        assert shard_module(model, mesh, everything) is model
-        assert all(param is before[name] for name, param in model.named_parameters())
-        assert type(model(torch.ones(2, 8))) is torch.Tensor
-        assert shard_module(function, mesh, plan(input_plan={"input": ("dp",)})) is function
-
-    sim.run(body, world_size=1)
+@sim.ranks(1, backends=("sim",))
+def test_on_one_rank_the_model_is_returned_as_it_is(ctx):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    before = dict(model.named_parameters())
+    everything = plan(
+        plan={"**.weight": ("tp",)},
+        input_plan={"input": ("dp",)},
+        output_plan={"output": ("dp",)},
+        return_local_tensor=["head"],
+        local_plan={"layers.*": ("dp",)},
+    )
+    assert shard_module(model, mesh, everything) is model
+    assert all(param is before[name] for name, param in model.named_parameters())
+    assert type(model(torch.ones(2, 8))) is torch.Tensor
+    assert shard_module(function, mesh, plan(input_plan={"input": ("dp",)})) is function
 
 
 # -- models that do not fit ------------------------------------------------------------------------------------------
@@ -480,29 +478,25 @@ def test_what_does_not_fit_a_call(name):
     assert_says(error_on_ranks(call, 4, sends=True), expected)
 
 
-def test_parts_that_differ_are_not_wrapped():
-    def body():
-        model = shard_module(Returns(lambda x: x), mesh_of(), plan(input_plan={"input": ROWS}, wrap_inputs=True))
-        with pytest.raises(ValueError, match=r"cannot lay out the input 'x' of the model: .* the parts have different"):
-            model(WHOLE[: torch.distributed.get_rank() + 1])
-        with pytest.raises(ValueError, match="cannot lay out the input 'x' of the model"):
-            model(WHOLE[0])
-
-    sim.run(body, world_size=4)
+@sim.ranks(4, backends=("sim",))
+def test_parts_that_differ_are_not_wrapped(ctx):
+    model = shard_module(Returns(lambda x: x), mesh_of(), plan(input_plan={"input": ROWS}, wrap_inputs=True))
+    with pytest.raises(ValueError, match=r"cannot lay out the input 'x' of the model: .* the parts have different"):
+        model(WHOLE[: torch.distributed.get_rank() + 1])
+    with pytest.raises(ValueError, match="cannot lay out the input 'x' of the model"):
+        model(WHOLE[0])
 
 
-def test_the_hints_work_when_they_are_followed():
-    def body():
-        mesh = mesh_of()
-        for given in (
-            plan(plan={"layers.0.w1.weight": ("tp", "None"), "layers.0.*.weight": ("dp",), "**.w2.weight": ("tp",)}),
-            plan(input_plan={"**.*.w1.input": ("dp", "None"), "layers.0.input": [("dp", "None")]}),
-            plan(input_plan={"layers.0.input": {"mask": ("dp", "None")}}, return_local_tensor=["head"]),
-            plan(plan={"head.weight": MESH("tp", "None")}, output_plan={"head.output": ("dp", "None")}),
-        ):
-            shard_module(Model(), mesh, given)
-        shard_module(function, mesh, plan(input_plan={"input": [("dp",), None]}))
-        wrapped = from_local(torch.ones(2, 8), mesh, ROWS)
-        assert tuple(wrapped.shape) == (4, 8)
-
-    sim.run(body, world_size=4)
+@sim.ranks(4, backends=("sim",))
+def test_the_hints_work_when_they_are_followed(ctx):
+    mesh = mesh_of()
+    for given in (
+        plan(plan={"layers.0.w1.weight": ("tp", "None"), "layers.0.*.weight": ("dp",), "**.w2.weight": ("tp",)}),
+        plan(input_plan={"**.*.w1.input": ("dp", "None"), "layers.0.input": [("dp", "None")]}),
+        plan(input_plan={"layers.0.input": {"mask": ("dp", "None")}}, return_local_tensor=["head"]),
+        plan(plan={"head.weight": MESH("tp", "None")}, output_plan={"head.output": ("dp", "None")}),
+    ):
+        shard_module(Model(), mesh, given)
+    shard_module(function, mesh, plan(input_plan={"input": [("dp",), None]}))
+    wrapped = from_local(torch.ones(2, 8), mesh, ROWS)
+    assert tuple(wrapped.shape) == (4, 8)

@@ -292,18 +292,16 @@ def test_groups_of_different_ranks_that_nobody_uses(make, then):
     assert "differs: group (" in text
 
 
-def test_a_group_that_a_rank_makes_late_is_right():
-    def body() -> None:
-        if dist.get_rank() == 0:
-            dist.barrier()
-        dist.new_group([2, 0])
-        if dist.get_rank() != 0:
-            dist.barrier()
-        dist.destroy_process_group()
-        dist.init_process_group()
-        dist.new_group([0, 1])
-
-    sim.run(body, 3)
+@sim.ranks(3, backends=("sim",))
+def test_a_group_that_a_rank_makes_late_is_right(ctx):
+    if dist.get_rank() == 0:
+        dist.barrier()
+    dist.new_group([2, 0])
+    if dist.get_rank() != 0:
+        dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group()
+    dist.new_group([0, 1])
 
 
 def test_groups_that_are_made_differently_and_may_be():
@@ -1066,16 +1064,14 @@ def test_a_tensor_that_loses_its_memory_in_flight(begin, left):
     assert hint.startswith("  try: to wait for the work that the operation returned before its storage is resized")
 
 
-def test_what_has_lost_its_memory_and_got_it_back():
-    def body() -> list[float]:
-        x = torch.ones(4)
-        x.untyped_storage().resize_(0)
-        x.untyped_storage().resize_(16)
-        dist.all_reduce(x.fill_(1.0))
-        dist.broadcast(empty := torch.empty(0), 0)
-        return [*x.tolist(), *empty.tolist()]
-
-    assert sim.run(body, 2) == [[2.0] * 4] * 2
+@sim.ranks(2, backends=("sim",))
+def test_what_has_lost_its_memory_and_got_it_back(ctx):
+    x = torch.ones(4)
+    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(16)
+    dist.all_reduce(x.fill_(1.0))
+    dist.broadcast(empty := torch.empty(0), 0)
+    assert [*x.tolist(), *empty.tolist()] == [2.0] * 4
 
 
 # -- many ranks ------------------------------------------------------------------------------------------------

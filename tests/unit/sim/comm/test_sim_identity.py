@@ -184,16 +184,14 @@ def test_ranks_that_mean_the_same_are_left_alone(body: Callable[..., None], engi
     sim.run(lambda: body(make_wrap(), dist.get_rank() % 2), size)
 
 
-def test_models_of_other_groups_are_not_compared() -> None:
-    def body() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        stage = mesh.get_local_rank("pp")
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + stage)))
-        fully_shard(model[stage], mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])(X).sum().backward()
-        clip_grad_norm_(model.parameters(), 1.0, stage_group=mesh.get_group("pp"))
-
-    sim.run(body, 4)
+@sim.ranks(4, backends=("sim",))
+def test_models_of_other_groups_are_not_compared(ctx) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + stage)))
+    fully_shard(model[stage], mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])(X).sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0, stage_group=mesh.get_group("pp"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -271,14 +269,12 @@ def test_models_of_ddp_that_ranks_use_alike_are_left_alone() -> None:
     sim.run(lambda: _steps_of_two(((1, 0, 0, 1), (1, 0, 0, 1)), wrapped=True), 2)
 
 
-def test_ranks_of_ddp_that_have_no_batches_left_join_the_others() -> None:
-    def body() -> None:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        with model.join():
-            for _ in range(1 + dist.get_rank()):
-                model(X).sum().backward()
-
-    sim.run(body, 2)
+@sim.ranks(2, backends=("sim",))
+def test_ranks_of_ddp_that_have_no_batches_left_join_the_others(ctx) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    with model.join():
+        for _ in range(1 + dist.get_rank()):
+            model(X).sum().backward()
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -442,12 +438,10 @@ def test_values_of_tied_weights_are_not_taken_for_gradients() -> None:
         sim.run(body, 2)
 
 
-def test_messages_of_a_script_are_not_compared() -> None:
-    def body() -> None:
-        tied = _tied()
-        tied.copy_values() if dist.get_rank() == 0 else dist.recv(torch.empty(4, 4), 0)
-
-    sim.run(body, 2)
+@sim.ranks(2, backends=("sim",))
+def test_messages_of_a_script_are_not_compared(ctx) -> None:
+    tied = _tied()
+    tied.copy_values() if dist.get_rank() == 0 else dist.recv(torch.empty(4, 4), 0)
 
 
 # -- proofs ------------------------------------------------------------------------------------------------------------

@@ -230,24 +230,22 @@ def test_fifty_worlds_need_no_more_threads_than_one():
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_one_rank_still_waits_for_keeps_no_other_ranks_tensors(first):
-    def body() -> bool:
-        rank = dist.get_rank()
-        if rank != first:
-            dist.recv(torch.empty(1), first)
-        given, gathered = torch.ones(4), torch.empty(8)
-        work = dist.all_gather_into_tensor(gathered, given, async_op=True)
-        if rank == first:
-            dist.send(torch.ones(1), 1 - first)
-            work.wait()
-            tensors = weakref.ref(given), weakref.ref(gathered)
-            del work, given, gathered
-        dist.barrier()
-        is_freed = rank != first or all(tensor() is None for tensor in tensors)
-        dist.barrier()  # the other rank has its work until here
-        return is_freed
-
-    assert sim.run(body, 2) == [True, True]
+@sim.ranks(2, backends=("sim",))
+def test_what_one_rank_still_waits_for_keeps_no_other_ranks_tensors(ctx, first):
+    rank = dist.get_rank()
+    if rank != first:
+        dist.recv(torch.empty(1), first)
+    given, gathered = torch.ones(4), torch.empty(8)
+    work = dist.all_gather_into_tensor(gathered, given, async_op=True)
+    if rank == first:
+        dist.send(torch.ones(1), 1 - first)
+        work.wait()
+        tensors = weakref.ref(given), weakref.ref(gathered)
+        del work, given, gathered
+    dist.barrier()
+    is_freed = rank != first or all(tensor() is None for tensor in tensors)
+    dist.barrier()  # the other rank has its work until here
+    assert is_freed
 
 
 def test_a_world_frees_what_its_ranks_held():

@@ -199,15 +199,12 @@ def test_seam_c10d_state():
     assert all(r[2] for r in results)
 
 
-def test_seam_group_names():
+@sim.ranks(4, backends=("sim",))
+def test_seam_group_names(ctx):
     """The same name means the calling rank's own group."""
-
-    def body() -> bool:
-        name = dist.group.WORLD.group_name
-        dist.barrier()
-        return torch._C._distributed_c10d._resolve_process_group(name) is dist.group.WORLD
-
-    assert sim.run(body, 4) == [True] * 4
+    name = dist.group.WORLD.group_name
+    dist.barrier()
+    assert torch._C._distributed_c10d._resolve_process_group(name) is dist.group.WORLD
 
 
 def test_seam_global_rank():
@@ -267,12 +264,10 @@ def test_seam_rendezvous():
     assert sim.run(body, 2, init=False) == [(0, 2), (1, 2)]
 
 
-def test_seam_init_process_group():
-    def body() -> str:
-        torch.distributed.init_process_group(backend="gloo")
-        return dist.get_backend()
-
-    assert sim.run(body, 2) == ["gloo", "gloo"]
+@sim.ranks(2, backends=("sim",))
+def test_seam_init_process_group(ctx):
+    torch.distributed.init_process_group(backend="gloo")
+    assert dist.get_backend() == "gloo"
 
 
 def test_seam_split_group():
@@ -436,13 +431,11 @@ def test_seam_loss_parallel():
     assert table == before
 
 
-def test_seam_fsdp2_paths():
-    def body() -> list[str]:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
-        units = [torch_fully_shard(module) for module in (model[0], model[1][0], model)]
-        return [unit._get_fsdp_state().path_when_wrapped for unit in units[:2]]
-
-    assert sim.run(body, 2) == [["0", "1.0"]] * 2
+@sim.ranks(2, backends=("sim",))
+def test_seam_fsdp2_paths(ctx):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    units = [torch_fully_shard(module) for module in (model[0], model[1][0], model)]
+    assert [unit._get_fsdp_state().path_when_wrapped for unit in units[:2]] == ["0", "1.0"]
 
 
 def test_seam_optimizer_steps():

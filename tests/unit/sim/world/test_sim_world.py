@@ -430,16 +430,14 @@ def test_a_rank_that_the_environment_says_wrongly():
         sim.run(body, 2, init=False)
 
 
-def test_destroy_and_begin_again():
-    def body() -> tuple:
-        dist.destroy_process_group()
-        before = dist.is_initialized()
-        dist.init_process_group("gloo")
-        dist.all_reduce(x := torch.ones(1))
-        dist.destroy_process_group()
-        return before, x.item(), dist.is_initialized()
-
-    assert sim.run(body, 3) == [(False, 3.0, False)] * 3
+@sim.ranks(3, backends=("sim",))
+def test_destroy_and_begin_again(ctx):
+    dist.destroy_process_group()
+    before = dist.is_initialized()
+    dist.init_process_group("gloo")
+    dist.all_reduce(x := torch.ones(1))
+    dist.destroy_process_group()
+    assert (before, x.item(), dist.is_initialized()) == (False, 3.0, False)
 
 
 # -- one run after the other -----------------------------------------------------------------------------------
