@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from zoo_kit import right
 
 import sim
 from hyper_parallel.core.pipeline.tied import TiedWeights
@@ -58,8 +59,7 @@ RIGHT = {
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_run_is_proved(name: str) -> None:
-    report = verify_run(*RIGHT[name])
-    assert report.ok, report
+    report = right(verify_run(*RIGHT[name]))
     kinds = {row.kind for row in report.rows}
     assert kinds == {"forward", "gradient", "update"}
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
@@ -79,8 +79,7 @@ STORED = {
 def test_what_is_stored_in_another_dtype_than_asked_for_is_found(name: str) -> None:
     precision, rank = STORED[name]
     run = dataclasses.replace(of(DENSE, tp=2), precision=precision).with_changes("lora", {"rank": rank})
-    report = verify_run(run, 2)
-    assert report.ok, report
+    right(verify_run(run, 2))
     opposite = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}
     if rank:
 
@@ -319,8 +318,7 @@ def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
 @settings(max_examples=max(2, settings().max_examples // 20))
 @given(small_runs())
 def test_right_runs_of_every_kind_are_proved(drawn: tuple[Config, int]) -> None:
-    report = verify_run(*drawn)
-    assert report.ok, report
+    right(verify_run(*drawn))
 
 
 # -- smaller runs ------------------------------------------------------------------------------------------------------
