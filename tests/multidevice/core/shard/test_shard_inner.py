@@ -251,19 +251,16 @@ def test_embeddings_that_cannot_be_split(tokens, ranks, change, message):
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
 @pytest.mark.parametrize(("weight", "produced"), [("width", ("dp", "tp")), ("whole", ROWS), ("vocabulary", SHARE)])
-def test_embeddings_that_need_all_tokens_or_rows(option, weight, produced):
+@sim.ranks(4, backends=("sim",))
+def test_embeddings_that_need_all_tokens_or_rows(ctx, option, weight, produced):
     layouts = {"width": ("None", "tp"), "whole": ("None",), "vocabulary": ("tp", "None")}
-
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(nn.Embedding(10, 8, **option))
-        shard_module(model, mesh, ShardingPlan(plan={"0.weight": layouts[weight]}, local_plan={"0": produced}))
-        tokens = distribute_tensor(torch.tensor([1, 2, 2, 9]), mesh, ("dp",))
-        with pytest.raises(ValueError, match=f"(?s)cannot look up tokens.*{next(iter(option))}.*try: "):
-            model(tokens)
-        assert isinstance(model[0].weight, DTensor)
-
-    sim.run(body, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Embedding(10, 8, **option))
+    shard_module(model, mesh, ShardingPlan(plan={"0.weight": layouts[weight]}, local_plan={"0": produced}))
+    tokens = distribute_tensor(torch.tensor([1, 2, 2, 9]), mesh, ("dp",))
+    with pytest.raises(ValueError, match=f"(?s)cannot look up tokens.*{next(iter(option))}.*try: "):
+        model(tokens)
+    assert isinstance(model[0].weight, DTensor)
 
 
 class Loose(nn.Module):
@@ -277,23 +274,20 @@ class Loose(nn.Module):
         return self.inner(x * 2)
 
 
-def test_a_plain_tensor_of_which_nothing_says_what_it_is():
+@sim.ranks(2, backends=("sim",))
+def test_a_plain_tensor_of_which_nothing_says_what_it_is(ctx):
     loose = ShardingPlan(
         plan={"inner.weight": ("tp", "None")},
         input_plan={"inner.input": ("None", "None")},
         local_plan={"inner": ("None", "tp"), "": ("None", "tp")},
     )
-
-    def body():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = shard_module(Loose(), mesh, loose)
-        full = distribute_tensor(torch.ones(2, 4), Layout.from_device_mesh(mesh)("None", "None"))
-        with pytest.raises(ValueError, match=r"input 'input' of module 'inner'(.|\n)*nothing says which shard"):
-            model(full)
-        model = shard_module(Loose(), mesh, replace(loose, wrap_inputs=True))
-        assert full_tensor(model(full)).shape == (2, 4)
-
-    sim.run(body, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = shard_module(Loose(), mesh, loose)
+    full = distribute_tensor(torch.ones(2, 4), Layout.from_device_mesh(mesh)("None", "None"))
+    with pytest.raises(ValueError, match=r"input 'input' of module 'inner'(.|\n)*nothing says which shard"):
+        model(full)
+    model = shard_module(Loose(), mesh, replace(loose, wrap_inputs=True))
+    assert full_tensor(model(full)).shape == (2, 4)
 
 
 def test_marks_say_what_a_part_is_of():
@@ -388,24 +382,21 @@ def test_gradients_of_gradients(ctx):
 
 
 @pytest.mark.tier("test")
-def test_copies_of_a_model_that_has_gradients():
+@sim.ranks(4, backends=("sim",))
+def test_copies_of_a_model_that_has_gradients(ctx):
     reference = trained_pair()
-
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = shard_module(pair(), mesh, pair_plan(local=True))
-        x = distribute_tensor(activations(), mesh, ROWS)
-        for _ in range(3):
-            model(x).square().mean().backward()
-            model = copy.deepcopy(model)  # of memory that is known by weak references, which must not be freed twice
-            model.zero_grad()
-        averaged = torch.optim.swa_utils.AveragedModel(model)
-        torch.testing.assert_close(full_tensor(averaged(x)), reference(activations()))
-        assert pickle.dumps(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard_module(pair(), mesh, pair_plan(local=True))
+    x = distribute_tensor(activations(), mesh, ROWS)
+    for _ in range(3):
         model(x).square().mean().backward()
-        compare(model, reference)
-
-    sim.run(body, world_size=4)
+        model = copy.deepcopy(model)  # of memory that is known by weak references, which must not be freed twice
+        model.zero_grad()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    torch.testing.assert_close(full_tensor(averaged(x)), reference(activations()))
+    assert pickle.dumps(model)
+    model(x).square().mean().backward()
+    compare(model, reference)
 
 
 def _cast(model):

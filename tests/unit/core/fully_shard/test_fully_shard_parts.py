@@ -390,32 +390,29 @@ def test_a_group_of_a_mesh_is_taken_for_its_own_ranks_only(ctx):
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_a_bucket_notices_that_its_parts_were_replaced(flat):
+@sim.ranks(2, backends=("sim",))
+def test_a_bucket_notices_that_its_parts_were_replaced(ctx, flat):
     values = [numbered([3, 2]).detach(), numbered([4, 5]).detach()]
-
-    def rank():
-        bucket = make_bucket(init_device_mesh("cpu", (2,)), values, [0, 1], flat=flat)
-        before = bucket.version
+    bucket = make_bucket(init_device_mesh("cpu", (2,)), values, [0, 1], flat=flat)
+    before = bucket.version
+    with torch.no_grad():
+        bucket.params[1].sharded.mul_(2)
+    versions = [before != bucket.version, bucket.was_replaced()]
+    owner = bucket.params[0].slots[0].module
+    owner.double()
+    versions.append(bucket.was_replaced())
+    bucket.take_over()
+    versions.append(bucket.was_replaced())
+    assert [got.dtype for got in gather(bucket)] == [torch.float64] * 2
+    assert torch.equal(bucket.params[1].unsharded, values[1].double() * 2)
+    assert (bucket.shards is not None) == flat
+    if flat:  # still one buffer, and optimizers change it
+        assert bucket.shards.dtype == torch.float64
         with torch.no_grad():
-            bucket.params[1].sharded.mul_(2)
-        versions = [before != bucket.version, bucket.was_replaced()]
-        owner = bucket.params[0].slots[0].module
-        owner.double()
-        versions.append(bucket.was_replaced())
-        bucket.take_over()
-        versions.append(bucket.was_replaced())
-        assert [got.dtype for got in gather(bucket)] == [torch.float64] * 2
-        assert torch.equal(bucket.params[1].unsharded, values[1].double() * 2)
-        assert (bucket.shards is not None) == flat
-        if flat:  # still one buffer, and optimizers change it
-            assert bucket.shards.dtype == torch.float64
-            with torch.no_grad():
-                bucket.params[0].sharded.zero_()
-            assert bucket.shards[: bucket.params[0].local_numel].eq(0).all()
-        bucket.free()
-        return versions
-
-    assert sim.run(rank, 2) == [[True, False, True, False]] * 2
+            bucket.params[0].sharded.zero_()
+        assert bucket.shards[: bucket.params[0].local_numel].eq(0).all()
+    bucket.free()
+    assert versions == [True, False, True, False]
 
 
 def test_parameters_that_are_whole_are_used_where_they_are():

@@ -453,13 +453,11 @@ def test_the_llama_is_the_same_for_any_number_of_ranks(world_size):
     sim.run(body, world_size=world_size)
 
 
-def test_bounds_follow_the_global_shape():
-    def body():
-        model = init_parameters(split(on_meta(nn.Linear, 400, 30), None, "dp", sizes=(4,)))
-        return model.weight.to_local().abs().max().item()
-
-    for bound in sim.run(body, world_size=4):
-        assert 0.99 * 0.05 < bound < 0.05  # 1 / sqrt(400), not 1 / sqrt(100)
+@sim.ranks(4, backends=("sim",))
+def test_bounds_follow_the_global_shape(ctx):
+    model = init_parameters(split(on_meta(nn.Linear, 400, 30), None, "dp", sizes=(4,)))
+    bound = model.weight.to_local().abs().max().item()
+    assert 0.99 * 0.05 < bound < 0.05  # 1 / sqrt(400), not 1 / sqrt(100)
 
 
 def test_a_rank_needs_no_more_memory_than_its_shard():

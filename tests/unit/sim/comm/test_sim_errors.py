@@ -974,15 +974,13 @@ def test_a_failure_can_be_pickled():
     assert str(again).startswith("rank 1 raised OddError: code 7 at x")
 
 
-def test_a_normal_exit_is_a_normal_end():
-    def body() -> str:
-        if dist.get_rank() == 1:
-            raise SystemExit
-        if dist.get_rank() == 2:
-            raise SystemExit(0)
-        return "done"
-
-    assert sim.run(body, 3) == ["done", None, None]
+@sim.ranks(3, backends=("sim",))
+def test_a_normal_exit_is_a_normal_end(ctx):
+    if dist.get_rank() == 1:
+        raise SystemExit
+    if dist.get_rank() == 2:
+        raise SystemExit(0)
+    assert ["done", None, None][ctx.rank] == "done"
 
 
 def test_an_exception_in_a_hook_of_backward():

@@ -794,11 +794,9 @@ class Asleep(Squares):
 
 
 @pytest.mark.tier("test")
-def test_a_worker_sleeps_and_its_threads_are_its_ranks():
-    def body() -> list[str]:
-        return list(DataLoader(Asleep(), batch_size=None, num_workers=1))
-
-    assert sim.run(body, 2) == [["0"] * 6, ["1"] * 6]
+@sim.ranks(2, backends=("sim",))
+def test_a_worker_sleeps_and_its_threads_are_its_ranks(ctx):
+    assert list(DataLoader(Asleep(), batch_size=None, num_workers=1)) == [["0"] * 6, ["1"] * 6][ctx.rank]
 
 
 def test_a_thread_that_no_rank_has_started_is_refused():

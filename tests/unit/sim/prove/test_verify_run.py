@@ -113,20 +113,17 @@ def test_what_is_stored_in_another_dtype_than_asked_for_is_found(name: str) -> N
         (8, {}, [0], 4),
     ],
 )
+@sim.ranks(4, backends=("sim",))
 def test_each_rank_holds_as_much_of_experts(
-    experts: int, parallel: dict[str, int], dims: list[int], share: int
+    ctx, experts: int, parallel: dict[str, int], dims: list[int], share: int
 ) -> None:
     run = of(dataclasses.replace(EXPERTS, experts=ExpertsConfig(num_experts=experts)), **parallel)
-
-    def build() -> tuple[list[int], set[float]]:
-        degrees = plan_run(run, 4)
-        degrees.build_mesh("cpu")
-        built = parallelize_llama.parallelize_llama(run, degrees, torch.device("cpu"), parallelize.ShareOfLoss())
-        weights = [param for name, param in built.named_parameters() if ".experts." in name]
-        split = [placement.dim for placement in weights[0].placements if placement.is_shard()]
-        return split, {weight.numel() / weight.to_local().numel() for weight in weights}
-
-    assert sim.run(build, world_size=4) == [(dims, {share})] * 4
+    degrees = plan_run(run, 4)
+    degrees.build_mesh("cpu")
+    built = parallelize_llama.parallelize_llama(run, degrees, torch.device("cpu"), parallelize.ShareOfLoss())
+    weights = [param for name, param in built.named_parameters() if ".experts." in name]
+    split = [placement.dim for placement in weights[0].placements if placement.is_shard()]
+    assert (split, {weight.numel() / weight.to_local().numel() for weight in weights}) == (dims, {share})
 
 
 def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
