@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from errors_kit import assert_says, errors_on_ranks
 
-import sim
 from hyper_parallel import HyperParallelError
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import machine_names
@@ -138,23 +137,18 @@ def test_a_part_that_does_not_fit_is_refused_before_anything_is_sent(mistake):
 
 
 def test_a_rank_on_neither_mesh():
-    pair = Layout((2,), ("dp",))
+    pair, found = Layout((2,), ("dp",)), []
 
-    def on_rank():
-        steps = plan(pair("dp"), pair(), (8,), FLOAT)
-        if dist.get_rank() < 2:
-            return execute(steps, torch.ones(4)).tolist()
-        with pytest.raises(ValueError) as caught:
-            execute(steps, None)
-        return str(caught.value)
+    def call():
+        part = torch.ones(4) if dist.get_rank() < 2 else None
+        found.append(execute(plan(pair("dp"), pair(), (8,), FLOAT), part).tolist())
 
-    *others, said = sim.run(on_rank, world_size=3)
-    assert others == [[1.0] * 8] * 2
-    assert said == (
-        "cannot redistribute on rank 2: "
-        "the rank is neither on the mesh that the tensor is on nor on the one it goes to\n"
-        "  from: (dp) on dp=2   to: (-) on dp=2\n"
-        "  try: call it on ranks 0, 1 only"
+    *others, text = errors_on_ranks(call, 3, sends=True)
+    assert (others, found) == ([None] * 2, [[1.0] * 8] * 2)
+    assert_says(
+        text,
+        "cannot redistribute on rank 2: the rank is neither on the mesh that the tensor is on nor on the one it goes to"
+        "\n  from: (dp) on dp=2   to: (-) on dp=2\n  try: call it on ranks 0, 1 only",
     )
 
 
