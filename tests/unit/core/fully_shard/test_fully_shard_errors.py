@@ -589,14 +589,10 @@ def test_weights_that_were_moved_to_the_host(trained):
     assert sim.run(rank, 2, device="npu") == [[1.0] * 4] * 2
 
 
-def last_is_wrong(parameter):
-    return Shard(0) if parameter.shape == (2, 2) else Shard(9)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"shard_placement_fn": last_is_wrong},
+        {"shard_placement_fn": lambda parameter: Shard(0) if parameter.shape == (2, 2) else Shard(9)},
         {"reshard_after_forward": 3},
         {"ignored_params": [1]},
         {"offload_policy": 1},
@@ -741,14 +737,6 @@ def by_attention(self, h):
     return self.attention(h[None], h[None], h[None])[0]
 
 
-def by_its_module(self, h):
-    return self.layers[1](h)
-
-
-def with_another(self, h):
-    return h + distribute_tensor(torch.ones(4), mesh(), [Replicate()])
-
-
 @pytest.mark.parametrize("use", [by_function, by_variable, over_lines, by_attention])
 def test_parameters_that_are_used_outside_of_their_unit(use):
     def call():
@@ -770,10 +758,10 @@ def test_parameters_that_are_used_by_their_unit():
             fully_shard(module, mesh=mesh())
         model(torch.ones(2, 4)).sum().backward()
 
-    sim.run(rank, 2, args=(by_its_module,))
+    sim.run(rank, 2, args=(lambda self, h: self.layers[1](h),))
     sim.run(rank, 2, args=(by_attention,))
     with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):  # of something else: torch's words
-        sim.run(rank, 2, args=(with_another,))
+        sim.run(rank, 2, args=(lambda self, h: h + distribute_tensor(torch.ones(4), mesh(), [Replicate()]),))
 
 
 LACKING = {

@@ -63,10 +63,6 @@ class Layers(nn.Module):
 X = torch.ones(2, 4)
 
 
-def _other_experts(wrap: Wrap, odd: int) -> None:
-    Layers(wrap)(X, (0, 1 + odd))
-
-
 def _dropped_layer(wrap: Wrap, odd: int) -> None:
     Layers(wrap)(X, (0, 1 + odd, 3)).sum().backward()
 
@@ -84,10 +80,6 @@ def _layers_moved_after_wrapping(wrap: Wrap, odd: int) -> None:
     if odd:
         model.layers = nn.ModuleList(list(model.layers)[::-1])
     model(X)
-
-
-def _other_layer_by_hand(wrap: Wrap, odd: int) -> None:
-    Layers(wrap).layers[odd].unshard()
 
 
 def _other_order_of_models(wrap: Wrap, odd: int) -> None:
@@ -110,12 +102,12 @@ def _other_order_of_gradients(wrap: Wrap, odd: int) -> None:
 
 
 WRONG = {
-    "experts": (_other_experts, "layers.1: weight", "layers.2: weight"),
+    "experts": (lambda wrap, odd: Layers(wrap)(X, (0, 1 + odd)), "layers.1: weight", "layers.2: weight"),
     "layer drop": (_dropped_layer, "layers.1: weight", "layers.2: weight"),
     "sizes": (_other_size, "[7, 6]", "[8, 6]"),
     "layers": (_other_order_of_layers, "gather of layers.0", "gather of layers.1"),
     "moved": (_layers_moved_after_wrapping, "gather of layers.0: ", "gather of layers.0 (wrapped as layers.3): "),
-    "by hand": (_other_layer_by_hand, "gather of layers.0: ", "gather of layers.1: "),
+    "by hand": (lambda wrap, odd: Layers(wrap).layers[odd].unshard(), "gather of layers.0: ", "gather of layers.1: "),
     "models": (_other_order_of_models, "number 1 of this name", "number 2 of this name"),
     "model later": (_other_model_later, "number 1 of this name", "number 2 of this name"),
     "gradients": (_other_order_of_gradients, "number 1 of this name", "number 2 of this name"),
@@ -223,14 +215,10 @@ def _norm(*sizes: int) -> None:
     clip_grad_norm_(fully_shard(model).parameters(), 1.0)
 
 
-def _total() -> None:
-    dist.all_reduce(torch.zeros(1))
-
-
 SCRIPT = "a call of the script's own"
 OTHER_PURPOSES = {
     "gather": (_gather_by_engine, _gather_by_hand, "gather of weight float32 [4, 5]", SCRIPT),
-    "norm": (partial(_norm, 4), _total, "gradient norm of 1 parameters, 16", SCRIPT),
+    "norm": (partial(_norm, 4), lambda: dist.all_reduce(torch.zeros(1)), "gradient norm of 1 parameters, 16", SCRIPT),
     "norms": (partial(_norm, 4), partial(_norm, 4, 6), "gradient norm of 1 parameters, 16", "gradient norm of 2"),
 }
 

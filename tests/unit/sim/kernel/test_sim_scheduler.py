@@ -118,10 +118,6 @@ def skip_on_one() -> None:
         dist.barrier()
 
 
-def disagree() -> None:
-    dist.all_reduce(torch.ones(1 + dist.get_rank()))
-
-
 def catch_everything() -> None:
     for _ in range(10_000):
         try:
@@ -158,7 +154,7 @@ def interrupt_the_launcher() -> None:
     [
         (raise_on_one, ValueError),
         (skip_on_one, sim.Deadlock),
-        (disagree, sim.CollectiveMismatch),
+        (lambda: dist.all_reduce(torch.ones(1 + dist.get_rank())), sim.CollectiveMismatch),
         (catch_everything, sim.Deadlock),
         (catch_after_failure, KeyError),
         (end_at_once, sim.RankFailed),
