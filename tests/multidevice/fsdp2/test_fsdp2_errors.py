@@ -164,8 +164,7 @@ def parameters_still_on_meta(run, model):
 @THEME.behaviour(one=False)
 def a_forward_that_fails(run):
     """The error comes through as it is. Ours goes on by itself; FSDP2 has reset_iter_state for it, since 2.13."""
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
 
     def fail(*_):
         raise ArithmeticError("on purpose")
@@ -183,8 +182,7 @@ def a_forward_that_fails(run):
 @THEME.behaviour(one=False, without_traced="DID NOT RAISE")
 def the_data_of_a_parameter_is_assigned(run):
     """FSDP2 goes on with the old values and says nothing; ours refuses the next forward, and names the parameter."""
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     before = model(run.batch()).detach()
     model.reshard()
     with torch.no_grad():
