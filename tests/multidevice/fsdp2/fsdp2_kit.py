@@ -28,7 +28,7 @@ from rounding_kit import Alone, bound_of, results
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from units_kit import full
+from units_kit import Block, full
 
 import sim
 from hyper_parallel.core.fully_shard import api, utils
@@ -157,6 +157,10 @@ class Run:
             self.wrap(block, **options)
         return self.wrap(model, **options)
 
+    def nested(self, **options: Any) -> Any:
+        """A `Net` of which each block is a unit, and the rest."""
+        return self.wrap_blocks(self.net(), **options)
+
     def policy(self, *args: Any, **options: Any) -> Any:
         """A MixedPrecisionPolicy of the engine."""
         return None if self.alone else self.engine.policies.MixedPrecisionPolicy(*args, **options)
@@ -221,16 +225,26 @@ class Run:
         steps: int = 2,
         optimizer: Any = None,
         clip: float | None = None,
+        micros: int = 1,
+        before_step: Callable[[], None] = lambda: None,
         when: str = "",
     ) -> None:
-        """A few steps of SGD with momentum; then note the last gradients and the parameters."""
+        """A few steps of SGD with momentum; then note the last gradients and the parameters.
+
+        Of several micro-batches, only the last one communicates.
+        """
         optimizer = optimizer or sgd(model)
         for step in range(steps):
             optimizer.zero_grad()
-            self.backward(loss(step) if loss else loss_of(model, self.batch(step)))
+            for micro in range(micros):
+                if micros > 1:
+                    self.tell(model, "set_requires_gradient_sync", micro == micros - 1)
+                number = step if micros == 1 else 10 * step + micro
+                self.backward(loss(number) if loss else loss_of(model, self.batch(number)))
             if clip is not None:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
                 self.note(f"norm {step}", norm)
+            before_step()
             optimizer.step()
         self.note_model(model, when)
 
@@ -297,26 +311,15 @@ def loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
 # -- models --------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 8)
-        self.down = nn.Linear(8, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     """Rows that 2 and 4 ranks share and rows that they do not; `scale` has fewer than there are ranks."""
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = 3, hidden: int = 8, out: int = 4) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((1,), 1.5))
         self.embed = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(7, 4)
+        self.blocks = nn.ModuleList(Block(7, hidden) for _ in range(blocks))
+        self.head = nn.Linear(7, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x) * self.scale

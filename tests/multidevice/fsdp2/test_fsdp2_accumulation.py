@@ -44,36 +44,31 @@ def have_gradients(run, model):
     return look
 
 
-def nested(run, **options):
-    model = run.net()
-    return run.wrap_blocks(model, **options)
-
-
 # -- when gradients are reduced ------------------------------------------------------------------------------------
 
 
 @THEME.behaviour()
 def every_micro_batch_is_reduced(run):
-    model = nested(run)
+    model = run.nested()
     micro_batches(run, model, lambda micro: None)
 
 
 @THEME.behaviour()
 def only_the_last_micro_batch_communicates(run):
-    model = nested(run)
+    model = run.nested()
     flag = "set_requires_gradient_sync"
     micro_batches(run, model, lambda micro: run.tell(model, flag, micro == 2), after=have_gradients(run, model))
 
 
 @THEME.behaviour()
 def the_first_micro_batch_communicates_too(run):
-    model = nested(run)
+    model = run.nested()
     micro_batches(run, model, lambda micro: run.tell(model, "set_requires_gradient_sync", micro != 1))
 
 
 @THEME.behaviour()
 def weights_are_kept_while_accumulating(run):
-    model = nested(run)
+    model = run.nested()
 
     def before(micro):
         run.tell(model, "set_requires_gradient_sync", micro == 2)
@@ -84,7 +79,7 @@ def weights_are_kept_while_accumulating(run):
 
 @THEME.behaviour()
 def weights_are_never_freed_while_accumulating(run):
-    model = nested(run, reshard_after_forward=False)
+    model = run.nested(reshard_after_forward=False)
 
     def before(micro):
         run.tell(model, "set_requires_gradient_sync", micro == 2)
@@ -96,7 +91,7 @@ def weights_are_never_freed_while_accumulating(run):
 @THEME.behaviour()
 def the_flag_of_an_inner_unit_alone(run):
     """A flag of a unit holds for all units below: the blocks wait, the root reduces."""
-    model = nested(run)
+    model = run.nested()
 
     def before(micro):
         for block in model.blocks:
@@ -107,7 +102,7 @@ def the_flag_of_an_inner_unit_alone(run):
 
 @THEME.behaviour(without_traced="torch.compile to trace")
 def not_the_last_backward(run):
-    model = nested(run)
+    model = run.nested()
 
     def look(step, micro):
         assert run.engine is not OURS or bool(unit_of(model).schedule.reductions) == (micro < 2)  # are under way
@@ -118,7 +113,7 @@ def not_the_last_backward(run):
 @THEME.behaviour(without_traced="torch.compile to trace")
 def not_the_last_backward_and_no_communication(run):
     """As a pipeline schedule does it."""
-    model = nested(run)
+    model = run.nested()
 
     def before(micro):
         run.tell(model, "set_is_last_backward", micro == 2)
@@ -130,19 +125,19 @@ def not_the_last_backward_and_no_communication(run):
 
 @THEME.behaviour(4)
 def hsdp_every_micro_batch(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     micro_batches(run, model, lambda micro: None)
 
 
 @THEME.behaviour(4)
 def hsdp_only_the_last_micro_batch(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     micro_batches(run, model, lambda micro: run.tell(model, "set_requires_gradient_sync", micro == 2))
 
 
 @THEME.behaviour(4, without_traced="other facts")
 def hsdp_the_all_reduce_waits(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     flag = "set_requires_all_reduce"
     micro_batches(run, model, lambda micro: run.tell(model, flag, micro == 2), after=have_gradients(run, model))
 
@@ -150,7 +145,7 @@ def hsdp_the_all_reduce_waits(run):
 @THEME.behaviour(4)
 def hsdp_the_all_reduce_of_some_units_waits(run):
     """Blocks wait, and the root, set with recurse=False, does not."""
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
 
     def before(micro):
         run.tell(model, "set_requires_all_reduce", micro == 2)
@@ -162,7 +157,7 @@ def hsdp_the_all_reduce_of_some_units_waits(run):
 @THEME.behaviour(4)
 def hsdp_reduction_and_all_reduce_wait(run):
     """First neither, then the shard axis alone, then both."""
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
 
     def before(micro):
         run.tell(model, "set_requires_gradient_sync", micro > 0)
@@ -183,14 +178,14 @@ def frozen_at(run, model, micro):
 
 @THEME.behaviour()
 def frozen_between_micro_batches(run):
-    model = nested(run)
+    model = run.nested()
     micro_batches(run, model, lambda micro: frozen_at(run, model, micro))
 
 
 @THEME.behaviour()
 def frozen_while_gradients_wait(run):
     """What was added up before stays, for the last micro-batch to reduce."""
-    model = nested(run)
+    model = run.nested()
 
     def before(micro):
         run.tell(model, "set_requires_gradient_sync", micro == 2)
@@ -201,7 +196,7 @@ def frozen_while_gradients_wait(run):
 
 @THEME.behaviour()
 def frozen_when_gradients_are_reduced(run):
-    model = nested(run)
+    model = run.nested()
 
     def before(micro):
         run.tell(model, "set_requires_gradient_sync", micro == 2)
@@ -212,7 +207,7 @@ def frozen_when_gradients_are_reduced(run):
 
 @THEME.behaviour(4, without_fsdp2="partial gradients of other sizes cannot be added")
 def hsdp_frozen_while_the_all_reduce_waits(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
 
     def before(micro):
         run.tell(model, "set_requires_all_reduce", micro == 2)
@@ -296,7 +291,7 @@ def other_parts_of_a_unit_on_each_rank(run):
     without_traced="torch.compile to trace",
 )
 def zero_grad_clears_what_waits(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model, "set_requires_gradient_sync", False)
     run.backward(loss_of(model, run.batch(8)))
     run.tell(model, "set_requires_gradient_sync", True)
@@ -314,7 +309,7 @@ def zero_grad_clears_what_waits(run):
 
 @THEME.behaviour(4, without_fsdp2="zero_grad leaves partial gradients, which the next all_reduce adds")
 def hsdp_zero_grad_clears_what_waits(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     run.tell(model, "set_requires_all_reduce", False)
     run.backward(loss_of(model, run.batch(8)))
     run.tell(model, "set_requires_all_reduce", True)
@@ -324,7 +319,7 @@ def hsdp_zero_grad_clears_what_waits(run):
 
 @THEME.behaviour()
 def zero_grad_to_zeros(run):
-    model = nested(run)
+    model = run.nested()
     for step in range(3):
         model.zero_grad(set_to_none=False)
         run.backward(loss_of(model, run.batch(step)))
@@ -336,7 +331,7 @@ def zero_grad_to_zeros(run):
 @THEME.behaviour()
 def gradients_are_added_to_what_is_there(run):
     """A gradient that the user has put there, or changed, between two backwards."""
-    model = nested(run)
+    model = run.nested()
     run.backward(loss_of(model, run.batch(0)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -347,7 +342,7 @@ def gradients_are_added_to_what_is_there(run):
 
 @THEME.behaviour()
 def gradients_of_some_parameters_are_dropped(run):
-    model = nested(run)
+    model = run.nested()
     run.backward(loss_of(model, run.batch(0)))
     for parameter in (model.scale, model.blocks[1].up.weight):
         parameter.grad = None
@@ -376,7 +371,7 @@ def scaled_one_device(run, model, factor):
 
 @THEME.behaviour(without_traced="torch.compile to trace")
 def sums_instead_of_means(run):
-    model = nested(run)
+    model = run.nested()
     divide_by(run, model, 1.0)
     scaled_one_device(run, model, run.ctx.world_size)
     run.train(model)
@@ -384,7 +379,7 @@ def sums_instead_of_means(run):
 
 @THEME.behaviour(without_traced="torch.compile to trace")
 def sums_divided_by_a_number(run):
-    model = nested(run)
+    model = run.nested()
     divide_by(run, model, 8.0)
     scaled_one_device(run, model, run.ctx.world_size / 8)
     run.train(model)
@@ -392,7 +387,7 @@ def sums_divided_by_a_number(run):
 
 @THEME.behaviour(4, without_traced="torch.compile to trace")
 def hsdp_sums_divided_by_a_number(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     divide_by(run, model, 8.0)
     scaled_one_device(run, model, run.ctx.world_size / 8)
     run.train(model)
@@ -402,7 +397,7 @@ def hsdp_sums_divided_by_a_number(run):
     without_fsdp2="has a divisor of the sum, and no factor for the mean", without_traced="torch.compile to trace"
 )
 def means_times_a_factor(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model, "set_gradient_scaling_factor", torch.tensor(0.25))
     run.tell(model.blocks[1], "set_reduce_op_type", "sum")
     scaled_one_device(run, model, 0.25)
@@ -412,7 +407,7 @@ def means_times_a_factor(run):
 
 @THEME.behaviour()
 def losses_divided_by_the_number_of_micro_batches(run):
-    model = nested(run)
+    model = run.nested()
     optimizer = sgd(model)
     for step in range(2):
         optimizer.zero_grad()

@@ -71,8 +71,7 @@ class Two(nn.Module):
 @THEME.behaviour(dtype=BF16, without_fsdp2="one dtype for all parameters of a unit that train: AssertionError")
 def several_dtypes_in_a_unit(run):
     model = run.build_as_made(lambda: Two(run.dtype))
-    run.wrap(model)
-    run.train(model, lambda step: loss_of(model, run.batch(step).float()))
+    run.train(run.wrap(model), lambda step: loss_of(model, run.batch(step).float()))
     assert [p.dtype for p in model.parameters()] == [BF16, FP32, FP32, run.dtype, run.dtype]
 
 
@@ -98,8 +97,7 @@ def complex_parameters(run):
             return torch.view_as_real(x.to(torch.complex64) @ self.phase)
 
     model = run.build_as_made(Phases)
-    run.wrap(model)
-    run.train(model, lambda step: loss_of(model, run.batch(step).float()))
+    run.train(run.wrap(model), lambda step: loss_of(model, run.batch(step).float()))
 
 
 @THEME.behaviour(dtype=FP32)
@@ -115,8 +113,7 @@ def frozen_parameters_of_another_dtype(run):
 
     model = run.build_as_made(Tuned)
     run.wrap(model.base)
-    run.wrap(model)
-    run.train(model, lambda step: loss_of(model, run.batch(step).float()))
+    run.train(run.wrap(model), lambda step: loss_of(model, run.batch(step).float()))
 
 
 @THEME.behaviour(dtype=FP32)
@@ -219,8 +216,7 @@ def only_inner_layers_under_a_policy(run):
     model = run.net(FP32)
     for block in model.blocks:
         run.wrap(block.up, mp_policy=run.policy(BF16, FP32, output_dtype=FP32))
-    run.wrap(model)
-    run.train(model, lambda step: loss_of(model, run.batch(step).float()))
+    run.train(run.wrap(model), lambda step: loss_of(model, run.batch(step).float()))
 
 
 class Batch(NamedTuple):

@@ -1,5 +1,7 @@
 """fully_shard against FSDP2: meshes, placements, uneven sizes, tensor parallelism, parameters that stay unsharded."""
 
+from itertools import count
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,16 +31,14 @@ def laid_out(model):
 
 @THEME.behaviour(4)
 def one_axis_of_four_ranks(run):
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model)
 
 
 @THEME.behaviour(4)
 def two_by_two(run):
-    model = run.net()
-    run.wrap_blocks(model, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model)
 
@@ -46,8 +46,7 @@ def two_by_two(run):
 @THEME.behaviour()
 def axes_of_one_rank(run):
     for shape in ((1, 2), (2, 1)):
-        model = run.net()
-        run.wrap_blocks(model, mesh=run.mesh(*shape))
+        model = run.nested(mesh=run.mesh(*shape))
         run.layouts[f"layout {shape}"] = None if run.alone else laid_out(model)
         run.backward(loss_of(model, run.batch()))
         run.note_model(model, f"on {shape}")
@@ -77,9 +76,7 @@ def a_slice_of_a_larger_mesh(run):
 @THEME.behaviour(4)
 def two_axes_of_a_mesh_of_three(run):
     mesh = run.mesh(2, 1, 2, names=("replicate", "other", "shard"))
-    model = run.net()
-    run.wrap_blocks(model, mesh=mesh["replicate", "shard"])
-    run.train(model)
+    run.train(run.nested(mesh=mesh["replicate", "shard"]))
 
 
 @THEME.behaviour(4)
@@ -89,15 +86,12 @@ def units_over_different_meshes(run):
     run.wrap(model.blocks[0], mesh=run.mesh(2, 2))
     run.wrap(model.blocks[1], mesh=run.mesh(4))
     run.wrap(model.blocks[2], mesh=run.mesh(1, 4))
-    run.wrap(model, mesh=run.mesh(4))
-    run.train(model)
+    run.train(run.wrap(model, mesh=run.mesh(4)))
 
 
 @THEME.behaviour(4, without_fsdp2="a 2-D mesh without names: AssertionError")
 def a_mesh_without_names(run):
-    model = run.net()
-    run.wrap_blocks(model, **({} if run.alone else {"mesh": init_device_mesh(run.ctx.device_type, (2, 2))}))
-    run.train(model)
+    run.train(run.nested(**({} if run.alone else {"mesh": init_device_mesh(run.ctx.device_type, (2, 2))})))
 
 
 # -- sizes and dims ------------------------------------------------------------------------------------------------
@@ -106,8 +100,7 @@ def a_mesh_without_names(run):
 @THEME.behaviour(3, exact=False)
 def three_ranks(run):
     """No size is a multiple of three, and no quotient is exact."""
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     run.layouts["layout"] = None if run.alone else laid_out(model)
     run.train(model)
 
@@ -179,16 +172,14 @@ def parameters_whose_memory_is_not_in_order(run):
             return x @ self.weight
 
     model = run.build(Turned)
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour(4)
 def convolutions_of_four_dims(run):
     model = run.build(lambda: nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 2)))
     run.wrap(model[0])
-    run.wrap(model)
-    run.train(model, lambda step: loss_of(model, run.batch(step, width=25).view(-1, 1, 5, 5)))
+    run.train(run.wrap(model), lambda step: loss_of(model, run.batch(step, width=25).view(-1, 1, 5, 5)))
 
 
 def last_dim(parameter):
@@ -244,9 +235,7 @@ def split_along_the_last_dim_in_bf16(run):
     without_fsdp2="uneven sizes along a dim other than 0: NotImplementedError", without_hsdp="shard_placement_fn"
 )
 def split_unevenly_along_the_last_dim(run):
-    model = run.net()
-    run.wrap_blocks(model, shard_placement_fn=last_dim)
-    run.train(model)
+    run.train(run.nested(shard_placement_fn=last_dim))
 
 
 # -- tensor parallelism --------------------------------------------------------------------------------------------
@@ -330,17 +319,7 @@ def tensor_parallel_inside_of_two_axes(run):
 @THEME.behaviour(4, without_hsdp="mesh")
 def tensor_parallel_while_accumulating(run):
     model = tensor_parallel(run)
-    optimizer = sgd(model)
-    loss = with_part(run, model)
-    for step in range(2):
-        optimizer.zero_grad()
-        for micro in range(2):
-            for module in model.modules():
-                if hasattr(module, "set_requires_gradient_sync"):
-                    run.tell(module, "set_requires_gradient_sync", micro == 1)
-            run.backward(loss(10 * step + micro))
-        optimizer.step()
-    run.note_model(model)
+    run.train(model, with_part(run, model), micros=2)
 
 
 @THEME.behaviour(4, exact=False, without_hsdp="mesh")
@@ -351,14 +330,12 @@ def tensor_parallel_clipped(run):
     the other, with a root between, and ours has these axes the other way round: so sums may round otherwise.
     """
     model = tensor_parallel(run)
-    loss = with_part(run, model)
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        run.backward(loss(step))
-        run.note(f"norm {step}", nn.utils.clip_grad_norm_(model.blocks.parameters(), 0.05))
-        optimizer.step()
-    run.note_model(model)
+    steps = count()
+
+    def clip():
+        run.note(f"norm {next(steps)}", nn.utils.clip_grad_norm_(model.blocks.parameters(), 0.05))
+
+    run.train(model, with_part(run, model), before_step=clip)
 
 
 @THEME.behaviour(4, without_hsdp="mesh")
@@ -409,11 +386,12 @@ def sequence_parallel_inside(run):
 # -- parameters that stay unsharded --------------------------------------------------------------------------------
 
 
-def reduce_by_hand(run, parameter):
-    """What the user of FSDP2 has to do for a parameter that it ignores."""
-    if run.engine.name != "one device" and parameter.grad is not None:
-        dist.all_reduce(parameter.grad)
-        parameter.grad.div_(run.ctx.world_size)
+def reduce_by_hand(run, *parameters):
+    """What the user of FSDP2 has to do for parameters that it ignores."""
+    for parameter in parameters if run.engine.name != "one device" else ():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(run.ctx.world_size)
 
 
 @THEME.behaviour(without_hsdp="ignored_params")
@@ -422,14 +400,7 @@ def ignored_parameters(run):
     ignored = {model.scale, model.blocks[1].up.weight}
     run.wrap_blocks(model, ignored_params=ignored)
     assert ignored < set(model.parameters())
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        run.backward(loss_of(model, run.batch(step)))
-        for parameter in (model.scale, model.blocks[1].up.weight):
-            reduce_by_hand(run, parameter)
-        optimizer.step()
-    run.note_model(model)
+    run.train(model, before_step=lambda: reduce_by_hand(run, model.scale, model.blocks[1].up.weight))
 
 
 @THEME.behaviour(without_hsdp="ignored_params")
@@ -437,14 +408,7 @@ def all_parameters_of_a_unit_are_ignored(run):
     model = run.net()
     ignored = set(model.blocks[1].parameters())
     run.wrap_blocks(model, ignored_params=ignored)
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        run.backward(loss_of(model, run.batch(step)))
-        for parameter in model.blocks[1].parameters():
-            reduce_by_hand(run, parameter)
-        optimizer.step()
-    run.note_model(model)
+    run.train(model, before_step=lambda: reduce_by_hand(run, *model.blocks[1].parameters()))
 
 
 def replicated(run, model, mesh):
@@ -456,22 +420,15 @@ def replicated(run, model, mesh):
 
     def by_hand():
         if run.engine.name == "FSDP2":
-            for parameter in (model.scale, *model.blocks[1].norm.parameters()):
-                reduce_by_hand(run, parameter)
+            reduce_by_hand(run, model.scale, *model.blocks[1].norm.parameters())
 
     return by_hand
 
 
-def trained_with_replicas(run, mesh=None):
+def trained_with_replicas(run, mesh=None, **options):
     model = run.net()
     by_hand = replicated(run, model, mesh or run.mesh())
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        run.backward(loss_of(model, run.batch(step)))
-        by_hand()
-        optimizer.step()
-    run.note_model(model)
+    run.train(model, before_step=by_hand, **options)
     return model
 
 
@@ -491,17 +448,7 @@ def replicated_parameters_over_two_axes(run):
 
 @THEME.behaviour(without_hsdp="replicate_params")
 def replicated_parameters_while_accumulating(run):
-    model = run.net()
-    by_hand = replicated(run, model, run.mesh())
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        for micro in range(3):
-            run.tell(model, "set_requires_gradient_sync", micro == 2)
-            run.backward(loss_of(model, run.batch(10 * step + micro)))
-        by_hand()
-        optimizer.step()
-    run.note_model(model)
+    trained_with_replicas(run, micros=3)
 
 
 # -- where parameters are ------------------------------------------------------------------------------------------
@@ -527,15 +474,7 @@ def shards_on_the_host(run):
 @THEME.behaviour(without_hsdp="offload_policy")
 def shards_on_the_host_while_accumulating(run):
     model = run.net()
-    run.wrap_blocks(model, **offloaded(run, model))
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        for micro in range(3):
-            run.tell(model, "set_requires_gradient_sync", micro == 2)
-            run.backward(loss_of(model, run.batch(10 * step + micro)))
-        optimizer.step()
-    run.note_model(model)
+    run.train(run.wrap_blocks(model, **offloaded(run, model)), micros=3)
 
 
 @THEME.behaviour(dtype=torch.bfloat16, one=False, without_hsdp="offload_policy")
@@ -567,23 +506,17 @@ def fused(run, **options):
 
 @THEME.behaviour()
 def one_collective_per_unit(run):
-    model = run.net()
-    run.wrap_blocks(model, **fused(run, comm_fusion=True))
-    run.train(model)
+    run.train(run.nested(**fused(run, comm_fusion=True)))
 
 
 @THEME.behaviour(without_hsdp="comm_fusion_zero_copy")
 def one_collective_per_unit_with_copies(run):
-    model = run.net()
-    run.wrap_blocks(model, **fused(run, comm_fusion=True, comm_fusion_zero_copy=False))
-    run.train(model)
+    run.train(run.nested(**fused(run, comm_fusion=True, comm_fusion_zero_copy=False)))
 
 
 @THEME.behaviour(4)
 def one_collective_per_unit_over_two_axes(run):
-    model = run.net()
-    run.wrap_blocks(model, mesh=run.mesh(2, 2), **fused(run, comm_fusion=True))
-    run.train(model)
+    run.train(run.nested(mesh=run.mesh(2, 2), **fused(run, comm_fusion=True)))
 
 
 # -- the tests -----------------------------------------------------------------------------------------------------

@@ -14,13 +14,8 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def nested(run, **options):
-    model = run.net()
-    return run.wrap_blocks(model, **options)
-
-
 def trained_by(run, kind, steps=2, **options):
-    model = nested(run)
+    model = run.nested()
     optimizer = kind(model.parameters(), **options)
     run.train(model, steps=steps, optimizer=optimizer)
     for index, state in enumerate(optimizer.state.values()):
@@ -69,13 +64,13 @@ def rmsprop(run):
 
 @THEME.behaviour(4)
 def adamw_foreach_over_two_axes(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     run.train(model, steps=3, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True))
 
 
 @THEME.behaviour()
 def parameter_groups(run):
-    model = nested(run)
+    model = run.nested()
     decay = [p for name, p in model.named_parameters() if name.endswith("weight") and "norm" not in name]
     rest = [p for name, p in model.named_parameters() if not name.endswith("weight") or "norm" in name]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.02, "weight_decay": 0.0}]
@@ -84,7 +79,7 @@ def parameter_groups(run):
 
 @THEME.behaviour()
 def a_learning_rate_schedule(run):
-    model = nested(run)
+    model = run.nested()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
     for step in range(4):
@@ -97,7 +92,7 @@ def a_learning_rate_schedule(run):
 
 @THEME.behaviour()
 def made_after_a_training_step(run):
-    model = nested(run)
+    model = run.nested()
     run.backward(loss_of(model, run.batch(9)))
     run.train(model, optimizer=sgd(model))
 
@@ -105,7 +100,7 @@ def made_after_a_training_step(run):
 @THEME.behaviour(without_fsdp2="the root shows unsharded parameters after an evaluation: a new optimizer trains copies")
 def made_after_an_evaluation(run):
     for keep in (False, True):
-        model = nested(run, **({"reshard_after_forward": False} if keep else {}))
+        model = run.nested(**({"reshard_after_forward": False} if keep else {}))
         with torch.no_grad():
             model(run.batch(9))
         run.train(model, optimizer=sgd(model), when="kept" if keep else "freed")
@@ -113,7 +108,7 @@ def made_after_an_evaluation(run):
 
 @THEME.behaviour(without_fsdp2="the root shows unsharded parameters between forward and backward")
 def made_between_forward_and_backward(run):
-    model = nested(run, reshard_after_forward=False)
+    model = run.nested(reshard_after_forward=False)
     loss = loss_of(model, run.batch())
     optimizer = sgd(model)
     run.backward(loss)
@@ -123,7 +118,7 @@ def made_between_forward_and_backward(run):
 
 @THEME.behaviour()
 def one_optimizer_for_each_unit(run):
-    model = nested(run)
+    model = run.nested()
     parts = [model.blocks, model.embed, model.head]
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
     for step in range(2):
@@ -139,13 +134,13 @@ def one_optimizer_for_each_unit(run):
 
 @THEME.behaviour()
 def clipped_by_the_norm(run):
-    model = nested(run)
+    model = run.nested()
     run.train(model, optimizer=sgd(model), clip=0.05)
 
 
 @THEME.behaviour(4)
 def clipped_by_the_norm_over_two_axes(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     run.train(model, optimizer=sgd(model), clip=0.05)
 
 
@@ -154,18 +149,18 @@ def clipped_by_other_norms(run):
     model = run.net()
     model.scale.requires_grad_(False)  # torch has no maximum of a part without elements
     run.wrap_blocks(model)
-    optimizer = sgd(model)
-    for step, norm in enumerate((1.0, 3.0, float("inf"))):
-        optimizer.zero_grad()
-        run.backward(loss_of(model, run.batch(step)))
+    norms = iter((1.0, 3.0, float("inf")))
+
+    def clip():
+        norm = next(norms)
         run.note(f"norm {norm}", nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm))
-        optimizer.step()
-    run.note_model(model)
+
+    run.train(model, steps=3, before_step=clip)
 
 
 @THEME.behaviour()
 def clipped_one_by_one(run):
-    model = nested(run)
+    model = run.nested()
     run.backward(loss_of(model, run.batch()))
     run.note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False, error_if_nonfinite=True))
     run.note_model(model)
@@ -173,7 +168,7 @@ def clipped_one_by_one(run):
 
 @THEME.behaviour()
 def clipped_by_value(run):
-    model = nested(run)
+    model = run.nested()
     run.backward(loss_of(model, run.batch()))
     nn.utils.clip_grad_value_(model.parameters(), 0.01)
     run.note_model(model)
@@ -181,7 +176,7 @@ def clipped_by_value(run):
 
 @THEME.behaviour(exact=False)
 def norms_of_parts_of_the_model(run):
-    model = nested(run)
+    model = run.nested()
     run.backward(loss_of(model, run.batch()))
     for name, part in (("blocks", model.blocks), ("head", model.head)):
         norm = nn.utils.get_total_norm([p.grad for p in part.parameters()])
@@ -192,7 +187,7 @@ def norms_of_parts_of_the_model(run):
 @THEME.behaviour()
 def a_gradient_that_is_not_finite(run):
     """On one rank alone; after the reduction all ranks see it."""
-    model = nested(run)
+    model = run.nested()
     x = run.batch()
     if 1 in run.parts():
         x[-1, -1] = float("inf")
@@ -211,7 +206,7 @@ def a_gradient_that_is_not_finite(run):
 
 @THEME.behaviour()
 def an_average_of_the_weights(run):
-    model = nested(run)
+    model = run.nested()
     average = [p.detach().clone() for p in model.parameters()]
     optimizer = sgd(model)
     for step in range(3):
@@ -227,7 +222,7 @@ def an_average_of_the_weights(run):
 
 @THEME.behaviour()
 def weights_set_by_torchs_init(run):
-    model = nested(run)
+    model = run.nested()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -242,8 +237,7 @@ def a_penalty_on_the_weights(run):
     model = run.net()
     forward = model.blocks[0].forward
     model.blocks[0].forward = lambda x: forward(x) * (1 + model.blocks[0].up.weight.square().mean())
-    run.wrap_blocks(model)
-    run.train(model)
+    run.train(run.wrap_blocks(model))
 
 
 # -- the tests -----------------------------------------------------------------------------------------------------

@@ -13,22 +13,17 @@ from hyper_parallel.core.fully_shard.unit import unit_of
 THEME = Theme()
 
 
-def nested(run, **options):
-    model = run.net()
-    return run.wrap_blocks(model, **options)
-
-
 # -- after forward -------------------------------------------------------------------------------------------------
 
 
 @THEME.behaviour()
 def freed_after_forward(run):
-    run.train(nested(run, reshard_after_forward=True))
+    run.train(run.nested(reshard_after_forward=True))
 
 
 @THEME.behaviour()
 def kept_after_forward(run):
-    run.train(nested(run, reshard_after_forward=False))
+    run.train(run.nested(reshard_after_forward=False))
 
 
 @THEME.behaviour()
@@ -36,24 +31,23 @@ def some_units_kept_after_forward(run):
     model = run.net()
     for keep, block in zip((True, False, True), model.blocks, strict=True):
         run.wrap(block, reshard_after_forward=not keep)
-    run.wrap(model, reshard_after_forward=False)
-    run.train(model)
+    run.train(run.wrap(model, reshard_after_forward=False))
 
 
 @THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_after_forward(run):
-    run.train(nested(run, reshard_after_forward=2), steps=3)
+    run.train(run.nested(reshard_after_forward=2), steps=3)
 
 
 @THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_and_two_forwards(run):
-    model = nested(run, reshard_after_forward=2)
+    model = run.nested(reshard_after_forward=2)
     run.train(model, lambda step: loss_of(model, run.batch(step)) + loss_of(model, run.batch(step + 5)))
 
 
 @THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_and_evaluation(run):
-    model = nested(run, reshard_after_forward=2)
+    model = run.nested(reshard_after_forward=2)
     optimizer = sgd(model)
     run.train(model, steps=1, optimizer=optimizer)
     with torch.no_grad():
@@ -67,7 +61,7 @@ def split_over_fewer_ranks_and_evaluation(run):
 
 @THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_while_accumulating(run):
-    model = nested(run, reshard_after_forward=2)
+    model = run.nested(reshard_after_forward=2)
 
     def loss(step):
         run.tell(model, "set_requires_gradient_sync", False)
@@ -85,18 +79,17 @@ def split_over_all_ranks_or_one_after_forward(run):
     run.wrap(model.blocks[0], reshard_after_forward=4)
     run.wrap(model.blocks[1], reshard_after_forward=1)
     run.wrap(model.blocks[2], reshard_after_forward=2)
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour(4, without_hsdp="reshard_after_forward")
 def split_over_fewer_ranks_of_a_two_axis_mesh(run):
-    run.train(nested(run, mesh=run.mesh(1, 4), reshard_after_forward=2))
+    run.train(run.nested(mesh=run.mesh(1, 4), reshard_after_forward=2))
 
 
 @THEME.behaviour()
 def changed_for_an_evaluation_and_back(run):
-    model = nested(run)
+    model = run.nested()
     optimizer = sgd(model)
     run.train(model, steps=1, optimizer=optimizer)
     run.tell(model, "set_reshard_after_forward", False)
@@ -114,14 +107,14 @@ def changed_for_an_evaluation_and_back(run):
 
 @THEME.behaviour()
 def changed_for_the_root_alone(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model, "set_reshard_after_forward", True, recurse=False)
     run.train(model)
 
 
 @THEME.behaviour()
 def changed_for_one_block(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model.blocks[1], "set_reshard_after_forward", False)
     run.train(model)
 
@@ -131,7 +124,7 @@ def changed_for_one_block(run):
 
 @THEME.behaviour()
 def kept_after_backward_without_a_step(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model, "set_reshard_after_backward", False)
     for step in range(3):
         run.backward(loss_of(model, run.batch(step)))
@@ -142,7 +135,7 @@ def kept_after_backward_without_a_step(run):
 
 @THEME.behaviour(without_fsdp2="goes on with the weights from before the optimizer's step, without a call to reshard")
 def kept_after_backward_with_a_step(run):
-    model = nested(run)
+    model = run.nested()
     optimizer = sgd(model)
     run.tell(model, "set_reshard_after_backward", False)
     run.train(model, steps=3, optimizer=optimizer)
@@ -158,7 +151,7 @@ def kept_after_backward_with_a_step(run):
 @THEME.behaviour(without_fsdp2="goes on with the weights from before the optimizer's step, without a call to reshard")
 def kept_after_backward_with_a_step_of_any_optimizer(run):
     """Some take many tensors at once, which leaves no mark on each; a closure runs inside of the step."""
-    model = nested(run)
+    model = run.nested()
     run.tell(model, "set_reshard_after_backward", False)
     for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
@@ -178,7 +171,7 @@ def kept_after_backward_with_a_step_of_any_optimizer(run):
 
 @THEME.behaviour()
 def kept_after_backward_then_freed_by_hand(run):
-    model = nested(run)
+    model = run.nested()
     optimizer = sgd(model)
     run.tell(model, "set_reshard_after_backward", False)
     for step in range(2):
@@ -199,7 +192,7 @@ def shown(model):
 
 @THEME.behaviour(without_traced="torch.compile to trace")
 def gathered_and_freed_by_hand(run):
-    model = nested(run)
+    model = run.nested()
     for part in (model.blocks[1], model):
         run.facts[f"returned {len(run.facts)}"] = run.tell(part, "unshard")
         run.facts[f"shown {len(run.facts)}"] = shown(model)
@@ -214,7 +207,7 @@ def gathered_and_freed_by_hand(run):
 
 @THEME.behaviour(without_traced="torch.compile to trace")
 def gathered_by_a_handle(run):
-    model = nested(run)
+    model = run.nested()
     optimizer = sgd(model)  # while the modules show the shards
     handles = [run.tell(part, "unshard", async_op=True) for part in (*model.blocks, model)]
     for handle in handles:
@@ -229,7 +222,7 @@ def gathered_by_a_handle(run):
 
 @THEME.behaviour(without_traced="torch.compile to trace")
 def gathered_ahead_and_nobody_waits(run):
-    model = nested(run)
+    model = run.nested()
 
     def loss(step):
         for part in (model, *model.blocks):
@@ -241,7 +234,7 @@ def gathered_ahead_and_nobody_waits(run):
 
 @THEME.behaviour()
 def freed_between_forward_and_backward(run):
-    model = nested(run, reshard_after_forward=False)
+    model = run.nested(reshard_after_forward=False)
 
     def loss(step):
         now = loss_of(model, run.batch(step))
@@ -254,7 +247,7 @@ def freed_between_forward_and_backward(run):
 
 @THEME.behaviour(without_traced="torch.compile to trace")
 def gathered_between_forward_and_backward(run):
-    model = nested(run)
+    model = run.nested()
 
     def loss(step):
         now = loss_of(model, run.batch(step))
@@ -278,7 +271,7 @@ def a_unit_of_several_modules_gathered_through_any(run):
 
 @THEME.behaviour()
 def changed_in_place_while_sharded(run):
-    model = nested(run)
+    model = run.nested()
     run.train(model, steps=1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -291,7 +284,7 @@ def changed_in_place_while_sharded(run):
 
 @THEME.behaviour()
 def prefetched_in_forward(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model, "set_modules_to_forward_prefetch", [model.blocks[0], model.blocks[1]])
     run.tell(model.blocks[0], "set_modules_to_forward_prefetch", [model.blocks[1], model.blocks[2]])
     run.tell(model.blocks[1], "set_modules_to_forward_prefetch", [model.blocks[2]])
@@ -300,7 +293,7 @@ def prefetched_in_forward(run):
 
 @THEME.behaviour()
 def prefetched_in_backward(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model, "set_modules_to_backward_prefetch", [model.blocks[2], model.blocks[1]])
     run.tell(model.blocks[2], "set_modules_to_backward_prefetch", [model.blocks[1], model.blocks[0]])
     run.train(model)
@@ -308,7 +301,7 @@ def prefetched_in_backward(run):
 
 @THEME.behaviour()
 def prefetched_although_not_used_next(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model.blocks[2], "set_modules_to_forward_prefetch", (model.blocks[0],))
     run.tell(model.blocks[1], "set_modules_to_forward_prefetch", [])
     run.tell(model.blocks[0], "set_modules_to_backward_prefetch", [model.blocks[2]])
@@ -318,7 +311,7 @@ def prefetched_although_not_used_next(run):
 
 @THEME.behaviour()
 def prefetched_under_checkpointing(run):
-    model = nested(run)
+    model = run.nested()
     forward = {block: block.forward for block in model.blocks}
     for index, block in enumerate(model.blocks):
         if index:

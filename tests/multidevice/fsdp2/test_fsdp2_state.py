@@ -29,11 +29,6 @@ pytestmark = pytest.mark.tier("test")
 THEME = Theme()
 
 
-def nested(run, **options):
-    model = run.net()
-    return run.wrap_blocks(model, **options)
-
-
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
 
@@ -42,6 +37,13 @@ def a_step(run, model, optimizer, step=0):
     optimizer.zero_grad()
     run.backward(loss_of(model, run.batch(step)))
     optimizer.step()
+
+
+def stepped(run):
+    model = run.nested()
+    optimizer = adam(model)
+    a_step(run, model, optimizer)
+    return model, optimizer
 
 
 def describe(value):
@@ -67,7 +69,7 @@ def shifted(model):
 
 @THEME.behaviour()
 def keys_layouts_and_values(run):
-    model = nested(run)
+    model = run.nested()
     note_state(run, model.state_dict())
     note_state(run, model.blocks[1].state_dict(), "of a block")
     note_state(run, model.state_dict(prefix="model."), "with a prefix")
@@ -75,7 +77,7 @@ def keys_layouts_and_values(run):
 
 @THEME.behaviour(4)
 def keys_layouts_and_values_over_two_axes(run):
-    model = nested(run, mesh=run.mesh(2, 2))
+    model = run.nested(mesh=run.mesh(2, 2))
     note_state(run, model.state_dict())
 
 
@@ -114,7 +116,7 @@ def buffers_and_tied_weights(run):
 
 @THEME.behaviour()
 def saved_between_steps(run):
-    model = nested(run)
+    model = run.nested()
     optimizer = adam(model)
     for step in range(2):
         a_step(run, model, optimizer, step)
@@ -123,7 +125,7 @@ def saved_between_steps(run):
 
 @THEME.behaviour(without_fsdp2="its root, unsharded after the evaluation, saves unsharded parameters")
 def saved_after_an_evaluation(run):
-    model = nested(run)
+    model = run.nested()
     with torch.no_grad():
         model(run.batch())
     state = model.state_dict()
@@ -139,7 +141,7 @@ def saved_after_an_evaluation(run):
 
 @THEME.behaviour()
 def saved_while_gradients_wait(run):
-    model = nested(run)
+    model = run.nested()
     run.tell(model, "set_requires_gradient_sync", False)
     run.backward(loss_of(model, run.batch(0)))
     note_state(run, model.state_dict())
@@ -150,7 +152,7 @@ def saved_while_gradients_wait(run):
 
 @THEME.behaviour()
 def saved_whole(run):
-    model = nested(run)
+    model = run.nested()
     options = StateDictOptions(full_state_dict=True)
     state = model.state_dict() if run.alone else get_model_state_dict(model, options=options)
     note_state(run, state)
@@ -159,7 +161,7 @@ def saved_whole(run):
 @THEME.behaviour()
 def saved_whole_to_the_host(run):
     """Rank 0 has everything, the others nothing."""
-    model = nested(run)
+    model = run.nested()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = model.state_dict() if run.alone else get_model_state_dict(model, options=options)
     run.facts["keys"] = sorted(state)
@@ -172,7 +174,7 @@ def saved_whole_to_the_host(run):
 
 @THEME.behaviour()
 def loads_what_it_has_saved(run):
-    model = nested(run)
+    model = run.nested()
     saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -184,7 +186,7 @@ def loads_what_it_has_saved(run):
 
 @THEME.behaviour()
 def loads_whole_values(run):
-    model = nested(run)
+    model = run.nested()
     values = shifted(model)
     if run.alone:
         model.load_state_dict(values)
@@ -195,7 +197,7 @@ def loads_whole_values(run):
 
 @THEME.behaviour()
 def loads_whole_values_that_rank_0_has(run):
-    model = nested(run)
+    model = run.nested()
     values = shifted(model)
     if run.alone:
         model.load_state_dict(values)
@@ -207,7 +209,7 @@ def loads_whole_values_that_rank_0_has(run):
 
 @THEME.behaviour()
 def loads_a_part_of_the_keys(run):
-    model = nested(run)
+    model = run.nested()
     state = {name: value * 2 for name, value in model.state_dict().items() if name.startswith("blocks.1")}
     outcome = model.load_state_dict(state | {"stray": torch.ones(1)}, strict=False)
     run.facts["outcome"] = sorted(outcome.missing_keys), sorted(outcome.unexpected_keys)
@@ -216,7 +218,7 @@ def loads_a_part_of_the_keys(run):
 
 @THEME.behaviour()
 def refuses_missing_and_unexpected_keys(run):
-    model = nested(run)
+    model = run.nested()
     state = model.state_dict()
     del state["head.bias"]
     state["stray"] = torch.ones(1)
@@ -227,7 +229,7 @@ def refuses_missing_and_unexpected_keys(run):
 
 @THEME.behaviour(without_fsdp2="wants DTensors of its own layout: a plain tensor is an error")
 def loads_plain_values(run):
-    model = nested(run)
+    model = run.nested()
     model.load_state_dict(shifted(model))
     empty = torch.zeros(4, 7, dtype=run.dtype)
     for nothing in (empty.to("meta"), empty.to_sparse()) if run.ours else ():  # refused before anything is copied
@@ -239,7 +241,7 @@ def loads_plain_values(run):
 @THEME.behaviour()
 def one_loads_what_the_other_has_saved(run):
     """State dicts of ours go into FSDP2's, and the other way round."""
-    model = nested(run)
+    model = run.nested()
     if run.alone:
         model.load_state_dict(shifted(model))
     else:
@@ -257,9 +259,7 @@ def one_loads_what_the_other_has_saved(run):
 
 @THEME.behaviour()
 def state_of_the_optimizer(run):
-    model = nested(run)
-    optimizer = adam(model)
-    a_step(run, model, optimizer)
+    model, optimizer = stepped(run)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     run.facts["keys"] = sorted(state)
     for name, values in state.items():
@@ -271,9 +271,7 @@ def state_of_the_optimizer(run):
 
 @THEME.behaviour()
 def whole_state_of_the_optimizer(run):
-    model = nested(run)
-    optimizer = adam(model)
-    a_step(run, model, optimizer)
+    model, optimizer = stepped(run)
     options = None if run.alone else StateDictOptions(full_state_dict=True)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     for name, values in state["state"].items():
@@ -283,12 +281,10 @@ def whole_state_of_the_optimizer(run):
 
 @THEME.behaviour()
 def the_optimizers_state_is_loaded(run):
-    model = nested(run)
-    optimizer = adam(model)
-    a_step(run, model, optimizer)
+    model, optimizer = stepped(run)
     saved = get_optimizer_state_dict(model, optimizer)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    again = nested(run)
+    again = run.nested()
     other = adam(again)
     again.load_state_dict(weights)
     set_optimizer_state_dict(again, other, saved)
@@ -297,11 +293,9 @@ def the_optimizers_state_is_loaded(run):
 
 @THEME.behaviour()
 def the_optimizers_own_state_dict(run):
-    model = nested(run)
-    optimizer = adam(model)
-    a_step(run, model, optimizer)
+    model, optimizer = stepped(run)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    again = nested(run)
+    again = run.nested()
     other = adam(again)
     again.load_state_dict(weights)
     other.load_state_dict(optimizer.state_dict())
@@ -329,9 +323,7 @@ def note_layout(run, model):
 
 @THEME.behaviour()
 def a_checkpoint_goes_round(run):
-    model = nested(run)
-    optimizer = adam(model)
-    a_step(run, model, optimizer)
+    model, optimizer = stepped(run)
     if run.alone:
         a_step(run, model, optimizer, 1)
         run.note_model(model)
@@ -339,7 +331,7 @@ def a_checkpoint_goes_round(run):
     with a_folder_of_all_ranks(run) as folder:
         state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         dcp.save(state, checkpoint_id=folder)
-        again = nested(run)
+        again = run.nested()
         other = adam(again)
         with torch.no_grad():
             for parameter in again.parameters():

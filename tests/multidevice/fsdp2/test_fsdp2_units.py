@@ -31,8 +31,7 @@ def inner_layers_are_units_too(run):
     for block in model.blocks:
         run.wrap(block.up)
         run.wrap(block)
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour()
@@ -40,24 +39,21 @@ def a_unit_without_parameters(run):
     model = run.net()
     for part in (model.blocks[0].norm, model.blocks[0].up, model.blocks[0].down, model.blocks[0]):
         run.wrap(part)
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour(without_hsdp="is a list")
 def a_list_keeps_the_root_most(run):
     model = run.net()
     run.wrap([model.blocks[0].up, model.blocks[0], model.blocks[1], model.blocks[1].norm])
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour(without_hsdp="is a list")
 def a_list_of_modules_called_in_another_order(run):
     model = run.net()
     run.wrap([model.head, model.blocks[2], model.embed])
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 class Routed(Net):
@@ -114,8 +110,7 @@ def a_sequential_is_one_unit(run):
         lambda: nn.Sequential(nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 7), nn.ReLU()), nn.Linear(7, 3))
     )
     run.wrap(model[1])
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour()
@@ -141,8 +136,7 @@ def parameters_in_lists_and_dicts(run):
             return x + self.dict["a"] * self.dict["b"]
 
     model = run.build(Lists)
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour()
@@ -173,8 +167,7 @@ def tied_over_the_modules_of_a_list(run):
     model = run.net()
     model.blocks[2].up.weight = model.blocks[0].up.weight
     run.wrap([model.blocks[0], model.blocks[2]])
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour()
@@ -183,8 +176,7 @@ def one_module_in_two_places(run):
     model.blocks[2] = model.blocks[0]
     for block in (model.blocks[0], model.blocks[1]):
         run.wrap(block)
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour()
@@ -214,8 +206,7 @@ def some_parameters_of_a_unit_are_frozen(run):
     model = run.net()
     for parameter in (model.scale, model.blocks[0].up.weight, model.blocks[1].norm.bias, model.head.bias):
         parameter.requires_grad_(False)
-    run.wrap_blocks(model)
-    run.train(model)
+    run.train(run.wrap_blocks(model))
 
 
 @THEME.behaviour()
@@ -226,16 +217,14 @@ def whole_units_are_frozen(run):
     model.scale.requires_grad_(False)
     model.blocks[2].requires_grad_(False)  # between units that train
     run.wrap(model.embed)
-    run.wrap_blocks(model)
-    run.train(model)
+    run.train(run.wrap_blocks(model))
 
 
 @THEME.behaviour()
 def frozen_after_the_first_step(run):
     model = run.net()
     model.embed.requires_grad_(False)  # when wrapped, and trained after the first step
-    run.wrap_blocks(model)
-    run.train(model, steps=1)
+    run.train(run.wrap_blocks(model), steps=1)
     for step, flag in ((1, False), (2, True)):
         model.embed.requires_grad_(not flag)
         for name, parameter in model.named_parameters():
@@ -260,8 +249,7 @@ def parameters_that_no_rank_uses(run):
     model = run.build(Branches)
     for unit in model.units:
         run.wrap(unit)
-    run.wrap(model)
-    run.train(model)
+    run.train(run.wrap(model))
 
 
 @THEME.behaviour(
@@ -382,14 +370,12 @@ def an_output_that_the_loss_does_not_use(run):
 
     model = run.build(lambda: nn.Sequential(Two()))
     run.wrap(model[0])
-    run.wrap(model)
-    run.train(model, lambda step: model(run.batch(step))[0].square().mean())
+    run.train(run.wrap(model), lambda step: model(run.batch(step))[0].square().mean())
 
 
 @THEME.behaviour()
 def gradients_of_the_inputs(run):
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     x = run.batch().requires_grad_()
 
     def loss(step):
@@ -410,8 +396,7 @@ def inputs_that_are_detached_between_units(run):
             return self.head(self.blocks[2](self.blocks[1](x.detach())) + x)
 
     model = run.build(Detached)
-    run.wrap_blocks(model)
-    run.train(model)
+    run.train(run.wrap_blocks(model))
 
 
 # -- how a unit may be called --------------------------------------------------------------------------------------
@@ -481,14 +466,12 @@ def a_unit_runs_twice_in_a_forward(run):
             return self.head(self.blocks[2](self.blocks[0](self.blocks[1](self.blocks[0](x)))))
 
     model = run.build(Twice)
-    run.wrap_blocks(model)
-    run.train(model)
+    run.train(run.wrap_blocks(model))
 
 
 @THEME.behaviour()
 def another_order_of_units_in_each_step(run):
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     blocks = list(model.blocks)
 
     def loss(step):
@@ -523,8 +506,7 @@ def a_unit_is_left_out_in_some_steps(run):
 
 @THEME.behaviour()
 def a_unit_is_called_after_the_root(run):
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
 
     def loss(step):
         y = model(run.batch(step))
@@ -535,8 +517,7 @@ def a_unit_is_called_after_the_root(run):
 
 @THEME.behaviour(without_fsdp2="wants the root's forward first: RuntimeError")
 def an_inner_unit_runs_before_the_root(run):
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
 
     def loss(step):
         x = F.pad(run.batch(step + 5), (0, 2))
@@ -621,8 +602,7 @@ def checkpointing_several_units_together(run):
 @THEME.behaviour()
 def checkpointing_the_root(run):
     for reentrant in (False, True):
-        model = run.net()
-        run.wrap_blocks(model)
+        model = run.nested()
 
         def loss(step, model=model, reentrant=reentrant):
             x = run.batch(step).requires_grad_()
@@ -633,8 +613,7 @@ def checkpointing_the_root(run):
 
 @THEME.behaviour()
 def evaluation_before_training(run):
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     optimizer = sgd(model)
     model.eval()
     with torch.no_grad():
@@ -647,8 +626,7 @@ def evaluation_before_training(run):
 
 @THEME.behaviour(without_fsdp2="the root's parameters, kept after the evaluation, are inference tensors: RuntimeError")
 def evaluation_in_inference_mode_between_steps(run):
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     optimizer = sgd(model)
     for step in range(2):
         with torch.inference_mode():
@@ -718,8 +696,7 @@ def outputs_in_a_dataclass(run):
     model = run.build(Outer)
     run.wrap(model.first)
     run.wrap(model.second)
-    run.wrap(model)
-    run.train(model, lambda step: model(run.batch(step)).logits.square().mean())
+    run.train(run.wrap(model), lambda step: model(run.batch(step)).logits.square().mean())
 
 
 Named = namedtuple("Named", ["y", "aux"])
@@ -770,8 +747,7 @@ def an_output_modified_in_place(run):
     for layer in model:
         run.wrap(layer)
     run.train(model, lambda step: loss_of(model[1], changed(model[0](run.batch(step)))), when="of a unit")
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     run.train(model, lambda step: changed(model(run.batch(step))).square().mean())
 
 
@@ -784,8 +760,7 @@ def an_output_that_is_an_input(run):
     model = run.build(lambda: nn.Sequential(nn.Linear(5, 5), Passes(5, 3)))
     for layer in model:
         run.wrap(layer)
-    run.wrap(model)
-    run.train(model, lambda step: sum(t.square().mean() for t in model(run.batch(step))))
+    run.train(run.wrap(model), lambda step: sum(t.square().mean() for t in model(run.batch(step))))
 
 
 @THEME.behaviour(without_traced="torch.compile to trace")
@@ -839,8 +814,7 @@ def hooks_of_the_user_on_modules(run):
 @THEME.behaviour()
 def hooks_of_the_user_on_parameters(run):
     """What runs when a gradient is there, such as an optimizer in backward."""
-    model = run.net()
-    run.wrap_blocks(model)
+    model = run.nested()
     called = []
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for parameter in model.parameters()}
 
@@ -864,16 +838,14 @@ def hooks_of_the_user_on_parameters(run):
 def weights_of_an_lstm(run):
     model = run.build(lambda: nn.Sequential(nn.LSTM(5, 3, batch_first=True)))
     run.wrap(model[0])
-    run.wrap(model)
-    run.train(model, lambda step: model(run.batch(step)[:, None])[0].square().mean())
+    run.train(run.wrap(model), lambda step: model(run.batch(step)[:, None])[0].square().mean())
 
 
 @THEME.behaviour()
 def attention_with_one_tensor_for_all(run):
     model = run.build(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
     run.wrap(model.self_attn)
-    run.wrap(model)
-    run.train(model, lambda step: loss_of(model, run.batch(step, width=8)[:, None]))
+    run.train(run.wrap(model), lambda step: loss_of(model, run.batch(step, width=8)[:, None]))
 
 
 # -- the tests -----------------------------------------------------------------------------------------------------

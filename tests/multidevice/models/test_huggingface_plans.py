@@ -252,18 +252,15 @@ def test_embeddings_and_positions_that_are_given() -> None:
     sim.run(body, world_size=4)
 
 
-def test_generates_what_one_device_does() -> None:
+@sim.ranks(2, backends=("sim",))
+def test_generates_what_one_device_does(ctx) -> None:
     case = Case("Qwen3", {"tp": 2}, config={"use_cache": True})
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = build(case).generate(ROWS, attention_mask=torch.ones_like(ROWS), **options)
-
-    def body() -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = parallelize_huggingface(build(case), mesh)
-        return model.generate(ROWS, attention_mask=torch.ones_like(ROWS), **options)
-
-    for found in sim.run(body, world_size=2):
-        assert torch.equal(found, wanted)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize_huggingface(build(case), mesh)
+    found = model.generate(ROWS, attention_mask=torch.ones_like(ROWS), **options)
+    assert torch.equal(found, wanted)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

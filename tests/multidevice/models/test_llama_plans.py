@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -268,74 +269,46 @@ def test_what_a_step_communicates(sequence_parallel: bool, reshard_inputs: bool,
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "mesh", "options", "message"),
-    [
-        (
-            ValueError,
-            {"dp": 2, "tp": 8},
-            {},
-            "cannot plan the Llama: the 8 ranks along 'tp' cannot share num_key_value_heads=4 evenly\n"
-            "  num_attention_heads=8, num_key_value_heads=4   mesh: dp=2, tp=8\n"
-            "  try: a mesh with tp=1 or tp=2 or tp=4",
-        ),
-        (
-            ValueError,
-            "dp=2,t=2",
-            {},
-            "cannot plan the Llama: tp='tp' is no axis of the mesh\n"
-            "  mesh: dp=2, t=2\n"
-            "  try: tp='t' (tp=None: no axis splits modules)",
-        ),
-        (
-            ValueError,
-            {"dp": 2, "tp": 2},
-            {"dp": "pd"},
-            "cannot plan the Llama: dp='pd' is no axis of the mesh\n  mesh: dp=2, tp=2\n  try: dp='dp'",
-        ),
-        (
-            ValueError,
-            {"dp": 2, "tp": 2},
-            {"dp": ("dp", "tp")},
-            "cannot plan the Llama: axis 'tp' is in both tp and dp\n  mesh: dp=2, tp=2\n  try: dp=('dp',)",
-        ),
-        (
-            ValueError,
-            {"tp": 2},
-            {"embedding": "rows"},
-            "cannot plan the Llama: there is no kind of embedding 'rows'\n"
-            "  embedding: 'rows'\n"
-            "  try: embedding=one of 'vocabulary', 'width'",
-        ),
-        (
-            ValueError,
-            {"tp": 2},
-            {"logits": "gathered"},
-            "cannot plan the Llama: there is no kind of logits 'gathered'\n"
-            "  logits: 'gathered'\n"
-            "  try: logits=one of 'split', 'whole', 'local'",
-        ),
-        (
-            ValueError,
-            {"tp": 2},
-            {"chunks": 2, "sequence_parallel": False},
-            "cannot plan the Llama: without sequence parallelism no input is gathered, "
-            "so that there is nothing to overlap\n"
-            "  chunks=2, sequence_parallel=False\n"
-            "  try: sequence_parallel=True, or chunks=1",
-        ),
-        (
-            ValueError,
-            {"tp": 2},
-            {"chunks": 0},
-            "cannot plan the Llama: chunks must be at least 1\n  chunks: 0\n  try: chunks=1",
-        ),
-    ],
-)
-def test_refused(error: type[Exception], mesh: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(error) as caught:
-        llama_plan(CONFIG, mesh, **options)
-    assert str(caught.value) == message
+REFUSED = [
+    (
+        lambda: llama_plan(CONFIG, {"dp": 2, "tp": 8}),
+        "the 8 ranks along 'tp' cannot share num_key_value_heads=4 evenly\n"
+        "  num_attention_heads=8, num_key_value_heads=4   mesh: dp=2, tp=8\n  try: a mesh with tp=1 or tp=2 or tp=4",
+    ),
+    (
+        lambda: llama_plan(CONFIG, "dp=2,t=2"),
+        "tp='tp' is no axis of the mesh\n  mesh: dp=2, t=2\n  try: tp='t' (tp=None: no axis splits modules)",
+    ),
+    (
+        lambda: llama_plan(CONFIG, {"dp": 2, "tp": 2}, dp="pd"),
+        "dp='pd' is no axis of the mesh\n  mesh: dp=2, tp=2\n  try: dp='dp'",
+    ),
+    (
+        lambda: llama_plan(CONFIG, {"dp": 2, "tp": 2}, dp=("dp", "tp")),
+        "axis 'tp' is in both tp and dp\n  mesh: dp=2, tp=2\n  try: dp=('dp',)",
+    ),
+    (
+        lambda: llama_plan(CONFIG, {"tp": 2}, embedding="rows"),
+        "there is no kind of embedding 'rows'\n  embedding: 'rows'\n  try: embedding=one of 'vocabulary', 'width'",
+    ),
+    (
+        lambda: llama_plan(CONFIG, {"tp": 2}, logits="gathered"),
+        "there is no kind of logits 'gathered'\n  logits: 'gathered'\n  try: logits=one of 'split', 'whole', 'local'",
+    ),
+    (
+        lambda: llama_plan(CONFIG, {"tp": 2}, chunks=2, sequence_parallel=False),
+        "without sequence parallelism no input is gathered, so that there is nothing to overlap\n"
+        "  chunks=2, sequence_parallel=False\n  try: sequence_parallel=True, or chunks=1",
+    ),
+    (lambda: llama_plan(CONFIG, {"tp": 2}, chunks=0), "chunks must be at least 1\n  chunks: 0\n  try: chunks=1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == f"cannot plan the Llama: {message}"
 
 
 def test_another_model_is_refused() -> None:

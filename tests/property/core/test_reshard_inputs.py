@@ -114,13 +114,11 @@ PLAIN = Case(1, 2, 2, 4, 3, 5, True, False, False)
 
 
 @pytest.mark.parametrize("reshards", [False, True])
-def test_the_gathered_input_is_free_after_forward(reshards: bool) -> None:
-    def body() -> list[bool]:
-        model, x = sharded(PLAIN, reshards)
-        kept = model(x)
-        return [seen.expired() for seen in model.seen] + [kept.requires_grad]
-
-    assert sim.run(body, world_size=2) == [[reshards, True]] * 2
+@sim.ranks(2, backends=("sim",))
+def test_the_gathered_input_is_free_after_forward(ctx, reshards: bool) -> None:
+    model, x = sharded(PLAIN, reshards)
+    kept = model(x)
+    assert [seen.expired() for seen in model.seen] + [kept.requires_grad] == [reshards, True]
 
 
 def test_backward_gathers_once_for_all_uses() -> None:
@@ -153,30 +151,26 @@ def test_second_derivatives_are_those_of_one_device() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
-def test_a_shard_that_was_changed_in_place_is_refused() -> None:
-    def body() -> str:
-        model, x = sharded(PLAIN, reshards=True)
-        middle = x * 1.0
-        loss = model(middle).to_local().sum()
-        middle._local_tensor.add_(1)
-        with pytest.raises(RuntimeError) as caught:
-            loss.backward()
-        return str(caught.value)
-
-    for text in sim.run(body, world_size=2):
-        assert text.startswith("cannot gather an input of the model again: its shard was changed in place")
-        assert "try: no in-place change" in text
+@sim.ranks(2, backends=("sim",))
+def test_a_shard_that_was_changed_in_place_is_refused(ctx) -> None:
+    model, x = sharded(PLAIN, reshards=True)
+    middle = x * 1.0
+    loss = model(middle).to_local().sum()
+    middle._local_tensor.add_(1)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    text = str(caught.value)
+    assert text.startswith("cannot gather an input of the model again: its shard was changed in place")
+    assert "try: no in-place change" in text
 
 
-def test_modules_on_dtensors_are_refused() -> None:
-    def body() -> str:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        with pytest.raises(ValueError) as caught:
-            shard_module(PLAIN.made()[0], mesh, ShardingPlan(reshard_inputs=["up"]))
-        return str(caught.value)
-
-    for text in sim.run(body, world_size=2):
-        assert "module 'up' does not compute on local tensors" in text
+@sim.ranks(2, backends=("sim",))
+def test_modules_on_dtensors_are_refused(ctx) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(ValueError) as caught:
+        shard_module(PLAIN.made()[0], mesh, ShardingPlan(reshard_inputs=["up"]))
+    text = str(caught.value)
+    assert "module 'up' does not compute on local tensors" in text
 
 
 # -- in chunks ---------------------------------------------------------------------------------------------------------
@@ -231,16 +225,15 @@ def test_chunks_are_gathered_ahead() -> None:
         assert [each["reduce_scatter"] - half[0]["reduce_scatter"] for each in half] == [0, 1, 2, 3]
 
 
-def test_a_copied_model_runs_its_own_code() -> None:
-    def body() -> bool:
-        model, x = sharded(PLAIN, chunks=2)
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        return bool(full_tensor(other(x)).any()) or not full_tensor(model(x)).any()
-
-    assert sim.run(body, world_size=2) == [False] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_copied_model_runs_its_own_code(ctx) -> None:
+    model, x = sharded(PLAIN, chunks=2)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not (bool(full_tensor(other(x)).any()))
+    assert full_tensor(model(x)).any()
 
 
 def test_what_computes_a_chunk_is_compiled() -> None:
@@ -298,17 +291,15 @@ CUT = {
         ({"reshard_inputs": [""]}, "its input would be gathered again whole"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], message: str) -> None:
-    def body() -> str:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        local = {"": (Shard(0), Partial())}
-        with pytest.raises((ValueError, TypeError)) as caught:
-            shard_module(PLAIN.made()[0], mesh, ShardingPlan(**{**CUT, "local_plan": local, **changes}))
-        return str(caught.value)
-
-    for text in sim.run(body, world_size=4):
-        assert message in text
-        assert "try: " in text
+@sim.ranks(4, backends=("sim",))
+def test_what_cannot_be_cut_is_refused(ctx, changes: dict[str, Any], message: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    local = {"": (Shard(0), Partial())}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        shard_module(PLAIN.made()[0], mesh, ShardingPlan(**{**CUT, "local_plan": local, **changes}))
+    text = str(caught.value)
+    assert message in text
+    assert "try: " in text
 
 
 @pytest.mark.parametrize(
@@ -318,25 +309,23 @@ def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], message: str) ->
         (lambda model, x: model(x.flatten(0, 1)), "dim 1, which is the last one"),
     ],
 )
-def test_what_is_called_otherwise_is_refused(give: Any, message: str) -> None:
-    def body() -> str:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        layout = Layout.from_device_mesh(mesh)
-        plan = ShardingPlan(
-            plan=dict.fromkeys(("*.weight", "*.bias"), layout()),
-            input_plan={"input": ("dp",)},
-            local_plan={"": layout("dp", partial={"tp": "sum"})},
-            output_plan={"output": ("dp", "tp")},
-            chunks={"": 2},
-        )
-        model = shard_module(Two(3, 5, True).double(), mesh, plan)
-        with pytest.raises((ValueError, TypeError)) as caught:
-            give(model, distribute_tensor(PLAIN.made()[1], layout()))
-        return str(caught.value)
-
-    for text in sim.run(body, world_size=2):
-        assert message in text
-        assert "try: no entry in chunks for it" in text
+@sim.ranks(2, backends=("sim",))
+def test_what_is_called_otherwise_is_refused(ctx, give: Any, message: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    layout = Layout.from_device_mesh(mesh)
+    plan = ShardingPlan(
+        plan=dict.fromkeys(("*.weight", "*.bias"), layout()),
+        input_plan={"input": ("dp",)},
+        local_plan={"": layout("dp", partial={"tp": "sum"})},
+        output_plan={"output": ("dp", "tp")},
+        chunks={"": 2},
+    )
+    model = shard_module(Two(3, 5, True).double(), mesh, plan)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        give(model, distribute_tensor(PLAIN.made()[1], layout()))
+    text = str(caught.value)
+    assert message in text
+    assert "try: no entry in chunks for it" in text
 
 
 class Attention(nn.Module):
@@ -398,11 +387,9 @@ def test_arguments_with_something_for_each_sequence_are_an_error(count: int, mes
         sim.run(attended, 2, (4, 2, 1, (count, 0), False, 4))
 
 
-def test_second_derivatives_of_chunks_are_refused_by_torch() -> None:
-    def body() -> None:
-        model, x = sharded(PLAIN, chunks=2)
-        (first,) = torch.autograd.grad(model(x).pow(2).sum(), [x], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.pow(2).sum().backward()
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_second_derivatives_of_chunks_are_refused_by_torch(ctx) -> None:
+    model, x = sharded(PLAIN, chunks=2)
+    (first,) = torch.autograd.grad(model(x).pow(2).sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.pow(2).sum().backward()

@@ -68,17 +68,15 @@ def test_the_residual_stream_keeps_its_scale() -> None:
     assert torch.equal(model.norm.weight, torch.ones(128))
 
 
-def test_weights_that_are_split_already_are_refused() -> None:
-    def body() -> None:
-        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+@sim.ranks(2, backends=("sim",))
+def test_weights_that_are_split_already_are_refused(ctx) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-        model = Llama.build(SMALL)
-        mesh = init_device_mesh("cpu", (2,))
-        model.norm.weight = torch.nn.Parameter(distribute_tensor(model.norm.weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match=r"these are sharded already\n.*\n  try: model.init_weights\(seed\) first"):
-            model.init_weights(0)
-
-    sim.run(body, world_size=2)
+    model = Llama.build(SMALL)
+    mesh = init_device_mesh("cpu", (2,))
+    model.norm.weight = torch.nn.Parameter(distribute_tensor(model.norm.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match=r"these are sharded already\n.*\n  try: model.init_weights\(seed\) first"):
+        model.init_weights(0)
 
 
 def test_no_position_sees_the_future() -> None:

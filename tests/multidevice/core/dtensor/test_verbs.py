@@ -491,14 +491,12 @@ def test_parts_are_compared_only_where_no_shape_is_given():
     assert events_of(heard) == [["all_gather"] * 3] * 4
 
 
-def test_a_whole_tensor_stays_as_it_is():
-    def on_rank():
-        mesh, mine = cpu_mesh(), torch.full((5, 4), float(dist.get_rank()))
-        for entries in LAYOUTS:
-            distribute_tensor(mine, mesh, entries).to_local().add_(1)
-        return mine.unique().tolist()
-
-    assert sim.run(on_rank, world_size=4) == [[0.0], [1.0], [2.0], [3.0]]
+@sim.ranks(4, backends=("sim",))
+def test_a_whole_tensor_stays_as_it_is(ctx):
+    mesh, mine = cpu_mesh(), torch.full((5, 4), float(dist.get_rank()))
+    for entries in LAYOUTS:
+        distribute_tensor(mine, mesh, entries).to_local().add_(1)
+    assert mine.unique().tolist() == [[0.0], [1.0], [2.0], [3.0]][ctx.rank]
 
 
 def test_memory_is_bounded_on_the_way_back_too():

@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2_kit import Net
 from rounding_kit import results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from units_kit import assert_freed, assert_near, full, gradients, mesh_of, values, wrap_nested
+from units_kit import (
+    assert_as_one_device,
+    assert_freed,
+    assert_near,
+    full,
+    gradients,
+    inputs,
+    mesh_of,
+    values,
+    wrap_nested,
+)
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
@@ -33,44 +44,13 @@ pytestmark = pytest.mark.tier("test")
 NO_GLOO = ("sim", "gpu", "npu")
 
 
-class Block(nn.Module):
-    def __init__(self, width=7):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 11)
-        self.down = nn.Linear(11, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Odd sizes; `scale` has fewer rows than there are ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((1,), 1.5))
-        self.embed = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x):
-        x = self.embed(x) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def net(ctx, dtype=None):
     torch.manual_seed(0)
-    return Net().to(dtype or ctx.float_dtype).to(ctx.device)
+    return Net(hidden=11, out=3).to(dtype or ctx.float_dtype).to(ctx.device)  # odd sizes
 
 
 def data(ctx, step=0, dtype=None, rank=None, per_rank=4):
-    """The batch of one rank, or of all ranks together."""
-    generator = torch.Generator().manual_seed(100 + step)
-    x = torch.randn(ctx.world_size * per_rank, 5, generator=generator, dtype=torch.float64).to(dtype or ctx.float_dtype)
-    return (x if rank is None else x[rank * per_rank : (rank + 1) * per_rank]).to(ctx.device)
+    return inputs(ctx, 100 + step, (per_rank, 5), rank, dtype)
 
 
 def loss_of(model, x):
@@ -99,13 +79,7 @@ def train(ctx, model, steps=3, rank=None, dtype=None, lr=0.1):
 
 
 def check_against_one_device(ctx, model, plain, **options):
-    losses, grads, params = train(ctx, model, rank=ctx.rank, **options)
-    wanted_losses, wanted_grads, wanted_params = train(ctx, plain, **options)
-    for loss, wanted in zip(losses, wanted_losses, strict=True):
-        dist.all_reduce(loss)
-        assert_close({"loss": loss / ctx.world_size}, {"loss": wanted})
-    assert_close(grads, wanted_grads)
-    assert_close(params, wanted_params)
+    assert_as_one_device(ctx, train(ctx, model, rank=ctx.rank, **options), train(ctx, plain, **options), assert_close)
 
 
 # -- training, on every mesh and nesting ---------------------------------------------------------------------------

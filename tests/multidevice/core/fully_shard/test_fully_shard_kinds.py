@@ -155,6 +155,16 @@ def check(
     assert_close(ours[2], theirs[2], **bound)
 
 
+def check_gradients(ctx, model, plain, *, numbers=(0,), tell=lambda micro: None, part=None, loss=loss_of, factor=1):
+    """After some micro-batches, gradients are those of one device, which has the data of all ranks."""
+    part = (ctx.rank, ctx.world_size) if part is None else part
+    for micro, number in enumerate(numbers):
+        tell(micro)
+        loss(model, data(ctx, number, part)).backward()
+        (loss_of(plain, data(ctx, number, (None, part[1]))) * factor).backward()
+    assert_close(gradients(model), gradients(plain))
+
+
 def wrap_blocks(model, wrap=fully_shard, **options):
     for block in model.blocks:
         wrap(block, **options)
@@ -405,8 +415,9 @@ class Local(Layers):
     def forward(self, x):
         h = torch.tanh(F.linear(x * self.local(self.scale), self.local(self.up)))
         part = F.linear(h, self.local(self.down))
-        y = DTensor.from_local(part, self.mesh, [Shard(0), Partial()], run_check=False)
-        y = y.redistribute(placements=[Shard(0), Replicate()]).to_local(grad_placements=[Shard(0), Partial()])
+        rows = [Shard(0)] * (self.mesh.ndim - 1)
+        y = DTensor.from_local(part, self.mesh, [*rows, Partial()], run_check=False)
+        y = y.redistribute(placements=[*rows, Replicate()]).to_local(grad_placements=[*rows, Partial()])
         return y + self.local(self.bias)
 
 
@@ -420,7 +431,7 @@ def lay_out(ctx, kind, mesh, hidden=6):
     plain.__class__ = Layers
     model.mesh = mesh
     for name, placements in LAYOUT.items():
-        parameter = getattr(model, name)
+        parameter, placements = getattr(model, name), [*[Replicate()] * (mesh.ndim - 2), *placements]
         setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
     return model, plain
 
@@ -707,30 +718,11 @@ def test_replicated_dtensors_are_split_over_their_own_mesh(ctx):
         check(ctx, model, plain, scale=1 / 4)
 
 
-class LocalOverThree(Layers):
-    """As `Local`, over (replicate, dp, tp)."""
-
-    def forward(self, x):
-        scale, up, down, bias = (
-            p.to_local(grad_placements=[Partial() if q.is_replicate() else q for q in p.placements])
-            for p in (self.scale, self.up, self.down, self.bias)
-        )
-        part = F.linear(torch.tanh(F.linear(x * scale, up)), down)
-        y = DTensor.from_local(part, self.mesh, [Shard(0), Shard(0), Partial()], run_check=False)
-        y = y.redistribute(placements=[Shard(0), Shard(0), Replicate()])
-        return y.to_local(grad_placements=[Shard(0), Shard(0), Partial()]) + bias
-
-
 @sim.ranks(8, backends=NO_GLOO)
 def test_dtensors_on_three_axes_are_split_over_two_of_them(ctx):
     mesh = mesh_of(ctx, 2, 2, 2, names=("replicate", "dp", "tp"))
     for over in (mesh["replicate", "dp"], None):
-        model, plain = build(ctx, lambda: LocalOverThree(7))
-        plain.__class__, model.mesh = Layers, mesh
-        for name, placements in LAYOUT.items():
-            value = distribute_tensor(getattr(model, name).detach(), mesh, (Replicate(), *placements))
-            setattr(model, name, nn.Parameter(value))
-        fully_shard(model, mesh=over)
+        model, plain = local_layers(ctx, mesh, over)
         check(ctx, model, plain, loss=local_loss, parts=4, part=ctx.rank // 2, losses="sum")
 
 
@@ -774,12 +766,10 @@ def test_dtensors_while_accumulating_and_with_hooks(ctx, further):
                     lambda p, n=name, seen=seen: seen.append((n, p.grad.placements))
                 )
         for step in range(2):
-            for micro in range(3):
-                getattr(model, method)(micro == 2)
-                local_loss(model, data(ctx, 10 * step + micro, part)).backward()
-                (loss_of(plain, data(ctx, 10 * step + micro, (None, 2))) * 2).backward()
-                assert_freed(model)
-            assert_close(gradients(model), gradients(plain))
+            tell = lambda micro, m=model, method=method: (getattr(m, method)(micro == 2), assert_freed(m))  # noqa: E731
+            numbers = range(10 * step, 10 * step + 3)
+            check_gradients(ctx, model, plain, numbers=numbers, tell=tell, part=part, loss=local_loss, factor=2)
+            assert_freed(model)
             model.zero_grad(), plain.zero_grad()
         assert dict(seen) == {name: p.placements for name, p in model.named_parameters() if name != "down"}
 
@@ -1065,9 +1055,7 @@ def test_parameters_that_are_frozen_now_and_then(ctx):
                 module.blocks[1].requires_grad_(step < 2)
                 module.blocks[2].norm.requires_grad_(step != 1)
                 module.zero_grad()
-            loss_of(model, data(ctx, step, (ctx.rank, 4))).backward()
-            loss_of(plain, data(ctx, step, (None, 4))).backward()
-            assert_close(gradients(model), gradients(plain))
+            check_gradients(ctx, model, plain, numbers=(step,))
             assert_freed(model)
 
 
@@ -1110,12 +1098,9 @@ def test_shared_all_reduces_while_accumulating(ctx):
             fully_shard(block, mesh=mesh_of(ctx, 2, 2), comm_fusion=True)
         fully_shard(model, mesh=mesh_of(ctx, 2, 2), comm_fusion=True, replicate_params=[model.scale])
         for step in range(2):
-            for micro in range(3):
-                getattr(model, method)(micro == 2)
-                loss_of(model, data(ctx, 10 * step + micro, (ctx.rank, 4))).backward()
-                loss_of(plain, data(ctx, 10 * step + micro, (None, 4))).backward()
-                assert_freed(model)
-            assert_close(gradients(model), gradients(plain))
+            tell = lambda micro, m=model, method=method: (getattr(m, method)(micro == 2), assert_freed(m))  # noqa: E731
+            check_gradients(ctx, model, plain, numbers=range(10 * step, 10 * step + 3), tell=tell)
+            assert_freed(model)
             model.zero_grad(), plain.zero_grad()
 
 
@@ -1124,11 +1109,8 @@ def test_shared_all_reduces_over_several_backwards_per_step(ctx):
     model, plain = build(ctx, Net)
     wrap_blocks(model, mesh=mesh_of(ctx, 2, 2), comm_fusion=True)
     for step in range(2):
-        for micro in range(3):
-            model.set_is_last_backward(micro == 2)
-            loss_of(model, data(ctx, 10 * step + micro, (ctx.rank, 4))).backward()
-            loss_of(plain, data(ctx, 10 * step + micro, (None, 4))).backward()
-        assert_close(gradients(model), gradients(plain))
+        numbers = range(10 * step, 10 * step + 3)
+        check_gradients(ctx, model, plain, numbers=numbers, tell=lambda micro: model.set_is_last_backward(micro == 2))
         model.zero_grad(), plain.zero_grad()
 
 
@@ -1278,19 +1260,15 @@ def test_hooks_on_sharded_parameters(ctx):
         for name in doubled
     ]
     for count in (1, 2):
-        loss_of(model, data(ctx, part=(ctx.rank, 2))).backward()
-        loss_of(plain, data(ctx, part=(None, 2))).backward()
+        check_gradients(ctx, model, plain)
         assert sorted(name for name, _ in seen) == sorted([name for name, _ in plain.named_parameters()] * count)
-        assert_close(gradients(model), gradients(plain))
     placements = dict(seen)
     assert placements["scale"] == (Replicate(),)
     assert placements["head.weight"] == (Shard(0),)
     for handle in handles:
         handle.remove()
     model.zero_grad(), plain.zero_grad()
-    loss_of(model, data(ctx, part=(ctx.rank, 2))).backward()
-    loss_of(plain, data(ctx, part=(None, 2))).backward()
-    assert_close(gradients(model), gradients(plain))
+    check_gradients(ctx, model, plain)
     assert_freed(model)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rounding_kit import Alone, Results, bound_of, is_stand_in
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -13,6 +14,29 @@ from torch.distributed.tensor import DTensor
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.unit import unit_of
+
+
+class Block(nn.Module):
+    """A layer with a norm before it and its input added after it."""
+
+    def __init__(self, width: int = 7, hidden: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def inputs(
+    ctx: sim.RankTest, seed: int, shape: tuple[int, int], rank: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Inputs of a shape for one rank, or those of all ranks together."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ctx.world_size * shape[0], shape[1], generator=generator, dtype=torch.float64)
+    x = x.to(dtype or ctx.float_dtype)
+    return (x if rank is None else x[rank * shape[0] : (rank + 1) * shape[0]]).to(ctx.device)
 
 
 def mesh_of(ctx: sim.RankTest, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
@@ -74,6 +98,15 @@ def assert_near(
             kind = torch.complex128 if wanted.is_complex() else torch.float64
             distance = (got.to(kind) - wanted.to(kind)).abs().max().item()
             assert distance <= bound, (name, distance, got, wanted)
+
+
+def assert_as_one_device(ctx: sim.RankTest, ours: Any, theirs: Any, assert_close: Any) -> None:
+    """Compare losses, of which one device has the mean over ranks, gradients and parameters."""
+    for loss, wanted in zip(ours[0], theirs[0], strict=True):
+        dist.all_reduce(loss)
+        assert_close({"loss": loss / ctx.world_size}, {"loss": wanted})
+    assert_close(ours[1], theirs[1])
+    assert_close(ours[2], theirs[2])
 
 
 def assert_freed(model: nn.Module) -> None:

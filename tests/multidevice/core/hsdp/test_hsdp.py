@@ -10,7 +10,7 @@ from rounding_kit import results
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from units_kit import assert_freed, assert_near, full, gradients, values
+from units_kit import Block, assert_as_one_device, assert_freed, assert_near, full, gradients, inputs, values
 
 import sim
 from hyper_parallel import full_tensor
@@ -24,23 +24,13 @@ LEVELS = ("level1", "level2", "level3")
 WIDTH, PER_RANK = 16, 4
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     """Rows that 2 and 4 ranks share (24, 16), that only 2 do (6), and a scalar."""
 
     def __init__(self, call=None):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(WIDTH, 24) for _ in range(3))
         self.head = nn.Linear(WIDTH, 6)
         self.call = call  # how the blocks are called
 
@@ -64,11 +54,7 @@ def wrap(model, **options):
 
 
 def batch(ctx, step=0, micro=0, rank=None, dtype=None):
-    """The batch of one rank, or of all ranks together."""
-    generator = torch.Generator().manual_seed(10 * step + micro)
-    x = torch.randn(ctx.world_size * PER_RANK, WIDTH, generator=generator, dtype=torch.float64)
-    x = x.to(ctx.device, dtype or ctx.float_dtype)
-    return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
+    return inputs(ctx, 10 * step + micro, (PER_RANK, WIDTH), rank, dtype)
 
 
 def alone():
@@ -99,13 +85,8 @@ def train(ctx, model, *, rank=None, steps=3, micros=1, sync=lambda: None, betwee
 
 
 def check_against_one_device(ctx, model, plain, **options):
-    losses, grads, params = train(ctx, model, rank=ctx.rank, **options)
-    wanted_losses, wanted_grads, wanted_params = train(ctx, plain, **{**options, "sync": lambda: None})
-    for loss, wanted in zip(losses, wanted_losses, strict=True):
-        dist.all_reduce(loss)
-        assert_close({"loss": loss / ctx.world_size}, {"loss": wanted})
-    assert_close(grads, wanted_grads)
-    assert_close(params, wanted_params)
+    wanted = train(ctx, plain, **{**options, "sync": lambda: None})
+    assert_as_one_device(ctx, train(ctx, model, rank=ctx.rank, **options), wanted, assert_close)
 
 
 # -- the whole -----------------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from rounding_kit import is_late, is_stand_in, results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from units_kit import assert_near, compiled, full, gradients, values
+from units_kit import assert_as_one_device, assert_near, compiled, full, gradients, inputs, values
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
@@ -68,11 +67,7 @@ def wrap(model, **options):
 
 
 def batch(ctx, step=0, rank=None, dtype=None):
-    """The batch of one rank, or of all ranks together."""
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(ctx.world_size * PER_RANK, WIDTH, generator=generator, dtype=torch.float64)
-    x = x.to(ctx.device, dtype or ctx.float_dtype)
-    return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
+    return inputs(ctx, step, (PER_RANK, WIDTH), rank, dtype)
 
 
 def alone():
@@ -103,12 +98,7 @@ def train(ctx, model, *, call=None, rank=None, micros=1, steps=2, dtype=None):
 
 
 def check(ctx, model, wanted, **options):
-    losses, grads, params = train(ctx, model, rank=ctx.rank, **options)
-    for loss, wanted_loss in zip(losses, wanted[0], strict=True):
-        dist.all_reduce(loss)
-        assert_close({"loss": loss / ctx.world_size}, {"loss": wanted_loss})
-    assert_close(grads, wanted[1])
-    assert_close(params, wanted[2])
+    assert_as_one_device(ctx, train(ctx, model, rank=ctx.rank, **options), wanted, assert_close)
 
 
 def backward(ctx, model, step=0, call=None):

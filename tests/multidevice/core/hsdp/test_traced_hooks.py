@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from units_kit import assert_near, compiled, full, gradients, mesh_of, values
+from units_kit import Block, assert_as_one_device, assert_near, compiled, full, gradients, inputs, mesh_of, values
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
@@ -30,17 +30,6 @@ LEVEL1, LEVEL2, LEVEL3 = LEVELS
 NO_GLOO = ("sim", "gpu", "npu")
 
 
-class Block(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 16)
-        self.down = nn.Linear(16, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     """`head` shares its weight with `embed`; `scale` and biases stay whole; `shift` is frozen."""
 
@@ -49,7 +38,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.full((1,), 1.5))
         self.shift = nn.Parameter(torch.linspace(-1, 1, 8), requires_grad=False)
         self.embed = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList([Block()])
+        self.blocks = nn.ModuleList([Block(8, 16)])
         self.head = nn.Linear(8, 8)
         self.head.weight = self.embed.weight
 
@@ -66,9 +55,7 @@ def net(ctx, dtype=None, make=Net):
 
 
 def data(ctx, step=0, rank=None, dtype=None, per_rank=2):
-    generator = torch.Generator().manual_seed(100 + step)
-    x = torch.randn(ctx.world_size * per_rank, 8, generator=generator, dtype=torch.float64).to(dtype or ctx.float_dtype)
-    return (x if rank is None else x[rank * per_rank : (rank + 1) * per_rank]).to(ctx.device)
+    return inputs(ctx, 100 + step, (per_rank, 8), rank, dtype)
 
 
 class AxisByAxis(DataParallelMesh):
@@ -118,12 +105,7 @@ assert_close = partial(assert_near, alone=alone, summands=1024)
 
 
 def check_against_one_device(ctx, model, call, wanted):
-    losses, grads, params = train(ctx, model, call, rank=ctx.rank)
-    for loss, wanted_loss in zip(losses, wanted[0], strict=True):
-        dist.all_reduce(loss)
-        assert_close({"loss": loss / ctx.world_size}, {"loss": wanted_loss})
-    assert_close(grads, wanted[1])
-    assert_close(params, wanted[2])
+    assert_as_one_device(ctx, train(ctx, model, call, rank=ctx.rank), wanted, assert_close)
 
 
 @pytest.mark.tier("full", each=2)
@@ -231,7 +213,7 @@ def test_one_graph_serves_all_steps_and_all_blocks_that_are_alike_but_not_both_r
             return graph.forward
 
         ctx = sim_context()
-        model = net(ctx, make=lambda: nn.Sequential(*[Block() for _ in range(4)]))
+        model = net(ctx, make=lambda: nn.Sequential(*[Block(8, 16) for _ in range(4)]))
         for block in model:
             wrap(block, mesh_of(ctx), level)
             block.compile(backend=backend, fullgraph=True)

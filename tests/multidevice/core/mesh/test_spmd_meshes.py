@@ -322,63 +322,53 @@ def does_not_divide():
         (does_not_divide, ("over 3 ranks", "the 4 ranks", "dp=4, tp=2", "shard_size=2")),
     ],
 )
-def test_errors_say_what_and_why(body, words):
-    def check():
-        with pytest.raises(ValueError) as caught:
-            body()
-        message = str(caught.value)
-        assert message.startswith("cannot ")
-        assert len(message.splitlines()) == 3
-        assert message.splitlines()[2].startswith("  try: ")
-        assert [word for word in words if word not in message] == [], message
-
-    sim.run(check, world_size=8)
+@sim.ranks(8, backends=("sim",))
+def test_errors_say_what_and_why(ctx, body, words):
+    with pytest.raises(ValueError) as caught:
+        body()
+    message = str(caught.value)
+    assert message.startswith("cannot ")
+    assert len(message.splitlines()) == 3
+    assert message.splitlines()[2].startswith("  try: ")
+    assert [word for word in words if word not in message] == [], message
 
 
-def test_a_rank_that_is_not_on_the_mesh():
-    def check():
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-        few = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
-        if dist.get_rank() >= 2:
-            with pytest.raises(ValueError, match=r"the calling rank is not on the parameter's mesh\n.*tp=2"):
-                spmd_mesh_of(few, mesh)
-            with pytest.raises(ValueError, match=r"the calling rank is not on the data mesh\n.*tp=2"):
-                spmd_mesh_of(mesh, few)
-            with pytest.raises(ValueError, match=r"the calling rank is not on the parameters' mesh\n.*tp=2"):
-                split_replicated(few, (0,), 2)
-
-    sim.run(check, world_size=4)
+@sim.ranks(4, backends=("sim",))
+def test_a_rank_that_is_not_on_the_mesh(ctx):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    few = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    if dist.get_rank() >= 2:
+        with pytest.raises(ValueError, match=r"the calling rank is not on the parameter's mesh\n.*tp=2"):
+            spmd_mesh_of(few, mesh)
+        with pytest.raises(ValueError, match=r"the calling rank is not on the data mesh\n.*tp=2"):
+            spmd_mesh_of(mesh, few)
+        with pytest.raises(ValueError, match=r"the calling rank is not on the parameters' mesh\n.*tp=2"):
+            split_replicated(few, (0,), 2)
 
 
-def test_numbering_that_differs_elsewhere_only():
+@sim.ranks(8, backends=("sim",))
+def test_numbering_that_differs_elsewhere_only(ctx):
     """Rank 0 sees two slices that cross; what it would make of them is no slice of the other mesh."""
-
-    def check():
-        root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "x", "tp"))
-        ranks = torch.tensor([[0, 1], [2, 3], [4, 6], [5, 7]])
-        other = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "tp"))
-        with pytest.raises(ValueError, match="number the ranks differently"):
-            spmd_mesh_of(other["tp"], root["dp"])
-
-    sim.run(check, world_size=8)
+    root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "x", "tp"))
+    ranks = torch.tensor([[0, 1], [2, 3], [4, 6], [5, 7]])
+    other = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "tp"))
+    with pytest.raises(ValueError, match="number the ranks differently"):
+        spmd_mesh_of(other["tp"], root["dp"])
 
 
 @pytest.mark.tier("test")
-def test_a_mesh_of_one_axis_that_was_unflattened():
+@sim.ranks(12, backends=("sim",))
+def test_a_mesh_of_one_axis_that_was_unflattened(ctx):
     """Then the slices of the result have a root of one axis, along which all of them lie."""
-
-    def check():
-        line = init_device_mesh("cpu", (12,), mesh_dim_names=("world",))
-        grid = line._unflatten(0, (2, 3, 2), ("pp", "dp", "tp"))
-        first = dist.get_rank() // 6 * 6
-        spmd = spmd_mesh_of(grid["tp"], grid["dp"])
-        assert spmd.mesh.mesh.tolist() == [[first, first + 2, first + 4], [first + 1, first + 3, first + 5]]
-        threes = line._unflatten(0, (4, 3), ("a", "b"))["b"]
-        pairs = line._unflatten(0, (3, 2, 2), ("x", "y", "z"))["y"]
-        with pytest.raises(ValueError, match=r"do not cross|are on the data mesh"):
-            spmd_mesh_of(threes, pairs)
-
-    sim.run(check, world_size=12)
+    line = init_device_mesh("cpu", (12,), mesh_dim_names=("world",))
+    grid = line._unflatten(0, (2, 3, 2), ("pp", "dp", "tp"))
+    first = dist.get_rank() // 6 * 6
+    spmd = spmd_mesh_of(grid["tp"], grid["dp"])
+    assert spmd.mesh.mesh.tolist() == [[first, first + 2, first + 4], [first + 1, first + 3, first + 5]]
+    threes = line._unflatten(0, (4, 3), ("a", "b"))["b"]
+    pairs = line._unflatten(0, (3, 2, 2), ("x", "y", "z"))["y"]
+    with pytest.raises(ValueError, match=r"do not cross|are on the data mesh"):
+        spmd_mesh_of(threes, pairs)
 
 
 def test_nothing_outlives_the_world():

@@ -172,62 +172,58 @@ def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_micro_batches_are_added_up_in_the_dtype_of_the_reduction(keep):
+@sim.ranks(2, backends=("sim",))
+def test_micro_batches_are_added_up_in_the_dtype_of_the_reduction(ctx, keep):
     """Sums of bf16 gradients would lose what is added last: 1 + 2^-9 eight times."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    stage = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(stage.weight)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(stage, mesh=mesh["dp"], mp_policy=policy).set_reduce_op_type("sum")
 
-    def body() -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-        stage = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(stage.weight)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fully_shard(stage, mesh=mesh["dp"], mp_policy=policy).set_reduce_op_type("sum")
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output.float() * target).sum()
 
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return (output.float() * target).sum()
-
-        run = Pipeline([stage], mesh["pp"], "gpipe", 9, loss, keep_gathered=keep)
-        targets = torch.tensor([1.0, *[2.0**-9] * 8]).unsqueeze(1)
-        for _ in range(2):
-            run.step(torch.ones(9, 1), targets)
-            assert stage.weight.grad.full_tensor().item() == 2 * (1 + 8 * 2.0**-9)
-            assert stage.weight.grad.dtype == torch.float32
-            stage.zero_grad()
-
-    sim.run(body, world_size=2)
+    run = Pipeline([stage], mesh["pp"], "gpipe", 9, loss, keep_gathered=keep)
+    targets = torch.tensor([1.0, *[2.0**-9] * 8]).unsqueeze(1)
+    for _ in range(2):
+        run.step(torch.ones(9, 1), targets)
+        assert stage.weight.grad.full_tensor().item() == 2 * (1 + 8 * 2.0**-9)
+        assert stage.weight.grad.dtype == torch.float32
+        stage.zero_grad()
 
 
-def test_micro_batches_of_another_dtype_have_boundaries_of_their_own():
-    def body() -> list[torch.dtype]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-        run = Pipeline([nn.Identity()], mesh, "gpipe", 2, lambda output, target: (output * target).sum())
-        dtypes = (torch.float32, torch.float64)
-        return [run.eval(torch.ones(2, 4, dtype=dtype), torch.ones(2, 4)).dtype for dtype in dtypes]
+@sim.ranks(2, backends=("sim",))
+def test_micro_batches_of_another_dtype_have_boundaries_of_their_own(ctx):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    run = Pipeline([nn.Identity()], mesh, "gpipe", 2, lambda output, target: (output * target).sum())
+    dtypes = (torch.float32, torch.float64)
+    assert [run.eval(torch.ones(2, 4, dtype=dtype), torch.ones(2, 4)).dtype for dtype in dtypes] == [
+        torch.float32,
+        torch.float64,
+    ]
 
-    assert sim.run(body, 2) == [[torch.float32, torch.float64]] * 2
 
+@sim.ranks(4, backends=("sim",))
+def test_nothing_is_whole_or_kept_after_a_step(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages = [fully_shard(two_linears(rank), mesh=mesh["dp"]) for rank in range(2)]
+    seen: list[weakref.ref[torch.Tensor]] = []
 
-def test_nothing_is_whole_or_kept_after_a_step():
-    def body() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        stages = [fully_shard(two_linears(rank), mesh=mesh["dp"]) for rank in range(2)]
-        seen: list[weakref.ref[torch.Tensor]] = []
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.append(weakref.ref(output))
+        return squares(output, target)
 
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            seen.append(weakref.ref(output))
-            return squares(output, target)
-
-        run = Pipeline(stages, mesh["pp"], "interleaved", 4, loss)
-        for method in (run.step, run.eval):
-            method(torch.randn(8, 4), torch.randn(8, 4))
-            for unit in nested_units(*stages):
-                assert unit.is_resharded()
-                assert unit.control is StepControl.HOOKS
-                assert all(bucket.unsharded_buffer.untyped_storage().nbytes() == 0 for bucket in unit.buckets)
-            assert len(seen) == 4 * run.has_last
-            assert [reference() for reference in seen] == [None] * len(seen)
-            seen.clear()
-
-    sim.run(body, world_size=4)
+    run = Pipeline(stages, mesh["pp"], "interleaved", 4, loss)
+    for method in (run.step, run.eval):
+        method(torch.randn(8, 4), torch.randn(8, 4))
+        for unit in nested_units(*stages):
+            assert unit.is_resharded()
+            assert unit.control is StepControl.HOOKS
+            assert all(bucket.unsharded_buffer.untyped_storage().nbytes() == 0 for bucket in unit.buckets)
+        assert len(seen) == 4 * run.has_last
+        assert [reference() for reference in seen] == [None] * len(seen)
+        seen.clear()
 
 
 class Held:
@@ -297,19 +293,17 @@ def test_gradients_of_several_steps_add_up_and_wait_if_asked():
             torch.testing.assert_close(gradient, alone[rank // 2].weight.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_parts_on_the_host():
-    def body() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        place = mesh["pp"].get_local_rank()
-        stage = fully_shard(two_linears(place), mesh=mesh["dp"], offload_policy=CPUOffloadPolicy(pin_memory=False))
-        stage.set_reduce_op_type("sum")
-        rows = torch.arange(16.0).view(4, 4) / 16
-        Pipeline([stage], mesh["pp"], "1f1b", 2, squares).step(rows, rows)
-        alone = nn.Sequential(two_linears(0), two_linears(1))
-        (2 * squares(alone(rows), rows)).backward()
-        torch.testing.assert_close(stage.weight.grad.full_tensor(), alone[place].weight.grad, rtol=1e-5, atol=1e-6)
-
-    sim.run(body, world_size=4)
+@sim.ranks(4, backends=("sim",))
+def test_parts_on_the_host(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    place = mesh["pp"].get_local_rank()
+    stage = fully_shard(two_linears(place), mesh=mesh["dp"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    stage.set_reduce_op_type("sum")
+    rows = torch.arange(16.0).view(4, 4) / 16
+    Pipeline([stage], mesh["pp"], "1f1b", 2, squares).step(rows, rows)
+    alone = nn.Sequential(two_linears(0), two_linears(1))
+    (2 * squares(alone(rows), rows)).backward()
+    torch.testing.assert_close(stage.weight.grad.full_tensor(), alone[place].weight.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_finding_out_shapes_leaves_buffers_and_generators_alone():

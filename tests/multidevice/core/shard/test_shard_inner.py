@@ -184,19 +184,17 @@ def _without_dp(full: ShardingPlan) -> ShardingPlan:
     return ShardingPlan(**fields, wrap_inputs=True)
 
 
-def test_nothing_is_dispatched_to_dtensors_between_inner_modules():
-    def body():
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        model = shard_module(make(), mesh, plan(True, root=True))
-        seen: list[str] = []
-        for name, module in model.named_modules():
-            module.register_forward_hook(
-                lambda module, args, result, name=name: seen.append(name) if isinstance(result, DTensor) else None
-            )
-        model(batch())
-        return seen
-
-    assert sim.run(body, world_size=2) == [[""], [""]]
+@sim.ranks(2, backends=("sim",))
+def test_nothing_is_dispatched_to_dtensors_between_inner_modules(ctx):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = shard_module(make(), mesh, plan(True, root=True))
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(
+            lambda module, args, result, name=name: seen.append(name) if isinstance(result, DTensor) else None
+        )
+    model(batch())
+    assert seen == [""]
 
 
 def test_a_sequence_that_does_not_divide():
@@ -253,19 +251,16 @@ def test_embeddings_that_cannot_be_split(tokens, ranks, change, message):
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
 @pytest.mark.parametrize(("weight", "produced"), [("width", ("dp", "tp")), ("whole", ROWS), ("vocabulary", SHARE)])
-def test_embeddings_that_need_all_tokens_or_rows(option, weight, produced):
+@sim.ranks(4, backends=("sim",))
+def test_embeddings_that_need_all_tokens_or_rows(ctx, option, weight, produced):
     layouts = {"width": ("None", "tp"), "whole": ("None",), "vocabulary": ("tp", "None")}
-
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(nn.Embedding(10, 8, **option))
-        shard_module(model, mesh, ShardingPlan(plan={"0.weight": layouts[weight]}, local_plan={"0": produced}))
-        tokens = distribute_tensor(torch.tensor([1, 2, 2, 9]), mesh, ("dp",))
-        with pytest.raises(ValueError, match=f"(?s)cannot look up tokens.*{next(iter(option))}.*try: "):
-            model(tokens)
-        assert isinstance(model[0].weight, DTensor)
-
-    sim.run(body, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Embedding(10, 8, **option))
+    shard_module(model, mesh, ShardingPlan(plan={"0.weight": layouts[weight]}, local_plan={"0": produced}))
+    tokens = distribute_tensor(torch.tensor([1, 2, 2, 9]), mesh, ("dp",))
+    with pytest.raises(ValueError, match=f"(?s)cannot look up tokens.*{next(iter(option))}.*try: "):
+        model(tokens)
+    assert isinstance(model[0].weight, DTensor)
 
 
 class Loose(nn.Module):
@@ -279,23 +274,20 @@ class Loose(nn.Module):
         return self.inner(x * 2)
 
 
-def test_a_plain_tensor_of_which_nothing_says_what_it_is():
+@sim.ranks(2, backends=("sim",))
+def test_a_plain_tensor_of_which_nothing_says_what_it_is(ctx):
     loose = ShardingPlan(
         plan={"inner.weight": ("tp", "None")},
         input_plan={"inner.input": ("None", "None")},
         local_plan={"inner": ("None", "tp"), "": ("None", "tp")},
     )
-
-    def body():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = shard_module(Loose(), mesh, loose)
-        full = distribute_tensor(torch.ones(2, 4), Layout.from_device_mesh(mesh)("None", "None"))
-        with pytest.raises(ValueError, match=r"input 'input' of module 'inner'(.|\n)*nothing says which shard"):
-            model(full)
-        model = shard_module(Loose(), mesh, replace(loose, wrap_inputs=True))
-        assert full_tensor(model(full)).shape == (2, 4)
-
-    sim.run(body, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = shard_module(Loose(), mesh, loose)
+    full = distribute_tensor(torch.ones(2, 4), Layout.from_device_mesh(mesh)("None", "None"))
+    with pytest.raises(ValueError, match=r"input 'input' of module 'inner'(.|\n)*nothing says which shard"):
+        model(full)
+    model = shard_module(Loose(), mesh, replace(loose, wrap_inputs=True))
+    assert full_tensor(model(full)).shape == (2, 4)
 
 
 def test_marks_say_what_a_part_is_of():
@@ -390,24 +382,21 @@ def test_gradients_of_gradients(ctx):
 
 
 @pytest.mark.tier("test")
-def test_copies_of_a_model_that_has_gradients():
+@sim.ranks(4, backends=("sim",))
+def test_copies_of_a_model_that_has_gradients(ctx):
     reference = trained_pair()
-
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = shard_module(pair(), mesh, pair_plan(local=True))
-        x = distribute_tensor(activations(), mesh, ROWS)
-        for _ in range(3):
-            model(x).square().mean().backward()
-            model = copy.deepcopy(model)  # of memory that is known by weak references, which must not be freed twice
-            model.zero_grad()
-        averaged = torch.optim.swa_utils.AveragedModel(model)
-        torch.testing.assert_close(full_tensor(averaged(x)), reference(activations()))
-        assert pickle.dumps(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard_module(pair(), mesh, pair_plan(local=True))
+    x = distribute_tensor(activations(), mesh, ROWS)
+    for _ in range(3):
         model(x).square().mean().backward()
-        compare(model, reference)
-
-    sim.run(body, world_size=4)
+        model = copy.deepcopy(model)  # of memory that is known by weak references, which must not be freed twice
+        model.zero_grad()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    torch.testing.assert_close(full_tensor(averaged(x)), reference(activations()))
+    assert pickle.dumps(model)
+    model(x).square().mean().backward()
+    compare(model, reference)
 
 
 def _cast(model):
@@ -427,24 +416,22 @@ def _unfrozen(model):
 @pytest.mark.parametrize(
     "change", [copy.deepcopy, _cast, _loaded, _unfrozen], ids=["copied", "cast", "loaded", "unfrozen"]
 )
-def test_gradients_of_parameters_that_are_new_ones_lie_as_they_do(change, local):
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = change(shard_module(pair(), mesh, pair_plan(local=local)))
-        x = distribute_tensor(activations(), mesh, ROWS)
-        reference = pair()
-        reference.load_state_dict({name: full_tensor(value) for name, value in model.state_dict().items()})
-        reference(activations()).square().mean().backward()
-        seen = []
-        model.first.scale.register_hook(lambda grad: seen.append(grad.placements))
-        for _ in range(2):
-            model.zero_grad()
-            model(x).square().mean().backward()
-        compare(model, reference)
-        assert len(seen) == 2  # a hook of the user's own is called once per backward pass
-        assert len(model.first.up.weight._backward_hooks) == 1
-
-    sim.run(body, world_size=4)
+@sim.ranks(4, backends=("sim",))
+def test_gradients_of_parameters_that_are_new_ones_lie_as_they_do(ctx, change, local):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = change(shard_module(pair(), mesh, pair_plan(local=local)))
+    x = distribute_tensor(activations(), mesh, ROWS)
+    reference = pair()
+    reference.load_state_dict({name: full_tensor(value) for name, value in model.state_dict().items()})
+    reference(activations()).square().mean().backward()
+    seen = []
+    model.first.scale.register_hook(lambda grad: seen.append(grad.placements))
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    compare(model, reference)
+    assert len(seen) == 2  # a hook of the user's own is called once per backward pass
+    assert len(model.first.up.weight._backward_hooks) == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -576,21 +576,18 @@ def test_fully_shard_around_local_code(ctx):
         same(net.get_parameter(name), param, name, tolerance_of(param))
 
 
-def test_the_gradient_of_a_pending_maximum_is_refused():
+@sim.ranks(4, backends=("sim",))
+def test_the_gradient_of_a_pending_maximum_is_refused(ctx):
     """The first axis of the mesh is named, in whatever order the plan has them."""
-
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        own = Layout.from_device_mesh(mesh)
-        net = torch.nn.Sequential(Weighted(), Weighted(5, 5))
-        given = ShardingPlan(
-            plan={"*.*": ("None",)}, local_plan={"0": own(partial={"tp": "max", "dp": "max"}), "1": ("None",)}
-        )
-        x = distribute_tensor(numbers(4, 5), mesh, (), src_data_rank=None)
-        with pytest.raises(ValueError, match="cannot take a shard for a gradient: max over 'dp' is pending"):
-            shard_module(net, mesh, given, src_data_rank=None)(x)
-
-    sim.run(body, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    own = Layout.from_device_mesh(mesh)
+    net = torch.nn.Sequential(Weighted(), Weighted(5, 5))
+    given = ShardingPlan(
+        plan={"*.*": ("None",)}, local_plan={"0": own(partial={"tp": "max", "dp": "max"}), "1": ("None",)}
+    )
+    x = distribute_tensor(numbers(4, 5), mesh, (), src_data_rank=None)
+    with pytest.raises(ValueError, match="cannot take a shard for a gradient: max over 'dp' is pending"):
+        shard_module(net, mesh, given, src_data_rank=None)(x)
 
 
 def test_what_is_sent():

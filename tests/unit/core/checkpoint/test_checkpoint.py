@@ -159,18 +159,16 @@ def test_ranks_at_different_steps_are_named(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_checkpointer_that_is_closed_says_so(tmp_path):
-    def body():
-        checkpointer = Checkpointer(tmp_path)
-        checkpointer.save(1, {"w": W})
-        checkpointer.close()
-        checkpointer.close()
-        for call in (checkpointer.acquire, lambda: checkpointer.save(2, {"w": W}), lambda: checkpointer.load({"w": W})):
-            with pytest.raises(ValueError, match=r"it has been closed.*\n  root: .*\n  try: another one"):
-                call()
-        return checkpointer.latest()
-
-    assert sim.run(body, 2) == [tmp_path / "step-00000001"] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_checkpointer_that_is_closed_says_so(ctx, tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"w": W})
+    checkpointer.close()
+    checkpointer.close()
+    for call in (checkpointer.acquire, lambda: checkpointer.save(2, {"w": W}), lambda: checkpointer.load({"w": W})):
+        with pytest.raises(ValueError, match=r"it has been closed.*\n  root: .*\n  try: another one"):
+            call()
+    assert checkpointer.latest() == tmp_path / "step-00000001"
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------

@@ -339,14 +339,12 @@ def test_keys_are_on_their_way_before_they_are_used() -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_no_buffer_is_touched_while_it_travels(degree: int) -> None:
-    def body() -> None:
-        cp = cp_of(degree)
-        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in qkv())
-        cp.attend(q, k, v, documents=torch.zeros(BATCH, SEQ // 4, dtype=torch.int64)).sum().backward()
-        cp.attend(q, k, v).sum().backward()
-
-    sim.run(body, world_size=4, check_races=True)
+@sim.ranks(4, backends=("sim",), check_races=True)
+def test_no_buffer_is_touched_while_it_travels(ctx, degree: int) -> None:
+    cp = cp_of(degree)
+    q, k, v = (cp.split(x, dim=2).requires_grad_() for x in qkv())
+    cp.attend(q, k, v, documents=torch.zeros(BATCH, SEQ // 4, dtype=torch.int64)).sum().backward()
+    cp.attend(q, k, v).sum().backward()
 
 
 @pytest.mark.tier("test")
@@ -368,20 +366,18 @@ def test_any_interleaving_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_autocast_casts_as_torch_does(degree: int) -> None:
-    def body() -> None:
-        cp = cp_of(degree)
-        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in qkv(torch.float32))
-        with torch.autocast("cpu", torch.bfloat16):
-            out = cp.attend(q, k.bfloat16(), v, documents=torch.zeros(BATCH, SEQ // 2, dtype=torch.int64))
-            out.sum().backward()
-        low = [x.bfloat16() for x in (q, k, v)]
-        expected = cp.attend(*low, documents=torch.zeros(BATCH, SEQ // 2, dtype=torch.int64))
-        assert out.dtype == torch.bfloat16
-        assert torch.equal(out, expected), "sums must be kept in float32 under autocast too"
-        assert q.grad.dtype == k.grad.dtype == torch.float32
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_autocast_casts_as_torch_does(ctx, degree: int) -> None:
+    cp = cp_of(degree)
+    q, k, v = (cp.split(x, dim=2).requires_grad_() for x in qkv(torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cp.attend(q, k.bfloat16(), v, documents=torch.zeros(BATCH, SEQ // 2, dtype=torch.int64))
+        out.sum().backward()
+    low = [x.bfloat16() for x in (q, k, v)]
+    expected = cp.attend(*low, documents=torch.zeros(BATCH, SEQ // 2, dtype=torch.int64))
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected), "sums must be kept in float32 under autocast too"
+    assert q.grad.dtype == k.grad.dtype == torch.float32
 
 
 def test_sums_are_kept_in_float32() -> None:
@@ -397,15 +393,13 @@ def test_sums_are_kept_in_float32() -> None:
     assert max(sim.run(body, world_size=8)) <= torch.finfo(torch.bfloat16).eps / 2 * 1.01, "one rounding, at the end"
 
 
-def test_a_copied_model_uses_the_same_groups() -> None:
-    def body() -> None:
-        model = Llama.build(LlamaConfig(num_hidden_layers=1, max_seq_len=16))
-        cp = context_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
-        tokens = cp.split(torch.arange(16).unsqueeze(0))
-        assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
-        assert repr(cp) == f"ContextParallel(cp=2, ulysses_degree=2, rank={dist.get_rank()})"
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_a_copied_model_uses_the_same_groups(ctx) -> None:
+    model = Llama.build(LlamaConfig(num_hidden_layers=1, max_seq_len=16))
+    cp = context_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    tokens = cp.split(torch.arange(16).unsqueeze(0))
+    assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
+    assert repr(cp) == f"ContextParallel(cp=2, ulysses_degree=2, rank={dist.get_rank()})"
 
 
 @pytest.mark.tier("test")

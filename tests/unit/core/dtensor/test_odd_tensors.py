@@ -96,27 +96,22 @@ def test_parts_of_one_element_with_any_stride(dtype):
 
 
 @pytest.mark.parametrize("make", ["redistribute", "from_local"])
-def test_a_transposed_part_can_be_reshaped(make):
+@sim.ranks(4, backends=("sim",))
+def test_a_transposed_part_can_be_reshaped(ctx, make):
     """The DTensor says of its memory what the parts say of theirs, or torch would take a view where it has to copy."""
-
-    def on_rank():
-        mesh = on_mesh()
-        x = distribute_tensor(torch.arange(24.0).reshape(2, 3, 4), mesh, ("dp",), src_data_rank=None).requires_grad_()
-        turned = x.transpose(1, 2)
-        if make == "redistribute":
-            y = redistribute(turned, mesh, ("dp",))
-        else:
-            part = torch.arange(24.0).reshape(2, 3, 4)[mesh.get_local_rank("dp")][None]
-            y = from_local(part.transpose(1, 2).requires_grad_(), mesh, ("dp",), shape=(2, 4, 3))
-        assert y.stride() == turned.stride() == (12, 1, 4)
-        flat = y.reshape(2, 12)
-        assert torch.equal(
-            full_tensor(flat.detach()), torch.arange(24.0).reshape(2, 3, 4).transpose(1, 2).reshape(2, 12)
-        )
-        flat.sum().backward()
-        return make == "from_local" or full_tensor(x.grad).tolist() == torch.ones(2, 3, 4).tolist()
-
-    assert sim.run(on_rank, world_size=4) == [True] * 4
+    mesh = on_mesh()
+    x = distribute_tensor(torch.arange(24.0).reshape(2, 3, 4), mesh, ("dp",), src_data_rank=None).requires_grad_()
+    turned = x.transpose(1, 2)
+    if make == "redistribute":
+        y = redistribute(turned, mesh, ("dp",))
+    else:
+        part = torch.arange(24.0).reshape(2, 3, 4)[mesh.get_local_rank("dp")][None]
+        y = from_local(part.transpose(1, 2).requires_grad_(), mesh, ("dp",), shape=(2, 4, 3))
+    assert y.stride() == turned.stride() == (12, 1, 4)
+    flat = y.reshape(2, 12)
+    assert torch.equal(full_tensor(flat.detach()), torch.arange(24.0).reshape(2, 3, 4).transpose(1, 2).reshape(2, 12))
+    flat.sum().backward()
+    assert make == "from_local" or full_tensor(x.grad).tolist() == torch.ones(2, 3, 4).tolist()
 
 
 @pytest.mark.parametrize(
@@ -137,14 +132,16 @@ def test_strides_of_the_whole_are_as_those_of_a_part(part, shape, strides):
     assert stride_like(part, shape) == strides
 
 
-def test_executing_records_no_gradient():
-    def on_rank():
-        gather, keep = plan(MESH("dp"), MESH(), (4,), torch.float32), plan(MESH(), MESH("dp"), (4,), torch.float32)
-        halves, full = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(4))
-        idle = execute(plan(MESH("dp"), MESH("dp"), (4,), torch.float32), halves)
-        return execute(gather, halves).requires_grad, execute(keep, full).requires_grad, idle is halves
-
-    assert sim.run(on_rank, world_size=4) == [(False, False, True)] * 4
+@sim.ranks(4, backends=("sim",))
+def test_executing_records_no_gradient(ctx):
+    gather, keep = plan(MESH("dp"), MESH(), (4,), torch.float32), plan(MESH(), MESH("dp"), (4,), torch.float32)
+    halves, full = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(4))
+    idle = execute(plan(MESH("dp"), MESH("dp"), (4,), torch.float32), halves)
+    assert (execute(gather, halves).requires_grad, execute(keep, full).requires_grad, idle is halves) == (
+        False,
+        False,
+        True,
+    )
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from errors_kit import assert_says, error_on_ranks, errors_on_ranks
 from torch import nn
 
 import sim
@@ -21,135 +24,85 @@ pytestmark = pytest.mark.sim
 CONFIG = MoEConfig(num_hidden_layers=2, num_dense_layers=1, expert_intermediate_size=6)
 
 
-def refused(config: LlamaConfig, sizes: dict[str, int], options: dict[str, Any]) -> str:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    model = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
-    with pytest.raises(ValueError) as error:
-        expert_parallel(model, mesh, **options)
-    return str(error.value)
+SPLIT = "cannot split the experts"
+NODES = "the ranks that share experts must lie equally many on each of equally many nodes"
+EXPERTS = "of 'layers.1.mlp.experts' evenly"
 
 
-@pytest.mark.parametrize(
-    ("config", "sizes", "options", "expected"),
-    [
-        (
-            replace(CONFIG, num_experts=9),
-            {"ep": 2},
-            {},
-            "cannot split the experts: the 2 ranks of ep cannot share num_experts=9 of 'layers.1.mlp.experts' evenly\n"
-            "  ep=2, tp=1, cp=1, etp=1\n"
-            "  try: ep one of 1, 3, 9",
-        ),
-        (
-            CONFIG,
-            {"ep": 2, "tp": 4},
-            {},
-            "cannot split the experts: the 4 ranks of etp cannot share inner_size=6 of 'layers.1.mlp.experts' evenly\n"
-            "  ep=2, tp=4, cp=1, etp=4\n"
-            "  try: etp one of 1, 2, 3, 6",
-        ),
-        (
-            CONFIG,
-            {"ep": 2, "tp": 4},
-            {"etp": 2},
-            "cannot split the experts: inside of an expert tp splits either the inner width, on all its ranks, or "
-            "nothing\n"
-            "  ep=2, tp=4, cp=1, etp=2\n"
-            "  try: etp=4, or etp=1",
-        ),
-        (
-            CONFIG,
-            {"ep": 2, "tp": 2},
-            {"ep": ("ep", "tp"), "etp": 2},
-            "cannot split the experts: ranks along tp cannot both split experts and have experts of their own\n"
-            "  ep=4, tp=2, cp=1, etp=2\n"
-            "  try: etp=1, or an ep without the axis of tp",
-        ),
-        (
-            CONFIG,
-            {"ep": 2, "tp": 2},
-            {"ep": ("tp", "ep")},
-            "cannot split the experts: ep must hold each axis once, in mesh order\n"
-            "  ep: ('tp', 'ep')   mesh: ep=2, tp=2\n"
-            "  try: ep=('ep', 'tp')",
-        ),
-        (
-            CONFIG,
-            {"expert": 2},
-            {"ep": "experts"},
-            "cannot split the experts: ep='experts' is no axis of the mesh\n  mesh: expert=2\n  try: ep='expert'",
-        ),
-        (
-            CONFIG,
-            {"dp": 2, "ep": 2},
-            {"ranks_per_node": 3},
-            "cannot split the experts: the ranks that share experts must lie equally many on each of equally many "
-            "nodes\n"
-            "  ranks: [2, 3], of which each node has [1, 1]   ranks_per_node: 3\n"
-            "  try: ranks_per_node=None, or another size of ep",
-        ),
-        (
-            CONFIG,
-            {"ep": 4},
-            {"ranks_per_node": 3},
-            "cannot split the experts: the ranks that share experts must lie equally many on each of equally many "
-            "nodes\n"
-            "  ranks: [0, 1, 2, 3], of which each node has [3, 1]   ranks_per_node: 3\n"
-            "  try: ranks_per_node=None, or another size of ep",
-        ),
-        (
-            CONFIG,
-            {"ep": 2},
-            {"ranks_per_node": 0},
-            "cannot split the experts: ranks_per_node must be a finite number of at least 1\n"
-            "  ranks_per_node: 0\n"
-            "  try: ranks_per_node=1",
-        ),
-        (
-            LlamaConfig(num_hidden_layers=1),
-            {"ep": 2},
-            {},
-            "cannot split the experts: there are none in this Llama\n"
-            "  ep=2, tp=1, cp=1, etp=1\n"
-            "  try: a model with GroupedExperts, such as hyper_parallel.models.MoELlama",
-        ),
-    ],
-    ids=["experts", "width", "etp", "tp twice", "order", "axis", "some", "uneven", "none", "llama"],
-)
-def test_what_does_not_fit_is_refused(config, sizes, options, expected):
-    world_size = torch.Size(sizes.values()).numel()
-    assert sim.run(refused, world_size=world_size, args=(config, sizes, options)) == [expected] * world_size
+def split(config: LlamaConfig, sizes: dict[str, int], **options: Any) -> tuple[int, Callable[[], object]]:
+    """Return the number of ranks, and a call that splits the experts of a model over a mesh of these sizes."""
+
+    def call() -> object:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return expert_parallel(MoELlama(config) if isinstance(config, MoEConfig) else Llama(config), mesh, **options)
+
+    return math.prod(sizes.values()), call
+
+
+MISTAKES = {
+    "experts": (
+        split(replace(CONFIG, num_experts=9), {"ep": 2}),
+        f"the 2 ranks of ep cannot share num_experts=9 {EXPERTS}\n  ep=2, tp=1, cp=1, etp=1\n  try: ep one of 1, 3, 9",
+    ),
+    "width": (
+        split(CONFIG, {"ep": 2, "tp": 4}),
+        f"the 4 ranks of etp cannot share inner_size=6 {EXPERTS}\n  ep=2, tp=4, cp=1, etp=4\n"
+        "  try: etp one of 1, 2, 3, 6",
+    ),
+    "etp": (
+        split(CONFIG, {"ep": 2, "tp": 4}, etp=2),
+        "inside of an expert tp splits either the inner width, on all its ranks, or nothing\n"
+        "  ep=2, tp=4, cp=1, etp=2\n  try: etp=4, or etp=1",
+    ),
+    "tp twice": (
+        split(CONFIG, {"ep": 2, "tp": 2}, ep=("ep", "tp"), etp=2),
+        "ranks along tp cannot both split experts and have experts of their own\n  ep=4, tp=2, cp=1, etp=2\n"
+        "  try: etp=1, or an ep without the axis of tp",
+    ),
+    "order": (
+        split(CONFIG, {"ep": 2, "tp": 2}, ep=("tp", "ep")),
+        "ep must hold each axis once, in mesh order\n  ep: ('tp', 'ep')   mesh: ep=2, tp=2\n  try: ep=('ep', 'tp')",
+    ),
+    "axis": (
+        split(CONFIG, {"expert": 2}, ep="experts"),
+        "ep='experts' is no axis of the mesh\n  mesh: expert=2\n  try: ep='expert'",
+    ),
+    "some": (
+        split(CONFIG, {"dp": 2, "ep": 2}, ranks_per_node=3),
+        f"{NODES}\n  ranks: [2, 3], of which each node has [1, 1]   ranks_per_node: 3\n"
+        "  try: ranks_per_node=None, or another size of ep",
+    ),
+    "uneven": (
+        split(CONFIG, {"ep": 4}, ranks_per_node=3),
+        f"{NODES}\n  ranks: [0, 1, 2, 3], of which each node has [3, 1]   ranks_per_node: 3\n"
+        "  try: ranks_per_node=None, or another size of ep",
+    ),
+    "none": (
+        split(CONFIG, {"ep": 2}, ranks_per_node=0),
+        "ranks_per_node must be a finite number of at least 1\n  ranks_per_node: 0\n  try: ranks_per_node=1",
+    ),
+    "llama": (
+        split(LlamaConfig(num_hidden_layers=1), {"ep": 2}),
+        "there are none in this Llama\n  ep=2, tp=1, cp=1, etp=1\n"
+        "  try: a model with GroupedExperts, such as hyper_parallel.models.MoELlama",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_does_not_fit_is_refused(name):
+    (world_size, call), expected = MISTAKES[name]
+    assert_says(error_on_ranks(call, world_size), f"{SPLIT}: {expected}")
 
 
 def test_ranks_out_of_order() -> None:
     """A group sorts its ranks: tokens would go to another rank than the one that has their expert."""
-
-    def body() -> str:
-        with pytest.raises(ValueError) as caught:
-            expert_parallel(MoELlama(CONFIG), DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",)))
-        return str(caught.value)
-
-    assert (
-        sim.run(body, world_size=2)
-        == [
-            "cannot split the experts: ranks along axis 'ep' have to ascend, as a process group has no other order\n"
-            "  mesh: ep=2   ranks: 1, 0\n"
-            "  try: a mesh whose rows and columns ascend, as init_device_mesh makes them"
-        ]
-        * 2
+    mesh = lambda: DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",))  # noqa: E731
+    assert_says(
+        error_on_ranks(lambda: expert_parallel(MoELlama(CONFIG), mesh()), 2),
+        f"{SPLIT}: ranks along axis 'ep' have to ascend, as a process group has no other order\n"
+        "  mesh: ep=2   ranks: 1, 0\n  try: a mesh whose rows and columns ascend, as init_device_mesh makes them",
     )
-
-
-def twice(wrapped: bool) -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    model = MoELlama(CONFIG)
-    if wrapped:
-        fully_shard(model.layers[1].mlp.experts, mesh=mesh)
-    else:
-        expert_parallel(model, mesh)
-    with pytest.raises(ValueError) as error:
-        expert_parallel(model, mesh)
-    return str(error.value)
 
 
 def with_a_gradient(experts: GroupedExperts) -> None:
@@ -180,35 +133,28 @@ def with_one_weight_for_two(experts: GroupedExperts) -> None:
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_of_which_something_would_be_lost(change, expected, ranks):
-    def body() -> str:
+    def call() -> None:
         model = nn.ModuleDict({"layer": GroupedExperts(4, 8, 8)})
         change(model["layer"])
-        with pytest.raises(ValueError) as error:
-            expert_parallel(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
-        return str(error.value)
+        expert_parallel(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
 
-    answers = sim.run(body, ranks)
-    assert len(set(answers)) == 1
-    assert answers[0].startswith(f"cannot split the experts: {expected}")
+    assert error_on_ranks(call, ranks).startswith(f"InvalidValue: {SPLIT}: {expected}")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_experts_that_are_split_already(wrapped):
-    for message in sim.run(twice, world_size=2, args=(wrapped,)):
-        assert "the weights of 'layers.1.mlp.experts' are split already" in message
-        assert "try: expert_parallel once, before shard_module and fully_shard" in message
+    def call() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        model = MoELlama(CONFIG)
+        if wrapped:
+            fully_shard(model.layers[1].mlp.experts, mesh=mesh)
+        else:
+            expert_parallel(model, mesh)
+        expert_parallel(model, mesh)
 
-
-def plain_experts(wrapped: bool) -> str:
-    """Leave `expert_parallel` out."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = MoELlama(CONFIG)
-    shard_module(model, mesh["tp"], moe_plan(CONFIG, mesh["tp"]))
-    if wrapped:
-        fully_shard(model.layers[1].mlp.experts, mesh=mesh["dp"])
-    with pytest.raises(ValueError) as error:
-        model(torch.zeros(2, 4, dtype=torch.long))
-    return str(error.value)
+    message = error_on_ranks(call, 2)
+    assert "the weights of 'layers.1.mlp.experts' are split already" in message
+    assert "try: expert_parallel once, before shard_module and fully_shard" in message
 
 
 @pytest.mark.tier("test")
@@ -220,8 +166,18 @@ def plain_experts(wrapped: bool) -> str:
     ],
 )
 def test_experts_that_nobody_has_split_are_not_trained_wrong(wrapped, expected):
-    for message in sim.run(plain_experts, world_size=4, args=(wrapped,)):
-        assert expected in message
+    """`expert_parallel` was left out."""
+
+    def call() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = MoELlama(CONFIG)
+        shard_module(model, mesh["tp"], moe_plan(CONFIG, mesh["tp"]))
+        if wrapped:
+            fully_shard(model.layers[1].mlp.experts, mesh=mesh["dp"])
+        model(torch.zeros(2, 4, dtype=torch.long))
+
+    texts = errors_on_ranks(call, 4, sends=True)
+    assert all(expected in text for text in texts)
 
 
 def test_plans_that_are_refused():
@@ -246,24 +202,16 @@ def test_routers_that_are_refused():
         Router(2, 8, 1, score="top")
 
 
-def one_rank_each() -> bool:
-    """Axes of a single rank change nothing."""
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "tp"))
+@sim.ranks(1, backends=("sim",))
+def test_axes_of_a_single_rank_change_nothing(ctx):
     model = MoELlama(CONFIG)
     before = dict(model.named_parameters())
-    parallelize_moe(model, mesh)
-    return all(before[name] is param for name, param in model.named_parameters())
+    parallelize_moe(model, init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "tp")))
+    assert all(before[name] is param for name, param in model.named_parameters())
 
 
-def test_one_rank():
-    assert sim.run(one_rank_each, world_size=1) == [True]
-
-
-def dense_stage() -> list[str]:
+@sim.ranks(2, backends=("sim",))
+def test_a_stage_without_experts_passes(ctx):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     stage: nn.Module = MoELlama(CONFIG).keep(range(1), embed=True, head=False)
-    return [name for name, _ in parallelize_moe(stage, mesh).named_children()]  # type: ignore[arg-type]
-
-
-def test_a_stage_without_experts_passes():
-    assert sim.run(dense_stage, world_size=2) == [["embed", "layers"]] * 2
+    assert [name for name, _ in parallelize_moe(stage, mesh).named_children()] == ["embed", "layers"]  # type: ignore[arg-type]

@@ -374,52 +374,45 @@ def test_a_bucket_gathers_what_was_put_into_it(contents, ranks, flat, param_dtyp
     assert gathers == (["all_gather"] * 4 if ranks > 1 else [])  # one at a time, whatever is in it
 
 
-def test_parameters_of_other_dtypes_are_gathered_apart():
-    def rank():
-        layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).bfloat16())
-        unit = unit_of(fully_shard(layers, mesh=init_device_mesh("cpu", (2,))))
-        return [[param.name for param in bucket.params] for bucket in unit.buckets]
-
-    assert sim.run(rank, 2) == [[["0.weight"], ["1.weight"]]] * 2
+@sim.ranks(2, backends=("sim",))
+def test_parameters_of_other_dtypes_are_gathered_apart(ctx):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).bfloat16())
+    unit = unit_of(fully_shard(layers, mesh=init_device_mesh("cpu", (2,))))
+    assert [[param.name for param in bucket.params] for bucket in unit.buckets] == [["0.weight"], ["1.weight"]]
 
 
-def test_a_group_of_a_mesh_is_taken_for_its_own_ranks_only():
-    def rank():
-        mesh, me = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
-        own, other = (me % 2, me % 2 + 2), (me // 2 * 2, me // 2 * 2 + 1)
-        assert group_of(own, ("dp",), mesh) is mesh.get_group("dp")
-        assert tuple(dist.get_process_group_ranks(group_of(other, ("dp",), mesh))) == other
-
-    sim.run(rank, 4)
+@sim.ranks(4, backends=("sim",))
+def test_a_group_of_a_mesh_is_taken_for_its_own_ranks_only(ctx):
+    mesh, me = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    own, other = (me % 2, me % 2 + 2), (me // 2 * 2, me // 2 * 2 + 1)
+    assert group_of(own, ("dp",), mesh) is mesh.get_group("dp")
+    assert tuple(dist.get_process_group_ranks(group_of(other, ("dp",), mesh))) == other
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_a_bucket_notices_that_its_parts_were_replaced(flat):
+@sim.ranks(2, backends=("sim",))
+def test_a_bucket_notices_that_its_parts_were_replaced(ctx, flat):
     values = [numbered([3, 2]).detach(), numbered([4, 5]).detach()]
-
-    def rank():
-        bucket = make_bucket(init_device_mesh("cpu", (2,)), values, [0, 1], flat=flat)
-        before = bucket.version
+    bucket = make_bucket(init_device_mesh("cpu", (2,)), values, [0, 1], flat=flat)
+    before = bucket.version
+    with torch.no_grad():
+        bucket.params[1].sharded.mul_(2)
+    versions = [before != bucket.version, bucket.was_replaced()]
+    owner = bucket.params[0].slots[0].module
+    owner.double()
+    versions.append(bucket.was_replaced())
+    bucket.take_over()
+    versions.append(bucket.was_replaced())
+    assert [got.dtype for got in gather(bucket)] == [torch.float64] * 2
+    assert torch.equal(bucket.params[1].unsharded, values[1].double() * 2)
+    assert (bucket.shards is not None) == flat
+    if flat:  # still one buffer, and optimizers change it
+        assert bucket.shards.dtype == torch.float64
         with torch.no_grad():
-            bucket.params[1].sharded.mul_(2)
-        versions = [before != bucket.version, bucket.was_replaced()]
-        owner = bucket.params[0].slots[0].module
-        owner.double()
-        versions.append(bucket.was_replaced())
-        bucket.take_over()
-        versions.append(bucket.was_replaced())
-        assert [got.dtype for got in gather(bucket)] == [torch.float64] * 2
-        assert torch.equal(bucket.params[1].unsharded, values[1].double() * 2)
-        assert (bucket.shards is not None) == flat
-        if flat:  # still one buffer, and optimizers change it
-            assert bucket.shards.dtype == torch.float64
-            with torch.no_grad():
-                bucket.params[0].sharded.zero_()
-            assert bucket.shards[: bucket.params[0].local_numel].eq(0).all()
-        bucket.free()
-        return versions
-
-    assert sim.run(rank, 2) == [[True, False, True, False]] * 2
+            bucket.params[0].sharded.zero_()
+        assert bucket.shards[: bucket.params[0].local_numel].eq(0).all()
+    bucket.free()
+    assert versions == [True, False, True, False]
 
 
 def test_parameters_that_are_whole_are_used_where_they_are():

@@ -228,14 +228,12 @@ def test_threads_are_a_processs_share_of_the_cpus(monkeypatch, size, processes, 
     assert len(threads) == count
 
 
-def test_a_simulated_rank_draws_alone():
-    def body():
-        threads, target = set(), FillTarget("w", torch.empty(2**21), (slice(0, 2**21),), 0)
-        target.write(lambda tile, numbers: threads.add(threading.get_ident()), covers=True)
-        flush([target])
-        return threads == {threading.get_ident()}
-
-    assert sim.run(body, world_size=1) == [True]
+@sim.ranks(1, backends=("sim",))
+def test_a_simulated_rank_draws_alone(ctx):
+    threads, target = set(), FillTarget("w", torch.empty(2**21), (slice(0, 2**21),), 0)
+    target.write(lambda tile, numbers: threads.add(threading.get_ident()), covers=True)
+    flush([target])
+    assert threads == {threading.get_ident()}
 
 
 def test_of_tensors_that_share_memory_the_last_wins():
@@ -455,13 +453,11 @@ def test_the_llama_is_the_same_for_any_number_of_ranks(world_size):
     sim.run(body, world_size=world_size)
 
 
-def test_bounds_follow_the_global_shape():
-    def body():
-        model = init_parameters(split(on_meta(nn.Linear, 400, 30), None, "dp", sizes=(4,)))
-        return model.weight.to_local().abs().max().item()
-
-    for bound in sim.run(body, world_size=4):
-        assert 0.99 * 0.05 < bound < 0.05  # 1 / sqrt(400), not 1 / sqrt(100)
+@sim.ranks(4, backends=("sim",))
+def test_bounds_follow_the_global_shape(ctx):
+    model = init_parameters(split(on_meta(nn.Linear, 400, 30), None, "dp", sizes=(4,)))
+    bound = model.weight.to_local().abs().max().item()
+    assert 0.99 * 0.05 < bound < 0.05  # 1 / sqrt(400), not 1 / sqrt(100)
 
 
 def test_a_rank_needs_no_more_memory_than_its_shard():
@@ -738,17 +734,15 @@ def wrapped_rotary(*, empty: bool) -> nn.Module:
 
 @pytest.mark.sim
 @pytest.mark.parametrize("empty", [False, True])
-def test_what_nothing_fills_is_named_also_after_to_empty(empty):
-    def rank():
-        text = refused(lambda: init_parameters(wrapped_rotary(empty=empty)))
-        names = "parameter 'scale' of Rotary, buffer 'table' of Rotary, buffer 'frequencies' of Rotary"
-        assert f"not filled: {names}\n" in text
-        model = wrapped_rotary(empty=empty)
-        model.table = torch.ones(3)  # who assigns has filled
-        model.frequencies = torch.ones(2)
-        assert "not filled: parameter 'scale' of Rotary\n" in refused(lambda: init_parameters(model))
-
-    sim.run(rank, 2)
+@sim.ranks(2, backends=("sim",))
+def test_what_nothing_fills_is_named_also_after_to_empty(ctx, empty):
+    text = refused(lambda: init_parameters(wrapped_rotary(empty=empty)))
+    names = "parameter 'scale' of Rotary, buffer 'table' of Rotary, buffer 'frequencies' of Rotary"
+    assert f"not filled: {names}\n" in text
+    model = wrapped_rotary(empty=empty)
+    model.table = torch.ones(3)  # who assigns has filled
+    model.frequencies = torch.ones(2)
+    assert "not filled: parameter 'scale' of Rotary\n" in refused(lambda: init_parameters(model))
 
 
 @pytest.mark.sim

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
+from errors_kit import errors_on_ranks, fails_on_ranks
 from torch import nn
 
 import sim
@@ -36,61 +39,10 @@ def pipeline(stage=None, ranks=2, micro_batches=2, **options):
 X = torch.arange(12.0).view(4, 3)
 
 
-def raises(kind, said, body, ranks=2):
-    """Every rank raises it: none is left waiting."""
-
-    def run():
-        with pytest.raises(kind, match=said):
-            body()
-        return "raised"
-
-    assert sim.run(run, world_size=ranks) == ["raised"] * ranks
-
-
 # -- making a pipeline -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "said"),
-    [
-        ({"schedule": "1fb"}, ValueError, "there is no schedule '1fb'.*\n.*\n.*try: '1f1b'"),
-        ({"schedule": "1f1b", "micro_batches": 1}, ValueError, "'1f1b' needs at least as many micro-batches as stages"),
-        ({"num_stages": 3}, ValueError, "every rank has as many stages as this one, which are 2 in all"),
-        ({"stage_indices": [5]}, ValueError, "'gpipe' gives this rank other stages\n.*stage_indices: \\[5\\]"),
-        ({"boundary": Layout((2,), ("tp",))("tp")}, ValueError, "its layout has no mesh"),
-    ],
-)
-def test_arguments_that_cannot_be(options, kind, said):
-    raises(kind, said, lambda: pipeline(**options))
-
-
-def test_stages_mesh_and_loss_that_do_not_go_together():
-    def body():
-        mesh = mesh_of()
-        with pytest.raises(ValueError, match="'gpipe' has exactly 1 per rank"):
-            Pipeline([linear(), linear()], mesh, "gpipe", 1, square)
-        with pytest.raises(TypeError, match="loss_fn is None, not something to call"):
-            Pipeline([linear()], mesh, "gpipe", 1)
-        both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
-        with pytest.raises(ValueError, match="mesh has 2 axes, and stages are along one"):
-            Pipeline([linear()], both, "gpipe", 1, square)
-        turned = DeviceMesh("cpu", [1, 0], mesh_dim_names=("pp",))
-        with pytest.raises(ValueError, match="cannot make a pipeline: ranks along axis 'pp' have to ascend"):
-            Pipeline([linear()], turned, "gpipe", 1, square)
-
-    sim.run(body, world_size=2)
-
-
-@pytest.mark.parametrize("wrap", [fully_shard, hsdp])
-def test_parameters_that_are_split_over_other_stages(wrap):
-    """Without a mesh both wrap over all ranks, of which some have other layers."""
-    raises(ValueError, "parameters of Linear are shared with rank [01]", lambda: pipeline(wrap(linear())))
-
-
-splits = pytest.mark.skipif(not SCHEDULES["zbv"].is_available, reason="this torch has no right one")
-
-
-@splits
+@pytest.mark.skipif(not SCHEDULES["zbv"].is_available, reason="this torch has no right one")
 def test_a_split_backward_of_what_is_compiled():
     stage = linear()
     stage.forward = torch.compile(stage.forward)
@@ -98,17 +50,9 @@ def test_a_split_backward_of_what_is_compiled():
     def body():
         Pipeline([linear(), stage], mesh_of(), "zbv", 2, square)
 
-    raises(ValueError, "computes gradients of inputs and weights apart, and '' is compiled as one", body)
+    fails_on_ranks(body, ValueError, "computes gradients of inputs and weights apart, and '' is compiled as one")
     stage.forward = torch._dynamo.disable(linear().forward)  # that one is left alone by the compiler
     sim.run(body, world_size=2)
-
-
-@splits
-def test_a_split_backward_of_parameters_that_are_freed():
-    def body():
-        Pipeline([linear(), linear()], mesh_of(), "zero-bubble", 2, square, keep_gathered=False)
-
-    raises(ValueError, "computes gradients of weights later, when parameters would be freed", body)
 
 
 class Shared(nn.Module):
@@ -123,31 +67,98 @@ class Shared(nn.Module):
         return nn.functional.linear(nn.functional.linear(x, self.weight, self.first).tanh(), self.weight, self.second)
 
 
-@splits
-def test_a_split_backward_of_a_weight_that_torch_cannot_take_apart():
-    def body():
-        Pipeline([Shared(), Shared()], mesh_of(1), "zbv", 2, square).step(X, X)
+def of_one_rank(schedule, loss, *stages):
+    Pipeline(stages, mesh_of(1), schedule, 2, loss).step(X, X)
 
-    said = "cannot compute the gradients of the weights of stage 1 apart: some weight is used several times"
-    raises(RuntimeError, said, body, ranks=1)
+
+def pipelined(stages, mesh=mesh_of, schedule="gpipe", micro_batches=1, loss=square, **options):
+    return Pipeline([linear() for _ in range(stages)], mesh(), schedule, micro_batches, loss, **options)
+
+
+ZBV_APART = "cannot compute the gradients of the weights of stage 1 apart: some weight is used several times"
+
+# What every rank does, and what it raises: none is left waiting.
+REFUSED = {
+    "a schedule misspelt": (lambda: pipeline(schedule="1fb"), "there is no schedule '1fb'.*\n.*\n.*try: '1f1b'"),
+    "fewer micro-batches than stages": (
+        lambda: pipeline(schedule="1f1b", micro_batches=1),
+        "'1f1b' needs at least as many micro-batches as stages",
+    ),
+    "another number of stages": (
+        lambda: pipeline(num_stages=3),
+        "every rank has as many stages as this one, which are 2 in all",
+    ),
+    "other stages": (
+        lambda: pipeline(stage_indices=[5]),
+        "'gpipe' gives this rank other stages\n.*stage_indices: \\[5\\]",
+    ),
+    "a boundary without a mesh": (lambda: pipeline(boundary=Layout((2,), ("tp",))("tp")), "its layout has no mesh"),
+    "two stages per rank": (lambda: pipelined(2), "'gpipe' has exactly 1 per rank"),
+    "no loss": (lambda: pipelined(1, loss=None), "InvalidType: .*loss_fn is None, not something to call"),
+    "a mesh of two axes": (
+        lambda: pipelined(1, lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))),
+        "mesh has 2 axes, and stages are along one",
+    ),
+    "ranks out of order": (
+        lambda: pipelined(1, lambda: DeviceMesh("cpu", [1, 0], mesh_dim_names=("pp",))),
+        "cannot make a pipeline: ranks along axis 'pp' have to ascend",
+    ),
+    # Without a mesh both wrap over all ranks, of which some have other layers.
+    "fully_shard over stages": (
+        lambda: pipeline(fully_shard(linear())),
+        "parameters of Linear are shared with rank [01]",
+    ),
+    "hsdp over stages": (lambda: pipeline(hsdp(linear())), "parameters of Linear are shared with rank [01]"),
+    "a split backward of parameters that are freed": (
+        lambda: pipelined(2, schedule="zero-bubble", micro_batches=2, keep_gathered=False),
+        "computes gradients of weights later, when parameters would be freed",
+    ),
+    "a split backward of a weight that torch cannot take apart": (
+        lambda: of_one_rank("zbv", square, Shared(), Shared()),
+        f"InvalidState: {ZBV_APART}",
+    ),
+    "inputs that do not divide": (
+        lambda: pipeline(micro_batches=3).step(X, X),
+        "the batch of inputs does not divide into 3 micro-batches of equal size\n.*inputs: \\(4, 3\\)\n.*try: 3 rows",
+    ),
+    "targets that do not divide": (lambda: pipeline().step(X, X[:3]), "the batch of targets does not divide"),
+    "inputs that are no tensor": (lambda: pipeline().step([1, 2], X), "InvalidType: .*inputs is an int, not a tensor"),
+    "a step without gradients": (
+        torch.no_grad()(lambda: pipeline().step(X, X)),
+        "InvalidState: .*gradients are switched off here\n.*\n.*pipeline.eval",
+    ),
+    "a loss that is no number": (
+        lambda: of_one_rank("interleaved", lambda output, target: output, linear(), linear()),
+        r"InvalidType: .*loss_fn returned a Tensor of shape \(2, 3\)",
+    ),
+    "tied weights of other shapes": (
+        lambda: TiedWeights(pipeline(linear(3 + dist.get_rank())), "weight", "weight"),
+        r"'weight' of the first stage and 'weight' of the last differ\n.*\(3, 3\) float32\n.*\(4, 4\) float32",
+    ),
+    "tied weights that are not there": (
+        lambda: TiedWeights(pipeline(), "table", "weight"),
+        "a stage has no such parameter\n.*'table': none",
+    ),
+    "tied weights of which one is frozen": (
+        lambda: TiedWeights(pipeline(linear().requires_grad_(dist.get_rank() == 0)), "weight", "weight"),
+        r"differ\n.*float32\n.*float32, frozen",
+    ),
+}
+
+
+ON_ONE_RANK = ("a split backward of a weight that torch cannot take apart", "a loss that is no number")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_every_rank_refuses(name):
+    if "split backward" in name and not SCHEDULES["zbv"].is_available:
+        pytest.skip("this torch has no right one")
+    call, said = REFUSED[name]
+    for text in errors_on_ranks(call, 1 if name in ON_ONE_RANK else 2, sends=True):
+        assert re.search(said if said.startswith("Invalid") else f"^InvalidValue: .*{said}", text), text
 
 
 # -- running it --------------------------------------------------------------------------------------------------------
-
-
-def test_batches_that_do_not_divide():
-    said = "the batch of inputs does not divide into 3 micro-batches of equal size\n.*inputs: \\(4, 3\\)\n.*try: 3 rows"
-    raises(ValueError, said, lambda: pipeline(micro_batches=3).step(X, X))
-    raises(ValueError, "the batch of targets does not divide", lambda: pipeline().step(X, X[:3]))
-    raises(TypeError, "inputs is an int, not a tensor", lambda: pipeline().step([1, 2], X))
-
-
-def test_a_step_without_gradients():
-    def body():
-        with torch.no_grad():
-            pipeline().step(X, X)
-
-    raises(RuntimeError, "gradients are switched off here\n.*\n.*pipeline.eval", body)
 
 
 class Returns(nn.Module):
@@ -210,97 +221,63 @@ def test_a_shape_that_changes():
     fails_on_rank_0(ValueError, "for micro-batch 1: it differs from what the stage returned before", body)
 
 
-def test_a_loss_that_is_no_number():
-    def body():
-        stages = [linear(), linear()]
-        Pipeline(stages, mesh_of(1), "interleaved", 2, lambda output, target: output).step(X, X)
+@sim.ranks(1, backends=("sim",))
+def test_after_a_step_that_fails_the_next_one_is_right(ctx):
+    mesh = mesh_of(1)
+    calls = []
 
-    raises(TypeError, r"loss_fn returned a Tensor of shape \(2, 3\)", body, ranks=1)
+    def loss(output, target):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError("the second micro-batch")
+        return square(output, target)
 
-
-def test_after_a_step_that_fails_the_next_one_is_right():
-    def body():
-        mesh = mesh_of(1)
-        calls = []
-
-        def loss(output, target):
-            calls.append(1)
-            if len(calls) == 2:
-                raise ArithmeticError("the second micro-batch")
-            return square(output, target)
-
-        data = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-        stages = [fully_shard(linear(), mesh=data), linear()]
-        run = Pipeline(stages, mesh, "interleaved", 2, loss)
-        with pytest.raises(ArithmeticError, match="the second micro-batch"):
-            run.step(X, X)
-        stages[1].zero_grad()  # a plain stage has what the first micro-batch brought, as after any backward
+    data = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    stages = [fully_shard(linear(), mesh=data), linear()]
+    run = Pipeline(stages, mesh, "interleaved", 2, loss)
+    with pytest.raises(ArithmeticError, match="the second micro-batch"):
         run.step(X, X)
-        alone = nn.Sequential(linear(), linear())
-        square(alone(X), X).backward()
-        torch.testing.assert_close(stages[0].weight.grad.to_local(), alone[0].weight.grad)
-        torch.testing.assert_close(stages[1].weight.grad, alone[1].weight.grad)
-
-    sim.run(body, world_size=1)
+    stages[1].zero_grad()  # a plain stage has what the first micro-batch brought, as after any backward
+    run.step(X, X)
+    alone = nn.Sequential(linear(), linear())
+    square(alone(X), X).backward()
+    torch.testing.assert_close(stages[0].weight.grad.to_local(), alone[0].weight.grad)
+    torch.testing.assert_close(stages[1].weight.grad, alone[1].weight.grad)
 
 
 # -- tied weights ------------------------------------------------------------------------------------------------------
 
 
-def test_tied_weights_that_are_not_alike():
-    def body():
-        TiedWeights(pipeline(linear(3 + dist.get_rank())), "weight", "weight")
-
-    said = r"'weight' of the first stage and 'weight' of the last differ\n.*\(3, 3\) float32\n.*\(4, 4\) float32"
-    raises(ValueError, said, body)
-    raises(
-        ValueError, "a stage has no such parameter\n.*'table': none", lambda: TiedWeights(pipeline(), "table", "weight")
-    )
-
-
-def test_tied_weights_of_which_only_one_is_frozen():
-    def body():
-        TiedWeights(pipeline(linear().requires_grad_(dist.get_rank() == 0)), "weight", "weight")
-
-    raises(ValueError, r"differ\n.*float32\n.*float32, frozen", body)
-
-
-def test_a_norm_counts_what_is_tied_once():
-    def body():
-        run = pipeline(schedule="1f1b")
-        tied = TiedWeights(run, "weight", "weight")
-        weight, bias = run.stages[0].weight, run.stages[0].bias
-        weight.grad, bias.grad = torch.full((3, 3), 1.0), torch.full((3,), 2.0)
-        tied.add_gradients()
-        assert weight.grad.tolist() == [[2.0] * 3] * 3
-        norm = clip_grad_norm(run.stages, 1.0, run.group, tied=tied)
-        assert norm.item() == pytest.approx((9 * 2.0**2 + 2 * 3 * 2.0**2) ** 0.5)
-        assert weight.grad[0, 0].item() == pytest.approx(2.0 / norm.item())
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_a_norm_counts_what_is_tied_once(ctx):
+    run = pipeline(schedule="1f1b")
+    tied = TiedWeights(run, "weight", "weight")
+    weight, bias = run.stages[0].weight, run.stages[0].bias
+    weight.grad, bias.grad = torch.full((3, 3), 1.0), torch.full((3,), 2.0)
+    tied.add_gradients()
+    assert weight.grad.tolist() == [[2.0] * 3] * 3
+    norm = clip_grad_norm(run.stages, 1.0, run.group, tied=tied)
+    assert norm.item() == pytest.approx((9 * 2.0**2 + 2 * 3 * 2.0**2) ** 0.5)
+    assert weight.grad[0, 0].item() == pytest.approx(2.0 / norm.item())
 
 
 # -- holding parameters ------------------------------------------------------------------------------------------------
 
 
-def test_parameters_are_held_once():
-    def body():
-        model = fully_shard(linear(), mesh=mesh_of())
+@sim.ranks(2, backends=("sim",))
+def test_parameters_are_held_once(ctx):
+    model = fully_shard(linear(), mesh=mesh_of())
+    hold_parameters(model)
+    with pytest.raises(RuntimeError, match="they are unsharded for a step already\n  seen: unit Linear"):
         hold_parameters(model)
-        with pytest.raises(RuntimeError, match="they are unsharded for a step already\n  seen: unit Linear"):
-            hold_parameters(model)
-        release_parameters(model)
-        hold_parameters(model)
-        release_parameters(model)
-
-    sim.run(body, world_size=2)
+    release_parameters(model)
+    hold_parameters(model)
+    release_parameters(model)
 
 
-def test_what_is_traced_cannot_be_held():
-    def body():
-        model = hsdp(linear(), use_eager_hook=False)
-        for verb in (hold_parameters, reduce_gradients):
-            with pytest.raises(ValueError, match=r"was wrapped for torch\.compile to trace"):
-                verb(model)
-
-    sim.run(body, world_size=2)
+@sim.ranks(2, backends=("sim",))
+def test_what_is_traced_cannot_be_held(ctx):
+    model = hsdp(linear(), use_eager_hook=False)
+    for verb in (hold_parameters, reduce_gradients):
+        with pytest.raises(ValueError, match=r"was wrapped for torch\.compile to trace"):
+            verb(model)

@@ -393,16 +393,14 @@ def test_nothing_of_an_empty_dim_lies_below_a_point():
 # -- the layout of gradients -------------------------------------------------------------------------------------------
 
 
-def test_a_gradient_may_be_laid_out_over_axes_of_other_names():
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        parts = Layout.from_device_mesh(mesh)(("dp", "tp"), "None")
-        wanted = Layout.from_device_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",)))("ranks", "None")
-        assert read_grad_layout("cannot take parts", wanted, parts, (8, 3)) == wanted
-        with pytest.raises(ValueError, match="grad_layout gives rank 1 "):  # chunks of 2, 2, 1, 0, not of 2, 1, 1, 1
-            read_grad_layout("cannot take parts", wanted, parts, (5, 3))
-
-    sim.run(body, 4)
+@sim.ranks(4, backends=("sim",))
+def test_a_gradient_may_be_laid_out_over_axes_of_other_names(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parts = Layout.from_device_mesh(mesh)(("dp", "tp"), "None")
+    wanted = Layout.from_device_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",)))("ranks", "None")
+    assert read_grad_layout("cannot take parts", wanted, parts, (8, 3)) == wanted
+    with pytest.raises(ValueError, match="grad_layout gives rank 1 "):  # chunks of 2, 2, 1, 0, not of 2, 1, 1, 1
+        read_grad_layout("cannot take parts", wanted, parts, (5, 3))
 
 
 # -- below the reader, tuples of ints ----------------------------------------------------------------------------------

@@ -195,15 +195,15 @@ def test_full_keeps_least_and_selective_makes_no_product_twice_and_alternate_eve
 
 
 @pytest.mark.parametrize(("degrees", "again"), [({"dp_shard": 4}, True), ({"dp_shard": 2, "pp": 2}, False)])
-def test_stages_of_a_pipeline_keep_their_weights_between_micro_batches(degrees: dict[str, int], again: bool) -> None:
-    def body() -> bool:
-        dims = ParallelDims(**degrees, world_size=4)
-        dims.build_mesh("cpu")
-        blocks = nn.Sequential(nn.Linear(4, 4))
-        shard_units(blocks, list(blocks), dims, MixedPrecisionPolicy(), reshard_after_forward=True)
-        return unit_of(blocks[0]).options.reshard_after_forward
-
-    assert sim.run(body, 4) == [again] * 4
+@sim.ranks(4, backends=("sim",))
+def test_stages_of_a_pipeline_keep_their_weights_between_micro_batches(
+    ctx, degrees: dict[str, int], again: bool
+) -> None:
+    dims = ParallelDims(**degrees, world_size=4)
+    dims.build_mesh("cpu")
+    blocks = nn.Sequential(nn.Linear(4, 4))
+    shard_units(blocks, list(blocks), dims, MixedPrecisionPolicy(), reshard_after_forward=True)
+    assert unit_of(blocks[0]).options.reshard_after_forward == again
 
 
 def test_no_checkpointing_leaves_the_blocks_alone() -> None:

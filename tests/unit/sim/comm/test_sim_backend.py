@@ -191,11 +191,13 @@ def test_a_script_that_makes_the_group_itself():
             sim.run(body, 2, args=(asked,), init=False, backend="hccl")
 
 
-def test_the_default_reports_what_it_did_and_takes_all_that_torch_computes():
-    def body() -> tuple:
-        return dist.get_backend(), get_platform().backend, get_platform().reductions.widest_float
-
-    assert sim.run(body, 2) == [("sim", "sim", torch.float64)] * 2
+@sim.ranks(2, backends=("sim",))
+def test_the_default_reports_what_it_did_and_takes_all_that_torch_computes(ctx):
+    assert (dist.get_backend(), get_platform().backend, get_platform().reductions.widest_float) == (
+        "sim",
+        "sim",
+        torch.float64,
+    )
 
 
 def test_a_backend_without_rules():

@@ -63,10 +63,6 @@ class Layers(nn.Module):
 X = torch.ones(2, 4)
 
 
-def _other_experts(wrap: Wrap, odd: int) -> None:
-    Layers(wrap)(X, (0, 1 + odd))
-
-
 def _dropped_layer(wrap: Wrap, odd: int) -> None:
     Layers(wrap)(X, (0, 1 + odd, 3)).sum().backward()
 
@@ -84,10 +80,6 @@ def _layers_moved_after_wrapping(wrap: Wrap, odd: int) -> None:
     if odd:
         model.layers = nn.ModuleList(list(model.layers)[::-1])
     model(X)
-
-
-def _other_layer_by_hand(wrap: Wrap, odd: int) -> None:
-    Layers(wrap).layers[odd].unshard()
 
 
 def _other_order_of_models(wrap: Wrap, odd: int) -> None:
@@ -110,12 +102,12 @@ def _other_order_of_gradients(wrap: Wrap, odd: int) -> None:
 
 
 WRONG = {
-    "experts": (_other_experts, "layers.1: weight", "layers.2: weight"),
+    "experts": (lambda wrap, odd: Layers(wrap)(X, (0, 1 + odd)), "layers.1: weight", "layers.2: weight"),
     "layer drop": (_dropped_layer, "layers.1: weight", "layers.2: weight"),
     "sizes": (_other_size, "[7, 6]", "[8, 6]"),
     "layers": (_other_order_of_layers, "gather of layers.0", "gather of layers.1"),
     "moved": (_layers_moved_after_wrapping, "gather of layers.0: ", "gather of layers.0 (wrapped as layers.3): "),
-    "by hand": (_other_layer_by_hand, "gather of layers.0: ", "gather of layers.1: "),
+    "by hand": (lambda wrap, odd: Layers(wrap).layers[odd].unshard(), "gather of layers.0: ", "gather of layers.1: "),
     "models": (_other_order_of_models, "number 1 of this name", "number 2 of this name"),
     "model later": (_other_model_later, "number 1 of this name", "number 2 of this name"),
     "gradients": (_other_order_of_gradients, "number 1 of this name", "number 2 of this name"),
@@ -184,16 +176,14 @@ def test_ranks_that_mean_the_same_are_left_alone(body: Callable[..., None], engi
     sim.run(lambda: body(make_wrap(), dist.get_rank() % 2), size)
 
 
-def test_models_of_other_groups_are_not_compared() -> None:
-    def body() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        stage = mesh.get_local_rank("pp")
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + stage)))
-        fully_shard(model[stage], mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])(X).sum().backward()
-        clip_grad_norm_(model.parameters(), 1.0, stage_group=mesh.get_group("pp"))
-
-    sim.run(body, 4)
+@sim.ranks(4, backends=("sim",))
+def test_models_of_other_groups_are_not_compared(ctx) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + stage)))
+    fully_shard(model[stage], mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])(X).sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0, stage_group=mesh.get_group("pp"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -225,14 +215,10 @@ def _norm(*sizes: int) -> None:
     clip_grad_norm_(fully_shard(model).parameters(), 1.0)
 
 
-def _total() -> None:
-    dist.all_reduce(torch.zeros(1))
-
-
 SCRIPT = "a call of the script's own"
 OTHER_PURPOSES = {
     "gather": (_gather_by_engine, _gather_by_hand, "gather of weight float32 [4, 5]", SCRIPT),
-    "norm": (partial(_norm, 4), _total, "gradient norm of 1 parameters, 16", SCRIPT),
+    "norm": (partial(_norm, 4), lambda: dist.all_reduce(torch.zeros(1)), "gradient norm of 1 parameters, 16", SCRIPT),
     "norms": (partial(_norm, 4), partial(_norm, 4, 6), "gradient norm of 1 parameters, 16", "gradient norm of 2"),
 }
 
@@ -271,14 +257,12 @@ def test_models_of_ddp_that_ranks_use_alike_are_left_alone() -> None:
     sim.run(lambda: _steps_of_two(((1, 0, 0, 1), (1, 0, 0, 1)), wrapped=True), 2)
 
 
-def test_ranks_of_ddp_that_have_no_batches_left_join_the_others() -> None:
-    def body() -> None:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        with model.join():
-            for _ in range(1 + dist.get_rank()):
-                model(X).sum().backward()
-
-    sim.run(body, 2)
+@sim.ranks(2, backends=("sim",))
+def test_ranks_of_ddp_that_have_no_batches_left_join_the_others(ctx) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    with model.join():
+        for _ in range(1 + dist.get_rank()):
+            model(X).sum().backward()
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -442,12 +426,10 @@ def test_values_of_tied_weights_are_not_taken_for_gradients() -> None:
         sim.run(body, 2)
 
 
-def test_messages_of_a_script_are_not_compared() -> None:
-    def body() -> None:
-        tied = _tied()
-        tied.copy_values() if dist.get_rank() == 0 else dist.recv(torch.empty(4, 4), 0)
-
-    sim.run(body, 2)
+@sim.ranks(2, backends=("sim",))
+def test_messages_of_a_script_are_not_compared(ctx) -> None:
+    tied = _tied()
+    tied.copy_values() if dist.get_rank() == 0 else dist.recv(torch.empty(4, 4), 0)
 
 
 # -- proofs ------------------------------------------------------------------------------------------------------------

@@ -96,41 +96,37 @@ def test_grad_mode_and_intraop_threads_of_a_helper():
     assert sim.run(body, 2, intraop_threads=3) == [(True, 3)] * 2
 
 
-def test_groups_that_another_thread_of_the_rank_made():
-    def body() -> list[float]:
-        go = threading.Event()
-        meshes = []
+@sim.ranks(2, backends=("sim",))
+def test_groups_that_another_thread_of_the_rank_made(ctx):
+    go = threading.Event()
+    meshes = []
 
-        def work() -> float:
-            go.wait()
-            x = distribute_tensor(torch.ones(4), meshes[0], [Shard(0)])
-            meshes.append(init_device_mesh("cpu", (2,), mesh_dim_names=("of_the_helper",)))
-            return x.redistribute(meshes[0], [Replicate()]).to_local().sum().item()
+    def work() -> float:
+        go.wait()
+        x = distribute_tensor(torch.ones(4), meshes[0], [Shard(0)])
+        meshes.append(init_device_mesh("cpu", (2,), mesh_dim_names=("of_the_helper",)))
+        return x.redistribute(meshes[0], [Replicate()]).to_local().sum().item()
 
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(work)
-            meshes.append(init_device_mesh("cpu", (2,), mesh_dim_names=("of_the_rank",)))
-            go.set()
-            total = done.result()
-        y = distribute_tensor(torch.ones(6), meshes[1], [Shard(0)])
-        return [total, y.redistribute(meshes[1], [Replicate()]).to_local().sum().item()]
-
-    assert sim.run(body, 2) == [[4.0, 6.0]] * 2
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        meshes.append(init_device_mesh("cpu", (2,), mesh_dim_names=("of_the_rank",)))
+        go.set()
+        total = done.result()
+    y = distribute_tensor(torch.ones(6), meshes[1], [Shard(0)])
+    assert [total, y.redistribute(meshes[1], [Replicate()]).to_local().sum().item()] == [4.0, 6.0]
 
 
-def test_backward_on_a_helper():
-    def body() -> float:
-        weight = torch.ones(1, requires_grad=True)
+@sim.ranks(3, backends=("sim",))
+def test_backward_on_a_helper(ctx):
+    weight = torch.ones(1, requires_grad=True)
 
-        def step() -> None:
-            (weight * dist.get_rank()).backward()
-            dist.all_reduce(weight.grad)
+    def step() -> None:
+        (weight * dist.get_rank()).backward()
+        dist.all_reduce(weight.grad)
 
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(step).result()
-        return weight.grad.item()
-
-    assert sim.run(body, 3) == [3.0] * 3
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(step).result()
+    assert weight.grad.item() == 3.0
 
 
 # -- where it gives its turn up ----------------------------------------------------------------------------------
@@ -160,11 +156,9 @@ def test_a_bounded_queue():
     assert sim.run(prefetched, 3, args=(with_thread,)) == [list(range(5))] * 3
 
 
-def test_an_executor_that_nobody_shuts_down():
-    def body() -> list[int]:
-        return prefetched(ThreadPoolExecutor(2).submit)
-
-    assert sim.run(body, 3) == [list(range(5))] * 3
+@sim.ranks(3, backends=("sim",))
+def test_an_executor_that_nobody_shuts_down(ctx):
+    assert prefetched(ThreadPoolExecutor(2).submit) == list(range(5))
 
 
 def test_every_way_to_wait():
@@ -207,28 +201,25 @@ def test_every_way_to_wait():
 
 
 @pytest.mark.parametrize("name", ["Lock", "RLock"])
-def test_a_lock_that_is_held_while_others_run(name):
+@sim.ranks(2, backends=("sim",))
+def test_a_lock_that_is_held_while_others_run(ctx, name):
     """Looked up on the rank, since only what a rank makes is seen."""
+    lock, order = getattr(threading, name)(), []
 
-    def body() -> list[str]:
-        lock, order = getattr(threading, name)(), []
-
-        def work() -> None:
-            with lock:
-                order.append("helper")
-
+    def work() -> None:
         with lock:
-            thread = threading.Thread(target=work)
-            thread.start()
-            dist.barrier()
-            assert not thread.join(timeout=1.0), "it waits for the lock"
-            assert thread.is_alive()
-            order.append("rank")
-        thread.join()
-        assert not thread.is_alive()
-        return order
+            order.append("helper")
 
-    assert sim.run(body, 2) == [["rank", "helper"]] * 2
+    with lock:
+        thread = threading.Thread(target=work)
+        thread.start()
+        dist.barrier()
+        assert not thread.join(timeout=1.0), "it waits for the lock"
+        assert thread.is_alive()
+        order.append("rank")
+    thread.join()
+    assert not thread.is_alive()
+    assert order == ["rank", "helper"]
 
 
 def test_a_lock_works_without_ranks_too():
@@ -246,15 +237,13 @@ def test_a_lock_works_without_ranks_too():
         lock.acquire(False, 1.0)
 
 
-def test_a_loop_that_asks_whether_a_thread_is_alive():
-    def body() -> bool:
-        thread = threading.Thread(target=dist.barrier)
-        thread.start()
-        while thread.is_alive():
-            pass
-        return thread.is_alive()
-
-    assert sim.run(body, 2) == [False] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_loop_that_asks_whether_a_thread_is_alive(ctx):
+    thread = threading.Thread(target=dist.barrier)
+    thread.start()
+    while thread.is_alive():
+        pass
+    assert not thread.is_alive()
 
 
 def test_timeouts_are_in_virtual_time():
@@ -285,17 +274,15 @@ def test_timeouts_are_in_virtual_time():
         assert [world.clock(rank) for rank in range(2)] == [100.0, 100.0]
 
 
-def test_a_timer():
-    def body() -> list[str]:
-        order: list[str] = []
-        timer = threading.Timer(2.0, order.append, args=("later",))
-        timer.start()
-        time.sleep(1.0)
-        order.append("sooner")
-        timer.join()
-        return order
-
-    assert sim.run(body, 2) == [["sooner", "later"]] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_timer(ctx):
+    order: list[str] = []
+    timer = threading.Timer(2.0, order.append, args=("later",))
+    timer.start()
+    time.sleep(1.0)
+    order.append("sooner")
+    timer.join()
+    assert order == ["sooner", "later"]
 
 
 # -- determinism -------------------------------------------------------------------------------------------------
@@ -436,24 +423,22 @@ def test_what_a_future_raises_reaches_the_rank():
         sim.run(body, 2)
 
 
-def test_a_thread_that_is_started_twice_and_one_that_joins_itself():
-    def body() -> list[str]:
-        said: list[str] = []
+@sim.ranks(2, backends=("sim",))
+def test_a_thread_that_is_started_twice_and_one_that_joins_itself(ctx):
+    said: list[str] = []
 
-        def work() -> None:
-            with pytest.raises(RuntimeError) as found:
-                threading.current_thread().join()
-            said.append(str(found.value))
-
-        thread = threading.Thread(target=work)
-        thread.start()
+    def work() -> None:
         with pytest.raises(RuntimeError) as found:
-            thread.start()
+            threading.current_thread().join()
         said.append(str(found.value))
-        thread.join()
-        return said
 
-    assert sim.run(body, 2) == [["threads can only be started once", "cannot join current thread"]] * 2
+    thread = threading.Thread(target=work)
+    thread.start()
+    with pytest.raises(RuntimeError) as found:
+        thread.start()
+    said.append(str(found.value))
+    thread.join()
+    assert said == ["threads can only be started once", "cannot join current thread"]
 
 
 # -- what is said ------------------------------------------------------------------------------------------------
@@ -809,11 +794,9 @@ class Asleep(Squares):
 
 
 @pytest.mark.tier("test")
-def test_a_worker_sleeps_and_its_threads_are_its_ranks():
-    def body() -> list[str]:
-        return list(DataLoader(Asleep(), batch_size=None, num_workers=1))
-
-    assert sim.run(body, 2) == [["0"] * 6, ["1"] * 6]
+@sim.ranks(2, backends=("sim",))
+def test_a_worker_sleeps_and_its_threads_are_its_ranks(ctx):
+    assert list(DataLoader(Asleep(), batch_size=None, num_workers=1)) == [["0"] * 6, ["1"] * 6][ctx.rank]
 
 
 def test_a_thread_that_no_rank_has_started_is_refused():
@@ -1005,16 +988,14 @@ def test_async_save(tmp_path: Path):
         assert sim.run(body, 2, args=(folder,), seed=seed) == [list(range(8))] * 2
 
 
-def test_a_data_loader_in_the_rank():
-    def body() -> float:
-        data = TensorDataset(torch.arange(8.0))
-        total = torch.zeros(1)
-        for (batch,) in DataLoader(data, batch_size=2, num_workers=0, shuffle=True):
-            dist.all_reduce(batch)
-            total += batch.sum()
-        return total.item()
-
-    assert sim.run(body, 2) == [56.0] * 2
+@sim.ranks(2, backends=("sim",))
+def test_a_data_loader_in_the_rank(ctx):
+    data = TensorDataset(torch.arange(8.0))
+    total = torch.zeros(1)
+    for (batch,) in DataLoader(data, batch_size=2, num_workers=0, shuffle=True):
+        dist.all_reduce(batch)
+        total += batch.sum()
+    assert total.item() == 56.0
 
 
 def test_where_threads_are_is_read_without_the_collector():

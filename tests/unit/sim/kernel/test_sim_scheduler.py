@@ -118,10 +118,6 @@ def skip_on_one() -> None:
         dist.barrier()
 
 
-def disagree() -> None:
-    dist.all_reduce(torch.ones(1 + dist.get_rank()))
-
-
 def catch_everything() -> None:
     for _ in range(10_000):
         try:
@@ -158,7 +154,7 @@ def interrupt_the_launcher() -> None:
     [
         (raise_on_one, ValueError),
         (skip_on_one, sim.Deadlock),
-        (disagree, sim.CollectiveMismatch),
+        (lambda: dist.all_reduce(torch.ones(1 + dist.get_rank())), sim.CollectiveMismatch),
         (catch_everything, sim.Deadlock),
         (catch_after_failure, KeyError),
         (end_at_once, sim.RankFailed),
@@ -230,24 +226,22 @@ def test_fifty_worlds_need_no_more_threads_than_one():
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_one_rank_still_waits_for_keeps_no_other_ranks_tensors(first):
-    def body() -> bool:
-        rank = dist.get_rank()
-        if rank != first:
-            dist.recv(torch.empty(1), first)
-        given, gathered = torch.ones(4), torch.empty(8)
-        work = dist.all_gather_into_tensor(gathered, given, async_op=True)
-        if rank == first:
-            dist.send(torch.ones(1), 1 - first)
-            work.wait()
-            tensors = weakref.ref(given), weakref.ref(gathered)
-            del work, given, gathered
-        dist.barrier()
-        is_freed = rank != first or all(tensor() is None for tensor in tensors)
-        dist.barrier()  # the other rank has its work until here
-        return is_freed
-
-    assert sim.run(body, 2) == [True, True]
+@sim.ranks(2, backends=("sim",))
+def test_what_one_rank_still_waits_for_keeps_no_other_ranks_tensors(ctx, first):
+    rank = dist.get_rank()
+    if rank != first:
+        dist.recv(torch.empty(1), first)
+    given, gathered = torch.ones(4), torch.empty(8)
+    work = dist.all_gather_into_tensor(gathered, given, async_op=True)
+    if rank == first:
+        dist.send(torch.ones(1), 1 - first)
+        work.wait()
+        tensors = weakref.ref(given), weakref.ref(gathered)
+        del work, given, gathered
+    dist.barrier()
+    is_freed = rank != first or all(tensor() is None for tensor in tensors)
+    dist.barrier()  # the other rank has its work until here
+    assert is_freed
 
 
 def test_a_world_frees_what_its_ranks_held():

@@ -117,20 +117,18 @@ def test_the_line_of_an_operation_that_torch_has_deprecated():
 
 
 @pytest.mark.parametrize("end", ["wait", "poll", "synchronize", "future"])
-def test_after_the_wait_all_is_fine(end):
-    def body() -> float:
-        x = torch.ones(4)
-        work = dist.all_reduce(x, async_op=True)
-        if end == "poll":
-            while not work.is_completed():
-                pass
-        elif end == "future":
-            work.get_future()
-        else:
-            getattr(work, end)()
-        return x.add_(1).sum().item()
-
-    assert sim.run(body, 2, check_races=True) == [12.0, 12.0]
+@sim.ranks(2, backends=("sim",), check_races=True)
+def test_after_the_wait_all_is_fine(ctx, end):
+    x = torch.ones(4)
+    work = dist.all_reduce(x, async_op=True)
+    if end == "poll":
+        while not work.is_completed():
+            pass
+    elif end == "future":
+        work.get_future()
+    else:
+        getattr(work, end)()
+    assert x.add_(1).sum().item() == 12.0
 
 
 def test_roots_and_senders_only_read():
@@ -190,35 +188,31 @@ def test_parts_of_one_storage_are_told_apart():
         sim.run(body, 2, (right, bytes_of), check_races=True)
 
 
-def test_in_flight_memory_is_not_taken_for_that_of_a_tensor_that_came_later():
-    def body() -> None:
-        for _ in range(20):
-            work = dist.all_reduce(torch.ones(100), async_op=True)  # nobody else holds the tensor
-            torch.ones(100).add_(1)
-            work.wait()
-
-    sim.run(body, 2, check_races=True)
+@sim.ranks(2, backends=("sim",), check_races=True)
+def test_in_flight_memory_is_not_taken_for_that_of_a_tensor_that_came_later(ctx):
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(100), async_op=True)  # nobody else holds the tensor
+        torch.ones(100).add_(1)
+        work.wait()
 
 
 @pytest.mark.tier("test")
-def test_code_that_waits_as_it_should():
-    def body() -> float:
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
-        replicated = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            model(replicated(torch.ones(2, 8))).sum().backward()
-            optimizer.step()
-        x = functional.all_reduce(torch.ones(3), "sum", mesh) * 2
-        full = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
-        return x.sum().item() + full.redistribute(mesh, [Replicate()]).to_local().sum().item()
-
-    assert sim.run(body, 4, check_races=True) == [69.0] * 4
+@sim.ranks(4, backends=("sim",), check_races=True)
+def test_code_that_waits_as_it_should(ctx):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    replicated = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(replicated(torch.ones(2, 8))).sum().backward()
+        optimizer.step()
+    x = functional.all_reduce(torch.ones(3), "sum", mesh) * 2
+    full = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+    assert x.sum().item() + full.redistribute(mesh, [Replicate()]).to_local().sum().item() == 69.0
 
 
 def test_the_next_run_starts_with_nothing_in_flight():

@@ -621,18 +621,17 @@ def test_functional_collectives_end_it():
     assert len(sim.run(body, 2, check_replicas=True)[0]) == 2
 
 
-def test_dtensors_take_care_of_themselves():
+@sim.ranks(2, backends=("sim",), check_replicas=True)
+def test_dtensors_take_care_of_themselves(ctx):
     """torch redistributes what is partial where an operation is not linear."""
-
-    def body() -> bool:
-        mesh = mesh_of(TP)
-        x = DTensor.from_local(W * (1 + dist.get_rank()), mesh, [Partial()])
-        held = x.to_local()
-        y = ((x + 1).relu() * x).softmax(0) + torch.nn.functional.gelu(x)
-        z = x.redistribute(placements=[Replicate()]).to_local().exp()
-        return bool(torch.isfinite(y.full_tensor()).all()) and bool(z.isfinite().all()) and held.shape == (4, 4)
-
-    assert sim.run(body, 2, check_replicas=True) == [True, True]
+    mesh = mesh_of(TP)
+    x = DTensor.from_local(W * (1 + dist.get_rank()), mesh, [Partial()])
+    held = x.to_local()
+    y = ((x + 1).relu() * x).softmax(0) + torch.nn.functional.gelu(x)
+    z = x.redistribute(placements=[Replicate()]).to_local().exp()
+    assert bool(torch.isfinite(y.full_tensor()).all())
+    assert bool(z.isfinite().all())
+    assert held.shape == (4, 4)
 
 
 def test_a_number_read_from_a_partial_dtensor():
@@ -672,21 +671,19 @@ def test_training_with_parts_inside_is_left_alone():
     assert torch.equal(checked[0], unchecked[0])
 
 
-def test_printing_and_asserting_on_a_part_is_no_use_of_it():
-    def body() -> bool:
-        x = part()
-        return "tensor" in repr(x) and torch.equal(x, x.clone()) and isinstance(x[0, 0].item(), float)
+@sim.ranks(2, backends=("sim",), check_replicas=True)
+def test_printing_and_asserting_on_a_part_is_no_use_of_it(ctx):
+    x = part()
+    assert "tensor" in repr(x)
+    assert torch.equal(x, x.clone())
+    assert isinstance(x[0, 0].item(), float)
 
-    assert sim.run(body, 2, check_replicas=True) == [True, True]
 
-
-def test_a_piece_of_a_buffer_does_not_mark_the_rest():
-    def body() -> None:
-        buffer = torch.ones(2, 4, 4)
-        buffer[0].copy_(part())
-        buffer[1].relu()
-
-    sim.run(body, 2, check_replicas=True)
+@sim.ranks(2, backends=("sim",), check_replicas=True)
+def test_a_piece_of_a_buffer_does_not_mark_the_rest(ctx):
+    buffer = torch.ones(2, 4, 4)
+    buffer[0].copy_(part())
+    buffer[1].relu()
 
 
 def test_marks_go_with_their_tensors():
@@ -861,9 +858,7 @@ def test_tensors_that_ranks_distribute_by_themselves_are_compared():
 
 
 @pytest.mark.parametrize("kind", ["fully_shard", "fsdp2"])
-def test_weights_without_values_may_be_split(kind: str):
-    def body() -> None:
-        with torch.device("meta"):
-            split_by(kind, torch.nn.Linear(4, 3), (2,))
-
-    sim.run(body, 2, check_replicas=True)
+@sim.ranks(2, backends=("sim",), check_replicas=True)
+def test_weights_without_values_may_be_split(ctx, kind: str):
+    with torch.device("meta"):
+        split_by(kind, torch.nn.Linear(4, 3), (2,))

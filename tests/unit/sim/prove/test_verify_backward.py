@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo_kit import Enter, Leave, Net, draw, megatron, rows, squared, tokens, with_averages
+from zoo_kit import Enter, Leave, Net, average, draw, megatron, rows, squared, tokens, with_averages
 
 import sim
 from sim.prove.steps.watch import LoopWatch
@@ -60,8 +60,7 @@ def test_what_backward_doubles_is_found_among_rows_that_ranks_share(micro):
         for part in batch.chunk(micro):
             losses.append(model(part).square().mean() / micro)
             losses[-1].backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        average(model)
         return sum(each.detach() for each in losses)
 
     def doubled(model, mesh):

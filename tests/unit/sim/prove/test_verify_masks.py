@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import rows, squared
+from zoo_kit import average, right, rows, squared
 
 import sim
 from hyper_parallel import fully_shard
@@ -219,8 +219,7 @@ def test_what_cannot_be_shared_stays_at_its_mean():
     def tripled(self, x):
         return x + F.dropout(self.branch(x) * 3, self.p) / 3  # no tensor that one device has
 
-    report = residual(data_parallel(tripled))
-    assert report.ok, report
+    report = right(residual(data_parallel(tripled)))
     said = "random numbers of 0 (bernoulli) are taken at their mean: nothing tells which part of those of one device"
     assert any(note.startswith(said) for note in report.notes), report.notes
 
@@ -406,8 +405,7 @@ def averaged(model, batch, parts=1):
         loss = model(part).square().mean() / parts
         loss.backward()
         total += loss.detach()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    average(model)
     return total
 
 
@@ -529,8 +527,7 @@ def test_layers_that_are_left_out_of_micro_batches():
         for part in batch.chunk(2):
             loss = squared_share(model, part)
             total += loss
-        for parameter in model.parameters() if dist.is_initialized() else ():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        average(model)
         return total
 
     def squared_share(model, part):
@@ -538,8 +535,7 @@ def test_layers_that_are_left_out_of_micro_batches():
         loss.backward()
         return loss.detach()
 
-    report = sim.verify_step(accumulated, Skipped, X, "dp=2", shard_batch=rows, optimizer_fn=None)
-    assert report.ok, report
+    report = right(sim.verify_step(accumulated, Skipped, X, "dp=2", shard_batch=rows, optimizer_fn=None))
     assert "random numbers of the model (rand) are taken at their mean" in "".join(report.notes)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from zoo_kit import Enter, Leave, draw, rows, squared, take
+from zoo_kit import Enter, Leave, draw, right, rows, squared, take
 
 import sim
 from hyper_parallel import checkpoint_blocks, fully_shard
@@ -127,8 +127,7 @@ def place(report):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_torch_styles_are_right(dtype):
-    report = verify(dtype=dtype)
-    assert report.ok, str(report)
+    report = right(verify(dtype=dtype))
     kinds = {row.kind for row in report.rows}
     assert kinds == {"parameter", "forward", "gradient", "update"}
     assert {row.verdict for row in report.rows} <= {"exact", "rounding"}
@@ -136,8 +135,7 @@ def test_torch_styles_are_right(dtype):
 
 
 def test_hand_written_code_is_right_and_its_sums_are_said_to_be_pending():
-    report = verify(split)
-    assert report.ok, str(report)
+    report = right(verify(split))
     pending = [row for row in report.rows if row.verdict == "pending" and row.kind == "forward"]
     assert {row.module for row in pending} == {"blocks.0.down", "blocks.1.down"}
     assert all("parts of a sum over tp" in row.sentence for row in pending)
@@ -190,8 +188,7 @@ def test_a_dropout_mask_that_differs_where_it_should_be_the_same():
 
 @pytest.mark.parametrize("wrap", [fsdp, ddp])
 def test_dropout_in_data_parallel_models_is_right(wrap):
-    report = verify(wrap, "dp=2", model=lambda: Net(dropout=0.5), input_layouts=[("dp",)])
-    assert report.ok, str(report)
+    report = right(verify(wrap, "dp=2", model=lambda: Net(dropout=0.5), input_layouts=[("dp",)]))
     assert any(row.kind == "random" for row in report.rows)
 
 
@@ -200,8 +197,7 @@ def test_dropout_that_draws_from_its_own_generator_on_shards_is_right():
         split(model, mesh)
         torch.manual_seed(7 + mesh.get_local_rank())
 
-    report = verify(seeded, model=lambda: Net(dropout=0.5))
-    assert report.ok, str(report)
+    right(verify(seeded, model=lambda: Net(dropout=0.5)))
 
 
 def test_declared_plain_tensors_are_held_to_their_word():
@@ -345,8 +341,7 @@ def fused(model, mesh, blocks=True, factor=1.0):
 
 
 def test_fused_weights_are_right_when_each_of_them_is_split():
-    report = verify(fused, model=Fused)
-    assert report.ok, str(report)
+    report = right(verify(fused, model=Fused))
     held = [row for row in report.rows if row.module == "qkv" and row.tensor == "weight"]
     assert [row.kind for row in held] == ["parameter", "gradient", "update"]
     assert held[0].verdict == "private"
@@ -380,8 +375,7 @@ def test_experts_that_get_other_tokens_on_each_rank_are_right():
                 out = out.index_add(0, rows, expert(x[rows]) * weight[rows])
             return self.head(out)
 
-    report = verify(ddp, "dp=2", Experts, (X,), input_layouts=[("dp",)], seed=1)
-    assert report.ok, str(report)
+    report = right(verify(ddp, "dp=2", Experts, (X,), input_layouts=[("dp",)], seed=1))
     assert any(row.verdict == "private" and row.module.startswith("experts") for row in report.rows)
 
 
@@ -399,8 +393,7 @@ def test_inputs_by_name_outputs_in_containers_and_losses_of_the_model():
     target = torch.zeros(4, 6, 5)
     for inputs in ({"x": X, "scale": 2}, {"x": X, "target": target, "scale": 2}):
         layouts = {name: ("dp",) for name in inputs if name != "scale"}
-        report = verify(ddp, "dp=2", Named, inputs, input_layouts=layouts)
-        assert report.ok, str(report)
+        right(verify(ddp, "dp=2", Named, inputs, input_layouts=layouts))
     assert place(verify(lambda m, mesh: None, "dp=2", Named, inputs, input_layouts=layouts))[0] == "gradient"
 
 
@@ -511,8 +504,7 @@ def test_a_forward_that_stops_is_reported_up_to_there_if_something_was_wrong_bef
 
 @pytest.mark.tier("full")
 def test_an_axis_that_nothing_uses_is_named():
-    report = verify(lambda model, mesh: tensor_parallel(model, mesh["tp"]), mesh="spare=2,tp=2")
-    assert report.ok
+    report = right(verify(lambda model, mesh: tensor_parallel(model, mesh["tp"]), mesh="spare=2,tp=2"))
     second, unused = report.notes
     assert second == "a second step (rows in another order) is compared"
     assert unused == "nothing uses the axis spare: the ranks along it all compute the same"
@@ -546,11 +538,9 @@ def kept_by(policy, model, mesh):
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("policy", ["selective", "offload", "full offload"])
 def test_what_blocks_keep_for_backward_changes_nothing(policy, moved):
-    report = sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=partial(kept_by, policy))
-    assert report.ok, report
+    right(sim.verify_plan(lambda: Net(2), (X,), "dp=2", parallelize=partial(kept_by, policy)))
     options = {"parallelize": partial(kept_by, policy), "shard_batch": rows}
-    report = sim.verify_step(squared, lambda: Net(2), X, "dp=2", **options)
-    assert report.ok, report
+    right(sim.verify_step(squared, lambda: Net(2), X, "dp=2", **options))
     assert bool(moved) == ("offload" in policy)
 
 
@@ -627,8 +617,7 @@ def test_a_model_that_computes_in_float32_within_has_the_bounds_of_float64():
     def wrong(model, mesh):
         model.blocks[0].up.register_forward_hook(lambda module, args, output: output + 1e-9)
 
-    report = verify(nothing, model=model, optimizer_fn=None)
-    assert report.ok
+    report = right(verify(nothing, model=model, optimizer_fn=None))
     assert max(row.bound for row in report.rows) < 1e-11
     off = verify(wrong, model=model, optimizer_fn=None)
     assert off.first.place == "blocks.0.up.output"
@@ -688,8 +677,7 @@ def test_what_a_second_step_leaves_open_is_told():
     def signed(parameters):
         return torch.optim.AdamW(parameters, lr=0.1, eps=1e-30)
 
-    report = verify(nothing, model=Rescaled, inputs=(draw(12, 8),), optimizer_fn=signed)
-    assert report.ok, str(report)
+    report = right(verify(nothing, model=Rescaled, inputs=(draw(12, 8),), optimizer_fn=signed))
     assert any("is compared, but for inp.output in step 2" in note for note in report.notes), report.notes
 
 
@@ -793,8 +781,7 @@ def own_experts(model, mesh, change=lambda expert: None):
 
 @pytest.mark.tier("test")
 def test_experts_that_only_their_ranks_have_are_right():
-    report = verify(own_experts, "ep=2", Experts, (draw(12, 16),), optimizer_fn=True)
-    assert report.ok, report
+    report = right(verify(own_experts, "ep=2", Experts, (draw(12, 16),), optimizer_fn=True))
     assert "each.0 on rank 0, each.1 on rank 0, each.2 on rank 1, each.3 on rank 1" in report.notes[-1]
     compared = {row.place for row in report.rows if row.kind in ("gradient", "update")}
     assert {"the gradient of each.0.weight", "each.3.weight"} <= compared
@@ -858,8 +845,7 @@ def test_a_buffer_that_nobody_changes_and_that_no_rank_has_is_told():
     def without(model, mesh):
         del model.table
 
-    report = verify(without, model=model, inputs=(draw(4, 16),), optimizer_fn=None)
-    assert report.ok, str(report)
+    report = right(verify(without, model=model, inputs=(draw(4, 16),), optimizer_fn=None))
     assert "not compared, as no rank has them: table" in report.notes
 
 
@@ -900,13 +886,11 @@ def test_counts_of_each_rank_s_own_rows_are_a_bug():
 
 
 def test_what_ranks_make_for_themselves_and_nobody_changes_is_private():
-    report = counted(begin=1)
-    assert report.ok, str(report)
+    report = right(counted(begin=1))
     assert "the ranks' own, which no step changes: begin" in report.notes
 
 
 def test_statistics_of_each_rank_s_own_rows_are_private():
-    report = counted(lambda: nn.InstanceNorm1d(4, track_running_stats=True))
-    assert report.ok, str(report)
+    report = right(counted(lambda: nn.InstanceNorm1d(4, track_running_stats=True)))
     assert {row.verdict for row in report.rows if row.tensor == "running_mean after forward"} == {"private"}
     assert "of each rank's own rows, as nothing synchronises them: the buffers of norm" in report.notes

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from zoo_kit import right
 
 import sim
 from hyper_parallel.core.pipeline.tied import TiedWeights
@@ -58,8 +59,7 @@ RIGHT = {
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_run_is_proved(name: str) -> None:
-    report = verify_run(*RIGHT[name])
-    assert report.ok, report
+    report = right(verify_run(*RIGHT[name]))
     kinds = {row.kind for row in report.rows}
     assert kinds == {"forward", "gradient", "update"}
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
@@ -79,8 +79,7 @@ STORED = {
 def test_what_is_stored_in_another_dtype_than_asked_for_is_found(name: str) -> None:
     precision, rank = STORED[name]
     run = dataclasses.replace(of(DENSE, tp=2), precision=precision).with_changes("lora", {"rank": rank})
-    report = verify_run(run, 2)
-    assert report.ok, report
+    right(verify_run(run, 2))
     opposite = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}
     if rank:
 
@@ -114,20 +113,17 @@ def test_what_is_stored_in_another_dtype_than_asked_for_is_found(name: str) -> N
         (8, {}, [0], 4),
     ],
 )
+@sim.ranks(4, backends=("sim",))
 def test_each_rank_holds_as_much_of_experts(
-    experts: int, parallel: dict[str, int], dims: list[int], share: int
+    ctx, experts: int, parallel: dict[str, int], dims: list[int], share: int
 ) -> None:
     run = of(dataclasses.replace(EXPERTS, experts=ExpertsConfig(num_experts=experts)), **parallel)
-
-    def build() -> tuple[list[int], set[float]]:
-        degrees = plan_run(run, 4)
-        degrees.build_mesh("cpu")
-        built = parallelize_llama.parallelize_llama(run, degrees, torch.device("cpu"), parallelize.ShareOfLoss())
-        weights = [param for name, param in built.named_parameters() if ".experts." in name]
-        split = [placement.dim for placement in weights[0].placements if placement.is_shard()]
-        return split, {weight.numel() / weight.to_local().numel() for weight in weights}
-
-    assert sim.run(build, world_size=4) == [(dims, {share})] * 4
+    degrees = plan_run(run, 4)
+    degrees.build_mesh("cpu")
+    built = parallelize_llama.parallelize_llama(run, degrees, torch.device("cpu"), parallelize.ShareOfLoss())
+    weights = [param for name, param in built.named_parameters() if ".experts." in name]
+    split = [placement.dim for placement in weights[0].placements if placement.is_shard()]
+    assert (split, {weight.numel() / weight.to_local().numel() for weight in weights}) == (dims, {share})
 
 
 def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
@@ -319,8 +315,7 @@ def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
 @settings(max_examples=max(2, settings().max_examples // 20))
 @given(small_runs())
 def test_right_runs_of_every_kind_are_proved(drawn: tuple[Config, int]) -> None:
-    report = verify_run(*drawn)
-    assert report.ok, report
+    right(verify_run(*drawn))
 
 
 # -- smaller runs ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import Enter, Leave, rows, squared, with_averages
+from zoo_kit import Enter, Leave, right, rows, squared, with_averages
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
@@ -160,8 +160,7 @@ def test_a_fault_that_only_the_second_step_has_is_found_where_it_is(fault, kind,
 
 
 def test_a_right_program_is_proved_in_every_step():
-    report = verify(lambda model, mesh: DistributedDataParallel(model), steps=3)
-    assert report.ok, report
+    report = right(verify(lambda model, mesh: DistributedDataParallel(model), steps=3))
     said = {row.tensor for row in report.rows}
     assert {"output in step 2", "output in step 3", "weight in step 3", "weight after step 3"} <= said
 
@@ -307,8 +306,7 @@ IDS = torch.tensor([[0, 1, 5], [7, 1, 2]])
 
 
 def test_a_fault_behind_zeros_is_found():
-    right = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=split_by_hand)
-    assert right.ok, right
+    right(sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=split_by_hand))
     wrong = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=lambda model, mesh: split_by_hand(model, mesh, False))
     assert (wrong.first.module, wrong.first.tensor) == ("down", "output")
     assert "parts of a sum over tp" in wrong.first.sentence
@@ -329,8 +327,7 @@ def test_values_that_the_ranks_make_by_themselves_stay():
         model.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
         return model
 
-    report = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=anew)
-    assert report.ok, report
+    report = right(sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=anew))
     expected = "a fault may hide behind norm.bias, norm.weight: of one value, which ranks make anew"
     assert report.notes[-1] == expected
 
@@ -474,8 +471,7 @@ def test_random_numbers_in_backward_alone_are_no_recomputation():
         return model
 
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    report = sim.verify_plan(Dropping, (x,), "dp=2", parallelize=noisy, input_layouts=[("dp", "None")])
-    assert report.ok, report
+    right(sim.verify_plan(Dropping, (x,), "dp=2", parallelize=noisy, input_layouts=[("dp", "None")]))
 
 
 def test_a_fault_behind_zeros_is_found_in_a_step_of_ones_own():
@@ -485,9 +481,8 @@ def test_a_fault_behind_zeros_is_found_in_a_step_of_ones_own():
 
         return sim.verify_step(squared, Gated, IDS, "tp=2", parallelize=parallel)
 
-    right = proved(reduce=True)
-    assert right.ok, right
-    assert any("rows 3 to 4, 6, 8 to 11 of embed.weight were never looked up" in note for note in right.notes)
+    report = right(proved(reduce=True))
+    assert any("rows 3 to 4, 6, 8 to 11 of embed.weight were never looked up" in note for note in report.notes)
     assert not proved(reduce=False).ok
 
 
@@ -541,8 +536,7 @@ def test_experts_that_no_input_reaches_and_masks_of_one_value_are_named():
 
 
 def test_a_second_step_of_a_plan_has_other_inputs():
-    report = routed()
-    assert report.ok, report
+    report = right(routed())
     assert report.notes[0] == "a second step (rows in another order, input mask masks ends of rows) is compared"
     assert "no input reaches experts.2: a fault there is not seen" in report.notes
     first = routed(keeps=False).first

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import Enter, Leave, Tied, draw, rounding, rows, squared, with_averages
+from zoo_kit import Enter, Leave, Tied, average, draw, right, rounding, rows, squared, with_averages
 
 import sim
 from hyper_parallel import fully_shard, hsdp
@@ -127,8 +127,7 @@ def accumulating(model, batch, share=True, count=2):
 
 
 def test_micro_batches_and_averaged_gradients_are_right_for_two_steps():
-    report = verify("dp=2", shard_batch=rows, rank_step=accumulating, steps=2)
-    assert report.ok, str(report)
+    report = right(verify("dp=2", shard_batch=rows, rank_step=accumulating, steps=2))
     kinds = {(row.kind, row.tensor) for row in report.rows if row.module == "head"}
     assert ("gradient", "weight of step 2") in kinds
     assert ("forward", "output of step 1") in kinds
@@ -192,8 +191,7 @@ def test_mixed_precision_is_right_in_any_form(dtype):
         {"parallelize": compressed},
         {"step": scaled},
     ):
-        report = verify("dp=2", shard_batch=rows, dtype=dtype, **options)
-        assert report.ok, str(report)
+        right(verify("dp=2", shard_batch=rows, dtype=dtype, **options))
 
 
 @pytest.mark.tier("full")
@@ -228,8 +226,7 @@ def test_a_step_may_have_an_optimizer_of_its_own():
 
         return take
 
-    report = verify("dp=2", step=own(0.1), shard_batch=rows, optimizer_fn=None)
-    assert report.ok, str(report)
+    right(verify("dp=2", step=own(0.1), shard_batch=rows, optimizer_fn=None))
     wrong = verify("dp=2", step=own(0.1), rank_step=own(0.2), shard_batch=rows, optimizer_fn=None)
     assert wrong.first.kind == "update"
 
@@ -280,8 +277,7 @@ def fused(model, mesh):
     ids=["by values", "by a map"],
 )
 def test_fused_and_renamed_weights_are_right(names):
-    report = verify("tp=2", parallelize=fused, names=names)
-    assert report.ok, str(report)
+    report = right(verify("tp=2", parallelize=fused, names=names))
     compared = {(row.kind, row.module) for row in report.rows}
     assert {("gradient", "blocks.1.attn.k"), ("update", "blocks.0.attn.o"), ("forward", "blocks.0.attn.o")} <= compared
     assert any("blocks.0.attn.qkv.weight is" in note for note in report.notes) == (names is None)
@@ -363,8 +359,7 @@ def in_turns(model, mesh, **options):
 @pytest.mark.parametrize("kind", [GroupedAttention, FusedInOrder])
 @pytest.mark.parametrize("mesh", ["tp=1", "tp=2"])
 def test_weights_whose_heads_take_turns_are_right(kind, group, mesh):
-    report = verify(mesh, grouped(kind, group), parallelize=in_turns, steps=2)
-    assert report.ok, report
+    report = right(verify(mesh, grouped(kind, group), parallelize=in_turns, steps=2))
     assert {row.verdict for row in report.rows if row.kind in ("parameter", "gradient", "update")} <= {
         "exact",
         "rounding",
@@ -507,8 +502,7 @@ def verify_gated(mesh="tp=2", parallelize=own_gated, **options):
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize(("mesh", "parallelize"), [("tp=2", own_gated), ("tp=2", some), ("dp=2,tp=2", own_gated)])
 def test_constructors_that_draw_their_own_part_are_right(mesh, parallelize):
-    report = verify_gated(mesh, parallelize)
-    assert report.ok, report
+    report = right(verify_gated(mesh, parallelize))
     (note,) = [note for note in report.notes if "draw these by themselves" in note]
     assert "1.both.weight (tp, -), each of 2 fused ones" in note
     assert "1.down.weight (-, tp)" in note
@@ -521,8 +515,7 @@ def test_constructors_that_draw_their_own_part_are_right(mesh, parallelize):
 @pytest.mark.tier("full")
 def test_weights_of_other_names_that_the_ranks_draw_are_matched_in_order():
     options = {"parallelize": lambda model, mesh: OwnGpt(mesh.get_group())}
-    report = verify("tp=2", **options)
-    assert report.ok, report
+    report = right(verify("tp=2", **options))
     assert any("blocks.0.attn.in_proj.weight (tp, -)" in note for note in report.notes), report.notes
     parts = {
         f"blocks.*.attn.in_proj.{kind}": [f"blocks.*.attn.{each}.{kind}" for each in "qkv"]
@@ -694,8 +687,7 @@ def by_hand(received=lambda grad: grad):
 
 
 def test_a_pipeline_by_hand_is_right():
-    report = verify("pp=2", parallelize=staged, rank_step=by_hand())
-    assert report.ok, str(report)
+    report = right(verify("pp=2", parallelize=staged, rank_step=by_hand()))
     compared = {(row.kind, row.module) for row in report.rows}
     assert {
         ("forward", "blocks.0.attn"),
@@ -812,8 +804,7 @@ def contextual(cut, shifted=False):
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_context_parallelism_in_any_order_is_right(cut):
-    report = verify("cp=2", parallelize=contextual(cut), rank_step=with_averages(step), shard_batch=cut)
-    assert report.ok, str(report)
+    report = right(verify("cp=2", parallelize=contextual(cut), rank_step=with_averages(step), shard_batch=cut))
     verdicts = {
         row.verdict for row in report.rows if row.module in ("embed", "blocks.0", "head") and row.tensor == "output"
     }
@@ -871,8 +862,7 @@ def verify_masked(kind=None, **options):
 
 
 def test_a_second_step_has_other_inputs():
-    report = verify_masked()
-    assert report.ok, report
+    report = right(verify_masked())
     expected = "a second step (rows in another order, input 1 masks ends of rows, input 2 moved) is compared"
     assert expected in report.notes
     assert {("gradient", "weight"), ("gradient", "weight of step 2")} <= {(row.kind, row.tensor) for row in report.rows}
@@ -889,8 +879,7 @@ def test_faults_that_only_other_inputs_show(kind, place):
 
 
 def test_inputs_that_a_program_does_not_take():
-    report = verify_masked("picky")
-    assert report.ok, report
+    report = right(verify_masked("picky"))
     assert report.notes[-1] == (
         "a second step (rows in another order, input 1 masks ends of rows, input 2 moved) was not compared: "
         "ValueError: no masks, please"
@@ -1031,8 +1020,7 @@ def copies(rank_step, **options):
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("rank_step", [flat, partial(flat, optimizer=None), sharded])
 def test_an_optimizer_over_copies_is_proved_by_the_weights(rank_step, steps):
-    report = copies(rank_step, steps=steps, step=by_itself if steps else flat)
-    assert report.ok, str(report)
+    report = right(copies(rank_step, steps=steps, step=by_itself if steps else flat))
     assert {row.verdict for row in report.rows if row.kind == "update"} == {"exact", "rounding"}
     assert any("weights after the step are compared, and not the gradients" in note for note in report.notes)
 
@@ -1051,8 +1039,7 @@ def test_faults_of_an_optimizer_over_copies(options, steps):
 @pytest.mark.tier("full")
 def test_an_adam_over_copies_moves_what_is_zero_but_for_rounding():
     adam = {"optimizer": partial(torch.optim.AdamW, lr=1e-2)}  # of the bias of k, the gradient is zero
-    right = copies(partial(flat, **adam), step=partial(by_itself, **adam), steps=1)
-    assert right.ok, str(right)
+    right(copies(partial(flat, **adam), step=partial(by_itself, **adam), steps=1))
     wrong = copies(partial(flat, op=None, **adam), step=partial(by_itself, **adam), steps=1)
     assert (wrong.first.verdict, wrong.first.kind) == ("bug", "update")
 
@@ -1060,8 +1047,7 @@ def test_an_adam_over_copies_moves_what_is_zero_but_for_rounding():
 def test_a_weight_that_the_optimizer_of_the_ranks_forgets():
     def all_but_one(model, batch):
         loss = step(model, batch)
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        average(model)
         sgd([each for name, each in model.named_parameters() if name != "head.bias"]).step()
         return loss
 
@@ -1072,8 +1058,7 @@ def test_a_weight_that_the_optimizer_of_the_ranks_forgets():
 def test_weights_that_are_changed_after_the_optimizer():
     def clamped(model, batch, ranks=(0, 1)):
         loss = step(model, batch)
-        for parameter in model.parameters() if dist.is_initialized() else ():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        average(model)
         sgd(model.parameters()).step()
         if not dist.is_initialized() or dist.get_rank() in ranks:
             model.head.weight.data.clamp_(-0.1, 0.1)
@@ -1121,8 +1106,7 @@ def test_a_loss_that_no_rank_returns_is_said():
             parameter.grad = grad
         del outputs
 
-    report = verify("dp=2", rank_step=silent, shard_batch=rows, steps=1)
-    assert report.ok, str(report)
+    report = right(verify("dp=2", rank_step=silent, shard_batch=rows, steps=1))
     assert "the loss is not compared, as no rank has differentiated or returned one" in report.notes
 
 
@@ -1142,8 +1126,7 @@ class Averaged(nn.Module):
 
 def averaging(model, batch, fault=""):
     loss, parallel = step(model, batch), dist.is_initialized()
-    for parameter in model.parameters() if parallel else ():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    average(model)
     sgd(model.parameters()).step()
     if fault != "average" or dist.get_rank() == 0:
         model.average.lerp_(model.inner.head.weight.detach(), 0.1)
@@ -1174,8 +1157,7 @@ def test_buffers_of_the_ranks_own_that_nobody_changes():
     def own(model, mesh):
         model.begin += mesh.get_rank()
 
-    report = copies(averaging, step=averaging, model=Averaged, parallelize=own)
-    assert report.ok, str(report)
+    report = right(copies(averaging, step=averaging, model=Averaged, parallelize=own))
     assert {row.verdict for row in report.rows if row.tensor.startswith("begin")} == {"private"}
     assert "the ranks' own, which no step changes: begin" in report.notes
 
@@ -1389,8 +1371,7 @@ def recomputed(first, second, functional=False, **options):
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_masks_that_are_drawn_again_alike_are_right(steps):
-    report = recomputed(True, True, steps=steps)
-    assert report.ok, report
+    right(recomputed(True, True, steps=steps))
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,7 @@ def with_averages(step):
 
     def averaged(model, batch):
         loss = step(model, batch)
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        average(model)
         return loss
 
     return averaged
@@ -131,6 +130,18 @@ def rows(batch, mesh):
     if isinstance(batch, tuple):
         return tuple(rows(each, mesh) for each in batch)
     return batch.chunk(mesh.size())[mesh.get_rank()]
+
+
+def average(model):
+    """Give all ranks the mean of their gradients; on one device there is nothing to do."""
+    for parameter in model.parameters() if dist.is_initialized() else ():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+
+
+def right(report):
+    """Return a report, which proves the program."""
+    assert report.ok, str(report)
+    return report
 
 
 # -- collectives for code on local tensors -----------------------------------------------------------------------------

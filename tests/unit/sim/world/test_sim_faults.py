@@ -561,13 +561,11 @@ def test_a_region_is_nothing_without_ranks():
         assert sim.current_rank() is None
 
 
-def test_a_region_ends_with_its_block():
-    def body() -> list[str]:
-        with pytest.raises(ValueError), sim.region("a"):
-            raise ValueError
-        return list(current_context().regions)
-
-    assert sim.run(body, 2) == [[], []]
+@sim.ranks(2, backends=("sim",))
+def test_a_region_ends_with_its_block(ctx):
+    with pytest.raises(ValueError), sim.region("a"):
+        raise ValueError
+    assert list(current_context().regions) == []
 
 
 def test_a_moment_of_virtual_time():

@@ -362,25 +362,23 @@ def test_a_wait_for_a_key_that_gives_up():
         assert world.now == pytest.approx(16)
 
 
-def test_queues_of_a_store():
-    def body() -> tuple[list[bytes], int]:
-        rank = dist.get_rank()
-        store = dist.TCPStore("localhost", 29_501, is_master=rank == 0)
-        if rank == 0:
-            time.sleep(1)
-            for value in ("first", b"second"):
-                store.queue_push("work", value)
-            store.queue_push("more", "third")
-        taken = [store.queue_pop("work"), store.queue_pop("more")] if rank == 1 else []
-        dist.barrier()
-        with pytest.raises(dist.QueueEmptyError):
-            store.queue_pop("more", False)
-        store.set_timeout(timedelta(seconds=2))
-        with pytest.raises(dist.DistStoreError, match="wait timeout after 2000ms, keys: /more"):
-            store.queue_pop("more")
-        return taken, store.queue_len("work")
-
-    assert sim.run(body, 2) == [([], 1), ([b"first", b"third"], 1)]
+@sim.ranks(2, backends=("sim",))
+def test_queues_of_a_store(ctx):
+    rank = dist.get_rank()
+    store = dist.TCPStore("localhost", 29_501, is_master=rank == 0)
+    if rank == 0:
+        time.sleep(1)
+        for value in ("first", b"second"):
+            store.queue_push("work", value)
+        store.queue_push("more", "third")
+    taken = [store.queue_pop("work"), store.queue_pop("more")] if rank == 1 else []
+    dist.barrier()
+    with pytest.raises(dist.QueueEmptyError):
+        store.queue_pop("more", False)
+    store.set_timeout(timedelta(seconds=2))
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 2000ms, keys: /more"):
+        store.queue_pop("more")
+    assert (taken, store.queue_len("work")) == [([], 1), ([b"first", b"third"], 1)][ctx.rank]
 
 
 def test_two_servers_on_one_port():
@@ -430,16 +428,14 @@ def test_a_rank_that_the_environment_says_wrongly():
         sim.run(body, 2, init=False)
 
 
-def test_destroy_and_begin_again():
-    def body() -> tuple:
-        dist.destroy_process_group()
-        before = dist.is_initialized()
-        dist.init_process_group("gloo")
-        dist.all_reduce(x := torch.ones(1))
-        dist.destroy_process_group()
-        return before, x.item(), dist.is_initialized()
-
-    assert sim.run(body, 3) == [(False, 3.0, False)] * 3
+@sim.ranks(3, backends=("sim",))
+def test_destroy_and_begin_again(ctx):
+    dist.destroy_process_group()
+    before = dist.is_initialized()
+    dist.init_process_group("gloo")
+    dist.all_reduce(x := torch.ones(1))
+    dist.destroy_process_group()
+    assert (before, x.item(), dist.is_initialized()) == (False, 3.0, False)
 
 
 # -- one run after the other -----------------------------------------------------------------------------------
@@ -526,14 +522,15 @@ def test_store_across_ranks():
         assert [r[2:] for r in results] == [(6, True, True)] * 3
 
 
-def test_store_under_prefixes():
-    def body() -> tuple:
-        rank = dist.get_rank()
-        mine, other = (dist.PrefixStore(f"p{r}", the_store()) for r in (rank, 1 - rank))
-        mine.set("key", f"of {rank}")
-        return other.get("key"), mine.delete_key("nothing"), mine.check(["nothing"])
-
-    assert sim.run(body, 2) == [(b"of 1", False, False), (b"of 0", False, False)]
+@sim.ranks(2, backends=("sim",))
+def test_store_under_prefixes(ctx):
+    rank = dist.get_rank()
+    mine, other = (dist.PrefixStore(f"p{r}", the_store()) for r in (rank, 1 - rank))
+    mine.set("key", f"of {rank}")
+    assert (other.get("key"), mine.delete_key("nothing"), mine.check(["nothing"])) == [
+        (b"of 1", False, False),
+        (b"of 0", False, False),
+    ][ctx.rank]
 
 
 def test_a_loop_that_asks_the_store_lets_the_others_set_it():
