@@ -61,6 +61,7 @@ seq_len = 16
 eval_sequences = 12
 device = "cpu"
 """
+H200, H100, H20 = "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H20"
 
 
 def same(one: TrainResult, other: TrainResult, rel: float = 1e-5) -> None:
@@ -226,9 +227,8 @@ def test_between_steps_there_are_only_weights_and_their_state(
         trainers.append(trainer)
 
     monkeypatch.setattr(Trainer, "run", two_steps)
-    sim.run(
-        train, parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1) * parallel.get("tp", 1), args=(config,)
-    )
+    ranks = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp"))
+    sim.run(train, ranks, args=(config,))
     gc.collect()
     known = set[int]()
     for trainer in trainers:
@@ -268,11 +268,9 @@ def test_weights_of_the_router_stay_float32_where_experts_are_a_unit_of_their_ow
     seen: list[tuple[torch.dtype, torch.dtype]] = []
     forward = GroupedExperts._run
 
-    def watched(
-        self: GroupedExperts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *sent: Any
-    ) -> torch.Tensor:
-        seen.append((x.dtype, weights.dtype))
-        return forward(self, x, chosen, weights, *sent)
+    def watched(self: GroupedExperts, x: torch.Tensor, chosen: torch.Tensor, *weights: Any) -> torch.Tensor:
+        seen.append((x.dtype, weights[0].dtype))
+        return forward(self, x, chosen, *weights)
 
     monkeypatch.setattr(GroupedExperts, "_run", watched)
     config = TINY.with_changes("precision", {"param_dtype": "bf16"}).with_changes("parallel", {"ep": 2})
@@ -381,9 +379,6 @@ def test_redistributions_of_a_run_are_planned_for_its_hardware(monkeypatch: pyte
         assert texts[0] == texts[1], "all ranks alike"
         assert words in texts[0]
     assert all("there" in text or "has that name" in text for text in sim.run(refused, 2, args=(unknown, unknown)))
-
-
-H200, H100, H20 = "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H20"
 
 
 def planned_for(device: str, *names: str, hardware: str | None = None) -> str:
