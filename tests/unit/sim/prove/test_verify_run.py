@@ -14,7 +14,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sim
-from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer import loop, parallelize, parallelize_llama
@@ -163,8 +162,7 @@ def test_a_step_that_is_skipped_proves_nothing() -> None:
 def test_reports_say_where_ranks_of_several_nodes_have_no_machine(machine: str | None, devices: int) -> None:
     one: dict[str, Any] = {"model_fn": lambda: torch.nn.Linear(4, 4), "mesh_shape": "dp=2", "machine": machine}
     one["parallelize"] = lambda model, mesh: model
-    node = find_machine("h100-sxm").with_figures(node__devices=devices)
-    with mock.patch.object(evidence, "find_machine", return_value=node):
+    with mock.patch.object(evidence, "find_machine", return_value=mock.Mock(devices_per_node=devices)):
         reports = [
             sim.verify_plan(inputs=(torch.ones(4, 4),), **one),
             sim.verify_step(lambda model, x: model(x).sum().backward(), batch=torch.ones(4, 4), **one),
@@ -291,13 +289,12 @@ def test_gradients_of_experts_that_are_divided_by_the_ranks_of_the_others() -> N
 @st.composite
 def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
     """Draw a run of at most 8 ranks that the trainer takes, in any of its kinds."""
-    moe, pp = draw(st.booleans()), draw(st.sampled_from([1, 2]))
-    tp, cp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 1, 2]))
-    ep = draw(st.sampled_from([1, 2])) if moe else 1
-    replicate, shard = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    moe, two = draw(st.booleans()), st.sampled_from([1, 2])
+    degrees = {axis: draw(two) for axis in ("dp_replicate", "dp_shard", "tp", "pp")}
+    degrees |= {"cp": draw(st.sampled_from([1, 1, 2])), "ep": draw(two) if moe else 1}
+    pp = degrees["pp"]
     schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble"])) if pp > 1 else "1f1b"
     accumulate = 2 * pp if pp > 1 else draw(st.sampled_from([1, 2]))
-    degrees = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, "cp": cp, "ep": ep, "pp": pp}
     world_size = math.prod(degrees.values())
     assume(world_size <= 8)
     run = Config(
