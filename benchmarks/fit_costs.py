@@ -11,6 +11,7 @@ percentile of the absolute logarithm of predicted over published.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from hyper_parallel.core.machine.calibration import DATA, Calibration, load_calibration
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.machine.links import Links, NodeSpread, collective_seconds
+from hyper_parallel.core.machine.toml_file import toml_text, written
 from sim.mesh.pricing.compute_cost import matmul_seconds
 from sim.mesh.pricing.measure_fit import Measurement, descend, loss_of, spread_in, summary
 
@@ -233,9 +235,9 @@ def fit_fabrics(known: Calibration) -> list[Fit]:
 # -- the file --------------------------------------------------------------------------------------------------------
 
 HEAD = """\
-# Written by `python -m benchmarks.fit_costs --write`; change that, not this.
-# Each section: fitted figures (what they mean: compute_cost.py and links.py), the rows that they were
-# fitted to and those held out, and of both the median, 90th percentile and worst |predicted / published - 1|.
+Written by `python -m benchmarks.fit_costs --write`; change that, not this.
+Each section: fitted figures (what they mean: compute_cost.py and links.py), the rows that they were
+fitted to and those held out, and of both the median, 90th percentile and worst |predicted / published - 1|.
 """
 
 
@@ -251,30 +253,28 @@ COPIES = {
 """Curves without tables, and those they are taken from, with the share of its latencies."""
 
 
-def copies_of(one: Fit) -> list[str]:
-    made = []
+def copies_of(one: Fit) -> dict[str, dict[str, Any]]:
+    made = {}
     for path, share in COPIES.get(one.path, {}).items():
         figures = {name: value * (share if name in ("base_us", "hop_us") else 1) for name, value in one.params.items()}
-        lines = [f"[{path}]", *(f"{name} = {value:.3g}" for name, value in figures.items())]
-        made.append(
-            "\n".join([*lines, 'grade = "assumed"', f'source = "assumed: as {one.path}"', "spread = 0.25"]) + "\n"
-        )
+        made[path] = {name: written(f"{value:.3g}") for name, value in figures.items()}
+        made[path] |= {"grade": "assumed", "source": f"assumed: as {one.path}", "spread": 0.25}
     return made
 
 
 def text_of(fits: Sequence[Fit]) -> str:
-    parts = [HEAD]
+    content: dict[str, Any] = {}
     for one in fits:
-        lines = [f"[{one.path}]", *(f"{name} = {value:g}" for name, value in one.params.items())]
-        lines += ['grade = "calibrated"', f'source = "{one.source}"', f"spread = {one.spread}"]
-        lines += [f"rows = {one.counts[0]}", f"rows_held_out = {one.counts[1]}"]
-        lines += [f"error = [{', '.join(f'{x:.3f}' for x in one.fitted)}]"]
-        lines += [f"error_held_out = [{', '.join(f'{x:.3f}' for x in one.held)}]"]
-        if not math.isnan(one.large[0]):
-            lines += [f"error_from_1_mib = [{', '.join(f'{x:.3f}' for x in one.large)}]"]
-        parts.append("\n".join(lines) + "\n")
-        parts += copies_of(one)
-    return "\n".join(parts)
+        errors = {"error": one.fitted, "error_held_out": one.held}
+        errors |= {} if math.isnan(one.large[0]) else {"error_from_1_mib": one.large}
+        section: dict[str, Any] = {name: written(f"{value:g}") for name, value in one.params.items()}
+        section |= {"grade": "calibrated", "source": one.source, "spread": one.spread}
+        section |= {"rows": one.counts[0], "rows_held_out": one.counts[1]}
+        section |= {name: written(f"[{', '.join(f'{x:.3f}' for x in each)}]") for name, each in errors.items()}
+        for path, values in {one.path: section, **copies_of(one)}.items():
+            *tables, last = path.split(".")
+            functools.reduce(lambda table, key: table.setdefault(key, {}), tables, content)[last] = values
+    return toml_text(content, comment=HEAD)
 
 
 def run() -> list[Fit]:

@@ -9,6 +9,7 @@ model. The result is `hyper_parallel/core/machine/data/fit.toml`, with its evide
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import json
 import math
@@ -31,6 +32,7 @@ from benchmarks.published.compare import (
 from benchmarks.published.conventions import FOLDER
 from benchmarks.published.rows import Case, Row, case_of, is_held_out, read_rows
 from hyper_parallel.core.machine.calibration import DATA
+from hyper_parallel.core.machine.toml_file import toml_text, written
 from sim.mesh.estimate import LEVELS, Z80
 
 OUTCOMES = Path(__file__).parent.parent / "docs" / "generated" / "validation.jsonl"
@@ -189,18 +191,20 @@ def write(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _write(file: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
-    lines = [
-        "# Written by `python -m benchmarks.fit_mesh --write`: what published runs tell of figures that tables of",
-        "# kernels and links leave open. Each is fitted to the rows that bear on it, none of them held out (see",
-        "# benchmarks/published/data/held_out.toml), by the mean of |log(predicted / published seconds)|, which counts",
-        "# as 0.4 at most.",
-    ]
+    comment = (
+        "Written by `python -m benchmarks.fit_mesh --write`: what published runs tell of figures that tables of\n"
+        "kernels and links leave open. Each is fitted to the rows that bear on it, none of them held out (see\n"
+        "benchmarks/published/data/held_out.toml), by the mean of |log(predicted / published seconds)|, which counts\n"
+        "as 0.4 at most."
+    )
+    content: dict[str, Any] = {}
     for path, said in found.items():
-        section, _, name = path.rpartition(".")
-        lines += ["", f"[{section}]", f"{name} = {said['value']}  # {said['why']}"]
+        *tables, name = path.split(".")
+        section = functools.reduce(lambda table, key: table.setdefault(key, {}), tables, content)
         error = f"median error {said['median']:.3f}, before {said['before']:.3f}"
-        lines.append(f'{name}_source = "{said["rows"]} published runs: {error}"')
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        section[name] = written(f"{said['value']}  # {said['why']}")
+        section[f"{name}_source"] = f"{said['rows']} published runs: {error}"
+    file.write_text(toml_text(content, comment=comment), encoding="utf-8")
 
 
 # -- how far estimates are off --------------------------------------------------------------------------------------
@@ -275,31 +279,29 @@ def _width(several: Sequence[Sequence[tuple[float, float]]], is_fitted: bool) ->
 
 def spreads_text(outcomes: Sequence[Outcome]) -> str:
     """Return the file of spreads."""
-    lines = [
-        "# Written by `python -m benchmarks.fit_mesh --spreads --write` from docs/generated/validation.jsonl; change",
-        "# that, not this. Standard deviations of the logarithm of a step, beside its prices' own: by kernels, and by",
-        "# how many published runs of the framework on the family of devices are known: ten (often), fewer (seldom),",
-        "# only those of other frameworks (never), none (nothing). Fitted to runs that are not held out, so that four",
-        "# of five are inside of the 80 % interval: those of the framework itself, and, for the last two, runs whose",
-        "# publication was left out. Publications count alike, and few make it wider (Student's distribution). Less",
-        "# evidence, and kernels that are not dense, are never narrower. seen: runs of the family, by kernels.",
-        "",
-        "[estimate.default]",
-        'grade = "calibrated"',
-        'source = "published training runs that are not held out"',
-    ]
+    comment = (
+        "Written by `python -m benchmarks.fit_mesh --spreads --write` from docs/generated/validation.jsonl; change\n"
+        "that, not this. Standard deviations of the logarithm of a step, beside its prices' own: by kernels, and by\n"
+        "how many published runs of the framework on the family of devices are known: ten (often), fewer (seldom),\n"
+        "only those of other frameworks (never), none (nothing). Fitted to runs that are not held out, so that four\n"
+        "of five are inside of the 80 % interval: those of the framework itself, and, for the last two, runs whose\n"
+        "publication was left out. Publications count alike, and few make it wider (Student's distribution). Less\n"
+        "evidence, and kernels that are not dense, are never narrower. seen: runs of the family, by kernels."
+    )
+    spreads: dict[str, dict[str, Any]] = defaultdict(dict)
     for kind, by_level in fit_spreads(outcomes).items():
-        lines += ["", f"[estimate.default.spread.{kind}]"]
         for level, one in by_level.items():
-            lines.append(f"{level} = {one.width:g}  # {one.runs} runs of {one.publications} publications")
+            spreads[kind][level] = written(f"{one.width:g}  # {one.runs} runs of {one.publications} publications")
+    source = "published training runs that are not held out"
+    content: dict[str, Any] = {"default": {"grade": "calibrated", "source": source, "spread": spreads}}
     families: dict[str, Counter[str]] = defaultdict(Counter)
     for (_, family), counts in sorted(seen_in(outcomes).items()):
         families[family].update(counts)
     families["cpu"]["dense"] = 3  # the models that `hyper-parallel hardware measure` trains
     for family, counts in sorted(families.items()):
         seen = ", ".join(f"{name} = {count}" for name, count in sorted(counts.items()) if count)
-        lines += ["", f"[estimate.{family}]", f"seen = {{ {seen} }}"]
-    return "\n".join(lines) + "\n"
+        content[family] = {"seen": written(f"{{ {seen} }}")}
+    return toml_text({"estimate": content}, comment=comment)
 
 
 def import_rows(source: str | Path) -> int:

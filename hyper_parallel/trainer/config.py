@@ -152,8 +152,8 @@ class TrainConfig:
             fresh ones.
         predict: predict step time and memory before the first step, and write them beside what is measured.
         hardware: what is predicted and planned for: a name that `hyper-parallel hardware` lists, or the path of a TOML
-            file. None: predicted by the device's name, on a CPU out/hardware.toml, which `hyper-parallel hardware
-            measure` writes; redistributions are planned for the usual machine of the device's kind.
+            file. None: by the device's name, on a CPU predicted by out/hardware.toml, which `hyper-parallel hardware
+            measure` writes; plans of ranks whose devices differ are for the usual machine of their kind.
         tensorboard: folder for TensorBoard's event files. None writes none.
         profile_steps: steps to record with torch.profiler on the first rank, after two others; 0: none. The trace goes
             to profile.json beside the log. See `hyper-parallel estimate --compare`.

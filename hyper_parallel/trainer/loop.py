@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -26,7 +27,7 @@ from hyper_parallel.core.common.groups import init_process_group
 from hyper_parallel.core.common.torch_compat import flat_bytes
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.hsdp.api import HSDPCell
-from hyper_parallel.core.machine.description import find_machine
+from hyper_parallel.core.machine.description import find_machine, machine_of_device
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.redistribute.plan import plan_for
 from hyper_parallel.models.hf_weights import load_huggingface
@@ -194,7 +195,8 @@ class Trainer:
         self.device = platform.device(place.local_rank)
         train = config.train
         self.ranks = RunGroups(dims, mesh is not None, self.device, config.precision.dtype("buffers"))
-        if mesh is not None and train.hardware is not None:
+        finds = platform.device_type != "cpu" and not platform.compares_collectives  # simulated: their world knows
+        if mesh is not None and (train.hardware is not None or (finds and mesh.size() > 1)):
             self._plan_for(train.hardware, mesh)
         given = None if model is None else self._made(model)
         if given is not None:
@@ -254,15 +256,21 @@ class Trainer:
             raise InvalidValue(asked, blame, f"model(): {type(model).__name__}", hint)
         return model
 
-    def _plan_for(self, hardware: str, mesh: DeviceMesh) -> None:
-        """Plan for a named machine, unless ranks know others: they would wait for each other in other collectives."""
-        machine = None
+    def _plan_for(self, named: str | None, mesh: DeviceMesh) -> None:
+        """Plan for the machine that is named, or found by the devices' name, if ranks agree: plans must be the same."""
+        found, name = None, self.platform.name()
         with suppress(ValueError):  # the others must hear of it before this rank ends
-            machine = find_machine(hardware)
-        if not self.ranks.agree(zlib.crc32(repr(machine).encode())):
+            found = machine_of_device(name) if named is None else find_machine(named)
+        same = self.ranks.agree(zlib.crc32(repr(found).encode()))
+        if named is not None and not same:
             asked, blame = "cannot plan redistributions", "the ranks read other figures of the hardware, or none"
-            raise InvalidValue(asked, blame, f"train.hardware: {hardware!r}", "the same file on each node")
-        plan_for(mesh, machine or find_machine(hardware))
+            raise InvalidValue(asked, blame, f"train.hardware: {named!r}", "the same file on each node")
+        if same and (found is not None or named is not None):
+            plan_for(mesh, found or find_machine(named or name))
+        elif self.place.rank == 0:
+            why = f"nothing describes {name}" if same else "ranks describe their devices differently"
+            text = "redistributions are planned for %s, because %s; train.hardware names another machine"
+            logging.getLogger(__name__).warning(text, self.platform.machine(), why)
 
     def run(self, on_step: OnStep | None = None) -> TrainResult:
         """Take all remaining steps, log them, validate at the end, and save when it is time."""
@@ -736,7 +744,7 @@ class RunGroups:
 
     def agree(self, number: int) -> bool:
         """Return, on every rank, whether all ranks have the same number."""
-        if self.world is None:
+        if self.world is None or dist.get_world_size() == 1:
             return True
         value = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
@@ -744,8 +752,4 @@ class RunGroups:
 
     def any(self, flag: bool) -> bool:
         """Return, on every rank, whether any rank says yes."""
-        if self.world is None or dist.get_world_size() == 1:
-            return flag
-        value = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+        return not self.agree(flag) or flag

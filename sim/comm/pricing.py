@@ -11,7 +11,7 @@ from functools import partial
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.machine.description import Machine, find_machine
-from hyper_parallel.core.machine.links import Load, NodeSpread, load_seconds, spread_of
+from hyper_parallel.core.machine.links import Load, load_seconds, spread_of
 from sim.comm.collectives import Call
 from sim.kernel.clock import check_seconds
 
@@ -39,7 +39,7 @@ class CommPricing:
         if cost is None and self.machine is not None:
             cost = partial(load_seconds, self.machine.prices)
         self._cost = cost
-        self._per_node = None if self.machine is None else self.machine.devices_per_node
+        self._per_node = 2**31 if self.machine is None else self.machine.devices_per_node
 
     def of_collective(self, calls: Sequence[Call], ranks: tuple[int, ...]) -> float:
         """Seconds of a collective that `ranks` have called."""
@@ -50,19 +50,15 @@ class CommPricing:
             moved = max(getattr(call, _OF_ONE_COPY[op]) for call in calls)
         else:
             moved = max(max(call.send_bytes, call.recv_bytes) for call in calls)
-        n, nodes, most = self._spread(ranks)
-        return self._checked(op, Load(n, most, moved, moved * (n - most) // max(n - 1, 1), 0, nodes))
+        return self._checked(op, ranks, moved)
 
     def of_message(self, sender: int, receiver: int, size: int) -> float:
         """Seconds of a send of `size` bytes."""
         if self._cost is None or sender == receiver:
             return 0.0
-        _, nodes, most = self._spread((sender, receiver))
-        return self._checked("send", Load(2, most, size, size * (nodes - 1), 0, nodes))
+        return self._checked("send", (sender, receiver), size)
 
-    def _spread(self, ranks: tuple[int, ...]) -> NodeSpread:
-        return NodeSpread(len(ranks), 1, len(ranks)) if self._per_node is None else spread_of(ranks, self._per_node)
-
-    def _checked(self, op: str, load: Load) -> float:
+    def _checked(self, op: str, ranks: tuple[int, ...], moved: int) -> float:
         assert self._cost is not None
+        load = Load.of(spread_of(ranks, self._per_node), moved)
         return check_seconds(self._cost(op, load), f"the cost of {op}")

@@ -18,6 +18,8 @@ from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices, mesh_lines
 from hyper_parallel.core.dtensor.text import parse_mesh
+from hyper_parallel.core.machine import find_machine
+from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
 
 all_boxes = lru_cache(maxsize=1024)(all_slices)  # the same few shapes are tried under the same splits over and over
 
@@ -53,6 +55,13 @@ def gap(part: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
         same = (part == want) | (part.isnan() & want.isnan())
         off = torch.where(same, torch.zeros_like(off), torch.where(off.isnan(), math.inf, off))
     return off
+
+
+def machine_words(machine: object, ranks: int) -> list[str]:
+    """Say that plans are those of one node, where no machine is named and none of the usual ones has so many ranks."""
+    usual = (find_machine(kind.usual_machine).devices_per_node for kind in (CudaPlatform, NpuPlatform))
+    note = "redistributions are planned for one unnamed node; machine= or --hardware names what the ranks stand for"
+    return [note] if machine is None and ranks > max(usual) else []
 
 
 @cache

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, 
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from hyper_parallel.trainer.preflight import plan_run
 from sim.prove.bound import SAFETY, Perturbed, largest_move
-from sim.prove.evidence import gap, largest, ratio_of, top
+from sim.prove.evidence import gap, largest, machine_words, ratio_of, top
 from sim.prove.faults import diagnose
 from sim.prove.infer import explanations
 from sim.prove.judge import COARSE, Finding, pending_words
@@ -247,14 +248,11 @@ def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _
         found.gradients.append({name: copy_of(gradient) for name, gradient in gradients.items()})
 
     trainer.optimizer.register_step_pre_hook(keep_gradients)
-    mode = None if perturbed is None else Perturbed(seed=perturbed)
+    mode = nullcontext() if perturbed is None else Perturbed(seed=perturbed)
     for step in range(1, _STEPS + 1):
         gradients.clear()
-        if mode is None:
+        with mode:
             record = trainer.step()
-        else:
-            with mode:
-                record = trainer.step()
         for name, number in (("loss", record.loss), ("norm", record.grad_norm), ("tokens", record.tokens or 0)):
             found.numbers[step, name] = float(number)
         # What clipping did is undone by the rank's own norm: a wrong norm is a fault of its own, and said once.
@@ -308,9 +306,8 @@ def _unsharded(tensor: torch.Tensor) -> torch.Tensor:
 
 def _steps_of(run: Config, world_size: int, perturbed: int | None = None) -> list[_Steps]:
     device = None if run.train.device == "cpu" else run.train.device
-    hardware = run.train.hardware
-    options = WorldOptions(seed=run.train.seed, device=device, machine=hardware, check_races=world_size > 1)
-    with World(world_size, options) as world:
+    options: Any = {"device": device, "machine": run.train.hardware, "check_races": world_size > 1}
+    with World(world_size, WorldOptions(seed=run.train.seed, **options)) as world:
         return world.run(_take_steps, args=(run, world_size, perturbed))
 
 
@@ -352,11 +349,11 @@ def verify_run(run: Config, world_size: int) -> Report:
         ValueError: a run that `train` refuses.
         RankFailed: a rank has failed.
     """
-    precision = run.precision
+    precision, notes = run.precision, machine_words(run.train.hardware, world_size)
     run, world_size, said = reduced_run(run, world_size)
     offloads = ActivationPolicy.of(run.parallel.checkpointing).offload
     device = offload_device() if offloads else None
-    notes = [f"reduced: {', '.join(said)}"] if said else []
+    notes += [f"reduced: {', '.join(said)}"] if said else []
     run = dataclasses.replace(
         run,
         # Steps of full length: the first of a long warmup would move weights by less than they are rounded by.

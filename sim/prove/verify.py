@@ -23,7 +23,7 @@ from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from sim.explain.errors import CollectiveMismatch, RankFailed, SimError
 from sim.prove.bound import Perturbed
 from sim.prove.compare import Comparison
-from sim.prove.evidence import read_mesh, unit_roundoff
+from sim.prove.evidence import machine_words, read_mesh, unit_roundoff
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.modes.draws import SharedDraws, proved_with, shared_draws
@@ -218,12 +218,11 @@ def _compared(
                 _forget(first)
         reference = steps[0][0]
         compared.notes[:0] = [*_not_proved(reference), *agreed_words(taken), *_unreached([run for run, _ in steps])]
-        later: list[Comparison] = []
-        if has_gone:
-            later = [
-                Comparison(task, *each, ranks.step(number), said, judge, before=compared)
-                for number, each in enumerate(steps[1:], 1)
-            ]
+        later = [
+            Comparison(task, *each, ranks.step(number), said, judge, before=compared)
+            for number, each in enumerate(steps[1:], 1)
+            if has_gone
+        ]
         report = compared.report(later)
         if steps is not given:
             _forget(steps)
@@ -235,14 +234,15 @@ def _compared(
         events = list(w.trace.kept())
         unused = _unused_axes(mesh, report, {event.group for event in events})
         mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
-        report = replace(report, notes=(*report.notes, *ranks.notes, *unused), mutants=mutants)
+        notes = (*report.notes, *ranks.notes, *unused, *machine_words(task.machine, len(mesh.rank_list)))
+        report = replace(report, notes=notes, mutants=mutants)
         offloads = has_gone and bool(ranks.offloaded)
     if mutant is not None or task.shared is not None or report.bug is not None:
         return report
     if offloads:
         assert grads is not None
         report = proved_on_device(report, lambda device: _on_device(replace(task, device=device), steps, said, grads))
-    if report.bug is not None or not _draws(mine, runs):
+    if report.bug is not None or not any(run.uses for step in (mine, *runs) for run in step):
         return report
     shared = _shared(mine, runs, [compared, *later])
     return proved_with(report, shared, lambda shared: _proved(replace(task, shared=shared), said, is_varied=False))
@@ -270,10 +270,6 @@ def _on_device(task: Task, steps: _Steps, said: Declarations, grads: Sequence[Ma
 def _uses(runs: Sequence[Run]) -> dict[DrawPlace, DrawUse]:
     """Return what became of random numbers in all steps of one device, or of a rank."""
     return {place: use for run in runs for place, use in run.uses.items()}
-
-
-def _draws(mine: Sequence[Run], runs: Sequence[Sequence[Run]]) -> bool:
-    return any(run.uses for step in (mine, *runs) for run in step)
 
 
 def _shared(mine: Sequence[Run], runs: Sequence[Sequence[Run]], compared: Sequence[Comparison]) -> SharedDraws:
@@ -420,11 +416,9 @@ def _references(task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Ten
     for run in plain:
         _check_finite(run)
     floor = None if task.dtype == torch.float64 else unit_roundoff(task.dtype)
-    others = []
-    for index in range(_RUNS):
-        other = run_reference(task, Perturbed(floor, seed=index), same)
+    others = [run_reference(task, Perturbed(floor, seed=index), same) for index in range(_RUNS)]
+    for other in others:
         _check_same(plain[0], other[0])
-        others.append(other)
     pairs = zip(plain, zip(*others, strict=True), strict=True)
     steps = [(run, Bounds(run, perturbed, task.dtype)) for run, perturbed in pairs]
     for run in (run for other in others for run in other):

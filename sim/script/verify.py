@@ -30,7 +30,7 @@ from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.explain.errors import InFlightBufferRace, RankFailed, ReplicaMismatch, SimError
 from sim.kernel.context import current_rank
 from sim.prove.bound import Perturbed
-from sim.prove.evidence import read_mesh
+from sim.prove.evidence import machine_words, read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws, proved_with
 from sim.prove.modes.precision import WidePrecision, narrow_words
@@ -364,7 +364,7 @@ class _ScriptTask:
                 f"each rank takes as many rows as one device, and other ones: the batch grows with the ranks; "
                 f"--reference FILE, one that takes the rows of all {self.launch.nproc} ranks"
             )
-        notes += bare_words(loops)
+        notes += [*bare_words(loops), *machine_words(self.launch.hardware, self.launch.nproc)]
         report = replace(report, notes=tuple(notes))
         if self.shared is not None:
             comparison.check_used(self.shared)

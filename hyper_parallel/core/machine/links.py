@@ -70,6 +70,15 @@ class NodeSpread(NamedTuple):
     nodes: int
     most: int
 
+    @property
+    def outside(self) -> float:
+        """Share between nodes of what a rank of the emptiest node exchanges, as much with each other rank.
+
+        That node has no more ranks than the mean of all but the fullest one.
+        """
+        fewest = (self.ranks - self.most) // (self.nodes - 1) if self.nodes > 1 else self.ranks
+        return (self.ranks - fewest) / max(self.ranks - 1, 1)
+
 
 def spread_of(ranks: Sequence[int], devices_per_node: int) -> NodeSpread:
     """Count the nodes that a group lies on: launchers number ranks node by node.
@@ -155,9 +164,15 @@ class Load(NamedTuple):
     ranks: int
     per_node: int
     moved: int
-    inter_node: int
+    inter_node: float
     copied: int
     nodes: int = 0
+
+    @classmethod
+    def of(cls, spread: NodeSpread, moved: int, copied: int = 0, inter_node: float | None = None) -> Load:
+        """Return that of a group that lies so; without `inter_node`, `spread.outside` of what is moved."""
+        between = moved * spread.outside if inter_node is None else inter_node
+        return cls(spread.ranks, spread.most, moved, between, copied, spread.nodes)
 
 
 def load_seconds(links: Links, op: str, load: Load) -> float:
@@ -189,7 +204,7 @@ def collective_seconds(
         size: bytes of the full buffer, as nccl-tests counts.
         spread: how its group lies.
         moved: bytes that the busiest rank sends or receives, where that is not what `size` says: of uneven exchanges.
-        crossing: of the bytes of an exchange, those that go between nodes; None: as many as to ranks that lie evenly.
+        crossing: of the bytes of an exchange, those that go between nodes; None: `spread.outside` of them.
     """
     pattern, n = COLLECTIVES[op], spread.ranks
     curve, fabric = links.curve(op), links.fabric
@@ -210,7 +225,7 @@ def collective_seconds(
         return _seconds(base * 1e-6, wire, within, curve, "link")
     adapter = links.between(spread, "exchange" if pattern == "exchange" else "efficiency")
     if pattern == "exchange":
-        outside = (n - spread.most) / max(n - 1, 1) if crossing is None else crossing / wire if wire else 0.0
+        outside = spread.outside if crossing is None else crossing / wire if wire else 0.0
         across = adapter / outside if outside else math.inf
         within = within / (1 - outside) if outside < 1 and inside else math.inf
     elif pattern == "reduce" and spread.nodes == 2:  # two nodes exchange halves: each sends the buffer once

@@ -220,6 +220,17 @@ def read_value(text: str) -> Any:
         return text
 
 
+def written(text: str) -> Any:
+    r"""Return a value that `toml_text` writes as it is spelt here, also with a comment.
+
+    >>> toml_text({"error": written("0.110  # of 3 runs")})
+    'error = 0.110  # of 3 runs\n'
+    """
+    import tomlkit
+
+    return tomlkit.parse(f"value = {text}\n")["value"]
+
+
 def inline(content: Mapping[str, Any]) -> Any:
     """Return a table that is written in one line."""
     import tomlkit

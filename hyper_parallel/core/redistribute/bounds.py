@@ -19,7 +19,6 @@ from hyper_parallel.core.dtensor.convert import to_placements
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 from hyper_parallel.core.machine.description import Machine, find_machine
-from hyper_parallel.core.machine.links import NodeSpread
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.holdings import Counts
 from hyper_parallel.core.redistribute.transition import LayoutSide, MeshTransition, Transition, on_one_mesh, read
@@ -415,21 +414,12 @@ class _Counter:
             own = received * (place + 1) // size - received * place // size
             received = received + (size - 2) * own
         received.setflags(write=False)
-        moved, (_, nodes, most) = int(received.max()), self._spread(axis)
-        inter_node = moved * (size - most) // (size - 1)
-        group = (size, most) if load.kind in COLLECTIVES else (1, 1)
-        priced = cost.Load(*group, moved, inter_node, int(load.copied.max()) * self.itemsize, nodes)
+        nodes = cost.Nodes(self.mesh.rank_list, self.mesh.mesh_shape, cost.ranks_per_node(self.machine))
+        spread = nodes.spread((axis,) if load.kind in COLLECTIVES else ())
+        priced = cost.Load.of(spread, int(received.max()), int(load.copied.max()) * self.itemsize)
         seconds = cost.seconds(load.kind, priced, self.machine)
         peak = int(extra.max()) * self.itemsize
         return TorchStep(load.kind, self.mesh.alias_name[axis], size, received, peak, seconds)
-
-    def _spread(self, axis: int) -> NodeSpread:
-        """Return how the groups along an axis lie on the nodes."""
-        size, per_node = self.mesh.mesh_shape[axis], cost.ranks_per_node(self.machine)
-        if per_node is None:
-            return NodeSpread(size, 1, size)
-        nodes = np.array(self.mesh.rank_list).reshape(self.mesh.mesh_shape) // per_node
-        return cost.dearest_spread(np.moveaxis(nodes, axis, -1).reshape(-1, size))
 
 
 def _load(group_sizes: Bytes, size: int, before: Placement, after: Placement, *, on_cpu: bool) -> _Load:

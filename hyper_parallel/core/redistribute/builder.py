@@ -9,6 +9,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.ownership import split_points
 from hyper_parallel.core.machine.description import Machine
+from hyper_parallel.core.machine.links import NodeSpread
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.holdings import Counts, Holding, Located, coordinate, edges
 from hyper_parallel.core.redistribute.steps import Fill, Kind, Step
@@ -55,13 +56,9 @@ class Builder:
         """Reduce copies over some axes into parts of what the ranks along them hold; no element twice among them."""
         ways = self.task.ways(axes)
         own = after.counts() * self.task.itemsize
-        sent = self.task.along(own, axes) - own
-        inter_node = None
-        if self.nodes.spans_nodes(axes):
-            inter_node = (ways - self.task.ways(self.nodes.intra_node_axes(axes))) * after.counts()
         return self._step(
-            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, copied=before.counts(),
-            inter_node=inter_node, reduces=axes,
+            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=self.task.along(own, axes) - own,
+            copied=before.counts(), reduces=axes,
         )  # fmt: skip
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
@@ -124,10 +121,8 @@ class Builder:
         if (asked > np.bincount(index[len(wanted) :], minlength=len(which))).any():
             return None
         missing = np.where(lacking, after.counts(), 0)
-        return self._step(
-            "permute", axes, before, after, missing * task.itemsize, estimate=missing, copied=missing,
-            inter_node=missing if self.nodes.spans_nodes(axes) else None,
-        )  # fmt: skip
+        received = missing * task.itemsize
+        return self._step("permute", axes, before, after, received, estimate=missing, copied=missing)
 
     def _sent(
         self, before: Holding, after: Holding, axes: Sequence[int], replicas: Sequence[int], reduces: Sequence[int],
@@ -155,14 +150,11 @@ class Builder:
     def _between_nodes(
         self, before: Holding, after: Holding, axes: Sequence[int], replicas: Iterable[int], reduces: Sequence[int],
         missing: Counts, both: Counts,
-    ) -> Counts:  # fmt: skip
-        """Return what each rank receives from other nodes, in elements."""
-        task = self.task
-        if not self.nodes.spans_nodes(axes):
-            return np.zeros(1, dtype=np.int64)
-        if not before.plain:
-            return missing
-        intra_node = self.nodes.intra_node_axes(axes)
+    ) -> Counts | None:  # fmt: skip
+        """Return what each rank receives from other nodes, in elements; None: no axes have all ranks of a node."""
+        task, group, intra_node = self.task, self.nodes.spread(axes), self.nodes.intra_node_axes(axes)
+        if group.nodes == 1 or not before.plain or task.ways(intra_node) != group.most:
+            return None
         outer = [axis for axis in axes if axis not in intra_node]
         node = Holding(task.sizes, task.shape, ((),) * len(task.shape)).restricted(before.splits, outer)
         at_hand = after.overlaps(node) * task.ways(axis for axis in reduces if axis in intra_node)
@@ -181,27 +173,24 @@ class Builder:
         Args:
             received, sent: in bytes.
             estimate: what is sent, in elements, where the exact number takes enumeration.
-            copied, inter_node: in elements.
+            copied, inter_node: in elements; what goes between nodes, None: its share of what is exchanged evenly.
         """
         task, size = self.task, self.task.itemsize
         chosen = tuple(sorted(axes))
         priced = kind if _is_ring(kind, before, after, axes, reduces) else "all_to_all"
         given = max(_most(sent), _most(estimate) * size)
         moved = max(_most(received), given)
-        crossing = 0
-        if inter_node is not None and inter_node.any():
-            crossing = min(_most(inter_node) * size, moved)
-            if (
-                after.plain
-            ):  # then it is known what is given, and as much of that goes between nodes as of what is received
-                all_inter_node, everything = (
-                    int(np.broadcast_to(counts, task.sizes).sum()) for counts in (inter_node, received)
-                )
-                crossing = max(crossing, given * min(all_inter_node * size, everything) // everything)
-        ranks, nodes, most = self.nodes.spread(chosen)
+        spread = self.nodes.spread(chosen)
         if kind == "permute":
-            ranks, nodes, most = (2, 1, 2) if nodes == 1 else (2, 2, 1)
-        load = cost.Load(ranks, most, moved, crossing, _most(copied) * size, nodes)
+            spread = NodeSpread(2, 1, 2) if spread.nodes == 1 else NodeSpread(2, 2, 1)
+        crossing = None
+        if inter_node is not None:
+            crossing = min(_most(inter_node) * size, moved)
+            if after.plain:  # of what is given, then known, as much goes between nodes as of what is received
+                everything = int(np.broadcast_to(received, task.sizes).sum())
+                between = int(np.broadcast_to(inter_node, task.sizes).sum()) * size
+                crossing = max(crossing, given * min(between, everything) // everything)
+        load = cost.Load.of(spread, moved, _most(copied) * size, crossing)
         if sent is None and not chosen:
             sent = received
         return Step(

@@ -14,7 +14,7 @@ from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.machine.links import Load, NodeSpread, load_seconds, spread_of
 from hyper_parallel.core.redistribute.holdings import Counts, coordinate
 
-__all__ = ["Load", "Nodes", "dearest_spread", "latency", "ranks_per_node", "seconds"]
+__all__ = ["Load", "Nodes", "latency", "ranks_per_node", "seconds"]
 
 
 def seconds(kind: str, load: Load, on: Machine | None) -> float:
@@ -96,7 +96,9 @@ class Nodes:
             most = math.prod(self._sizes[axis] for axis in axes if axis in self._inside)
             return NodeSpread(size, size // most, most)
         assert self._node is not None, "or nodes change along no axis"
-        return dearest_spread(np.moveaxis(self._node, axes, range(-len(axes), 0)).reshape(-1, size))
+        groups = np.unique(np.moveaxis(self._node, axes, range(-len(axes), 0)).reshape(-1, size), axis=0)
+        spreads = [spread_of(group, 1) for group in groups.tolist()]
+        return max(spreads, key=lambda spread: (spread.nodes, -spread.most))
 
     def spans_nodes(self, axes: Iterable[int]) -> bool:
         """Return whether groups over these axes reach over several nodes."""
@@ -135,16 +137,6 @@ class Nodes:
         moved = np.moveaxis(ranks, axes, last)
         order = moved.reshape(-1, math.prod(self._sizes[axis] for axis in axes)).argsort(axis=1).argsort(axis=1)
         return np.moveaxis(order.reshape(moved.shape), last, axes)
-
-
-def dearest_spread(nodes: Counts) -> NodeSpread:
-    """Return how the group lies that is on most nodes, and of these has the fewest ranks on its fullest node.
-
-    Args:
-        nodes: the node of each rank, as an array of groups x ranks of a group.
-    """
-    spreads = [spread_of(group, 1) for group in np.unique(nodes, axis=0).tolist()]
-    return max(spreads, key=lambda spread: (spread.nodes, -spread.most))
 
 
 def _array(ranks: range | tuple[int, ...]) -> Counts:

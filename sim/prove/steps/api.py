@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import Machine
 from sim.observers.races import look
 from sim.prove.bound import Perturbed
-from sim.prove.evidence import read_mesh, unit_roundoff
+from sim.prove.evidence import machine_words, read_mesh, unit_roundoff
 from sim.prove.modes.choices import ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws, proved_with
 from sim.prove.modes.precision import WidePrecision, narrow_words
@@ -350,7 +350,7 @@ class _StepTask:
         comparison.before += drawn.rows
         comparison.notes += [*drawn.notes, *notes, *narrow_words(wide.values(), self.dtype)]
         comparison.notes += unreached([step.gradients for step in expected.steps], expected.trained, expected.tables)
-        comparison.notes += bare_words(records)
+        comparison.notes += [*bare_words(records), *machine_words(self.machine, size)]
         report = comparison.report()
         if self.shared is not None:
             comparison.check_used(self.shared)

@@ -23,16 +23,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sim
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel import GroupedExperts
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.redistribute.plan import plan_here
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer import loop
 from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.loop import Trainer, train
+from hyper_parallel.trainer.loop import RankPlace, Trainer, train
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients
 from hyper_parallel.trainer.parallelize import Parallelized
+from hyper_parallel.trainer.preflight import plan_run
 from hyper_parallel.trainer.report import StepRecord, TrainResult, read_log
 
 pytestmark = pytest.mark.tier("test")
@@ -57,6 +61,7 @@ seq_len = 16
 eval_sequences = 12
 device = "cpu"
 """
+H200, H100, H20 = "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H20"
 
 
 def same(one: TrainResult, other: TrainResult, rel: float = 1e-5) -> None:
@@ -222,9 +227,8 @@ def test_between_steps_there_are_only_weights_and_their_state(
         trainers.append(trainer)
 
     monkeypatch.setattr(Trainer, "run", two_steps)
-    sim.run(
-        train, parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1) * parallel.get("tp", 1), args=(config,)
-    )
+    ranks = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp"))
+    sim.run(train, ranks, args=(config,))
     gc.collect()
     known = set[int]()
     for trainer in trainers:
@@ -264,11 +268,9 @@ def test_weights_of_the_router_stay_float32_where_experts_are_a_unit_of_their_ow
     seen: list[tuple[torch.dtype, torch.dtype]] = []
     forward = GroupedExperts._run
 
-    def watched(
-        self: GroupedExperts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *sent: Any
-    ) -> torch.Tensor:
-        seen.append((x.dtype, weights.dtype))
-        return forward(self, x, chosen, weights, *sent)
+    def watched(self: GroupedExperts, x: torch.Tensor, chosen: torch.Tensor, *weights: Any) -> torch.Tensor:
+        seen.append((x.dtype, weights[0].dtype))
+        return forward(self, x, chosen, *weights)
 
     monkeypatch.setattr(GroupedExperts, "_run", watched)
     config = TINY.with_changes("precision", {"param_dtype": "bf16"}).with_changes("parallel", {"ep": 2})
@@ -377,6 +379,39 @@ def test_redistributions_of_a_run_are_planned_for_its_hardware(monkeypatch: pyte
         assert texts[0] == texts[1], "all ranks alike"
         assert words in texts[0]
     assert all("there" in text or "has that name" in text for text in sim.run(refused, 2, args=(unknown, unknown)))
+
+
+def planned_for(device: str, *names: str, hardware: str | None = None) -> str:
+    """Tell the machine that the plans of a run are for, by the names of the ranks' devices."""
+    config, place = TINY.with_changes("train", {"hardware": hardware, "device": device}), RankPlace.current()
+    dims = plan_run(config.with_changes("parallel", {"tp": 2}), 2)
+    mesh, platform = dims.build_mesh(device), get_platform(device)
+    if names:
+        platform.device_type, platform.name, platform.compares_collectives = "cuda", lambda: names[place.rank], False
+        platform.machine = lambda: find_machine("h100-sxm")
+    Trainer(config, dims, platform, place, mesh)
+    layout = Layout.from_device_mesh(dims.get_mesh("tp"))
+    return str(plan_here(layout("tp"), layout(), (8,), torch.float32, dims.get_mesh("tp")).machine)
+
+
+@sim.ranks(2, backends=("sim", "gloo"))
+def test_a_run_is_planned_for_the_machine_that_the_devices_of_all_ranks_are_of(ctx: sim.RankTest) -> None:
+    assert planned_for("cpu", H200, H200) == "h200"
+    for names in ((H200, H100), (H20, H20), (H200, H20), ()):
+        assert planned_for("cpu", *names) == "unnamed", names
+    assert planned_for("cpu", H200, H20, hardware="ascend-910b") == "ascend-910b"
+
+
+@pytest.mark.sim
+def test_the_first_rank_says_why_plans_are_for_the_usual_machine(caplog: pytest.LogCaptureFixture) -> None:
+    exchanges = []
+    for device, *names in (("cpu", H200, H200), ("cpu", H20, H20), ("cpu", H200, H20), ("cpu",), ("npu",)):
+        with sim.world(2, device=None if device == "cpu" else device) as world:
+            world.run(planned_for, args=(device, *names))
+        exchanges.append(len(world.trace.of_rank(0)))
+    whys = [text.split(" planned for h100-sxm, because ")[1].split("; ")[0] for text in caplog.messages]
+    assert whys == [f"nothing describes {H20}", "ranks describe their devices differently"]
+    assert [each - exchanges[3] for each in exchanges] == [1, 1, 1, 0, 0], "they ask once, and simulated ranks do not"
 
 
 def start(*arguments: str, folder: Path, **options: object) -> subprocess.Popen[str]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import mesh, mesh_here, mesh_probe
+from benchmarks import fit_mesh, mesh, mesh_here, mesh_probe
 from benchmarks.mesh_here import Case, Measured
 from benchmarks.mesh_probe import Cost, Task
 from hyper_parallel.core.machine.description import find_machine
@@ -61,9 +61,7 @@ def test_tables_of_costs():
 
     def run(task: Task) -> Cost:
         done.append(task)
-        second = "build" if task.how == "torch" else "trace"
-        third = "step" if task.how == "torch" else "price"
-        slow = 10.0 if task.how == "torch" else 1.0
+        second, third, slow = ("build", "step", 10.0) if task.how == "torch" else ("trace", "price", 1.0)
         return Cost({"import torch": 4.0, "import": 5.0, second: slow, third: 2 * slow}, 12.5, 11.0, 2**30)
 
     text = mesh.cost_table(rounds=2, run=run)
@@ -77,6 +75,12 @@ def test_tables_of_costs():
     assert sorted(task.how for task in done) == sorted(3 * ["every layer", "ours", "torch"])
     row = "| 64 | 3.00 | 3.00 | 30.00 | 10.00 | 0.1 (0.1-0.1) | 0.1 (0.1-0.1) | 1.00 | 1.00 |"
     assert text.splitlines()[-1] == row
+
+
+def test_two_fitted_figures_of_a_section_are_in_one_table(tmp_path):
+    fitted = {"value": 0.94, "why": "tiles", "median": 0.05, "before": 0.1, "rows": 19}
+    fit_mesh._write(tmp_path / "fit.toml", {"matmul.ascend.rate": fitted, "matmul.ascend.cap": fitted})
+    assert (tmp_path / "fit.toml").read_text().count("[matmul.ascend]") == 1
 
 
 def test_cases_are_what_the_trainer_runs():
@@ -98,10 +102,8 @@ def test_a_row_of_this_machine():
     made = mesh_here.predict(case, find_machine("laptop-cpu"))
     measured = Measured((0.1, 0.3, 0.2), made.memory.peak, 2 * made.memory.peak)
     cells = [cell.strip() for cell in mesh_here._row(case, measured, [made, made]).strip("|").split("|")]
-    assert cells[0] == "2, tp=2"
+    assert (cells[0], cells[6], cells[8]) == ("2, tp=2", "1.000", "0.500")
     assert cells[1].startswith("200 (")
-    assert cells[6] == "1.000"
-    assert cells[8] == "0.500"
 
 
 @pytest.mark.tier("test")

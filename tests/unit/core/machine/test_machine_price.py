@@ -46,13 +46,12 @@ many = settings(max_examples=200)
     stride=st.integers(1, 4), columns=st.sampled_from([1, 30, 4096, 2**20]), shift=st.integers(0, 7),
 )  # fmt: skip
 def test_plans_simulated_ranks_and_estimates_have_one_price(on, kind, each, nodes, stride, columns, shift):
-    """`each` ranks of every node; shifted, the first node has fewer, on which the bytes of exchanges would depend."""
+    """`each` ranks of every node; shifted, the first node has fewer."""
     n = each * nodes
     assume(n > 1)
     on = on.with_figures(node__devices=each * stride)
     src, dst, pending, share = STEPS[kind]
-    first = 0 if kind == "all_to_all" else shift % each * stride
-    ranks, shape = range(first, first + n * stride, stride), (n, n * columns)
+    ranks, shape = range(shift % each * stride, (shift % each + n) * stride, stride), (n, n * columns)
     mesh = Layout((n,), ("x",), ranks)
     before = mesh(*src, partial={"x": "sum"} if pending else {})
     _, ways = candidates(read("cannot plan", before, mesh(*dst), shape, torch.float32), on)
@@ -132,5 +131,7 @@ def test_by_hand():
     call = SimpleNamespace(contract=SimpleNamespace(op="all_gather"), send_bytes=7_000_000, recv_bytes=7_000_000)
     expected = 5e-6 + 3e-7 + 6 * 1e-7 + 7e6 / 4e8
     assert CommPricing(on).of_collective([call], tuple(range(8))) == pytest.approx(expected)
-    apart = tuple(range(0, 32, 4))  # one on each node: 7 hops between nodes, at the pace of one
-    assert CommPricing(on).of_collective([call], apart) == pytest.approx(5e-6 + 7 * 3e-7 + 7e6 / 1e8)
+    # One on each node: 7 hops between nodes, at the pace of one.
+    assert CommPricing(on).of_collective([call], tuple(range(0, 32, 4))) == pytest.approx(5e-6 + 7 * 3e-7 + 7e6 / 1e8)
+    call.contract.op = "all_to_all"  # the rank that is alone on its node gets all of it from the other one
+    assert CommPricing(on).of_collective([call], (0, 1, 2, 4)) == pytest.approx(5e-6 + 3 * 3e-7 + 7e6 / 1e8)

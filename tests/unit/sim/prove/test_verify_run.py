@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from hyper_parallel.trainer.config import (
     TrainConfig,
 )
 from hyper_parallel.trainer.preflight import plan_run
-from sim.prove import training
+from sim.prove import evidence, training
 from sim.prove.training import MOST_RANKS, reduced_run, verify_run
 
 pytestmark = pytest.mark.tier("full")
@@ -65,9 +66,8 @@ def test_a_right_run_is_proved(name: str) -> None:
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
 
 
-PURE = PrecisionConfig("bf16", master_dtype="bf16")
 STORED = {
-    "pure": (PURE, 0),
+    "pure": (PrecisionConfig("bf16", master_dtype="bf16"), 0),
     "moments wider": (PrecisionConfig("bf16", "bf16", "fp32"), 0),
     "moments narrower": (PrecisionConfig(moments_dtype="bf16"), 0),
     "frozen": (PrecisionConfig("bf16"), 2),
@@ -135,23 +135,15 @@ def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
         assert name in note
 
 
-@pytest.mark.tier("test")
-def test_a_bound_that_is_as_wide_as_its_tensor_proves_nothing() -> None:
-    with mock.patch.object(training, "SAFETY", 1e16):
+@pytest.mark.tier("test", each=2)
+@pytest.mark.parametrize("wide", [{"SAFETY": 1e16}, {"_WIDE": 0.0, "_TINY": 0.0}], ids=["bounds", "gradients"])
+def test_a_bound_that_is_as_wide_as_its_tensor_proves_nothing(wide: dict[str, float]) -> None:
+    with mock.patch.multiple(training, **wide):
         report = verify_run(of(DENSE, tp=2), 2)
-    assert report.bug is None
-    assert not report.ok
+    assert (report.bug, report.ok) == (None, False)
     assert {row.kind for row in report.not_proved} == {"forward", "gradient"}
     assert report.first.place == "the model's loss of step 1"
     assert "so wide beside its values" in report.first.sentence
-
-
-@pytest.mark.tier("test")
-def test_a_gradient_whose_bound_is_as_wide_as_it_is_not_proved() -> None:
-    with mock.patch.multiple(training, _WIDE=0.0, _TINY=0.0):
-        report = verify_run(of(DENSE, tp=2), 2)
-    assert not report.ok
-    assert {row.kind for row in report.not_proved} == {"forward", "gradient"}
 
 
 @pytest.mark.tier("test")
@@ -159,6 +151,21 @@ def test_a_step_that_is_skipped_proves_nothing() -> None:
     run = DENSE.with_changes("train", {"on_nonfinite": "skip"}).with_changes("model", {"init_std": 1e300})
     with pytest.raises(sim.SimError, match="NonFiniteError"):
         verify_run(run, 2)
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize(("machine", "devices"), [(None, 1), (None, 2), ("h100-sxm", 1)])
+def test_reports_say_where_ranks_of_several_nodes_have_no_machine(machine: str | None, devices: int) -> None:
+    one: dict[str, Any] = {"model_fn": lambda: torch.nn.Linear(4, 4), "mesh_shape": "dp=2", "machine": machine}
+    one["parallelize"] = lambda model, mesh: model
+    with mock.patch.object(evidence, "find_machine", return_value=mock.Mock(devices_per_node=devices)):
+        reports = [
+            sim.verify_plan(inputs=(torch.ones(4, 4),), **one),
+            sim.verify_step(lambda model, x: model(x).sum().backward(), batch=torch.ones(4, 4), **one),
+            verify_run(DENSE.with_changes("train", {"hardware": machine}), 2),
+        ]
+    said = [any("planned for one unnamed node" in note for note in report.notes) for report in reports]
+    assert said == [machine is None and devices == 1] * 3
 
 
 # -- wrong ones --------------------------------------------------------------------------------------------------------
@@ -278,13 +285,13 @@ def test_gradients_of_experts_that_are_divided_by_the_ranks_of_the_others() -> N
 @st.composite
 def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
     """Draw a run of at most 8 ranks that the trainer takes, in any of its kinds."""
-    moe, pp = draw(st.booleans()), draw(st.sampled_from([1, 2]))
-    tp, cp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 1, 2]))
-    ep = draw(st.sampled_from([1, 2])) if moe else 1
-    replicate, shard = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    moe, two = draw(st.booleans()), st.sampled_from([1, 2])
+    degrees = {axis: draw(two) for axis in ("dp_replicate", "dp_shard", "tp", "pp")}
+    degrees |= {"cp": draw(st.sampled_from([1, 1, 2])), "ep": draw(two) if moe else 1}
+    pp = degrees["pp"]
     schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble"])) if pp > 1 else "1f1b"
     accumulate = 2 * pp if pp > 1 else draw(st.sampled_from([1, 2]))
-    world_size = replicate * shard * tp * cp * ep * pp
+    world_size = math.prod(degrees.values())
     assume(world_size <= 8)
     run = Config(
         model=LlamaConfig(tie_embeddings=draw(st.booleans()), qk_norm=draw(st.booleans()), num_hidden_layers=4),
@@ -292,12 +299,7 @@ def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
         optimizer=OptimizerConfig(max_grad_norm=draw(st.sampled_from([0.0, 0.5]))),
         experts=ExpertsConfig(num_shared_experts=draw(st.sampled_from([0, 1]))),
         parallel=ParallelConfig(
-            dp_replicate=replicate,
-            dp_shard=shard,
-            tp=tp,
-            cp=cp,
-            ep=ep,
-            pp=pp,
+            **degrees,
             schedule=schedule,
             engine=draw(st.sampled_from(["fully_shard", "hsdp"])),
             checkpointing=draw(st.sampled_from(["none", "full", "selective"])),
@@ -327,6 +329,7 @@ def large_runs(draw: st.DrawFn) -> tuple[Config, int]:
     degree = st.sampled_from([1, 1, 2, 3, 4, 8])
     tp, cp, ep = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 4, 8])), draw(degree)
     replicate, shard, pp = draw(degree), draw(degree), draw(st.sampled_from([1, 1, 2, 4, 8]))
+    degrees = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, "cp": cp, "ep": ep, "pp": pp}
     moe = ep > 1 or draw(st.booleans())
     ulysses = draw(st.sampled_from([None, *(size for size in (1, 2, 4, 8) if cp % size == 0 and tp * size <= 32)]))
     schedule, each = draw(st.sampled_from([("1f1b", None), ("gpipe", None), ("interleaved", 2), ("zero-bubble", None)]))
@@ -350,12 +353,7 @@ def large_runs(draw: st.DrawFn) -> tuple[Config, int]:
             accumulate=accumulate,
         ),
         parallel=ParallelConfig(
-            dp_replicate=replicate,
-            dp_shard=shard,
-            tp=tp,
-            cp=cp,
-            ep=ep,
-            pp=pp,
+            **degrees,
             ulysses_degree=ulysses,
             schedule=schedule,
             stages_per_rank=each if pp > 1 else None,
@@ -363,7 +361,7 @@ def large_runs(draw: st.DrawFn) -> tuple[Config, int]:
         ),
         precision=PrecisionConfig("bf16"),
     )
-    return run, replicate * shard * tp * cp * ep * pp
+    return run, math.prod(degrees.values())
 
 
 @pytest.mark.tier("test")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sim.prove import evidence
 from sim.script.verify import _factors, _ScriptTask, main
 
 pytestmark = [pytest.mark.sim, pytest.mark.tier("test")]
@@ -371,15 +372,18 @@ for step in range(2):
 
 
 @pytest.mark.tier("full")
-def test_axes_are_those_of_the_groups(verify: Verify) -> None:
+def test_axes_are_those_of_the_groups(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = verify(MODEL + TWO_AXES, MODEL + ONE, nproc=4)
     assert code == 1
+    assert "unnamed" not in out
     assert "on dp=2, tp=2 does not compute" in out
     assert "parts of an average over dp" in out
     right = TWO_AXES.replace('get_group("tp")', 'get_group("dp")')
     assert verify(MODEL + right, MODEL + ONE, nproc=4)[0] == 0
+    monkeypatch.setattr(evidence, "find_machine", lambda name: SimpleNamespace(devices_per_node=2))
     out = verify(MODEL + right, MODEL + ONE, "--mesh", "a=2,b=2", nproc=4)[1]
     assert "on a=2, b=2 computes" in out
+    assert "planned for one unnamed node" in out
 
 
 @pytest.mark.tier("full")
