@@ -250,7 +250,7 @@ def estimate(
 
 
 def usual_recipe(dims: ParallelDims, batch: int) -> Recipe:
-    """Return what is estimated where nothing is said."""
+    """Return the recipe of an estimate that is given none."""
     return Recipe().having(accumulate=batch if dims.pp_enabled else 1)
 
 

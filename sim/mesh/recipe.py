@@ -295,7 +295,7 @@ class Recipe(Config):
     Model, degrees and batch may be left out: a `Job` fills them in.
 
     Args:
-        precision: as in a run, but in "bf16" where nothing else is said.
+        precision: as in a run, with "bf16" as its default.
         routing: how tokens go to experts; None: evenly.
         norm: "fused": one kernel; "eager": one for each operation, with float32 copies, as on CPUs.
 
