@@ -34,8 +34,7 @@ def mistakes_as_messages() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if lacks_memory(error):
-            say_lacking_memory(error)
+        if say_if_memory_lacks(error):
             raise typer.Exit(FAILURE) from None
         if not _is_in_what_was_asked(error):
             raise
@@ -55,18 +54,18 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def say_lacking_memory(error: BaseException) -> None:
-    """Print that the host has no more memory."""
+def say_if_memory_lacks(error: BaseException) -> bool:
+    """Print that the host has no more memory, if that is the error, and return whether it is.
+
+    Python and numpy have an error of their own for that, and torch has not.
+    """
+    is_torchs = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    if not is_torchs and not isinstance(error, MemoryError):
+        return False
     first = (str(error).splitlines() or [type(error).__name__])[0]
     blame = "the memory of this machine is too small for the sizes that were asked for"
     say_error(explain("cannot go on", blame, f"seen: {first}", "smaller sizes"))
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Tell whether the host has no more: Python and numpy have an error of their own for that, and torch has not."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    )
+    return True
 
 
 def is_of_output(error: BaseException | None) -> bool:
@@ -78,7 +77,7 @@ def is_of_output(error: BaseException | None) -> bool:
 def output_written() -> Iterator[None]:
     """Write out what a command has printed; where that cannot be done, say so in one message and exit with code 1.
 
-    A reader that has read enough, as `head`, is told nothing.
+    A reader that has read enough, as `head`, gets no message.
     """
     if sys.stdout is None:  # it was closed before the start
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the process's life

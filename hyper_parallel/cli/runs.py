@@ -6,6 +6,7 @@ torch is imported here, and not where options are: `--help` and a wrong option c
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import traceback
@@ -27,9 +28,8 @@ from hyper_parallel.cli.kit import (
     LOST_FOLDER,
     is_first_rank,
     is_of_output,
-    lacks_memory,
     say_error,
-    say_lacking_memory,
+    say_if_memory_lacks,
     stderr_console,
 )
 from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError
@@ -48,10 +48,8 @@ from hyper_parallel.trainer.parallelize import Split, describe_axes
 from hyper_parallel.trainer.preflight import check_machine, check_platform, plan_run
 from hyper_parallel.trainer.report import (
     Prediction,
-    Traffic,
     TrainingDisplay,
     TrainResult,
-    bits_per_byte,
     largest_difference,
     loss_table,
     plot_log,
@@ -86,7 +84,7 @@ def run_simulated(
     world_size: int,
     stop: StopRequest | None = None,
     split: Split | None = None,
-) -> tuple[TrainResult, list[Traffic]]:
+) -> tuple[TrainResult, list[Any]]:
     """Train as every rank of a simulated world; also return what the ranks communicated."""
     import sim
 
@@ -111,13 +109,9 @@ def find_split(console: Console, run: Config) -> Split | None:
         whole = _fresh_model(settings)
     found = find_pairs(whole)
     small = small_settings(settings, degree)
-
-    def prove(pairs: Sequence[Pair]) -> bool:
-        return _is_proved(small, run, degree, pairs)
-
     with one_thread():
         fitting = [pair for pair in found if small is not None and can_share(whole, pair, degree)]
-        pairs = search_pairs(fitting, prove)
+        pairs = search_pairs(fitting, partial(_is_proved, small, run, degree))
     if not pairs:
         asked, places = f"cannot split the model over tp={degree}", ", ".join(pair.place for pair in found)
         blame = "no way to split its linear layers computes what one device computes"
@@ -217,11 +211,9 @@ def _predict(run: Config, place: RankPlace) -> Prediction:
 
 
 def hardware_here(device_type: str | None = None, named: str | None = None) -> Any:
-    """Return the description that predictions take: the one that is named, or the one of this machine.
+    """Return the description that predictions take for a device ("cpu", "cuda" or "npu"; None: as `get_platform`).
 
-    Args:
-        device_type: "cpu", "cuda" or "npu"; None: as `get_platform`.
-        named: a name or file of hardware; None: what the device is called, or what was measured here.
+    That is the one that is named, by a name or file, or else by the device's name, or what was measured here.
 
     Raises:
         ValueError: there is none, or it is one of other devices.
@@ -260,31 +252,23 @@ def while_ranks_run(left: str) -> Iterator[None]:
         if is_first_rank():
             stderr_console().print(f"interrupted; {escape(left)}")
         raise typer.Exit(INTERRUPTED) from None
-    except NonFiniteError as error:
-        say_error(f"{_own(error)}\n  {left}")
-        raise typer.Exit(FAILURE) from None
-    except CheckpointError as error:
-        say_error(str(_own(error)))
-        raise typer.Exit(LOST_FOLDER if isinstance(error, LeaseLostError) else FAILURE) from None
-    except RankLostError as error:
-        stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
-        raise typer.Exit(FAILURE) from None
     except Exception as error:
-        own: BaseException | None = _own(error)
-        if isinstance(own, SystemExit):
+        own: BaseException = error
+        if hasattr(error, "rank") and error.__cause__ is not None:
+            own = error.__cause__  # what the rank raised: the simulator wraps it
+        if isinstance(own, SystemExit) and own.__context__ is not None:
             own = own.__context__  # rich exits where the reader has gone
-        if own is not None and is_of_output(own):
+        if is_of_output(own):
             raise own from None
-        if own is not None and lacks_memory(own):
-            say_lacking_memory(own)
-            raise typer.Exit(FAILURE) from None
-        traceback.print_exc()
-        raise typer.Exit(FAILURE) from None
-
-
-def _own(error: Exception) -> BaseException:
-    """Return what the rank raised: the simulator wraps it."""
-    return error.__cause__ if hasattr(error, "rank") and error.__cause__ is not None else error
+        if isinstance(error, NonFiniteError):
+            say_error(f"{own}\n  {left}")
+        elif isinstance(error, CheckpointError):
+            say_error(str(own))
+        elif isinstance(error, RankLostError):
+            stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
+        elif not say_if_memory_lacks(own):
+            traceback.print_exc()
+        raise typer.Exit(LOST_FOLDER if isinstance(error, LeaseLostError) else FAILURE) from None
 
 
 def check_run(run: Config, sim: int | None) -> Config:
@@ -360,13 +344,7 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
 
 
 def summarise(console: Console, result: TrainResult, *, has_bytes: bool = True) -> None:
-    """Print what a run has come to: steps, losses, speed, and what could not be saved.
-
-    Args:
-        console: to print to.
-        result: of the run.
-        has_bytes: whether its tokens are bytes.
-    """
+    """Print what a run, whose tokens may be bytes, has come to: steps, losses, speed, and what could not be saved."""
     for failure in result.save_failures:
         console.print(f"a checkpoint could not be written: {failure}")
     if not result.steps:
@@ -386,7 +364,7 @@ def summarise(console: Console, result: TrainResult, *, has_bytes: bool = True) 
     if skipped := sum(record.skipped for record in result.steps):
         console.print(f"skipped: {skipped:,} of {len(result.steps):,} steps, whose loss or gradient was not finite")
     if result.valid_loss is not None:
-        bits = f"{bits_per_byte(result.valid_loss):.2f} bits per byte (8 is guessing)"
+        bits = f"{result.valid_loss / math.log(2):.2f} bits per byte (8 is guessing)"
         console.print(f"held-back text: loss {result.valid_loss:.3f}" + (f", {bits}" if has_bytes else ""))
     table, predicted = prediction_table(result.steps), result.steps[-1].predicted
     if table is not None and predicted is not None:
@@ -398,7 +376,7 @@ def summarise(console: Console, result: TrainResult, *, has_bytes: bool = True) 
             )
 
 
-def compare_runs(console: Console, runs: dict[str, TrainResult], traffic: list[Traffic], out: Path) -> None:
+def compare_runs(console: Console, runs: dict[str, TrainResult], traffic: list[Any], out: Path) -> None:
     """Print the runs side by side, and draw their losses in the folder `out`."""
     simulated, single = runs.values()
     difference, step = largest_difference(simulated, single)

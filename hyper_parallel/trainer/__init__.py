@@ -5,7 +5,7 @@
     preflight -> saving, report, metrics
     saving -> parallelize, guards
     optimizer -> parallelize
-    watchdog -> guards
+    watchdog -> guards -> config
 
 `config` is what a run is asked to do. `preflight` refuses what cannot work, before any rank starts. `parallelize_llama`
 applies the parallelisms in their order, `loop` takes the steps, `saving` keeps them, and `report` shows them. `guards`

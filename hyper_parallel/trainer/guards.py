@@ -1,4 +1,4 @@
-"""The guards of a run: the policy for losses and gradients that are NaN or infinite, and the request to stop."""
+"""The guards of a run: what to do about losses and gradients that are NaN or infinite, and the request to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,55 +17,34 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.common.checks import check_choice, check_least
 from hyper_parallel.core.common.errors import HyperParallelError, InvalidState
-
-POLICIES = ("skip", "stop", "dump")
+from hyper_parallel.trainer.config import TrainConfig
 
 
 class NonFiniteError(HyperParallelError, ArithmeticError):
     """A loss or gradient was NaN or infinite, and the run was to stop there."""
 
 
-@dataclass(frozen=True)
-class NonFinitePolicy:
-    """What to do with a step whose loss or gradient norm is NaN or infinite.
+def action_after(loss: float, grad_norm: float, train: TrainConfig, skipped_in_a_row: int = 0) -> str:
+    """Return what to do with a step: "go", or if its loss or gradient norm is NaN or infinite "skip", "stop" or "dump".
 
-    >>> policy = NonFinitePolicy("skip", max_skips=2)
-    >>> policy.check(2.5, 1.0), policy.check(math.nan, 1.0), policy.check(2.5, math.inf, skipped_in_a_row=2)
+    >>> train = TrainConfig(on_nonfinite="skip", max_skips=2)
+    >>> action_after(2.5, 1.0, train), action_after(math.nan, 1.0, train), action_after(2.5, math.inf, train, 2)
     ('go', 'skip', 'stop')
 
+    Ranks that pass the same numbers, as after an all_reduce, get the same answer.
+
     Args:
-        on_nonfinite: "skip": leave out the optimizer's step. "stop": end the run. "dump": write a folder that says
-            which gradients are to blame, then end the run.
-        max_skips: so many steps in a row are skipped; one more ends the run.
-
-    Raises:
-        ValueError: no such policy, a negative number of skips.
+        loss: of the global batch.
+        grad_norm: over all parameters.
+        train: has `on_nonfinite`, and the `max_skips` after which one more ends the run.
+        skipped_in_a_row: how many steps just before this one were skipped.
     """
-
-    on_nonfinite: str = "stop"
-    max_skips: int = 10
-
-    def __post_init__(self) -> None:
-        check_choice("cannot handle what is not finite", "on_nonfinite", self.on_nonfinite, POLICIES)
-        check_least("cannot leave out steps", 0, max_skips=self.max_skips)
-
-    def check(self, loss: float, grad_norm: float, skipped_in_a_row: int = 0) -> str:
-        """Return what to do: "go", "skip", "stop" or "dump".
-
-        Ranks that pass the same numbers, as after an all_reduce, get the same answer.
-
-        Args:
-            loss: of the global batch.
-            grad_norm: over all parameters.
-            skipped_in_a_row: how many steps just before this one were skipped.
-        """
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            return "go"
-        if self.on_nonfinite == "skip" and skipped_in_a_row >= self.max_skips:
-            return "stop"
-        return self.on_nonfinite
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return "go"
+    if train.on_nonfinite == "skip" and skipped_in_a_row >= train.max_skips:
+        return "stop"
+    return train.on_nonfinite
 
 
 def nonfinite_error(
@@ -162,16 +140,14 @@ def _describe(param: Tensor) -> dict[str, Any]:
             grad = _local(param.grad)
             finite = grad.isfinite()
             row["grad_nonfinite"] = int((~finite).sum())
-            row["grad_norm_of_finite"] = _number(float(_wide(grad.masked_fill(~finite, 0)).norm()))
+            kept = grad.masked_fill(~finite, 0)
+            wide = kept if kept.dtype == torch.float64 else kept.float()  # not every device has float64
+            row["grad_norm_of_finite"] = _number(float(wide.norm()))
     return row
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()  # not every device has float64
 
 
 def _number(value: float) -> float | str:
@@ -206,11 +182,7 @@ class StopRequest:
         self.reason: str | None = None
 
     def request(self, reason: str) -> None:
-        """Ask to stop.
-
-        Args:
-            reason: for people, such as the name of a signal; that of the first request is kept.
-        """
+        """Ask to stop, for a reason such as the name of a signal; that of the first request is kept."""
         if self.reason is None:
             self.reason = reason
 

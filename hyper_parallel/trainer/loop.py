@@ -34,9 +34,9 @@ from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.models.lora import is_of_adapter
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer.config import OTHER, STUCK_AFTER_S, Config
-from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples
-from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
-from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
+from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples, windows_that_count
+from hyper_parallel.trainer.guards import StopRequest, action_after, dump_nonfinite, nonfinite_error
+from hyper_parallel.trainer.metrics import flops_per_token, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimizer, clip_gradients, update
 from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss, Split, describe_axes, shard_given
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama
@@ -45,10 +45,10 @@ from hyper_parallel.trainer.report import (
     KEPT,
     JsonlLog,
     Prediction,
-    ProfilerTrace,
     StepRecord,
     TensorBoardLog,
     TrainResult,
+    profiled_steps,
 )
 from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape, model_of_folder
 from hyper_parallel.trainer.watchdog import RunWatchdog, default_store
@@ -163,11 +163,7 @@ class Trainer:
         mesh: the ranks by axis; None trains the bare model on one device, without torch.distributed.
         stop: asks the run to end.
         watchdog: hears of progress.
-        predicted: see `train`.
-        data: likewise.
-        lr_scheduler: likewise.
-        model: likewise.
-        split: likewise.
+        predicted, data, lr_scheduler, model, split: see `train`.
 
     Attributes:
         model: this rank's part of the model.
@@ -204,16 +200,15 @@ class Trainer:
         vocab_size = config.model.vocab_size
         self.loader = None if data is None else LoaderBatches(data, train.batch_size, train.seq_len, vocab_size)
         self.corpus = read_text(config) if data is None else None
-        self.windows = None if self.corpus is None else self.corpus.windows(train.seq_len)
+        self.windows = None if self.corpus is None else windows_that_count(self.corpus.train, train.seq_len)
         if predicted is not None:
             predicted = replace(predicted, memory_before=platform.memory_stats().allocated)
         self.predicted = predicted
         self.share = ShareOfLoss()
         if given is None:
             shape, self.parameters = None, config.shape().num_parameters()
-            self.flops_per_token: float | None = None  # the formula has the gradients of all weights
-            if not config.lora.rank:
-                self.flops_per_token = flops_per_token(config.shape(), train.seq_len)
+            has_all = not config.lora.rank  # the formula has the gradients of all weights
+            self.flops_per_token = flops_per_token(config.shape(), train.seq_len) if has_all else None
             self.model = parallelize_llama(config, dims, self.device, self.share)
             if config.lora.dropout:
                 platform.manual_seed(train.seed + self.ranks.batch_rank)  # ranks along tp drop the same
@@ -225,7 +220,6 @@ class Trainer:
             self.model.named_parameters(), config.optimizer, config.precision.dtype("moments")
         )
         self.rates = Rates(config.optimizer, train.steps, lr_scheduler)
-        self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
         self._are_same = False  # the batches of the ranks' loaders: looked at once
         self.saver = Saver(
@@ -282,11 +276,11 @@ class Trainer:
             board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None, self.steps_done))
             stack.enter_context(self.saver)
             recorded = train.profile_steps if first_rank else 0
-            trace = stack.enter_context(ProfilerTrace(_out(self.config) / "profile.json", recorded))
+            after_step = stack.enter_context(profiled_steps(_out(self.config) / "profile.json", recorded))
             while self.steps_done < train.steps and stopped is None:
                 self._tell(self.steps_done + 1, "training")
                 record = self.step()
-                trace.after_step()
+                after_step()
                 records.append(record)
                 log.write(record)  # before the save: what goes on from there keeps the lines up to its step
                 stopped = self._asked_to_stop()
@@ -356,18 +350,12 @@ class Trainer:
             seconds=seconds,
             tokens_per_s=speed,
             valid_loss=self.evaluate() if due else None,
-            mfu=self._utilisation(speed),
-            memory_bytes=memory_bytes(self.platform),
+            mfu=model_flops_utilisation(speed, self.flops_per_token, self.platform.name(), self.place.world_size),
+            memory_bytes=self.platform.memory_stats().peak_allocated,
             tokens=int(counted),
             skipped=not outcome.taken,
             predicted=self.predicted,
         )
-
-    def _utilisation(self, tokens_per_s: float) -> float | None:
-        per_token, place = self.flops_per_token, self.place
-        if per_token is None:
-            return None
-        return model_flops_utilisation(tokens_per_s, per_token, self.platform.name(), place.world_size)
 
     def _sequences(self, part: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and targets of this rank's samples in the step."""
@@ -377,7 +365,7 @@ class Trainer:
             return samples(self.corpus.train, part, *order, self.windows)
         assert self.loader is not None, "there is a text or a loader"
         inputs, targets = self.loader.next()
-        if not self._are_same and not self.ranks.agree(_checksum(inputs, targets)):
+        if not (self._are_same or self.ranks.agree(zlib.crc32(torch.cat([inputs, targets]).cpu().numpy().data))):
             blame, hint = "the ranks' loaders return other batches", "the same seed, and no DistributedSampler"
             raise InvalidValue("cannot train on this data", blame, f"step: {self.steps_done + 1}", hint)
         self._are_same = True
@@ -396,7 +384,7 @@ class Trainer:
     def _accepts(self, loss: float, grad_norm: float, part: range) -> bool:
         """Tell whether the optimizer's step is to be taken; raise where what is not finite ends the run."""
         step = self.steps_done + 1
-        action = self.policy.check(loss, grad_norm, self.skipped)
+        action = action_after(loss, grad_norm, self.config.train, self.skipped)
         if action in ("stop", "dump"):
             folder = None
             if action == "dump":
@@ -465,12 +453,6 @@ def _vocab_size(model: nn.Module) -> int | None:
     return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
 
 
-def _checksum(inputs: torch.Tensor, targets: torch.Tensor) -> int:
-    """Return a number that depends on every id and its place."""
-    ids = torch.cat([inputs, targets]).flatten()
-    return int((ids * (torch.arange(ids.numel()) * 2654435761 % 2**31 + 1)).sum())
-
-
 class StepOutcome(NamedTuple):
     """The numbers that every rank knows after a step.
 
@@ -530,12 +512,8 @@ def finish_step(
     """Take what comes of a step once the gradients are there: add up the loss, clip, update, and clear them.
 
     Args:
-        model: this and the following: see `training_step`.
-        optimizer: of its parameters.
+        model, optimizer, groups, max_grad_norm, accepts: see `training_step`.
         share_of_loss: of this rank.
-        groups: what the loss is added up over.
-        max_grad_norm: gradients are scaled down to it; 0: they are not scaled.
-        accepts: tells whether the optimizer's step is taken.
     """
     loss = groups.over_shares(share_of_loss)
     grad_norm = clip_gradients(model, max_grad_norm)
@@ -557,13 +535,8 @@ def forward_backward(
     """Add up gradients over the micro-batches, and return this rank's share of the loss.
 
     Args:
-        model: this and the following: see `training_step`.
-        inputs: ids (batch, seq).
-        targets: likewise.
-        share: the loss.
+        model, inputs, targets, share, accumulate, reduce_each: see `training_step`.
         dtype: to add up shares in.
-        accumulate: backward passes.
-        reduce_each: every one of them reduces gradients over ranks, not the last one alone.
     """
     if model.pipeline is not None:
         loss = model.pipeline.step(inputs, targets)
@@ -581,12 +554,7 @@ def forward_backward(
 
 
 def communicate_gradients(model: torch.nn.Module, flag: bool) -> None:
-    """Let the next backward reduce gradients over ranks, or let it only add them up.
-
-    Args:
-        model: of either engine, or of none.
-        flag: whether they are reduced.
-    """
+    """Let the next backward of a model, of either engine or none, reduce gradients over ranks, or only add them up."""
     if isinstance(model, HSDPModule):
         model.set_requires_gradient_sync(flag)
     elif isinstance(model, HSDPCell):
@@ -614,7 +582,7 @@ class RankPlace:
         """Ask the process group of torch.distributed, where there is one; else read torchrun's environment.
 
         Raises:
-            ValueError: there is no process group, and as `from_environment`.
+            ValueError: as `from_environment`.
         """
         if not dist.is_initialized():
             return cls.from_environment()
@@ -674,7 +642,7 @@ def process_group(platform: Platform, place: RankPlace) -> Iterator[None]:
     """Hold torch.distributed's process group for the block; one that is there already is used and left alone.
 
     Args:
-        platform: says which backend: gloo, nccl or hccl.
+        platform: has the backend: gloo, nccl or hccl.
         place: the calling rank; alone in its world it needs no rendezvous.
     """
     if dist.is_initialized():
@@ -728,11 +696,7 @@ class RunGroups:
         return value
 
     def count(self, targets: torch.Tensor) -> float:
-        """Return how many tokens of the global batch count.
-
-        Args:
-            targets: ids (batch, seq) of this rank, `IGNORED` for those that do not.
-        """
+        """Return how many tokens of the global batch count; this rank's targets (batch, seq) may be `IGNORED`."""
         return self.over_tokens((targets != IGNORED).sum()).item()
 
     def over_shares(self, share: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Hardware utilisation: FLOPs of the model, peak FLOPs of the device, memory taken, and the least that is needed."""
+"""Hardware utilisation: FLOPs of the model, peak FLOPs of the device, and the least that is needed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from hyper_parallel.core.machine.description import peak_flops
 from hyper_parallel.models.llama import Llama, LlamaConfig
-from hyper_parallel.platform import Platform
 
 
 def model_flops_utilisation(
-    tokens_per_s: float, flops_per_token: float, device_name: str, world_size: int
+    tokens_per_s: float, flops_per_token: float | None, device_name: str, world_size: int
 ) -> float | None:
-    """Return MFU: the model's FLOPs that a run computes, by the peak of all its devices; None for unknown devices.
+    """Return MFU: the model's FLOPs that a run computes, by the peak of all its devices; None if one is unknown.
 
     >>> model_flops_utilisation(1e6, 989.4e6, "NVIDIA H100 80GB HBM3", world_size=2)
     0.5
@@ -28,24 +27,12 @@ def model_flops_utilisation(
 
     Args:
         tokens_per_s: tokens of the global batch by the time of a step.
-        flops_per_token: see the function `flops_per_token`.
-        device_name: as `Platform.name()` says it.
+        flops_per_token: see the function `flops_per_token`; None: not known.
+        device_name: as `Platform.name()` returns it.
         world_size: number of devices.
     """
     peak = peak_flops(device_name)
-    return None if peak is None else tokens_per_s * flops_per_token / (peak * world_size)
-
-
-def memory_bytes(platform: Platform) -> int:
-    """Return the most memory that live tensors of this rank have taken since `platform.reset_peak_memory()`, in bytes.
-
-    On the CPU it is the process's resident set, Python and libraries included, and simulated ranks share one process:
-    each of them returns the same number.
-
-    Args:
-        platform: of the calling rank.
-    """
-    return platform.memory_stats().peak_allocated
+    return None if peak is None or flops_per_token is None else tokens_per_s * flops_per_token / (peak * world_size)
 
 
 def least_kept(checkpointing: str, hidden: float, attention: float, inner: float) -> float:
@@ -112,24 +99,21 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
         config: the model's shape.
         seq_len: tokens per sequence.
     """
-    shape = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(LlamaConfig)
-        if field.name not in ("num_hidden_layers", "max_seq_len")
-    }
-    one, two = (_dense_flops(LlamaConfig(**shape, num_hidden_layers=n, max_seq_len=seq_len)) for n in (1, 2))
+    shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)}
+    tokens = torch.empty(1, seq_len, dtype=torch.long, device="meta")
+
+    def dense(layers: int, **changes: int) -> int:
+        """Return the FLOPs of a sequence of full length."""
+        sizes: dict[str, Any] = {**shape, "num_hidden_layers": layers, "max_seq_len": seq_len, **changes}
+        return count_flops(lambda: Llama(LlamaConfig(**sizes)), tokens)
+
+    one, two = dense(1), dense(2)
     total = one + (two - one) * (config.num_hidden_layers - 1)
     mixtures = config.num_hidden_layers - getattr(config, "num_dense_layers", config.num_hidden_layers)
     if mixtures:
         mixture: Any = config
         active = mixture.experts_per_token + mixture.num_shared_experts
-        shape["intermediate_size"] = active * mixture.expert_intermediate_size
-        sparse = _dense_flops(LlamaConfig(**shape, num_hidden_layers=1, max_seq_len=seq_len))
+        sparse = dense(1, intermediate_size=active * mixture.expert_intermediate_size)
         router = 6 * config.hidden_size * mixture.num_experts * seq_len
         total += mixtures * (sparse - one + router)
     return total / seq_len
-
-
-def _dense_flops(config: LlamaConfig) -> int:
-    """FLOPs of one sequence of full length."""
-    return count_flops(lambda: Llama(config), torch.empty(1, config.max_seq_len, dtype=torch.long, device="meta"))

@@ -8,12 +8,12 @@ import math
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from hyper_parallel.core.common.drawing import blank_figure, quiet, whole_steps
 from hyper_parallel.core.common.errors import InvalidValue, readable_bytes
+from hyper_parallel.core.common.tables import plain_table
 
 MIB = 2**20
 KEPT = 10_000
@@ -61,7 +62,8 @@ class StepRecord:
         tokens_per_s: tokens of the global batch by that time.
         valid_loss: mean cross-entropy on the held-back text after the step, where it was measured.
         mfu: the model's FLOPs by the peak of all devices, 0 to 1; None where the peak is not known.
-        memory_bytes: the most that live tensors of the first rank have taken in this step; see `metrics.memory_bytes`.
+        memory_bytes: the most that live tensors of the first rank have taken in this step; on the CPU the process's
+            resident set, Python and libraries included, which simulated ranks share.
         tokens: tokens of the global batch that the loss counts.
         skipped: the optimizer's step was skipped, because loss or gradient were not finite.
         predicted: what it was predicted to take.
@@ -96,7 +98,7 @@ class TrainResult:
         steps: one record per step, those before a resumption left out; of a long run the last `KEPT`, the log has all.
         valid_loss: mean cross-entropy on the held-back text at the end, nats per token; None for a run that stopped.
         parameters: weights in the model.
-        layout: one line that says how the ranks were arranged.
+        layout: how the ranks were arranged, in a line.
         device: what computed it.
         stopped: what asked the run to stop before its last step, such as "SIGTERM".
         first_step: number of the first step, more than 1 for a run that went on from a checkpoint.
@@ -178,7 +180,7 @@ class JsonlLog:
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # a warning has said what could not be written
+            with suppress(OSError):  # a warning has named what could not be written
                 file.close()
 
 
@@ -197,10 +199,7 @@ def _end_of_steps(path: str, last: int) -> int:
 
 
 def read_log(path: str | Path) -> list[StepRecord]:
-    """Read a JSONL log back, without what was not written to its end when a run was killed or a machine went down.
-
-    Args:
-        path: file that a run wrote, or is writing.
+    """Read the JSONL log that a run wrote, or is writing, without a line that was not written to its end.
 
     Raises:
         ValueError: none of its lines is JSON.
@@ -238,11 +237,7 @@ _CURVES = (
 
 
 def check_tensorboard() -> None:
-    """Check that TensorBoard is installed, before ranks start.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise ValueError if TensorBoard is not installed."""
     if find_spec("tensorboard") is None:
         asked, blame = "cannot write a TensorBoard log", "the package tensorboard is not installed"
         hint = "pip install 'hyper_parallel[tensorboard]'; or leave it out: the JSONL log has the same numbers"
@@ -275,16 +270,14 @@ class TensorBoardLog:
         """Add one step."""
         if self._writer is None:
             return
-        for curve, name in _CURVES:
-            value = getattr(record, name)
+        values = {curve: getattr(record, name) for curve, name in _CURVES}
+        if (predicted := record.predicted) is not None:
+            values["speed/predicted_tokens_per_s"] = predicted.tokens_per_s
+            values["speed/predicted_seconds"] = predicted.seconds
+            values["memory/predicted_bytes"] = predicted.memory_before + predicted.memory_bytes
+        for curve, value in values.items():
             if value is not None:
                 self._writer.add_scalar(curve, value, record.step)
-        if (predicted := record.predicted) is not None:
-            self._writer.add_scalar("speed/predicted_tokens_per_s", predicted.tokens_per_s, record.step)
-            self._writer.add_scalar("speed/predicted_seconds", predicted.seconds, record.step)
-            self._writer.add_scalar(
-                "memory/predicted_bytes", predicted.memory_before + predicted.memory_bytes, record.step
-            )
 
     def __enter__(self) -> TensorBoardLog:
         return self
@@ -294,11 +287,12 @@ class TensorBoardLog:
             self._writer.close()
 
 
-class ProfilerTrace:
-    """Records a few steps with torch.profiler, and writes them as a Chrome trace; a context, used by one rank alone.
+@contextmanager
+def profiled_steps(path: Path, steps: int) -> Iterator[Callable[[], None]]:
+    """Record a few steps of the block with torch.profiler as a Chrome trace; yield what to call after each step.
 
-        with ProfilerTrace("out/profile.json", steps=3) as trace:
-            trace.after_step()
+        with profiled_steps(Path("out/profile.json"), steps=3) as after_step:
+            ...
 
     The first step builds what is kept from then on, and during the second one the profiler starts: both are left out.
 
@@ -306,38 +300,20 @@ class ProfilerTrace:
         path: of the file.
         steps: to record; 0 records none, and costs nothing.
     """
+    if not steps:
+        yield lambda: None
+        return
 
-    SKIPPED = 2
+    def write(profiler: torch.profiler.profile) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
 
-    def __init__(self, path: str | Path, steps: int) -> None:
-        self._path, self._profiler = Path(path), None
-        if steps:
-            schedule = torch.profiler.schedule(wait=self.SKIPPED - 1, warmup=1, active=steps, repeat=1)
-            # Without `acc_events` torch warns of what it forgets after a cycle; there is one only.
-            self._profiler = torch.profiler.profile(
-                schedule=schedule,  # activities: all that this machine has
-                on_trace_ready=self._write,
-                record_shapes=True,
-                acc_events=True,
-            )
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._path))
-
-    def after_step(self) -> None:
-        """Say that a step is over."""
-        if self._profiler is not None:
-            self._profiler.step()
-
-    def __enter__(self) -> ProfilerTrace:
-        if self._profiler is not None:
-            self._profiler.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1)
+    # All activities of this machine. Without `acc_events` torch warns of what it forgets after a cycle; there is one.
+    with torch.profiler.profile(
+        schedule=schedule, on_trace_ready=write, record_shapes=True, acc_events=True
+    ) as profiler:
+        yield profiler.step
 
 
 class TrainingDisplay:
@@ -411,33 +387,6 @@ def _rest(record: StepRecord) -> str:
     return "".join(f"  {part}" for part in parts)
 
 
-class Traffic(Protocol):
-    """How often one operation ran on one mesh axis, and the bytes that all ranks together, and one rank, received."""
-
-    @property
-    def axis(self) -> str: ...  # noqa: D102
-    @property
-    def op(self) -> str: ...  # noqa: D102
-    @property
-    def count(self) -> int: ...  # noqa: D102
-    @property
-    def bytes(self) -> int: ...  # noqa: D102
-    @property
-    def bytes_per_rank(self) -> int: ...  # noqa: D102
-
-
-def bits_per_byte(loss: float) -> float:
-    """Turn a byte-level loss in nats into bits.
-
-    >>> bits_per_byte(math.log(2))
-    1.0
-
-    Args:
-        loss: mean cross-entropy per byte, nats.
-    """
-    return loss / math.log(2)
-
-
 def largest_difference(first: TrainResult, second: TrainResult) -> tuple[float, int]:
     """Return the largest difference between the training losses of two runs, and its step (from 1)."""
     differences = [abs(a - b) for a, b in zip(first.losses, second.losses, strict=True)]
@@ -445,24 +394,22 @@ def largest_difference(first: TrainResult, second: TrainResult) -> tuple[float, 
     return largest, differences.index(largest) + 1
 
 
-def loss_table(runs: dict[str, TrainResult], rows: int = 8) -> Table:
-    """Put the losses of two runs side by side, at evenly spaced steps, with the validation loss at the end.
+def loss_table(runs: dict[str, TrainResult]) -> Table:
+    """Put the losses of two runs of as many steps side by side, at about eight steps and after the last validation.
 
     Args:
-        runs: two runs of the same number of steps, by title.
-        rows: about how many steps to show.
+        runs: two runs, by title.
     """
     (first_name, first), (second_name, second) = runs.items()
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("step")
-    for name in (first_name, second_name, "difference"):
-        table.add_column(name, justify="right")
-    for index in _spread(len(first.steps), rows):
-        a, b = first.losses[index], second.losses[index]
-        table.add_row(str(index + 1), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
-    ends = first.valid_loss, second.valid_loss
-    if ends[0] is not None and ends[1] is not None:  # a run that was stopped has none
-        table.add_row("validation", f"{ends[0]:.6f}", f"{ends[1]:.6f}", f"{abs(ends[0] - ends[1]):.1e}")
+    count = len(first.steps)
+    stride = max(-(-count // 8), 1)
+    shown = sorted({0, *range(stride - 1, count, stride), count - 1})
+    rows = [(str(index + 1), first.losses[index], second.losses[index]) for index in shown]
+    if first.valid_loss is not None and second.valid_loss is not None:  # a run that was stopped has none
+        rows.append(("validation", first.valid_loss, second.valid_loss))
+    table = _table("step", first_name, second_name, "difference")
+    for name, a, b in rows:
+        table.add_row(name, f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
     return table
 
 
@@ -482,43 +429,28 @@ def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
     if not steps or steps[-1].predicted is None:
         return None
     predicted = steps[-1].predicted
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("")
-    for name in ("measured", "predicted", ""):
-        table.add_column(name, justify="right")
+    seconds, speed = (statistics.median(getattr(each, name) for each in steps) for name in ("seconds", "tokens_per_s"))
     rows: list[tuple[str, float, float, Callable[[float], str]]] = [
-        ("step", statistics.median(record.seconds for record in steps), predicted.seconds, readable_seconds),
-        (
-            "tokens/s",
-            statistics.median(record.tokens_per_s for record in steps),
-            predicted.tokens_per_s,
-            "{:,.0f}".format,
-        ),
+        ("step", seconds, predicted.seconds, readable_seconds),
+        ("tokens/s", speed, predicted.tokens_per_s, "{:,.0f}".format),
     ]
     if taken := [record.grown_bytes for record in steps if record.grown_bytes]:
         rows.append(("memory", max(taken), predicted.memory_bytes, readable_bytes))
+    table = _table("", "measured", "predicted", "")
     for name, measured, expected, readable in rows:
         table.add_row(name, readable(measured), readable(expected), f"{100 * (expected / measured - 1):+.0f} %")
     return table
 
 
-def _spread(count: int, rows: int) -> list[int]:
-    """Pick about `rows` indices below `count`: the first, then every n-th step, and the last."""
-    stride = max(-(-count // rows), 1)
-    return sorted({0, *range(stride - 1, count, stride), count - 1})
+def _table(*columns: str, left: int = 1) -> Table:
+    table = plain_table(*columns, left=left)
+    table.padding = (0, 3, 0, 0)
+    return table
 
 
-def traffic_table(rows: Sequence[Traffic]) -> Table:
-    """Show what a run communicated, by axis and op, with the total.
-
-    Args:
-        rows: one per axis and op.
-    """
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("axis", "op"):
-        table.add_column(name)
-    for name in ("collectives", "received", "per rank"):
-        table.add_column(name, justify="right")
+def traffic_table(rows: Sequence[Any]) -> Table:
+    """Show what a run communicated, with the total; each row is a `sim.Row`, of one axis and op."""
+    table = _table("axis", "op", "collectives", "received", "per rank", left=2)
     for row in rows:
         moved = (readable_bytes(row.bytes), readable_bytes(row.bytes_per_rank))
         table.add_row(row.axis, row.op, f"{row.count:,}", *moved)
@@ -527,13 +459,10 @@ def traffic_table(rows: Sequence[Traffic]) -> Table:
 
 
 def readable_seconds(amount: float) -> str:
-    """Write a time for people.
+    """Write a number of seconds for people.
 
     >>> readable_seconds(0.0123), readable_seconds(12.34)
     ('12.3 ms', '12.3 s')
-
-    Args:
-        amount: seconds.
     """
     value, unit = (amount, "s") if amount >= 1 else (amount * 1e3, "ms")
     return f"{value:,.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
@@ -562,14 +491,13 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
         raise InvalidValue("cannot plot", blame, "logs: none", "the file that train.log names, out/train.jsonl")
     path = Path(path)
     is_predicted = any(record.predicted is not None for records in runs.values() for record in records)
-    figure = blank_figure(path, 8, 11 if is_predicted else 8, dpi=120)
+    height, count = (11, 5) if is_predicted else (8, 3)
+    figure = blank_figure(path, 8, height, dpi=120)
     if figure is None:
         return False
     names = [Path(log).stem for log in runs]
     unique = len(set(names)) == len(names)
-    panels = figure.subplots(
-        5 if is_predicted else 3, 1, sharex=True, height_ratios=(3, *[1] * (4 if is_predicted else 2))
-    )
+    panels = figure.subplots(count, 1, sharex=True, height_ratios=(3, *[1] * (count - 1)))
     losses, norms, speeds = panels[:3]
     for place, (log, records) in enumerate(runs.items()):
         steps, label, color = [record.step for record in records], Path(log).stem if unique else log, f"C{place}"
@@ -609,14 +537,11 @@ def _plot_predicted(panels: Sequence[Any], records: Sequence[StepRecord], color:
     known = [(record.step, record.grown_bytes / MIB) for record in records if record.grown_bytes is not None]
     if known:
         memory.plot(*zip(*known, strict=True), color=color)
-    known_steps = [(record.step, record.predicted) for record in records if record.predicted is not None]
-    steps = [step for step, _ in known_steps]
-    for axes, values in (
-        (speeds, [predicted.tokens_per_s for _, predicted in known_steps]),
-        (times, [predicted.seconds * 1e3 for _, predicted in known_steps]),
-        (memory, [predicted.memory_bytes / MIB for _, predicted in known_steps]),
-    ):
-        axes.plot(steps, values, "--", color=color)
+    told = [(record.step, record.predicted) for record in records if record.predicted is not None]
+    steps = [step for step, _ in told]
+    speeds.plot(steps, [predicted.tokens_per_s for _, predicted in told], "--", color=color)
+    times.plot(steps, [predicted.seconds * 1e3 for _, predicted in told], "--", color=color)
+    memory.plot(steps, [predicted.memory_bytes / MIB for _, predicted in told], "--", color=color)
 
 
 def _read(log: Path) -> list[StepRecord]:

@@ -29,10 +29,11 @@ from hyper_parallel.core.common import groups
 from hyper_parallel.core.common.groups import attempt_store, init_process_group
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer import watchdog
+from hyper_parallel.trainer.config import TrainConfig
 from hyper_parallel.trainer.guards import (
     NonFiniteError,
-    NonFinitePolicy,
     StopRequest,
+    action_after,
     dump_nonfinite,
     nonfinite_error,
     stop_on_signals,
@@ -172,17 +173,17 @@ def test_a_script_may_do_so_on_simulated_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["skip", "stop", "dump"])
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.nan), (-math.inf, 1.0), (1.0, math.inf)])
 def test_what_is_not_finite_is_noticed(policy: str, bad: tuple[float, float]) -> None:
-    rule = NonFinitePolicy(policy)
-    assert rule.check(1.0, 0.0, skipped_in_a_row=10**6) == "go"
-    assert rule.check(*bad) == policy
-    assert rule.check(*bad, skipped_in_a_row=rule.max_skips - 1) == policy
-    assert rule.check(*bad, skipped_in_a_row=rule.max_skips) == ("stop" if policy == "skip" else policy)
+    train = TrainConfig(on_nonfinite=policy)
+    assert action_after(1.0, 0.0, train, skipped_in_a_row=10**6) == "go"
+    assert action_after(*bad, train) == policy
+    assert action_after(*bad, train, skipped_in_a_row=train.max_skips - 1) == policy
+    assert action_after(*bad, train, skipped_in_a_row=train.max_skips) == ("stop" if policy == "skip" else policy)
 
 
 @pytest.mark.parametrize("wrong", [{"on_nonfinite": "ignore"}, {"max_skips": -1}])
 def test_policies_that_do_not_exist_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="\n  try: "):
-        NonFinitePolicy(**wrong)  # type: ignore[arg-type]
+        TrainConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_error_says_what_was_not_finite() -> None:
