@@ -485,9 +485,6 @@ RUN = Schema("config", ((move("parallel.param_dtype", "precision.param_dtype"),)
 def load_config(path: str | Path) -> Config:
     """Read a TOML file into a `Config`; what the file leaves out keeps its default.
 
-    Args:
-        path: the file.
-
     Raises:
         ValueError: the file is missing or is not TOML, of a newer schema, an unknown section or key (with the closest
             name), a value of the wrong type or out of range. The message points at the line.
@@ -546,9 +543,6 @@ def config_text(config: Config) -> str:
 
     >>> print(config_text(Config()).splitlines()[0])
     schema = 1
-
-    Args:
-        config: of a run.
     """
     values = {name: dataclasses.asdict(getattr(config, name)) for name in _sections()}
     said = {name: {k: v for k, v in section.items() if v is not None} for name, section in values.items()}

@@ -75,16 +75,8 @@ class Corpus:
         """Return how many of the tokens to train on count as targets."""
         return int((self.train >= 0).sum())
 
-    def windows(self, seq_len: int) -> npt.NDArray[np.int64]:
-        """Return the numbers of the windows to train on: a prompt may be so long that some have no target.
-
-        Args:
-            seq_len: tokens of a window.
-        """
-        return windows_that_count(self.train, seq_len)
-
     def content(self) -> dict[str, Any]:
-        """Return what tells the text to train on from another one in the same place."""
+        """Return the size and checksum of the text to train on, by which a run that goes on knows it."""
         return {"tokens": self.train.size, "crc32": f"{zlib.crc32(self.train.data):08x}"}
 
     def largest(self) -> int:
@@ -94,12 +86,7 @@ class Corpus:
 
 
 def windows_that_count(text: Tokens, seq_len: int) -> npt.NDArray[np.int64]:
-    """Return the numbers of the windows of a text that have a target.
-
-    Args:
-        text: ids, see `Corpus`.
-        seq_len: tokens of a window.
-    """
+    """Return the numbers of a text's windows of `seq_len` tokens that have a target: in a longer prompt, none has."""
     count = (text.size - 1) // seq_len
     counts = text[1 : count * seq_len + 1].reshape(count, seq_len) >= 0
     return np.flatnonzero(counts.any(axis=1))
@@ -139,8 +126,7 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     if not (root.is_file() or root.is_dir()):  # a pipe could be read once, and may never answer
         asked, hint = f"cannot read the text at '{root}'", "a file with what comes out of it"
         raise InvalidValue(asked, "it is neither a file nor a folder", f"path: {root}", hint)
-    has_bytes = data.tokenizer is None
-    encode = _encode_bytes if data.tokenizer is None else _encoder(data.tokenizer)
+    has_bytes, encode = data.tokenizer is None, _encoder(data.tokenizer)
     if root.is_file() and root.suffix not in _RECORDS:
         content = _start_of(root, data.max_bytes + 1)
         text = encode(_Text([_Span(content[: data.max_bytes], True)]))
@@ -270,11 +256,8 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
     except (ValueError, OSError) as error:
         hint = "another copy of it"
         raise InvalidValue(f"cannot read {file}", "it is no parquet file", f"seen: {error}", hint) from None
-    number = 0
-    for batch in table.iter_batches(batch_size=256):
-        for record in batch.to_pylist():
-            number += 1
-            yield number, record
+    records = (record for batch in table.iter_batches(batch_size=256) for record in batch.to_pylist())
+    yield from enumerate(records, start=1)
 
 
 def _text(asked: str, record: Any, data: DataConfig) -> _Text:
@@ -356,8 +339,10 @@ def _encode_bytes(text: _Text) -> Tokens:
     return _marked(ids, np.repeat([span.counts for span in text.spans], [len(span.text) for span in text.spans]))
 
 
-def _encoder(folder: str) -> _Encode:
-    """Return what makes ids of text; a document that no template wrote ends with the token for that."""
+def _encoder(folder: str | None) -> _Encode:
+    """Return what makes ids of text; a document that no template wrote ends with a tokenizer's token for that."""
+    if folder is None:
+        return _encode_bytes
     tokenizer = load_tokenizer(folder)
 
     def encode(text: _Text) -> Tokens:
@@ -404,14 +389,7 @@ def load_tokenizer(folder: str) -> Any:
 
 @lru_cache(maxsize=4)
 def load_template(folder: str) -> ChatTemplate:
-    """Load the chat template of a tokenizer.
-
-    Args:
-        folder: of the tokenizer.
-
-    Raises:
-        ValueError: as for `load_tokenizer`.
-    """
+    """Load the chat template of the tokenizer in a folder; raise ValueError as `load_tokenizer` does."""
     return ChatTemplate(load_tokenizer(folder))
 
 
@@ -531,11 +509,9 @@ def valid_samples(
     `count` repeats the last sample, with targets that are all `IGNORED`.
 
     Args:
-        text: ids to cut from, see `Corpus`.
+        text, seq_len: see `samples`.
         count: samples over all ranks.
-        seq_len: tokens per sample.
-        rank: this rank's place among those that read different samples.
-        ranks: how many of those there are.
+        rank, ranks: see `rank_part`.
         multiple: of which the number of a rank's sequences is one.
 
     Returns:
@@ -630,12 +606,7 @@ class LoaderBatches:
         return state_text(self.loader.state_dict()) if hasattr(self.loader, "state_dict") else None
 
     def go_on(self, state: str | None, batches: int) -> None:
-        """Go on after so many batches: by the loader's state, or by reading past them where it has none.
-
-        Args:
-            state: see `state`.
-            batches: that have been used.
-        """
+        """Go on after so many batches: by the loader's `state`, or by reading past them where that is None."""
         if state is not None and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state_from(state))
             return
@@ -673,7 +644,7 @@ class RecordLoader:
         read_int(asked, "shuffle", shuffle, 0)
         self.records: Any = records
         self.data, self.shape = config.data, (config.train.batch_size, config.train.seq_len)
-        self._encode = _encode_bytes if config.data.tokenizer is None else _encoder(config.data.tokenizer)
+        self._encode = _encoder(config.data.tokenizer)
         self._read, self._tokens = 0, list[Tokens]()  # records of this pass, and tokens that were in no batch yet
         self._knows_its_place = hasattr(records, "load_state_dict")
         self._begin = self._inner_state()
@@ -757,14 +728,7 @@ class RecordLoader:
         return {"read": self._read, "passes": self._passes, "tokens": tokens, "records": place, "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another one was.
-
-        Args:
-            state: of `state_dict`.
-
-        Raises:
-            ValueError: the state of something else.
-        """
+        """Go on where another one's `state_dict` was; raise ValueError for the state of something else."""
         asked = "cannot go on in the records"
         mine = self.state_dict()
         state = {"order": mine["order"], **state}  # those from before there was an order do not say
@@ -782,13 +746,10 @@ class RecordLoader:
 
 
 def state_text(state: Any) -> str:
-    """Write a state of plain values and tensors as text, for a checkpoint.
+    """Write a loader's or scheduler's state, of plain values and tensors, as text for a checkpoint.
 
     >>> state_from(state_text({"epoch": 1}))
     {'epoch': 1}
-
-    Args:
-        state: of a loader or scheduler.
     """
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -796,9 +757,5 @@ def state_text(state: Any) -> str:
 
 
 def state_from(text: str) -> Any:
-    """Read what `state_text` has written; no code of it is run.
-
-    Args:
-        text: in a checkpoint.
-    """
+    """Read what `state_text` has written; no code of it is run."""
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)

@@ -86,18 +86,16 @@ def build_optimizer(
             continue
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         groups.setdefault((param.ndim >= 2, config.muon and is_hidden(name, param.ndim), mesh), []).append(param)
+    # A pipeline stage without a layer has no parameters, and torch refuses no groups, but not an empty one.
+    groups = groups or {(False, False, None): []}
     settings: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": config.weight_decay if decays else 0.0, "use_muon": by_muon}
+        {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
+        | ({"use_muon": by_muon} if config.muon else {"moments": moments})
         for (decays, by_muon, _), params in groups.items()
     ]
-    # A pipeline stage without a layer has no parameters, and torch refuses no groups, but not an empty one.
-    settings = settings or [{"params": [], "weight_decay": 0.0, "use_muon": False}]
     betas = (config.beta1, config.beta2)
     if config.muon:
         return Muon(settings, lr=config.lr, adjust_lr_fn="match_rms_adamw", betas=betas)
-    for group in settings:
-        del group["use_muon"]
-        group["moments"] = moments
     return ShardedAdamW(settings, lr=config.lr, betas=betas, fused=True)
 
 
@@ -106,10 +104,6 @@ def is_hidden(name: str, ndim: int) -> bool:
 
     >>> is_hidden("layers.0.mlp.up.weight", 2), is_hidden("embed.weight", 2), is_hidden("norm.weight", 1)
     (True, False, False)
-
-    Args:
-        name: of the parameter.
-        ndim: its number of dims.
     """
     return ndim >= 2 and not any(end in name for end in ("embed", "head."))
 
@@ -173,11 +167,7 @@ class Rates:
         return float(self._steps.param_groups[0]["lr"])
 
     def after_step(self, loss: float) -> None:
-        """Let a scheduler step.
-
-        Args:
-            loss: of the step, for `ReduceLROnPlateau`.
-        """
+        """Let a scheduler step; `ReduceLROnPlateau` gets the loss of the run's step."""
         if self.scheduler is not None:
             self._steps.step()  # of no gradient: torch warns of a scheduler that steps before its optimizer
             self.scheduler.step(*([loss] if isinstance(self.scheduler, ReduceLROnPlateau) else []))
@@ -189,12 +179,7 @@ class Rates:
         return state_text({"scheduler": self.scheduler.state_dict(), "lr": self.of(0)})
 
     def go_on(self, state: str | None, steps: int) -> None:
-        """Go on after so many steps: by a scheduler's state, or by as many steps of it where there is none.
-
-        Args:
-            state: see `state`.
-            steps: that have been done.
-        """
+        """Go on after so many steps: by a scheduler's `state`, or by as many steps of it where that is None."""
         if self.scheduler is None:
             return
         if state is None:
@@ -207,12 +192,7 @@ class Rates:
 
 
 def update(optimizer: torch.optim.Optimizer, accepted: bool = True) -> None:
-    """Update the parameters and clear their gradients: the end of a step of the trainer, and of a proof's.
-
-    Args:
-        optimizer: of the calling rank.
-        accepted: False clears the gradients of a skipped step.
-    """
+    """Update the parameters, unless the step was not `accepted`, and clear their gradients; also for a proof's step."""
     if accepted:
         optimizer.step()
     optimizer.zero_grad()

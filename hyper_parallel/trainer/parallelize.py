@@ -40,7 +40,7 @@ class Parallelized:
     Attributes:
         parts: what this rank has of the model: all of it, or stages of a pipeline, in their order.
         pipeline: runs the stages; None without one, then there is one part, and it is called.
-        context: tells which tokens of a sequence are this rank's; None: all of them.
+        context: knows which tokens of a sequence are this rank's; None: all of them.
         tied: the embedding that is the head, too, on two stages; None: there is no such, or no pipeline.
         after_step: called after every optimizer step, with False if it was skipped.
     """
@@ -112,7 +112,7 @@ def in_dtype(module: nn.Module, stored: Callable[[nn.Parameter], torch.dtype], b
 
     Args:
         module: changed in place.
-        stored: says the dtype of a weight that is of floating point numbers.
+        stored: returns the dtype of a weight that is of floating point numbers.
         buffers: what these become: what no engine casts has to be computed in one dtype; None: they stay.
     """
     made: dict[int, nn.Parameter] = {}
@@ -134,9 +134,6 @@ def describe_axes(dims: ParallelDims) -> str:
 
     >>> describe_axes(ParallelDims(dp_replicate=2, dp_shard=4, world_size=8))
     '8 ranks: dp_replicate=2 x dp_shard=4'
-
-    Args:
-        dims: the degrees.
     """
     if dims.world_size == 1:
         return "1 rank"
@@ -145,11 +142,7 @@ def describe_axes(dims: ParallelDims) -> str:
 
 
 def own_stages(run: Config, dims: ParallelDims) -> list[StageSlice]:
-    """Return what this rank has of the model: one slice with all of it, without a pipeline.
-
-    Args:
-        run: number of layers, schedule, and the layers per stage.
-        dims: the degrees; the mesh is built, with a pipeline.
+    """Return what this rank has of the model: without a pipeline, which needs the mesh, one slice with all of it.
 
     Raises:
         ValueError: layers that do not go on so many stages.
@@ -182,12 +175,7 @@ def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | No
 def compile_blocks(model: Llama, enabled: bool, hooks: BuildHooks = AS_TRAINED) -> None:
     """Compile the attention and the plain feed-forward of each block: what computes between two communications.
 
-    Not whole blocks: their hooks communicate, at which a graph would break anyway.
-
-    Args:
-        model: changed in place.
-        enabled: False: nothing is compiled.
-        hooks: how it is compiled.
+    Not whole blocks: their hooks communicate, at which a graph would break anyway. `hooks` say how it is compiled.
     """
     if not enabled:
         return
@@ -204,8 +192,7 @@ def shard_blocks(model: Any, blocks: Sequence[nn.Module], dims: ParallelDims, ru
     done. Gradients are added up over ranks: each rank's loss is its share of the mean over the global batch.
 
     Args:
-        model: changed in place.
-        blocks: of the model.
+        model, blocks: changed in place.
         dims: the degrees; the mesh is built.
         run: engine, precision and resharding.
     """
@@ -232,9 +219,7 @@ def shard_units(
     """Make a unit of `fully_shard` of each block, one of its experts, and one of the rest of the model.
 
     Args:
-        model: changed in place.
-        blocks: of the model.
-        dims: the degrees; the mesh is built.
+        model, blocks, dims: see `shard_blocks`.
         policy: precision.
         reshard_after_forward: free gathered weights after forward.
         whole: leave each parameter of the blocks with one rank, but for experts, see `whole_parameters`.
@@ -289,8 +274,7 @@ def build_pipeline(
     Args:
         models: the stages, sharded and on their device.
         stages: what each of them has of the model.
-        run: the schedule, and the number of micro-batches.
-        dims: the degrees; the mesh is built.
+        run, dims: the schedule and micro-batches; the degrees, whose mesh is built.
         loss: what ends the last stage.
     """
     if not dims.pp_enabled:
@@ -310,11 +294,9 @@ def build_pipeline(
 
 
 def tie_stages(pipeline: Pipeline | None, run: Config) -> TiedWeights | None:
-    """Give the last stage's head the values of the first stage's embedding, where they are one weight.
+    """Give the last stage's head the values of the first stage's embedding, if they are one weight in this run.
 
-    Args:
-        pipeline: with its weights; None: there is one part, in which they are one.
-        run: says whether they are.
+    Without a pipeline there is one part, in which they are one.
     """
     if pipeline is None or not run.model.tie_embeddings:
         return None

@@ -87,26 +87,16 @@ def _check_sequence(config: Config, dims: ParallelDims) -> None:
     if not dims.cp_enabled:
         return
     multiple = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp
-    if config.train.seq_len % multiple:
-        around = sorted(
-            {max(config.train.seq_len // multiple, 1) * multiple, -(-config.train.seq_len // multiple) * multiple}
-        )
-        asked = f"cannot split sequences of seq_len={config.train.seq_len} over cp={dims.cp} and tp={dims.tp}"
+    seq_len = config.train.seq_len
+    if seq_len % multiple:
+        around = sorted({max(seq_len // multiple, 1) * multiple, -(-seq_len // multiple) * multiple})
+        asked = f"cannot split sequences of seq_len={seq_len} over cp={dims.cp} and tp={dims.tp}"
         blame = f"every rank of a ring has an early and a late part, so that it must be a multiple of {multiple}"
         raise InvalidValue(asked, blame, dims.summary(), f"seq_len = {' or '.join(map(str, around))}")
 
 
 def check_blocks(schedule: str, checkpointing: str, *, compiled: bool) -> None:
-    """Refuse blocks that cannot go backward twice, where the schedule of a pipeline does.
-
-    Args:
-        schedule: its name.
-        checkpointing: of the blocks.
-        compiled: whether they are.
-
-    Raises:
-        ValueError: such blocks, with such a schedule.
-    """
+    """Raise ValueError for blocks that cannot go backward twice, where the schedule of a pipeline of this name does."""
     keeps = ActivationPolicy.of(checkpointing).kind in ("selective", "alternate")
     if not find_schedule(schedule).splits_backward or not (compiled or keeps):
         return
@@ -199,9 +189,6 @@ def _check_saving(config: Config) -> None:
 def check_lora(config: Config) -> None:
     """Check that a run with adapters has a model to adapt, and layers that they go to.
 
-    Args:
-        config: the run.
-
     Raises:
         ValueError: no weights to start from, or targets that the model does not have.
     """
@@ -233,8 +220,8 @@ def check_given(config: Config, dims: ParallelDims, *, is_split: bool = False) -
     degrees = ("cp", "pp", "ep") if is_split else ("tp", "cp", "pp", "ep")
     others = [f"{name}={degree}" for name in degrees if (degree := getattr(dims, name)) > 1]
     if others:
-        blame, hint = "it is split by data parallelism only", "dp_shard and dp_replicate, or [model] without model="
-        blame = "it is split by data and tensor parallelism only" if is_split else blame
+        blame = f"it is split by data {'and tensor ' * is_split}parallelism only"
+        hint = "dp_shard and dp_replicate, or [model] without model="
         raise InvalidValue(asked, blame, f"degrees: {', '.join(others)}", hint)
     changes = {
         "engine": parallel.engine != "fully_shard",
@@ -250,10 +237,6 @@ def check_given(config: Config, dims: ParallelDims, *, is_split: bool = False) -
 
 def check_platform(config: Config, platform: Platform) -> None:
     """Check that the device can do what the run asks for: add up gradients in the weights' dtype, and record memory.
-
-    Args:
-        config: the run.
-        platform: the kind of device it is to run on.
 
     Raises:
         ValueError: `param_dtype` is "fp64", and the backend reduces no float64, as hccl of NPUs; `memory_snapshot`
@@ -272,9 +255,6 @@ def check_platform(config: Config, platform: Platform) -> None:
 
 def read_text(config: Config) -> Corpus:
     """Load the text of a run, if its model can be trained on it.
-
-    Args:
-        config: the run.
 
     Raises:
         ValueError: as `load_corpus`; too little text for a sequence, none that counts, or tokens that the model does
@@ -334,10 +314,6 @@ def least_memory(config: Config, dims: ParallelDims) -> int:
 
     Counted are weights, gradients and two moments of AdamW, and of one micro-batch what backward cannot do without.
     What a step needs beyond that depends on kernels and allocators: `hyper-parallel estimate` replays it.
-
-    Args:
-        config: the run.
-        dims: its degrees.
     """
     state, gradients, activations = _least_parts(config, dims)
     # The gradients of the only micro-batch come as its activations go.
@@ -365,9 +341,8 @@ def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
     tokens = train.batch_size * train.seq_len / (dims.token_ranks * train.accumulate)
     attention = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
     policy, inner = ActivationPolicy.of(parallel.checkpointing), _inner_width(config)
-    kinds = (
-        ("full", "full") if config.lora.rank else ("none", policy.kind)
-    )  # what is frozen needs no inputs in backward
+    # What is frozen needs no inputs in backward.
+    kinds = ("full", "full") if config.lora.rank else ("none", policy.kind)
     whole, part = (least_kept(kind, shape.hidden_size, attention, inner) for kind in kinds)
     taken = sum(map(policy.takes, range(shape.num_hidden_layers)))
     of_block = whole + (taken / shape.num_hidden_layers) * ((0 if policy.offload else part) - whole)
@@ -410,26 +385,18 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
 
 def available_memory() -> int | None:
     """Return the bytes this process may still take, or None where the system does not say."""
-    found = [amount for amount in (_free_by_meminfo(), _free_by_cgroup()) if amount is not None]
+    found, free = [], re.search(r"^MemAvailable: *(\d+)", _read("/proc/meminfo"), re.MULTILINE)
+    if free is not None:
+        found.append(int(free[1]) * 1024)
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdecimal() and used.isdecimal():  # of a container (cgroup v2)
+        found.append(int(limit) - int(used))
     if found:
         return min(found)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):  # not a POSIX system, or one that does not tell
         return None
-
-
-def _free_by_meminfo() -> int | None:
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _free_by_cgroup() -> int | None:
-    """What a container's limit leaves (cgroup v2)."""
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    return int(limit) - int(used) if limit.isdecimal() and used.isdecimal() else None
 
 
 def _read(path: str) -> str:

@@ -68,13 +68,13 @@ class Saver:
     the order of additions is the same.
 
     Args:
-        config: says where to, and how many to keep.
+        config: has the folder, and how many to keep.
         model: this rank's part.
         optimizer: of its parameters.
         device: of the model.
         rank: of the caller.
         world_size: number of ranks.
-        shape: what tells the model from others, of one that is not the config's.
+        shape: of a model that is not the config's, see `given_shape`.
         corpus: what it trains on; None: something else than a text.
 
     Attributes:
@@ -96,7 +96,7 @@ class Saver:
         shape: dict[str, Any] | None = None,
         corpus: Corpus | None = None,
     ) -> None:
-        is_first = rank == 0 and config.checkpoint.folder is not None  # who writes what tells the text from others
+        is_first = rank == 0 and config.checkpoint.folder is not None  # who writes the checksum of the text
         self.text = {**_text(config), **(corpus.content() if is_first and corpus is not None else {})}
         self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
         self.shape = _shape(config) if shape is None else shape
@@ -169,9 +169,7 @@ class Saver:
     def save(self, progress: Progress, states: Mapping[str, str | None]) -> None:
         """Save; in the background if so configured. What goes wrong is noted in `failures`.
 
-        Args:
-            progress: of the run.
-            states: of the run's loader and scheduler, as text; None for what has none.
+        `states` are those of the run's loader and scheduler, as text; None for what has none.
         """
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
@@ -253,9 +251,7 @@ class Saver:
 def _statistics(parts: Sequence[nn.Module], shared: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return the running statistics that each rank has of its own rows, e.g. of a batch norm, as `model_tensors` names.
 
-    Args:
-        parts: of the model.
-        shared: names of those that are left out, because a checkpoint has one for all ranks.
+    Those with `shared` names are left out, because a checkpoint has one for all ranks.
     """
     named = (
         (f"model.{plain_name(f'{path}.{name}'.removeprefix('.'))}", getattr(module, name))
@@ -274,9 +270,6 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
     """Find, before any rank starts, the checkpoint that a run goes on from: its step, and what is not as it was then.
 
     Weights and optimizer do not depend on what is returned, but the text does: another seed draws it anew.
-
-    Args:
-        config: the run.
 
     Returns:
         Step and changes, such as "seed: 0 then, 7 now"; None if there is nothing to go on from.
@@ -333,7 +326,7 @@ def _has_gone_back(newest: Path, step: int) -> bool:
 
 
 def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMetadata:
-    """Return what a checkpoint says of itself, if the run can go on from it."""
+    """Return the metadata of a checkpoint, if the run can go on from it."""
     if not config.checkpoint.resume:
         blame, hint = "it holds the checkpoints of another run", "another folder, or go on with --resume"
         raise InvalidValue("cannot start anew in this folder", blame, f"there is: {path}", hint)
@@ -343,11 +336,8 @@ def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMeta
         seen = f"extra: {extra!r}"[:200]
         raise InvalidValue(asked, "it was not saved by hyper-parallel train", seen, "another folder")
     # Checkpoints from before there were such things do not say.
-    added = {
-        key: value
-        for key, value in dataclasses.asdict(LlamaConfig()).items()
-        if key == "qk_norm" or key.startswith("rope_")
-    }
+    defaults = dataclasses.asdict(LlamaConfig())
+    added = {key: value for key, value in defaults.items() if key == "qk_norm" or key.startswith("rope_")}
     saved = {**added, "moments": extra["model"].get("precision"), **extra["model"]}
     compared = ("kind",) if mine and saved.get("kind") != mine["kind"] else tuple(mine)
     different = [key for key in compared if saved.get(key) != mine[key]]
@@ -377,13 +367,11 @@ def _check_optimizer(config: Config, metadata: CheckpointMetadata, asked: str) -
 
 
 def _is_progress(extra: dict[str, Any]) -> bool:
-    """Whether a checkpoint says how far the run had come, in numbers."""
+    """Tell whether a checkpoint has the numbers of how far the run had come."""
     progress, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
-    return (
-        isinstance(progress, dict)
-        and set(progress) == known
-        and all(type(n) is int and n >= 0 for n in progress.values())
-    )
+    if not isinstance(progress, dict) or set(progress) != known:
+        return False
+    return all(type(n) is int and n >= 0 for n in progress.values())
 
 
 def _shape(config: Config) -> dict[str, Any]:
@@ -460,57 +448,47 @@ def export_checkpoint(
     if not lora.rank and (merge or (base is not None and kind in MODELS)):
         seen, hint = ("merge: True", "leave out merge") if merge else (f"base: {base!r}", "leave out base")
         raise InvalidValue(f"cannot export {path}", "it has all weights, and no adapters", seen, hint)
-    base = base or extra.get("start_from")
-    if kind not in MODELS and base is not None:
-        return _export_other(path, given, lora, folder, dtype, words, merge, base)
-    if kind not in MODELS:
+    base, config = base or extra.get("start_from"), None
+    if kind in MODELS:
+        config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
+        model: Any = _filled(path, metadata, config, lora, precision)
+    elif base is not None:
+        model = _filled_other(path, metadata, given, lora, base)
+    else:
         blame = f"it is of a {kind}, which train(config, model=...) was given"
         hint = "export_given(checkpoint, model, folder)"
         raise InvalidValue(f"cannot export {path}", blame, f"kind: {kind}", hint)
-    config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
-    model = _filled(path, metadata, config, lora, precision)
+    if config is not None and (merge or not lora.rank):
+        if lora.rank:
+            load_huggingface({name: x for name, x in model.state_dict().items() if not is_of_adapter(name)}, str(base))
+        export_huggingface(merge_adapters(model), config, folder, dtype=dtype, tokenizer=words)
+        return config.num_parameters()
     if lora.rank and not merge:
         count = export_adapter(model, lora, folder, base=str(base), dtype=dtype)
-        if words is not None:
-            words.save_pretrained(folder)
-        return count
-    if lora.rank:
-        load_huggingface({name: x for name, x in model.state_dict().items() if not is_of_adapter(name)}, str(base))
-    export_huggingface(merge_adapters(model), config, folder, dtype=dtype, tokenizer=words)
-    return config.num_parameters()
-
-
-def _export_other(
-    path: Path,
-    shape: Mapping[str, Any],
-    lora: LoraConfig,
-    folder: str | Path,
-    dtype: torch.dtype | None,
-    tokenizer: Any,
-    merge: bool,
-    base: str,
-) -> int:
-    """Write what a run has trained of a model that transformers alone knows, by the model's own `save_pretrained`."""
-    train = TrainConfig(model=OTHER, start_from=base)
-    run = Config(train=train, lora=lora, precision=_precision_of(shape))
-    model: Any = model_of_folder(run)
-    here = given_shape(model, run)
-    if here != {"moments": shape["precision"], **shape}:
-        seen, hint = f"there: {dict(shape)}   in {base}: {here}", "--base with the folder that the run started from"
-        raise InvalidValue(f"cannot export {path}", "it is of another model", seen, hint)
-    names = read_metadata(path).tensors
-    tensors = {name: value for name, value in model_tensors(model).items() if name in names}
-    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
-    if lora.rank and not merge:
-        count = export_adapter(model, lora, folder, base=base, dtype=dtype)
     else:
         state = merge_adapters(model)
         says = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype)
         model.to(says).save_pretrained(folder, state_dict={n: x.to(dtype or x.dtype) for n, x in state.items()})
         count = sum(x.numel() for x in {x.data_ptr(): x for x in state.values()}.values())
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    if words is not None:
+        words.save_pretrained(folder)
     return count
+
+
+def _filled_other(
+    path: Path, metadata: CheckpointMetadata, shape: Mapping[str, Any], lora: LoraConfig, base: str
+) -> nn.Module:
+    """Load a model that transformers alone knows, with what a checkpoint has of it."""
+    train = TrainConfig(model=OTHER, start_from=base)
+    run = Config(train=train, lora=lora, precision=_precision_of(shape))
+    model = model_of_folder(run)
+    here = given_shape(model, run)
+    if here != {"moments": shape["precision"], **shape}:
+        seen, hint = f"there: {dict(shape)}   in {base}: {here}", "--base with the folder that the run started from"
+        raise InvalidValue(f"cannot export {path}", "it is of another model", seen, hint)
+    tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
+    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
+    return model
 
 
 def _filled(
@@ -548,7 +526,7 @@ def _precision_of(shape: Mapping[str, Any]) -> PrecisionConfig:
 
 
 def given_shape(model: nn.Module, run: Config) -> dict[str, Any]:
-    """Return what tells a model that was given from others, for its checkpoints: kind, precision, and numbers.
+    """Return kind, precision and numbers of a model that was given, by which its checkpoints are known.
 
     Args:
         model: before it is sharded.
@@ -674,9 +652,6 @@ def _vocabulary(folder: str | Path) -> int | None:
 
 def check_start(run: Config) -> None:
     """Refuse to start from weights of a model that computes something else with them, though their shapes may fit.
-
-    Args:
-        run: with `train.start_from`.
 
     Raises:
         ValueError: as `import_huggingface`; the model of the folder is not the run's.

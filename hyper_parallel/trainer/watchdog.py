@@ -8,13 +8,13 @@ import gc
 import json
 import math
 import os
-import queue
 import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import FrameSummary
@@ -125,21 +125,25 @@ class RunWatchdog:
         self._over, self._alarmed = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> RunWatchdog:
+    def __enter__(self) -> RunWatchdog:
         """Start watching with the next beat; on a thread that is not the process's main one, do nothing."""
         needed = self.world_size > 1 or self.timeout_s < math.inf
-        if needed and not self._threads and threading.current_thread() is threading.main_thread():
+        if needed and threading.current_thread() is threading.main_thread():
             self._arm()
             self._run("watchdog", self._watch)
             self.connect(self._first_store)
         return self
 
-    def connect(self, store: Any) -> None:
-        """Let the watchdogs of all ranks talk over a store from now on; all ranks do so.
+    def __exit__(self, *_: object) -> None:
+        threads, self._threads = self._threads, []
+        if threads:
+            self._over.set()
+            for thread in threads:
+                thread.join(self.grace_s)
+            faulthandler.cancel_dump_traceback_later()
 
-        Args:
-            store: see `RunWatchdog`.
-        """
+    def connect(self, store: Any) -> None:
+        """Let the watchdogs of all ranks talk over a store, see `RunWatchdog`, from now on; all ranks do so."""
         if self._threads and store is not None and self.world_size > 1:
             # A connection of its own: the main thread may be waiting in the other one.
             own = store.clone() if hasattr(store, "clone") else store
@@ -176,21 +180,6 @@ class RunWatchdog:
                 raise
             raise RankLostError(f"cannot go on in step {self._progress.step}: {lost}") from error
 
-    def stop(self) -> None:
-        """Stop watching."""
-        threads, self._threads = self._threads, []
-        if threads:
-            self._over.set()
-            for thread in threads:
-                thread.join(self.grace_s)
-            faulthandler.cancel_dump_traceback_later()
-
-    def __enter__(self) -> RunWatchdog:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def _run(self, name: str, target: Callable[[], None]) -> None:
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))
         self._threads[-1].start()
@@ -207,7 +196,7 @@ class RunWatchdog:
         if self._store is None:
             return ""
         try:
-            return self._agree("lost", _ANSWER_S, lambda reports: lost_ranks(reports, self.world_size))
+            return self._agree("lost", _ANSWER_S, lambda reports: _lost_ranks(reports, self.world_size))
         except Exception as error:
             return str(error)
 
@@ -269,7 +258,7 @@ class RunWatchdog:
     def _raise_alarm(self) -> None:
         report, stacks = self._report(), all_stacks().encode()
         if self._store is not None and not self._alarmed.is_set():  # said first: what follows may take its time
-            _say(f"no progress of {line_of(report)}; asking the other ranks")
+            _say(f"no progress of {report.line()}; asking the other ranks")
         self._write(f"rank-{self.rank}.txt", lambda: stacks)
         if self._recording is not None:
             self._write(f"flight/rank_{self.rank}", self._recording)
@@ -335,7 +324,7 @@ class RunWatchdog:
         else:
             self._wait(lambda: bool(store.check([f"{about}/text"])), 2 * seconds)
             text = store.get(f"{about}/text").decode() if store.check([f"{about}/text"]) else "a rank is gone, or stuck"
-            if about == "alarm":  # one rank tells it all
+            if about == "alarm":  # one rank prints it all
                 text = f"rank {self.rank} ends: {text.splitlines()[0]}"
         self._leave(store, about, seconds)
         return text
@@ -354,20 +343,17 @@ class RunWatchdog:
             self._over.wait(0.05)
 
     def _within(self, seconds: float, call: Callable[[], T]) -> T:
-        """Return what a call returns, or raise what it raises; raise `queue.Empty` if it takes too long."""
-        answers: queue.Queue[tuple[T | None, Exception | None]] = queue.Queue()
+        """Return what a call returns, or raise what it raises; raise `TimeoutError` if it takes too long."""
+        answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                answers.put((call(), None))
+                answer.set_result(call())
             except Exception as error:
-                answers.put((None, error))
+                answer.set_exception(error)
 
         threading.Thread(target=run, name="watchdog's question", daemon=True).start()
-        value, error = answers.get(timeout=seconds)
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
+        return answer.result(timeout=seconds)
 
 
 def _is_of_a_connection(error: BaseException) -> bool:
@@ -425,6 +411,20 @@ class RankReport:
     failed: str = ""
     units: tuple[str, ...] = ()
 
+    def line(self) -> str:
+        """Say on one line where the rank is.
+
+        >>> RankReport(3, 7, 8, 30.0, "training", "", ("train.py:5 in forward",)).line()
+        'rank 3, step 7 (training), 30 s, in no communication'
+        """
+        about = f" ({self.doing})" if self.doing else ""
+        head = f"rank {self.rank}, step {self.step}{about}, {self.seconds:.0f} s"
+        if self.failed:
+            return f"{head}, failed: {self.failed}"
+        if not self.waits_in:
+            return f"{head}, in no communication"
+        return ", last ".join((f"{head}, waits in {self.waits_in}", *self.units))
+
 
 def _frames() -> dict[int, Any]:
     """Return where each thread is, with the collector off: CPython before 3.12.1 may wait for itself in there."""
@@ -451,12 +451,7 @@ def report_of(rank: int, step: int, beats: int, seconds: float, doing: str, fail
     """Return the report of the calling process, with what the stacks of its threads say.
 
     Args:
-        rank: this and the following: see `RankReport`.
-        step: the step that it is in.
-        beats: how often it has reported progress.
-        seconds: since then.
-        doing: what it was about.
-        failed: the error with which it ends.
+        rank, step, beats, seconds, doing, failed: see `RankReport`.
     """
     stacks = {ident: list(traceback.extract_stack(frame)) for ident, frame in _frames().items()}
     stacks.pop(threading.get_ident(), None)
@@ -517,17 +512,17 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path, 
     step = min((report.step for report in reports), default=0)
     failed = [rank for rank, report in answered.items() if report.failed]
     asked, blamed = f"cannot go on in step {step}", failed + silent or _blamed(list(answered.values()))
-    who = _ranks(blamed)
-    one = len(blamed) == 1
+    who, one = _ranks(blamed), len(blamed) == 1
     rows = [_row(answered[rank]) for rank in blamed if rank in answered]
     rows += [_row(report) for rank, report in answered.items() if rank not in blamed]
-    if lost := lost_ranks(reports, world_size):
+    if lost := _lost_ranks(reports, world_size):
         blame = lost
         hint = "look whether the process is alive, and its machine; what a process that is but cannot run has printed"
     elif world_size == 1:
         blame, hint = "it makes no progress", f"{folder}/rank-0.txt; a longer timeout where a step may take this long"
     elif len(blamed) == world_size:
-        blame = "all ranks wait, for each other or for a device" if all(map(_waits, reports)) else "no rank goes on"
+        all_wait = all(report.waits_in for report in reports)
+        blame = "all ranks wait, for each other or for a device" if all_wait else "no rank goes on"
         hint = (
             "compare what they wait in: hyper-parallel train --sim runs the same ranks, and names what does not match"
         )
@@ -541,16 +536,12 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path, 
     return explain(asked, blame, seen, hint)
 
 
-def lost_ranks(reports: Sequence[RankReport], world_size: int) -> str:
+def _lost_ranks(reports: Sequence[RankReport], world_size: int) -> str:
     """Say on one line which ranks have failed, and which do not answer; "" if there are none.
 
     >>> fails = RankReport(1, 7, 8, 0.1, "", "", (), "ValueError: no such file")
-    >>> lost_ranks([fails, RankReport(2, 7, 8, 9.0, "", "", ())], 4)
+    >>> _lost_ranks([fails, RankReport(2, 7, 8, 9.0, "", "", ())], 4)
     'rank 1 failed: ValueError: no such file; ranks 0, 3 do not answer'
-
-    Args:
-        reports: of the ranks that have answered.
-        world_size: of the run.
     """
     failed = sorted((report.rank, report.failed) for report in reports if report.failed)
     found = [f"rank {rank} failed: {text}" for rank, text in failed[:1]]
@@ -564,12 +555,8 @@ def _blamed(reports: list[RankReport]) -> list[int]:
     """Return the ranks that the others wait for, all of them where nothing tells them apart."""
     least = min(report.beats for report in reports)
     behind = [report for report in reports if report.beats == least]
-    busy = [report for report in behind if not _waits(report)] or [report for report in reports if not _waits(report)]
+    busy = [report for report in behind if not report.waits_in] or [report for report in reports if not report.waits_in]
     return [report.rank for report in busy or behind]
-
-
-def _waits(report: RankReport) -> bool:
-    return bool(report.waits_in)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -578,25 +565,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _row(report: RankReport) -> str:
-    head = line_of(report)
     if report.waits_in or report.failed:
-        return head
-    return "\n    ".join([f"{head}:", *report.lines])
-
-
-def line_of(report: RankReport) -> str:
-    """Say on one line where a rank is.
-
-    >>> line_of(RankReport(3, 7, 8, 30.0, "training", "", ("train.py:5 in forward",)))
-    'rank 3, step 7 (training), 30 s, in no communication'
-
-    Args:
-        report: of the rank.
-    """
-    about = f" ({report.doing})" if report.doing else ""
-    head = f"rank {report.rank}, step {report.step}{about}, {report.seconds:.0f} s"
-    if report.failed:
-        return f"{head}, failed: {report.failed}"
-    if not report.waits_in:
-        return f"{head}, in no communication"
-    return ", last ".join((f"{head}, waits in {report.waits_in}", *report.units))
+        return report.line()
+    return "\n    ".join([f"{report.line()}:", *report.lines])

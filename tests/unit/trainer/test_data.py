@@ -34,6 +34,7 @@ from hyper_parallel.trainer.data import (
     samples,
     shuffled,
     valid_samples,
+    windows_that_count,
 )
 from hyper_parallel.trainer.preflight import read_text
 from hyper_parallel.trainer.trainer import train
@@ -526,7 +527,7 @@ def test_windows_in_the_middle_of_a_prompt_are_left_out(tmp_path: Path) -> None:
     data = DataConfig(path)
     corpus, seq_len = load_corpus(data), 8
     assert corpus.train.size == 9 * 44
-    found = corpus.windows(seq_len)
+    found = windows_that_count(corpus.train, seq_len)
     everything = range((corpus.train.size - 1) // seq_len)
     with_targets = [n for n in everything if b"c" in bytes(corpus.train[n * 8 + 1 : n * 8 + 9].clip(0).tolist())]
     assert found.tolist() == with_targets
@@ -539,10 +540,8 @@ def test_windows_in_the_middle_of_a_prompt_are_left_out(tmp_path: Path) -> None:
     windows = [abs(part + (part < 0)).tolist() for part in parts]
     assert sorted(train_on[0][: len(found)].tolist()) == sorted(windows), "an epoch has each of them once"
     assert valid_samples(corpus.train, len(found), seq_len, 0, 1)[0].tolist() == windows, "up to the last"
-    assert (
-        load_corpus(DataConfig(max_bytes=200_000)).windows(100).size
-        == (load_corpus(DataConfig(max_bytes=200_000)).train.size - 1) // 100
-    )
+    plain = load_corpus(DataConfig(max_bytes=200_000)).train
+    assert windows_that_count(plain, 100).size == (plain.size - 1) // 100
     config = Config(data=data, train=TrainConfig(steps=2, batch_size=2, seq_len=8, device="cpu"))
     assert all(step.tokens > 0 for step in train(config).steps)
 
