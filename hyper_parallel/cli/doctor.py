@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import platform
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata, util
 from types import MappingProxyType
 from typing import NamedTuple
@@ -34,6 +35,8 @@ _EXTRAS: Mapping[str, str] = MappingProxyType(
 _BACKENDS: Mapping[str, str] = MappingProxyType({"cpu": "gloo", "cuda": "nccl", "npu": "hccl"})
 _WIDTH = 110  # columns
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)(?:;(.*))?")
+# Functions of the module operator.
+_COMPARE = MappingProxyType({"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "~=": "ge"})
 _BOUND = re.compile(r"(<=|>=|<|>|==|!=|~=)\s*([\d.]+)")
 
 
@@ -168,17 +171,8 @@ def _satisfies(version: str, bounds: str) -> bool:
     >>> _satisfies("2.13.0+cpu", "<2.16,>=2.11"), _satisfies("2.16.0", "<2.16,>=2.11"), _satisfies("2.9", ">=2.11")
     (True, False, False)
     """
-    compare: dict[str, Callable[[list[int], list[int]], bool]] = {
-        "<": lambda a, b: a < b,
-        "<=": lambda a, b: a <= b,
-        ">": lambda a, b: a > b,
-        ">=": lambda a, b: a >= b,
-        "==": lambda a, b: a == b,
-        "!=": lambda a, b: a != b,
-        "~=": lambda a, b: a >= b,
-    }
     has = _numbers(version)
-    return all(compare[sign](has, _numbers(bound)) for sign, bound in _BOUND.findall(bounds))
+    return all(getattr(operator, _COMPARE[sign])(has, _numbers(bound)) for sign, bound in _BOUND.findall(bounds))
 
 
 def _numbers(version: str) -> list[int]:

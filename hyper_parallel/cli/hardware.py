@@ -14,10 +14,7 @@ from hyper_parallel.core.common.tables import plain_table
 GIB = 2**30
 _WIDEST = 240  # columns of the list, with titles in one line each
 
-hardware = typer.Typer(
-    help="List the hardware that estimates know, show what is known of it, or measure this machine.",
-    invoke_without_command=True,
-)
+hardware = typer.Typer(invoke_without_command=True)
 
 
 @hardware.callback()

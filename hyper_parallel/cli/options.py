@@ -31,7 +31,7 @@ class _Declared(NamedTuple):
     Attributes:
         kind: of its values, None aside.
         default: which it has; None also where the source computes it.
-        help: first sentence that the docstring of the class says about it.
+        help: first sentence about it in the docstring of the class.
     """
 
     kind: type
@@ -88,11 +88,7 @@ def _option(group: str, found: _Declared, text: str, panel: str | None, optional
 
 
 def with_options(*chosen: Option) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command these options, in the place of its argument `given: Given`.
-
-    Args:
-        chosen: the options, in the order of the help.
-    """
+    """Return a decorator that gives a command these options, in this order, in place of its argument `given: Given`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = typing.get_type_hints(command, include_extras=True)
@@ -128,10 +124,6 @@ def declared(module: str, name: str) -> Mapping[str, _Declared]:
 
     >>> declared("hyper_parallel.trainer.config", "CheckpointConfig")["keep"]
     _Declared(kind=<class 'int'>, default=3, help='How many of the last checkpoints to keep.')
-
-    Args:
-        module: its name.
-        name: of the class.
     """
     tree = ast.parse(_ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)

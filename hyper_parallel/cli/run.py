@@ -55,11 +55,7 @@ RUN_OPTIONS = (
 
 
 def file_of(words: list[str] | None, given: Given) -> Path | None:
-    """Return the file among the words of a run, and add the values of the others to those that options give.
-
-    Args:
-        words: a file, and keys with values, such as "parallel.tp=2".
-        given: by section.
+    """Return the file among the words of a run, and add what others say, such as "parallel.tp=2", to `given`.
 
     Raises:
         ValueError: two files, no such key (with the closest name), a value of another type, a key that is given twice.
@@ -134,11 +130,7 @@ def read_run(
 
 
 def devices_of(run: Config, devices: int | None) -> int:
-    """Return how many devices there are.
-
-    Args:
-        run: whose degrees count.
-        devices: as given; None: as many as the degrees need.
+    """Return how many devices there are: as given, or None: as many as the degrees of the run need.
 
     Raises:
         ValueError: none is given, and the degrees leave it open; or below 1.

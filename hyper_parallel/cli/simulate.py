@@ -9,17 +9,8 @@ import typer
 
 from hyper_parallel.cli.kit import mistakes_as_messages
 
-
-class _MappedDevice(str, Enum):
-    cuda = "cuda"
-    npu = "npu"
-
-
-class _Switch(str, Enum):
-    on = "on"
-    off = "off"
-
-
+_MappedDevice = Enum("_MappedDevice", {"cuda": "cuda", "npu": "npu"}, type=str)
+_Switch = Enum("_Switch", {"on": "on", "off": "off"}, type=str)
 _TORCHRUNS = (  # options that mean nothing in one process: accepted, and their values are not looked at
     *("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--node-rank"),
     *("--max-restarts", "--monitor-interval", "--start-method", "--role", "--local-addr"),

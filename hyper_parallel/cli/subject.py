@@ -60,35 +60,23 @@ class Subject:
     dtype: torch.dtype
     seed: int
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks the mesh has."""
-        return math.prod(self.mesh.mesh_shape)
-
     def shown_plan(self) -> ShardingPlan:
-        """Return the plan, to show it.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the plan, to show it; raise ValueError if there is none."""
         if self.plan is None:
             blame = "--parallelize makes the model parallel, and no plan does"
             raise InvalidValue("cannot --show-plan", blame, self.title, "--plan plan.toml, or --model llama")
         return self.plan
 
-    def lines(self) -> list[str]:
+    def text(self) -> str:
         """Say what is compared."""
         shown = [
             f"{' x '.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')}"
             + (f" as {write_layout(layout)}" if layout is not None else "")
             for value, layout in zip(self.inputs, self.input_layouts or [None] * len(self.inputs), strict=True)
         ]
-        dtype = str(self.dtype).removeprefix("torch.")
-        return [
-            self.title,
-            f"inputs: {'; '.join(shown)}",
-            f"{self.ranks} simulated ranks on {self.mesh.axes} beside one device, in {dtype} ...",
-        ]
+        ranks, dtype = math.prod(self.mesh.mesh_shape), str(self.dtype).removeprefix("torch.")
+        compared = f"{ranks} simulated ranks on {self.mesh.axes} beside one device, in {dtype} ..."
+        return f"{self.title}\ninputs: {'; '.join(shown)}\n{compared}"
 
 
 def llama_subject(
@@ -178,13 +166,10 @@ def own_subject(
 
     Args:
         model: "module:function", where the function returns the model.
-        mesh: names and sizes of the axes, "dp=2,tp=4".
         inputs: shapes of the arguments; "4,16:100" are whole numbers below 100.
-        plan_path: a TOML file.
+        mesh, plan_path, dtype, seed: see `llama_subject`; there must be a plan, or `parallelize`.
         parallelize: "module:function", called with model and mesh, in place of a plan.
         input_layouts: per argument its layout, "-" for unsharded.
-        dtype: name of what to compute in.
-        seed: of weights and inputs.
 
     Raises:
         ValueError: what does not exist, does not parse, or does not fit.
@@ -220,12 +205,8 @@ def own_subject(
 def named_object(option: str, name: str) -> Callable[..., Any]:
     """Import "module:function" or load "file.py:function"; modules in the working folder count, too.
 
-    >>> named_object("--model", "torch.nn:GELU")()
+    >>> named_object("--model", "torch.nn:GELU")()  # the option is for messages
     GELU(approximate='none')
-
-    Args:
-        option: what asks for it, for messages.
-        name: module or file, and function.
 
     Raises:
         ValueError: no such module or file, nothing of that name in it, something that cannot be called.
@@ -283,7 +264,7 @@ def verify_subject(
         console: what to print on.
         subject: what is compared.
         everything: a line for every tensor.
-        steps, loss_fn, optimizer_fn: as for `sim.verify_plan`.
+        steps, loss_fn, optimizer_fn, machine: as for `sim.verify_plan`.
     """
     from sim import verify_plan
 
@@ -293,7 +274,7 @@ def verify_subject(
     asked |= {"loss_fn": loss_fn, "optimizer_fn": optimizer_fn}
     prove = partial(verify_plan, subject.model_fn, subject.inputs, subject.mesh, subject.plan, **asked)
     try:
-        return show_proof(console, "\n".join(subject.lines()), prove, everything)
+        return show_proof(console, subject.text(), prove, everything)
     except (ValueError, TypeError):
         raise
     except Exception:  # the model fails on one device, too

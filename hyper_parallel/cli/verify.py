@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -91,39 +91,22 @@ def verify(
             run = read_run(config, given, start_from)
             correct = _verify_run(run, devices_of(run, devices), everything)
         raise typer.Exit(0 if correct else FAILURE)
-    from hyper_parallel.cli.subject import Subject, llama_subject, named_object, own_subject, verify_subject
+    from hyper_parallel.cli.subject import llama_subject, named_object, own_subject, verify_subject
     from hyper_parallel.core.shard.plan_file import plan_text
 
     mesh, model = "dp=2,tp=4" if mesh is None else mesh, "llama" if model is None else model
-    seed = int(run_options.get("seed", 0))
+    common: dict[str, Any] = {"plan_path": plan_file, "input_layouts": input_layout or (), "dtype": dtype}
+    common["seed"] = int(run_options.get("seed", 0))
     with mistakes_as_messages():
-        subject: Subject
         if model == "llama":
             if inputs or parallelize is not None:
                 blame = f"{'--input' if inputs else '--parallelize'} is for a model of your own"
                 hint = "--model module:function, or --seq-len, or --plan"
                 raise InvalidValue("cannot verify the llama", blame, f"--model {model}", hint)
-            subject = llama_subject(
-                mesh,
-                seq_len=run_options.get("seq_len"),
-                plan_path=plan_file,
-                tp=tp_axis,
-                options={"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel},
-                input_layouts=input_layout or (),
-                dtype=dtype,
-                seed=seed,
-            )
+            splits = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
+            subject = llama_subject(mesh, seq_len=run_options.get("seq_len"), tp=tp_axis, options=splits, **common)
         else:
-            subject = own_subject(
-                model,
-                mesh,
-                inputs or (),
-                plan_path=plan_file,
-                parallelize=parallelize,
-                input_layouts=input_layout or (),
-                dtype=dtype,
-                seed=seed,
-            )
+            subject = own_subject(model, mesh, inputs or (), parallelize=parallelize, **common)
         if show_plan:
             stdout_console().file.write(plan_text(subject.shown_plan(), subject.mesh))
             raise typer.Exit()
