@@ -35,8 +35,6 @@ from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.config import Config
-    from sim.mesh.recipe import Recipe
-    from sim.mesh.searching.space import Candidate
 
 GIB = 2**30
 _OTHER, _OUT = "What is no part of a run", "What comes out"
@@ -226,7 +224,7 @@ def search(
         degrees = {name: getattr(run.parallel, name) for name in stays & set(DEGREES)}
         chunks: dict[str, Any] = {"tp_chunks": ()} if "tp_chunks" in stays else {}
 
-        def accepts(one: Candidate) -> None:
+        def accepts(one: Any) -> None:
             plan_run(arranged_run(run, one), devices)
 
         try:
@@ -277,7 +275,7 @@ def _provenance(best: Any) -> str:
     )
 
 
-def arranged_run(run: Config, candidate: Candidate) -> Config:
+def arranged_run(run: Config, candidate: Any) -> Config:
     """Return the run that a candidate of its search stands for."""
     from sim.mesh.job import Job
     from sim.mesh.models import find_model
@@ -298,7 +296,7 @@ def _said(file: Path | None, given: Given) -> set[str]:
     return {*parallel, *({"accumulate"} & train.keys())}
 
 
-def _recipes(recipe: Recipe, stays: set[str]) -> list[Recipe]:
+def _recipes(recipe: Any, stays: set[str]) -> list[Any]:
     """Return the recipes to try: what nothing says of checkpointing, ZeRO and reductions."""
     from sim.mesh.searching.space import CHECKPOINTINGS
 
