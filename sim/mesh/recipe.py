@@ -352,14 +352,13 @@ class Recipe(Config):
             ValueError: no such key, or a value that the section refuses.
         """
         changes: dict[str, dict[str, Any]] = {}
-        own = self._own()
+        homes = {each.name: name for name in reversed(_SECTIONS) for each in fields(getattr(self, name))}
+        homes |= dict.fromkeys(self._own(), "")
         for key, value in keys.items():
-            home = "" if key in own else next((name for name in _SECTIONS if hasattr(getattr(self, name), key)), None)
-            if home is None:
-                known = {*own, *(each.name for name in _SECTIONS for each in fields(getattr(self, name)))}
-                blame = f"there is no key {key!r}"
-                raise InvalidValue(_ASKED, blame, f"{key}: {value!r}", f"{nearest(key, known)}=...")
-            changes.setdefault(home, {})[key] = value
+            if key not in homes:
+                blame, hint = f"there is no key {key!r}", f"{nearest(key, homes)}=..."
+                raise InvalidValue(_ASKED, blame, f"{key}: {value!r}", hint)
+            changes.setdefault(homes[key], {})[key] = value
         made = {home: replace(getattr(self, home), **given) for home, given in changes.items() if home}
         return replace(self, **made, **changes.get("", {}))
 

@@ -73,7 +73,7 @@ def test_stages_reduce_beside_their_last_backward_unless_another_one_waits_for_i
     config = LlamaConfig(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=12)
     dims = ParallelDims(pp=2, dp_shard=2, world_size=4)
     beside = {}
-    for program in trace(Job(find_model(config), dims, 2, 8, Recipe().having(schedule=name))):
+    for program in trace(Job(find_model(config), dims, 2, 8, Recipe().having(schedule=name, accumulate=2))):
         for (kind, stage, variant), segment in program.segments.items():
             events = segment.events
             reductions = [n for n, e in enumerate(events) if isinstance(e, Comm) and e.op == "reduce_scatter"]
@@ -109,7 +109,8 @@ def test_stages_send_gradients_from_where_they_are_and_wait_for_no_reduction(nam
     degrees = {"pp": 2, "dp_shard": 2, "dp_replicate": 1, **other}
     dims = ParallelDims(**degrees, world_size=2 * degrees["dp_shard"] * degrees["dp_replicate"])
     seen = 0
-    for program in trace(Job(find_model(config), dims, micro_batches, 8, Recipe().having(schedule=name))):
+    recipe = Recipe().having(schedule=name, accumulate=micro_batches)
+    for program in trace(Job(find_model(config), dims, micro_batches, 8, recipe)):
         for (_, stage, variant), segment in program.segments.items():
             sent = [e for e in segment.events if isinstance(e, Comm) and e.op == "reduce_scatter"]
             if variant not in ("last", "only") or len(sent) < 2:

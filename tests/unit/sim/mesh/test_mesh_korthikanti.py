@@ -32,7 +32,7 @@ def kept_by_a_layer(tp: int, sequence_parallel: bool, **options: Any) -> float:
             attention_dropout=0.1,
         )
         recipe = PublishedRecipe().having(
-            param_dtype="fp16", level=0, sequence_parallel=sequence_parallel, loss="compiled", **options
+            param_dtype="bf16", level=0, sequence_parallel=sequence_parallel, loss="compiled", **options
         )
         dims = ParallelDims(tp=tp, world_size=tp)
         est = mesh.estimate(GPTSpec.of(config), dims, batch=BATCH, seq_len=SEQ, hardware="a100-80gb", recipe=recipe)

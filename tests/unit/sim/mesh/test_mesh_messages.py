@@ -327,7 +327,7 @@ def test_gradients_are_copied_before_the_first_weight_is_updated():
     whole = replayed.persistent + sum(-(-size // 512) * 512 for size in copies.values())
     assert max(sum(p.totals) for p in replayed.curve if p.position == len(changed.order) - 1) == whole
     assert replayed.unmatched == 0
-    wide = replace(PublishedRecipe().having(level=1), reduce_dtype="fp32")
+    wide = PublishedRecipe().having(level=1, reduce_dtype="fp32")
     (other,) = trace(Job(find_model("llama-tiny"), ParallelDims(dp_shard=2, world_size=2), 2, 64, wide))
     assert copy_gradients(other) is other, "gradients that add up in float32 are used as they are"
 

@@ -817,7 +817,7 @@ def test_a_few_rows_stay_where_they_were(name):
 def test_traces_are_kept_as_text_and_come_back_as_they_were(tmp_path, monkeypatch):
     published = case("m0062")
     dims = ParallelDims(dp_shard=2, pp=2, world_size=4)
-    programs = trace(Job(find_model("llama-tiny"), dims, 8, 64, Recipe()))
+    programs = trace(Job(find_model("llama-tiny"), dims, 8, 64, Recipe().having(accumulate=8)))
     programs[0].groups.append(CommGroup("world", range(0, 100_000, 2)))
     traced = []
     monkeypatch.setattr(predict, "trace", lambda job: traced.append(job) or programs)
