@@ -106,7 +106,7 @@ class Job:
         dims, sizes, train = self.dims, self.layers_per_stage, self.recipe.train
         parallel = replace(
             self.recipe.parallel,
-            **dims.keys(),
+            **dims.to_config(),
             layers_per_stage=None if sizes is None else ",".join(map(str, sizes)),
             stages_per_rank=self.recipe.parallel.stages_per_rank if dims.pp > 1 else None,
         )

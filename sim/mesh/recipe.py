@@ -356,7 +356,7 @@ class Recipe(Config):
         homes |= dict.fromkeys(self._own(), "")
         for key, value in keys.items():
             if key not in homes:
-                blame, hint = f"there is no key {key!r}", f"{nearest(key, homes)}=..."
+                blame, hint = f"there is no key {key!r}", nearest(key, homes)
                 raise InvalidValue(_ASKED, blame, f"{key}: {value!r}", hint)
             changes.setdefault(homes[key], {})[key] = value
         made = {home: replace(getattr(self, home), **given) for home, given in changes.items() if home}

@@ -31,17 +31,7 @@ AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")  # of the mesh
 # Of the ranks, outermost first. Launchers number ranks node by node, so that ranks of tp, which communicate most, are
 # neighbours on one node, and stages, which communicate least, reach over nodes.
 RANK_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-DEGREES = (
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "tp",
-    "pp",
-    "ep",
-    "etp",
-    "ulysses_degree",
-    "fold_experts",
-)
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree", "fold_experts")
 RESERVED_NAMES = ("efsdp", "etp", "batch")
 _STANDS_FOR = (
     ("fsdp", ("dp_shard",)),
@@ -120,10 +110,10 @@ class ParallelDims:
         given.setdefault("etp", given.get("tp", 1))
         return cls(**given, world_size=world_size)
 
-    def keys(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, Any]:
         """Return what `from_config` reads these degrees from; None for a degree that means nothing here.
 
-        >>> {name: value for name, value in ParallelDims(tp=2, dp_shard=2, world_size=4).keys().items() if value}
+        >>> {name: value for name, value in ParallelDims(tp=2, dp_shard=2, world_size=4).to_config().items() if value}
         {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1, 'tp': 2, 'pp': 1, 'ep': 1}
         """
         used = {"etp": self.ep > 1 or self.fold_experts, "ulysses_degree": self.cp > 1}
