@@ -94,6 +94,11 @@ class Flights:
             if tensor.device.type != self.apart and (part := part_of(tensor)) is not None:
                 yield part
 
+    def are_written(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return True if an operation in flight writes some of these tensors, which have no values yet."""
+        written = [part for flight in self._flights.values() for part in flight.writes]
+        return any(overlap(part, other) for part in self.parts(tensors) for other in written)
+
     def look(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """As `check`, of tensors."""
         self.check(name, self.parts(reads), self.parts(writes))
@@ -314,3 +319,13 @@ def look(name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor
         if isinstance(mode, _Accesses) and mode.flights:
             own = ([getattr(each, "_local_tensor", each) for each in tensors] for tensors in (reads, writes))
             mode.flights.look(name, *own)
+
+
+def is_awaited(tensor: torch.Tensor) -> bool:
+    """Return True if the calling rank has not waited for the operation that writes a tensor, as far as it is watched.
+
+    E.g. the result of an asynchronous exchange that one module hands on to another.
+    """
+    own = [getattr(tensor, "_local_tensor", tensor)]
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _Accesses) and mode.flights.are_written(own) for mode in modes)

@@ -1,21 +1,18 @@
 """The proof of a training run: the steps that `train` takes, on simulated ranks and on one device.
 
 Both runs are the trainer's own: model, engine, schedule of the pipeline, accumulation, clipping and update are what
-`train` executes. Only the tensors that the optimizer gets and leaves behind are looked at.
+`train` executes. They are recorded and compared as any loop of steps is (`sim.prove.steps`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import read_int
@@ -25,20 +22,17 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
-from hyper_parallel.core.redistribute.api import full_tensor
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, PrecisionConfig
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from hyper_parallel.trainer.preflight import plan_run
-from sim.prove.bound import SAFETY, Perturbed, largest_move
-from sim.prove.evidence import gap, largest, machine_words, ratio_of, top
-from sim.prove.faults import diagnose
-from sim.prove.infer import explanations
-from sim.prove.judge import COARSE, Finding, pending_words
-from sim.prove.record import copy_of, settle
+from sim.prove.evidence import largest, machine_words
+from sim.prove.modes.choices import ChoiceKey, Choices
+from sim.prove.record import settle
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import NOTHING_MOVED, offload_device, offload_words, offloaded_of
-from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdatesOfStep, UpdateStarts
+from sim.prove.steps.compare import LoopComparison, agreed_choices
+from sim.prove.steps.watch import LoopRecord, LoopWatch, PerturbedSteps
 from sim.world import World, WorldOptions
 
 __all__ = ["MOST_RANKS", "reduced_run", "verify_run"]
@@ -48,10 +42,8 @@ MOST_RANKS = 16
 
 _ASKED = "cannot verify the run"
 _STEPS, _RUNS = 2, 3  # the second step shows what the first has left in the optimizer
-_UNIT = 2.0**-53
 _BYTES_OF_TEXT = 200_000
 _COARSE = 1e-6  # of a tensor's largest element: in float64 a bound that is wider says little
-_WIDE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _FP64 = PrecisionConfig("fp64")
 _DEGREES = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")
 
@@ -207,65 +199,32 @@ def _said(run: Config, found: Config, dims: ParallelDims, few: ParallelDims) -> 
             yield f"{name} {before} -> {after}"
 
 
-@dataclass
-class _Steps:
-    """What a rank, or one device, had in its steps, unsharded.
-
-    Attributes:
-        numbers: losses, norms of gradients and counts of tokens.
-        tensors: gradients before clipping, and weights and buffers after the update, by step, kind and name.
-        starts: what the optimizer began each step with.
-        gradients: the rank's parts of what it was given in each, clipped.
-        updates: the rank's parts of the parameters after each.
-        has_moved: activations have been on the host.
-    """
-
-    numbers: dict[tuple[int, str], float] = field(default_factory=dict)
-    tensors: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
-    starts: list[UpdateStarts] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    has_moved: bool = False
-
-
 def _trainer(run: Config, world_size: int) -> Trainer:
     place, dims, platform = RankPlace.current(), plan_run(run, world_size), get_platform(run.train.device)
     return Trainer(run, dims, platform, place, dims.build_mesh(platform.device_type))
 
 
-def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _Steps:
-    """Take the first steps of a run as one of its ranks."""
+def _take_steps(
+    run: Config, world_size: int, seed: int | None = None, taken: Mapping[ChoiceKey, torch.Tensor] | None = None
+) -> tuple[LoopRecord, bool]:
+    """Take the first steps of a run as one of its ranks; return their record, and whether activations were moved."""
     trainer = _trainer(run, world_size)
-    found, gradients = _Steps(), dict[str, torch.Tensor]()
-
-    def keep_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        named = dict(trainer.model.named_parameters())
-        for name, param in named.items():
-            if param.grad is not None:
-                gradients[name] = param.grad.detach().clone()
-        found.starts.append(UpdateStarts.of(optimizer, named, hooks=1))
-        found.gradients.append({name: copy_of(gradient) for name, gradient in gradients.items()})
-
-    trainer.optimizer.register_step_pre_hook(keep_gradients)
-    mode = nullcontext() if perturbed is None else Perturbed(seed=perturbed)
-    for step in range(1, _STEPS + 1):
-        gradients.clear()
-        with mode:
-            record = trainer.step()
-        for name, number in (("loss", record.loss), ("norm", record.grad_norm), ("tokens", record.tokens or 0)):
-            found.numbers[step, name] = float(number)
-        # What clipping did is undone by the rank's own norm: a wrong norm is a fault of its own, and said once.
-        most = run.optimizer.max_grad_norm
-        scale = max(1.0, (record.grad_norm + 1e-6) / most) if most else 1.0
-        for name, gradient in gradients.items():
-            found.tensors[step, "gradient", name] = _unsharded(gradient * scale)
-        found.updates.append({name: copy_of(each) for name, each in trainer.model.named_parameters()})
-        for name, tensor in trainer.model.named_tensors():
-            found.tensors[step, "update", name] = _unsharded(tensor.detach())
+    is_plain = world_size == 1 and seed is None
+    watch = LoopWatch(trainer.model.parts, _STEPS, keeps_graph=is_plain, is_whole=True)
+    watch.note_initial()
+    choices = Choices(lambda: watch.where if watch.is_inside else None, taken)
+    watch.record.choices = choices.made
+    with nullcontext() if seed is None else PerturbedSteps(watch, seed), watch, choices:
+        for _ in range(_STEPS):
+            step = trainer.step()
+            watch.note_result(step.loss)
+            watch.note_numbers({_TOKENS: step.tokens or 0, _NORM: step.grad_norm})
+            watch.note_clipping(step.grad_norm, run.optimizer.max_grad_norm)
+            watch.end_step()
     settle(trainer.platform.device_type)
-    found.has_moved = any(block.has_moved for part in trainer.model.parts for block in offloaded_of(part))
-    return found
+    if trainer.platform.device_type != "cpu":  # proved without
+        watch.record.choices = {}
+    return watch.record, any(block.has_moved for part in trainer.model.parts for block in offloaded_of(part))
 
 
 def _wrong_dtypes(run: Config, world_size: int) -> list[tuple[str, str, torch.dtype, torch.dtype]]:
@@ -299,16 +258,13 @@ def _stored_otherwise(run: Config, world_size: int) -> Iterator[ReportRow]:
         yield ReportRow(module, f"{tensor} as it is stored", kind, verdict="bug", sentence=said)
 
 
-def _unsharded(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return copy_of(full_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
-
-
-def _steps_of(run: Config, world_size: int, perturbed: int | None = None) -> list[_Steps]:
+def _steps_of(
+    run: Config, world_size: int, seed: int | None = None, taken: Mapping[ChoiceKey, torch.Tensor] | None = None
+) -> list[tuple[LoopRecord, bool]]:
     device = None if run.train.device == "cpu" else run.train.device
     options: Any = {"device": device, "machine": run.train.hardware, "check_races": world_size > 1}
     with World(world_size, WorldOptions(seed=run.train.seed, **options)) as world:
-        return world.run(_take_steps, args=(run, world_size, perturbed))
+        return world.run(_take_steps, args=(run, world_size, seed, taken))
 
 
 def _on_one_device(run: Config) -> Config:
@@ -332,10 +288,9 @@ def verify_run(run: Config, world_size: int) -> Report:
     True
 
     Two optimizer steps of `train` are taken on simulated ranks and on one device, from the same weights and with the
-    same text, in float64. Compared are the loss, the number of tokens, the norm of the gradients, each gradient as it
-    is before clipping, each weight and each buffer after the update, on every rank. The bound of each is what rounding
-    can move it by: one device runs again, perturbed in every operation (`sim.prove.bound.Perturbed`). The ranks also
-    take a step in the run's own dtypes, as [precision] has them for weights, gradients and the optimizer's state.
+    same text, in float64. Compared is what `verify_step` compares, the gradients as they are before clipping, and with
+    it the number of tokens and the norm of the gradients. The ranks also take a step in the run's own dtypes, as
+    [precision] has them for weights, gradients and the optimizer's state.
 
     Args:
         run: what `train` is given; redistributions are planned for its `train.hardware`, if it names one.
@@ -368,141 +323,48 @@ def verify_run(run: Config, world_size: int) -> Report:
             on_nonfinite="stop",  # a step that is skipped, on one device too, would prove nothing
         ),
     )
-    dims = plan_run(run, world_size)
-    alone = _on_one_device(run)
-    (expected,) = _steps_of(alone, 1)
-    moved = [_steps_of(alone, 1, seed)[0] for seed in range(_RUNS)]
+    axes = {name: size for name, size in plan_run(run, world_size).mesh_axes.items() if size > 1}
+    mesh = Layout(tuple(axes.values()) or (1,), tuple(axes) or ("rank",))
+
+    def on_one(taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
+        alone = _on_one_device(run)
+        ((expected, _),) = _steps_of(alone, 1, taken=taken)
+        same = {key: choice.indices for key, choice in expected.choices.items()}
+        return expected, [_steps_of(alone, 1, seed, same)[0][0] for seed in range(_RUNS)]
+
+    expected, moved = on_one()
     ranks = _steps_of(run.with_changes("train", {"device": device or "cpu"}), world_size)
-    axes = {name: size for name, size in dims.mesh_axes.items() if size > 1}
-    comparison = _Comparison(expected, moved, ranks, axes)
-    rows = [row for step in range(1, _STEPS + 1) for row in comparison.rows(step)]
-    notes += _coarse(rows, expected)
+    records = [record for record, _ in ranks]
+    expected, others, words = agreed_choices(expected, moved, records, mesh, on_one)
+    report = LoopComparison(expected, others, records, mesh, {}).report()
+    rows, notes = list(report.rows), [*notes, *words, *report.notes, *_coarse(report.rows, expected)]
     if precision not in (PrecisionConfig(), run.precision):  # of which the steps in float64 say nothing
         rows += _stored_otherwise(dataclasses.replace(run, precision=precision), world_size)
-    mesh = ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank"
-    report = Report(tuple(rows), mesh)
-    if offloads and report.bug is None:
-        why = "" if device is None or any(rank.has_moved for rank in ranks) else NOTHING_MOVED
-        notes.append(offload_words(device, why))
-    return dataclasses.replace(report, notes=tuple(notes))
+    report = Report(tuple(rows), ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank", tuple(notes))
+    if not offloads or report.bug is not None:
+        return report
+    why = "" if device is None or any(has_moved for _, has_moved in ranks) else NOTHING_MOVED
+    return dataclasses.replace(report, notes=(*notes, offload_words(device, why)))
 
 
-def _coarse(rows: Sequence[ReportRow], expected: _Steps) -> list[str]:
+def _coarse(rows: Sequence[ReportRow], expected: LoopRecord) -> list[str]:
     """Name the tensors whose bounds are wide beside their values: smaller faults would hide below them."""
-    sizes = {key: float(value.abs().max()) for key, value in expected.tensors.items() if value.numel()}
-    by_row = {(step, kind, name): f"{name} in step {step}" for step, kind, name in sizes}
-    for (step, name), number in expected.numbers.items():
-        kind, said = _kind_of(name), f"{_SAID[name]} of step {step}"
-        sizes[step, kind, said], by_row[step, kind, said] = abs(number), said
     bounds = {(row.kind, f"{row.module}.{row.tensor}".lstrip(".")): row.bound for row in rows}
-    wide = [said for key, said in by_row.items() if bounds.get((key[1], said), 0.0) > _COARSE * sizes[key] > 0]
+    wide = []
+    for number, step in enumerate(expected.steps, 1):
+        held = [
+            ("forward", "loss", torch.stack(step.losses).sum()),
+            *((*key, each) for key, each in step.numbers.items()),
+        ]
+        held += [("gradient", name, each) for name, each in step.gradients.items() if each is not None]
+        held += [("update", name, each) for name, each in step.updates.items()]
+        for kind, name, full in held:
+            said = f"{name} of step {number}"
+            wide += [said] if bounds.get((kind, said), 0.0) > _COARSE * largest(full) > 0 else []
     return [f"bounds are coarse, and smaller faults hide below them: {', '.join(wide)}"] if wide else []
 
 
-_SAID = {"tokens": "count of tokens", "loss": "loss", "norm": "norm of the gradients"}
-
-
-def _kind_of(number: str) -> str:
-    return "gradient" if number == "norm" else "forward"
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """What the ranks had, beside what one device had, and what it had when every operation was perturbed."""
-
-    expected: _Steps
-    moved: Sequence[_Steps]
-    ranks: Sequence[_Steps]
-    axes: Mapping[str, int]
-    replays: Mapping[int, UpdateReplay] = field(default_factory=lambda: defaultdict(UpdateReplay))
-
-    def rows(self, step: int) -> Iterator[ReportRow]:
-        """Yield the rows of a step, in the order in which things happen; gradients from the head to the embedding."""
-        keys = [key for key in self.expected.tensors if key[0] == step]
-        yield self._number(step, "tokens")
-        yield self._number(step, "loss")
-        for key in reversed([key for key in keys if key[1] == "gradient"]):
-            yield self._tensor(key)
-        yield self._number(step, "norm")
-        updates = self._updates(step)
-        for key in (key for key in keys if key[1] == "update"):
-            yield self._by_the_optimizer(updates, key, self._tensor(key))
-
-    def _updates(self, step: int) -> UpdatesOfStep:
-        """Return the updates of a step, beside what one device's optimizer makes of each rank's gradients."""
-        rules = self.expected.starts[step - 1].rules
-        starts = {number: rank.starts[step - 1] for number, rank in enumerate(self.ranks)}
-        gradients = {number: rank.gradients[step - 1] for number, rank in enumerate(self.ranks)}
-        return UpdatesOfStep(rules, starts, gradients, self.replays, step)
-
-    def _by_the_optimizer(self, updates: UpdatesOfStep, key: tuple[int, str, str], row: ReportRow) -> ReportRow:
-        """Find what an optimizer alone does wrong, below bounds that are those of the gradients, too."""
-        step, _, name = key
-        held = {number: rank.updates[step - 1].get(name) for number, rank in enumerate(self.ranks)}
-        parts = {number: part for number, part in held.items() if part is not None}
-        found = updates.judged(name, parts, Finding("wrong" if row.verdict == "bug" else "right"))
-        if row.verdict == "bug" or found.status == "right":
-            return dataclasses.replace(row, sentence=found.sentence or row.sentence)
-        row = dataclasses.replace(row, error=found.error, bound=found.bound, ratio=found.ratio)
-        return dataclasses.replace(row, verdict="bug", sentence=found.sentence)
-
-    def _number(self, step: int, name: str) -> ReportRow:
-        (wanted, *moved), found = (
-            [torch.tensor(each.numbers[step, name], dtype=torch.float64) for each in those]
-            for those in ((self.expected, *self.moved), self.ranks)
-        )
-        row = ReportRow("", f"{_SAID[name]} of step {step}", _kind_of(name))
-        return self._judged(row, wanted, moved, dict(enumerate(found)))
-
-    def _tensor(self, key: tuple[int, str, str]) -> ReportRow:
-        step, kind, name = key
-        wanted, *moved = (each.tensors[key] for each in (self.expected, *self.moved))
-        found = {number: rank.tensors[key] for number, rank in enumerate(self.ranks) if key in rank.tensors}
-        module, _, tensor = name.rpartition(".")
-        return self._judged(ReportRow(module, f"{tensor} in step {step}", kind), wanted, moved, found)
-
-    def _judged(
-        self, row: ReportRow, wanted: torch.Tensor, moved: Sequence[torch.Tensor], found: Mapping[int, torch.Tensor]
-    ) -> ReportRow:
-        if not found:
-            hint = "let the optimizer have every parameter of the model"
-            return dataclasses.replace(row, verdict="bug", sentence="no rank has it", suggestion=hint)
-        wrong = [rank for rank, value in found.items() if value.shape != wanted.shape]
-        if wrong:
-            said = f"{_ranks(wrong)} of shape {tuple(found[wrong[0]].shape)}, not {tuple(wanted.shape)}"
-            return dataclasses.replace(row, verdict="bug", sentence=said)
-        bound = max(SAFETY * largest_move(wanted, moved), ROUNDINGS * _UNIT * largest(wanted))
-        worst = max(top(gap(value, wanted)) for value in found.values())
-        row = dataclasses.replace(row, error=worst, bound=bound, ratio=ratio_of(worst, bound))
-        if worst <= bound:
-            # Adam steps by the sign of a gradient, and updates are taken again: their bounds may be wide.
-            if row.kind != "update" and bound > max(_WIDE * largest(wanted), _TINY * self._scale(row.kind)):
-                return dataclasses.replace(row, verdict="not proved", sentence=COARSE)
-            return dataclasses.replace(row, verdict="rounding" if worst else "exact")
-        sentence, suggestion = _cause(wanted, found, bound, self.axes)
-        return dataclasses.replace(row, verdict="bug", sentence=sentence, suggestion=suggestion)
-
-    def _scale(self, kind: str) -> float:
-        """Return the largest element of a kind: what is tiny beside it is zero but for rounding."""
-        return max((largest(each) for key, each in self.expected.tensors.items() if key[1] == kind), default=0.0)
-
-
-def _cause(
-    wanted: torch.Tensor, found: Mapping[int, torch.Tensor], bound: float, axes: Mapping[str, int]
-) -> tuple[str, str]:
-    """Say what the numbers bear out: parts of a sum, or one of the usual faults; else only that it is wrong."""
-    if len(found) < math.prod(axes.values()):  # what one stage of a pipeline has
-        axes = {name: size for name, size in axes.items() if name != "pp"}
-    if len(found) != math.prod(axes.values()):
-        return f"it is wrong, on {len(found)} ranks", ""
-    shape, names = tuple(axes.values()) or (1,), tuple(axes) or ("rank",)
-    mesh, parts = Layout(shape, names), list(found.values())
-    pending = next((fit.layout for fit in explanations(parts, wanted, mesh, bound) if fit.layout.partial), None)
-    if pending is not None and any(not torch.equal(parts[0], part) for part in parts):
-        over = " and ".join(pending.partial)
-        return f"the ranks hold {pending_words(pending)}, and nothing reduced it", f"all_reduce over {over}"
-    fault = diagnose(parts, wanted, mesh, bound, declared=mesh(*["None"] * wanted.ndim))
-    return ("it is wrong on all ranks", "") if fault is None else (fault.sentence, "")
+_TOKENS, _NORM = ("forward", "count of tokens"), ("gradient", "norm of the gradients")
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -22,14 +22,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import InvalidValue, explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.explain.errors import InFlightBufferRace, RankFailed, ReplicaMismatch, SimError
 from sim.kernel.context import current_rank
-from sim.prove.bound import Perturbed
 from sim.prove.evidence import machine_words, read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices
 from sim.prove.modes.draws import SharedDraws, proved_with
@@ -41,7 +39,7 @@ from sim.prove.steps.compare import LoopComparison, agreed_choices
 from sim.prove.steps.drawn import with_cause
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.prove.steps.names import read_names, roots_by_value
-from sim.prove.steps.watch import LoopRecord, LoopWatch
+from sim.prove.steps.watch import LoopRecord, LoopWatch, PerturbedSteps
 from sim.script.changes import without_compiler_and_workers
 from sim.script.failure import report_failure
 from sim.script.launch import (
@@ -168,23 +166,6 @@ class _EnoughSteps(BaseException):
     """Ends a script whose steps have been recorded; no `except Exception` of its own catches it."""
 
 
-class _PerturbedLoop(Perturbed):
-    """Perturbs a script from its first step on: what it makes its weights and its data of stays exact, and so do the
-    updates of its optimizers."""
-
-    def __init__(self, watch: LoopWatch, seed: int) -> None:
-        super().__init__(seed=seed)
-        self._watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; those of DTensors come once more, as operations on their local tensors."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        if not self._watch.record.steps or self._watch.is_updating:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 @dataclass
 class _Recorded:
     """What the ranks of a script did.
@@ -270,7 +251,7 @@ class _ScriptTask:
             own = numbers[rank] if numbers else None
             watch = LoopWatch(most=self.steps, on_more=stop, keeps_graph=is_plain, shared=own)
             loops[rank] = watch.record
-            perturbed = nullcontext() if seed is None else _PerturbedLoop(watch, seed)
+            perturbed = nullcontext() if seed is None else PerturbedSteps(watch, seed)
             wide, choices = WidePrecision(dtype), Choices(lambda: watch.where if watch.is_inside else None, taken)
             watch.record.choices = choices.made
             found.wide += [wide] if is_wide else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -232,7 +232,8 @@ class LoopComparison:
         mine = self.expected.steps[number]
         others = [each.steps[number] for each in self.moved if number < len(each.steps)]
         theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
-        rows = [*self._forward(mine, others, theirs), *self._loss(mine, others, theirs)]
+        rows = [*self._forward(mine, others, theirs), *self._numbers("forward", mine, others, theirs)]
+        rows += self._loss(mine, others, theirs)
         self._gradients = {}
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
             named = list(self._named(kind, title, number, mine, others, theirs))
@@ -241,6 +242,7 @@ class LoopComparison:
             ):
                 named = [*self._backward(named, mine, others, theirs), *named]
             rows += named
+            rows += self._numbers(title, mine, others, theirs)
         losses = [row for row in rows if row.tensor == "loss" and not row.module]
         is_trained = self._is_trained(number, rows)
         if losses and losses[0].verdict == "bug" and is_trained:
@@ -448,6 +450,17 @@ class LoopComparison:
         else:
             self._note("the loss is not compared, as no rank has differentiated or returned one")
 
+    def _numbers(
+        self, kind: str, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
+    ) -> Iterator[ReportRow]:
+        """Judge what the step reports, which is the same on all ranks."""
+        for key, full in mine.numbers.items():
+            if key[0] == kind:
+                bound = bound_of(full, [other.numbers.get(key) for other in others])
+                parts = {rank: step.numbers[key] for rank, step in theirs.items()}
+                found = self._judge(parts).declared(parts, full, bound, self.mesh(), self.mesh.alias_name)
+                yield self._row(ReportRow("", key[1], kind), replace(found, is_coarse=_is_coarse(found, full)))
+
     def _named(
         self,
         kind: str,
@@ -485,6 +498,10 @@ class LoopComparison:
                 continue
             moved = [getattr(other, kind).get(name) for other in others]
             floor = ROUNDINGS * (number + 1) if kind != "gradients" else FEW
+            if kind == "gradients":  # as they were before clipping: a wrong norm is a fault of its own, and said once
+                parts = {rank: part / theirs[rank].clipped for rank, part in parts.items()}
+                full, clipped = full / mine.clipped, [other.clipped for other in others]
+                moved = [None if each is None else each / by for each, by in zip(moved, clipped, strict=True)]
             found = self._find(parts, self.names.ordered(name, full), bound_of(full, moved, floor=floor))
             if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
                 found = replace(found, status="right")  # the optimizer adds them up
@@ -493,9 +510,11 @@ class LoopComparison:
                     name, _there({rank: tensors.get(name) for rank, tensors in stepped.items()}), found
                 )
                 found = replace(found, is_coarse=self._is_wide(number, name, found.bound, mine, others))
-            if kind == "buffers" and found.status != "right" and self._is_own(name, parts):
+            if kind == "buffers" and found.status != "right" and self._are_all("statistics", name, parts):
                 self._own[name] = None
                 found = replace(found, status="private")
+            if kind == "buffers" and found.status == "pending" and self._are_all("unsaved", name, parts):
+                found = replace(found, status="right")
             if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
                 found = replace(found, is_coarse=_is_coarse(found, full, scale))
                 self._gradients[name] = replace(found, is_zero=largest(full) <= found.bound)
@@ -520,9 +539,9 @@ class LoopComparison:
         else:
             self._left[name] = None
 
-    def _is_own(self, name: str, parts: Mapping[int, torch.Tensor]) -> bool:
-        """Return True if a buffer is a statistic that each rank takes of its own rows."""
-        own = [_renamed(dict.fromkeys(self.ranks[rank].statistics), self._paths[rank]) for rank in parts]
+    def _are_all(self, kind: str, name: str, ranks: Collection[int]) -> bool:
+        """Return True if a buffer is one of the `statistics`, or of the `unsaved`, on all of some ranks."""
+        own = [_renamed(dict.fromkeys(getattr(self.ranks[rank], kind)), self._paths[rank]) for rank in ranks]
         return all(name in each for each in own)
 
     def _is_wide(
@@ -564,8 +583,7 @@ class LoopComparison:
         self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False
     ) -> Finding:
         """Judge a tensor as it is, then in the orders in which ranks are known, or found, to hold the batch."""
-        here = tuple(sorted(parts))
-        judge = self._judges.setdefault(here, Judge(submesh(self.mesh, here)))
+        judge = self._judge(parts)
         if any(part.dtype.is_floating_point != full.dtype.is_floating_point for part in parts.values()):
             full = full.double()
         found = judge.undeclared(parts, full, bound)
@@ -582,6 +600,10 @@ class LoopComparison:
         places = tuple(itertools.chain(*pieces))
         self._orders.append(places)
         return judge.undeclared(parts, full.index_select(dim, torch.tensor(places)), bound)
+
+    def _judge(self, parts: Collection[int]) -> Judge:
+        here = tuple(sorted(parts))
+        return self._judges.setdefault(here, Judge(submesh(self.mesh, here)))
 
     def _row(self, row: ReportRow, found: Finding) -> ReportRow:
         row = row_of(Judged(row.module, row.tensor, row.kind, found))

@@ -73,8 +73,9 @@ class NameMap:
                 one, other = one.rpartition(".")[0], other.rpartition(".")[0]
         mapped = {path: next(iter(those)) for path, those in found.items() if len(those) == 1}
         taken = list(mapped.values())
-        result = {path: path for path in of_ranks if path in there and path not in mapped}
-        result.update({path: other for path, other in mapped.items() if taken.count(other) == 1})
+        told = {path: other for path, other in mapped.items() if taken.count(other) == 1}
+        result = {path: path for path in of_ranks if path in there and path not in told}
+        result.update(told)
         return result
 
 
@@ -195,9 +196,19 @@ def find_names(
             _take(result, free, name, tuple(beside), 0)
         elif rest:
             _take(result, free, name, (rest[0],), 0)
+        elif (copied := _copied(one, ranks, name)) is not None:
+            result.parts[name] = ((copied,), 0)
         else:
             result.missing.append(name)
     return result
+
+
+def _copied(one: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, torch.Tensor]], name: str) -> str | None:
+    """Return a parameter that some ranks have by another name, e.g. an embedding that is the last stage's head, too."""
+    held = _held(ranks, name)
+    others = [each for each in one if each != name and not any(each in ranks[rank] for rank in held)]
+    fits = [each for each in others if all(is_piece(part, one[each]) for part in held.values())]
+    return fits[0] if len(fits) == 1 and not has_one_value(one[fits[0]]) else None
 
 
 def _held(ranks: Sequence[Mapping[str, torch.Tensor]], name: str) -> dict[int, torch.Tensor]:

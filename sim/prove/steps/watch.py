@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.core.common.torch_compat import own_statistics
 from sim.kernel.context import current_rank
+from sim.observers.races import is_awaited
+from sim.prove.bound import Perturbed
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
 from sim.prove.record import (
@@ -54,6 +56,9 @@ class RecordedStep:
         starts: what its optimizers began with.
         grads: of what stood at each boundary in each call, in the order in which backward computed them.
         nodes: where that stands in autograd's graph; kept for one device alone.
+        numbers: what the step reports besides its loss, by kind of row and title, e.g. the norm of all gradients; the
+            same on all ranks.
+        clipped: by what clipping has scaled the gradients.
     """
 
     calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -66,6 +71,8 @@ class RecordedStep:
     grads: dict[tuple[CallKey, int], torch.Tensor] = field(default_factory=dict)
     nodes: dict[tuple[CallKey, int], Any] = field(default_factory=dict)
     stepped: dict[str, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    clipped: float = 1.0
 
 
 @dataclass
@@ -81,6 +88,8 @@ class LoopRecord:
         roots: the paths of those that were called from outside of any other.
         batch_norms: the paths of those that normalise with the mean of the rows that they are given.
         statistics: the names of buffers that are statistics of each rank's own rows, see `own_statistics`.
+        unsaved: the names of buffers that are not saved, such as a router's counts, which it may add up when it uses
+            them.
         tables: the names of parameters of which rows are looked up.
         choices: what `topk` and its like took.
         redraw: random numbers of a forward that a recomputation in backward has drawn otherwise.
@@ -98,6 +107,7 @@ class LoopRecord:
     roots: list[str] = field(default_factory=list)
     batch_norms: set[str] = field(default_factory=set)
     statistics: set[str] = field(default_factory=set)
+    unsaved: set[str] = field(default_factory=set)
     tables: set[str] = field(default_factory=set)
     choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
     redraw: Draw | None = None
@@ -124,15 +134,16 @@ class LoopRecord:
             return {new(name): tensor for name, tensor in tensors.items()}
 
         steps = [
-            RecordedStep(
-                {(new(path), side, way): values for (path, side, way), values in step.calls.items()},
-                step.losses,
-                named(step.gradients),
-                named(step.updates),
-                named(step.buffers),
-                {new(name) for name in step.partial},
-                UpdateStarts(named(step.starts.rules), named(step.starts.values)),
-                {((new(path), side, way), call): grad for ((path, side, way), call), grad in step.grads.items()},
+            replace(
+                step,
+                calls={(new(path), side, way): values for (path, side, way), values in step.calls.items()},
+                gradients=named(step.gradients),
+                updates=named(step.updates),
+                buffers=named(step.buffers),
+                partial={new(name) for name in step.partial},
+                starts=UpdateStarts(named(step.starts.rules), named(step.starts.values)),
+                grads={((new(path), side, way), call): grad for ((path, side, way), call), grad in step.grads.items()},
+                nodes={},
                 stepped=named(step.stepped),
             )
             for step in self.steps
@@ -140,8 +151,8 @@ class LoopRecord:
         choices = {(new(path), op, number): choice for (path, op, number), choice in self.choices.items()}
         redraw = self.redraw and self.redraw._replace(path=new(self.redraw.path))
         paths, names = [new(path) for path in self.paths], [new(root) for root in self.roots]
-        sets = (self.batch_norms, self.statistics, self.trained)
-        batch_norms, statistics, trained = ({new(each) for each in found} for found in sets)
+        sets = (self.batch_norms, self.statistics, self.unsaved, self.trained)
+        batch_norms, statistics, unsaved, trained = ({new(each) for each in found} for found in sets)
         uses = {(new(path), op, number, step): use for (path, op, number, step), use in self.uses.items()}
         return replace(
             self,
@@ -152,6 +163,7 @@ class LoopRecord:
             roots=names,
             batch_norms=batch_norms,
             statistics=statistics,
+            unsaved=unsaved,
             choices=choices,
             redraw=redraw,
             trained=trained,
@@ -174,6 +186,7 @@ class LoopWatch:
         keeps_graph: keep where tensors stand in autograd's graph.
         shared: random numbers in place of their means.
         calms_all: do so with those outside of modules, too: they are a step's own, and no weights or batches.
+        is_whole: the modules are parts of one model, whose names they have, such as several stages of a pipeline.
     """
 
     def __init__(
@@ -185,6 +198,7 @@ class LoopWatch:
         keeps_graph: bool = False,
         shared: Mapping[DrawPlace, torch.Tensor] | None = None,
         calms_all: bool = False,
+        is_whole: bool = False,
     ) -> None:
         self.record = LoopRecord()
         self.calms_all, self._keeps_graph = calms_all, keeps_graph
@@ -202,7 +216,7 @@ class LoopWatch:
         self._calm = _CalmInSteps(self, shared)
         self.record.uses, self.record.bare = self._calm.uses, self._calm.bare
         for root in roots:
-            self._name(root)
+            self._name(root, is_whole=is_whole)
 
     @property
     def where(self) -> str:
@@ -247,11 +261,11 @@ class LoopWatch:
 
     # -- names -------------------------------------------------------------------------------------------------------
 
-    def _name(self, root: nn.Module) -> None:
+    def _name(self, root: nn.Module, *, is_whole: bool = False) -> None:
         """Name the modules of an outermost one; the first has no prefix, others that of their class."""
         found = named_modules(root)
         known = [self._paths[id(module)] for module in found.values() if id(module) in self._paths]
-        first = not self._roots or all(next(each.parameters(), None) is None for _, each in self._roots)
+        first = is_whole or not self._roots or all(next(each.parameters(), None) is None for _, each in self._roots)
         prefix = "" if first or (known and "" in known) else type(root).__name__
         count = sum(other == prefix or other.rpartition("_")[0] == prefix for other, _ in self._roots)
         prefix += f"_{count}" if prefix and count else ""
@@ -264,8 +278,9 @@ class LoopWatch:
                 self.record.paths.append(self._paths[id(module)])
                 if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                     self.record.batch_norms.add(self._paths[id(module)])
-                own = own_statistics(module)
-                self.record.statistics.update(f"{self._paths[id(module)]}.{name}".lstrip(".") for name in own)
+                here = f"{self._paths[id(module)]}."
+                self.record.statistics.update(f"{here}{name}".lstrip(".") for name in own_statistics(module))
+                self.record.unsaved.update(f"{here}{name}".lstrip(".") for name in module._non_persistent_buffers_set)
                 if isinstance(module, nn.Embedding):
                     self.record.tables.add(f"{self._paths[id(module)]}.weight".removeprefix("."))
         if self.record.steps:
@@ -348,8 +363,8 @@ class LoopWatch:
         step = self._begin()
         if step is not None:
             for way, tensor in tensors_in(value):
-                if tensor.is_meta:
-                    continue  # a schedule that asks for shapes
+                if tensor.is_meta or is_awaited(tensor):
+                    continue  # a schedule that asks for shapes; an exchange that the module is to wait for
                 calls = step.calls.setdefault((path, side, place + way), [])
                 calls.append(copy_of(tensor))
                 if tensor.requires_grad and not tensor.is_leaf:
@@ -359,7 +374,9 @@ class LoopWatch:
         """Keep the gradient with respect to what stands at a boundary, once it is computed."""
         grads = step.grads  # the hook must not hold the step, which holds the graph: no collector sees that cycle
 
-        def hook(grad: torch.Tensor) -> None:
+        def hook(grad: torch.Tensor | None) -> None:
+            if grad is None:  # of a function that returns none, such as for rows that no rank has sent
+                return
             value = copy_of(grad)
             if key in grads:  # of a second backward
                 settle(grad.device)
@@ -393,6 +410,18 @@ class LoopWatch:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 value = torch.tensor(float(value), dtype=torch.float64)
             self.note_loss(value)
+
+    def note_numbers(self, numbers: Mapping[tuple[str, str], float]) -> None:
+        """Keep what the step reports, see `RecordedStep.numbers`."""
+        step = self._step()
+        if step is not None:
+            step.numbers = {key: torch.tensor(float(number), dtype=torch.float64) for key, number in numbers.items()}
+
+    def note_clipping(self, norm: float, most: float) -> None:
+        """Keep by what gradients of a norm were scaled, so that it is at most so much; 0: they were not."""
+        step = self._step()
+        if step is not None and most:
+            step.clipped = min(1.0, most / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
 
     def note_gradients(self, chosen: set[int] | None = None) -> None:
         """Copy the gradients of some parameters, or of all."""
@@ -533,6 +562,28 @@ class _CalmInSteps(NoRandomness):
             return func(*args, **(kwargs or {}))
         if not self._watch.is_inside and not backward and not self._watch.calms_all:
             return self.noted(func, types, args, kwargs or {})  # a checkpoint around all of it draws here, too
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class PerturbedSteps(Perturbed):
+    """Perturbs a loop from its first step on: how it makes its weights and its data stays exact, and so do the updates
+    of its optimizers.
+
+    Args:
+        watch: of the loop.
+        seed: see `Perturbed`.
+    """
+
+    def __init__(self, watch: LoopWatch, seed: int) -> None:
+        super().__init__(seed=seed)
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; those of DTensors come once more, as operations on their local tensors."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if not self._watch.record.steps or self._watch.is_updating:
+            return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -281,7 +281,7 @@ def test_a_run_is_proved_by_the_options_of_train(tmp_path):
     assert output.startswith("a run on 32 ranks: dp_replicate=2 x dp_shard=16: two steps on simulated ranks ")
     assert "the model on dp_replicate=2, dp_shard=2 computes what it computes on one device: " in output
     assert "note: reduced: dp_shard 16 -> 2, param_dtype fp32 -> fp64, hidden_size 256 -> 8" in output
-    assert "layers.0.attention.wq.weight in step 2 " in output
+    assert "layers.0.attention.wq.weight of step 2 " in output
 
 
 def test_what_is_of_a_run_and_what_is_of_a_plan_do_not_mix():
