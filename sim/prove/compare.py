@@ -29,8 +29,8 @@ from sim.prove.judge import (
     incomparable,
     innermost,
     leaf,
-    nodes_of,
     of_own_rows,
+    of_unequal_shares,
     pending_words,
     row_of,
     settle,
@@ -141,7 +141,7 @@ class Comparison:
         found = self._judge(parts, mine.value, bound, said, layout, lambda: self._addends(mine))
         if found.status != "unexplained":
             return found
-        if mine.node is None and mine.key.side == "input":
+        if mine.key not in self.reference.recorder.nodes and mine.key.side == "input":
             self._learn_order(parts, mine)
             return found  # private, where something right is made of it
         return self._reordered(parts, mine.value, bound) or found
@@ -230,32 +230,10 @@ class Comparison:
         if found.status == "pending" and spread:
             return replace(found, status="right", sentence="")
         if found.status == "unexplained" and self.task.input_axes:
-            sentence = "neither the mean nor the sum of the ranks' losses is that of the whole batch"
-            share = self._share(parts, full, found.bound)
-            hint = f"weigh each rank's loss by its share of {share}: a mean over unequal parts is no mean over all"
-            if not share:
-                hint = "each rank takes its loss of its own data: look at what it needs of that of all ranks"
-            return replace(found, sentence=sentence, suggestion=hint)
+            keys = [key for key in self.reference.recorder.entries if key.path == "" and key.side == "input"]
+            held = [{rank: entry.value for rank, entry in self._entries(key).items()} for key in keys]
+            return of_unequal_shares(found, parts, full, held)
         return found
-
-    def _share(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> str:
-        """Return what the ranks have unequal shares of, by which the mean of their losses would be right."""
-        for key in (key for key in self.reference.recorder.entries if key.path == "" and key.side == "input"):
-            held = self._entries(key)
-            if len(held) < len(parts) or any(not entry.value.dim() for entry in held.values()):
-                continue
-            counted = {"the rows": {rank: len(entry.value) for rank, entry in held.items()}}
-            if not self.reference.recorder.entries[key].value.is_floating_point():
-                left_out = {rank: int((entry.value != -100).sum()) for rank, entry in held.items()}
-                counted["the labels that are not -100"] = left_out
-            for what, shares in counted.items():
-                total = sum(shares.values())
-                if len(set(shares.values())) == 1 or not total:
-                    continue
-                mean = sum(parts[rank].double() * share for rank, share in shares.items()) / total
-                if bool((mean - full).abs() <= 2 * bound):
-                    return what
-        return ""
 
     def _judge(
         self,
@@ -309,7 +287,7 @@ class Comparison:
             self._keys.append(key)
             found = self._forward[key] = self._cast(key, self._batch_norm(key, found))
             final = key.path == "" and key.side == "output" and not self._is_split_loss(key, found)
-            given = entry.node is None and key.side == "input"
+            given = key not in self.reference.recorder.nodes and key.side == "input"
             events.append(Judged(key.path, title_of(entry), "forward", found, self._nodes(entry), final, given))
         if left and not self.stopped:
             self.notes.append(
@@ -320,16 +298,13 @@ class Comparison:
             events.append(Judged("", "loss", "forward", self.loss(), (node,) if node else (), True))
         return events
 
-    def _nodes(self, entry: Entry) -> tuple[Any, ...]:
+    def _nodes(self, entry: Entry, *, own: bool = False) -> tuple[Any, ...]:
         """Return where a tensor stands in the graph; an input without history where its module's results do."""
-        if entry.node is not None or entry.key.side == "output":
-            return nodes_of(entry)
+        nodes = self.reference.recorder.nodes
+        if own or entry.key in nodes or entry.key.side == "output":
+            return (nodes[entry.key],) if entry.key in nodes else ()
         there = (entry.key.path, entry.key.call, "output")
-        return tuple(
-            other.node
-            for key, other in self.reference.recorder.entries.items()
-            if key[:3] == there and other.node is not None
-        )
+        return tuple(node for key, node in nodes.items() if key[:3] == there)
 
     def _batch_norm(self, key: Key, found: Finding) -> Finding:
         """Say what is the matter with a batch norm that sees only a rank's own rows."""
@@ -400,7 +375,7 @@ class Comparison:
         for order in sorted(groups):
             judged = [(entry, self._gradient(entry, scale)) for entry in reversed(groups[order])]
             for entry, found in _best_named_first(judged):
-                events.append(Judged(entry.key.path, title_of(entry), "gradient", found, nodes_of(entry)))
+                events.append(Judged(entry.key.path, title_of(entry), "gradient", found, self._nodes(entry, own=True)))
         return events + list(self._parameter_gradients())
 
     def _gradient(self, entry: Entry, scale: float) -> Finding | None:

@@ -21,6 +21,7 @@ from sim.prove.record import Entry, ranks_along, spread_layout
 from sim.prove.report import ReportRow
 
 COARSE = "its bound is so wide beside its values that a fault could hide below it"
+WIDER = "other inputs, or a larger batch, that make it larger than its rounding; dtype=torch.float64, if it is not"
 
 NOTHING_TRAINED = ReportRow(
     "",
@@ -310,6 +311,39 @@ def of_own_rows(found: Finding, given: Layout | None, parts: Mapping[int, torch.
     return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
 
 
+def of_unequal_shares(
+    found: Finding,
+    losses: Mapping[int, torch.Tensor],
+    full: torch.Tensor,
+    inputs: Iterable[Mapping[int, torch.Tensor]],
+) -> Finding:
+    """Say of what ranks have unequal shares, if the mean of their losses, weighed by these, is that of all rows.
+
+    Args:
+        found: of the loss.
+        losses: of the ranks.
+        full: of one device.
+        inputs: what each rank has of each input of the model.
+    """
+    sentence = "neither the mean nor the sum of the ranks' losses is that of the whole batch"
+    hint = "each rank takes its loss of its own data: look at what it needs of that of all ranks"
+    for held in inputs:
+        if len(held) < len(losses) or any(not each.dim() for each in held.values()):
+            continue
+        counted = {"the rows": {rank: len(each) for rank, each in held.items()}}
+        if not any(each.is_floating_point() for each in held.values()):
+            counted["the labels that are not -100"] = {rank: int((each != -100).sum()) for rank, each in held.items()}
+        for what, shares in counted.items():
+            total = sum(shares.values())
+            if len(set(shares.values())) == 1 or not total:
+                continue
+            mean = sum(losses[rank].double() * share for rank, share in shares.items() if rank in losses) / total
+            if bool((mean - full).abs() <= 2 * found.bound):
+                hint = f"weigh each rank's loss by its share of {what}: a mean over unequal parts is no mean over all"
+                return replace(found, sentence=sentence, suggestion=hint)
+    return replace(found, sentence=sentence, suggestion=hint)
+
+
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
@@ -441,8 +475,9 @@ def row_of(event: Judged) -> ReportRow:
     if found.status == "pending" and event.final:
         verdict = "bug"
     sentence = found.sentence
+    hint = found.suggestion
     if found.is_coarse and verdict in ("rounding", "exact"):
-        verdict, sentence = "not proved", COARSE
+        verdict, sentence, hint = "not proved", COARSE, hint or WIDER
     return ReportRow(
         event.module,
         event.tensor,
@@ -454,7 +489,7 @@ def row_of(event: Judged) -> ReportRow:
         found.ratio,
         verdict,
         sentence,
-        found.suggestion,
+        hint,
     )
 
 
@@ -641,11 +676,6 @@ class AutogradGraph:
     def backward(self, earlier: Judged, later: Judged) -> bool:
         """Whether the later gradient is computed from the earlier one."""
         return any(self.depends(node, on) for node in earlier.nodes for on in later.nodes if not isinstance(node, int))
-
-
-def nodes_of(entry: Entry) -> tuple[Any, ...]:
-    """Return where a tensor stands in the graph."""
-    return () if entry.node is None else (entry.node,)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -57,7 +57,6 @@ class Entry:
         layout: what a DTensor declares; None for a plain tensor, and for one whose placements no layout can say.
         known: the axes that the declaration speaks of.
         order: when the value was seen.
-        node: what computed the tensor, in autograd's graph.
         shape: the shape of the tensor; of a DTensor, of all of it.
         grad: a copy of the gradient with respect to it.
         grad_layout: what that declares, if it is a DTensor.
@@ -71,7 +70,6 @@ class Entry:
     layout: Layout | None = None
     known: tuple[str, ...] = ()
     order: int = 0
-    node: Any = None
     shape: tuple[int, ...] = ()
     grad: torch.Tensor | None = None
     grad_layout: Layout | None = None
@@ -102,6 +100,7 @@ class ModuleRecorder:
 
     def __init__(self, model: nn.Module, mesh: Layout | None = None, rank: int = 0) -> None:
         self.entries: dict[Key, Entry] = {}
+        self.nodes: dict[Key, Any] = {}  # what computed the tensors, in autograd's graph of one device
         self.calls: list[str] = []
         self.inside: list[str] = []  # the modules that are running, outermost first
         self.modules = named_modules(model)
@@ -125,11 +124,6 @@ class ModuleRecorder:
         for hook in self._hooks:
             hook.remove()
         self._seen.clear()
-
-    def forget(self) -> None:
-        """Let go of autograd's graph: its hooks hold the entries, a cycle that no collector sees."""
-        for entry in self.entries.values():
-            entry.node = None
 
     def _before(self, path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -160,8 +154,9 @@ class ModuleRecorder:
 
     def _note(self, key: Key, title: str, tensor: torch.Tensor) -> None:
         seen = self._look(tensor)
-        node = None if self._mesh is not None else tensor.grad_fn
-        entry = Entry(key, title, seen.value, seen.layout, seen.known, next(self._clock), node, tuple(tensor.shape))
+        if self._mesh is None and tensor.grad_fn is not None:
+            self.nodes[key] = tensor.grad_fn
+        entry = Entry(key, title, seen.value, seen.layout, seen.known, next(self._clock), tuple(tensor.shape))
         seen.entries.append(entry)
         self.entries[key] = entry
 
@@ -170,30 +165,33 @@ class ModuleRecorder:
         known = self._seen.get(id(tensor))
         if known is not None and known.version == tensor._version:
             return known
-        layout, axes = self._declared(tensor)
+        layout, axes = declared_of(self._layouts, tensor)
         seen = _Seen(tensor, tensor._version, copy_of(tensor), layout, axes)
         self._seen[id(tensor)] = seen
         if tensor.requires_grad:
-            tensor.register_hook(self._grad_hook(seen.entries))
+            tensor.register_hook(_grad_hook(seen.entries, self._layouts, self._clock))
         return seen
 
-    def _grad_hook(self, entries: list[Entry]) -> Any:
-        def hook(grad: torch.Tensor | None) -> None:
-            if grad is None:  # the tensor is named as an input, and its gradient takes another way
-                return
-            value, (layout, known), order = copy_of(grad), self._declared(grad), next(self._clock)
-            if any(entry.grad is not None for entry in entries):  # of a second backward
-                settle(grad.device)
-            for entry in entries:
-                entry.grad = value if entry.grad is None else entry.grad + value
-                entry.grad_layout, entry.grad_known, entry.grad_order = layout, known, order
 
-        return hook
+def _grad_hook(entries: list[Entry], axes: AxesOf | None, clock: Iterator[int]) -> Any:
+    """Return a hook that keeps a gradient; it holds neither recorder nor graph, as no collector sees that cycle."""
 
-    def _declared(self, tensor: torch.Tensor) -> tuple[Layout | None, tuple[str, ...]]:
-        if self._layouts is None or not isinstance(tensor, DTensor):
-            return None, ()
-        return self._layouts.declared(tensor)
+    def hook(grad: torch.Tensor | None) -> None:
+        if grad is None:  # the tensor is named as an input, and its gradient takes another way
+            return
+        value, (layout, known), order = copy_of(grad), declared_of(axes, grad), next(clock)
+        if any(entry.grad is not None for entry in entries):  # of a second backward
+            settle(grad.device)
+        for entry in entries:
+            entry.grad = value if entry.grad is None else entry.grad + value
+            entry.grad_layout, entry.grad_known, entry.grad_order = layout, known, order
+
+    return hook
+
+
+def declared_of(axes: AxesOf | None, tensor: torch.Tensor) -> tuple[Layout | None, tuple[str, ...]]:
+    """Return the layout that a DTensor declares, and the axes that it speaks of; None of a plain tensor."""
+    return axes.declared(tensor) if axes is not None and isinstance(tensor, DTensor) else (None, ())
 
 
 class AxesOf:

@@ -37,6 +37,7 @@ from sim.prove.record import (
     AxesOf,
     ModuleRecorder,
     copy_of,
+    declared_of,
     mapped,
     named_buffers,
     named_parameters,
@@ -209,7 +210,7 @@ class _Session:
         first_run = Run(
             ModuleRecorder(model, mesh, rank),
             {name: copy_of(parameter) for name, parameter in kept.items()},
-            {name: _declared(axes, parameter) for name, parameter in kept.items()},
+            {name: declared_of(axes, parameter) for name, parameter in kept.items()},
             same,
             kept,
             buffers=self._buffers(),
@@ -365,7 +366,7 @@ class _Session:
         for name, leaf in self._leaves().items():
             grad = leaf.grad
             self.run.gradients[name] = None if grad is None else copy_of(grad)
-            self.run.grad_layouts[name] = (None, ()) if grad is None else _declared(self.axes, grad)
+            self.run.grad_layouts[name] = (None, ()) if grad is None else declared_of(self.axes, grad)
 
     def _leaves(self) -> dict[str, nn.Parameter]:
         """Return the parameters as they are now: an engine may replace them."""
@@ -525,7 +526,10 @@ class Ranks:
             made = task.apply(model, mesh)
         if made is not None and not isinstance(made, nn.Module):
             blame = f"parallelize returned a {type(made).__name__}, not a module"
-            raise InvalidType(ASKED, blame, f"returned: {made!r:.80}", "return the parallel model, or None")
+            hint = (
+                "return the parallel model, or None; sim.verify_step(step, model_fn, batch, ...) proves schedules, too"
+            )
+            raise InvalidType(ASKED, blame, f"returned: {made!r:.80}", hint)
         model = model if made is None else made
         put_into_model(self.mutant, [model], rank)
         given = []
@@ -632,15 +636,11 @@ def _like(output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 def _places(parameters: Mapping[str, nn.Parameter], axes: AxesOf | None) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in parameters.items():
-        if axes is not None and isinstance(parameter, DTensor) and _declared(axes, parameter)[0] is None:
+        if axes is not None and isinstance(parameter, DTensor) and declared_of(axes, parameter)[0] is None:
             said = order_said(parameter, axes.rank)
             if said is not None:
                 found[name] = said
     return found
-
-
-def _declared(axes: AxesOf | None, tensor: torch.Tensor) -> tuple[Layout | None, tuple[str, ...]]:
-    return axes.declared(tensor) if axes is not None and isinstance(tensor, DTensor) else (None, ())
 
 
 def _averages(model: nn.Module) -> bool:

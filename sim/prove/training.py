@@ -27,11 +27,13 @@ from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, 
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from hyper_parallel.trainer.preflight import plan_run
 from sim.prove.evidence import largest, machine_words
-from sim.prove.modes.choices import ChoiceKey, Choices
+from sim.prove.modes.choices import Choices
+from sim.prove.randomness import DrawPlace
 from sim.prove.record import settle
 from sim.prove.report import Report, ReportRow
-from sim.prove.runs import NOTHING_MOVED, offload_device, offload_words, offloaded_of
-from sim.prove.steps.compare import LoopComparison, agreed_choices
+from sim.prove.runs import offloaded_of
+from sim.prove.steps.mutants import Mutant, put_in, put_into_model
+from sim.prove.steps.proof import Loop, RanksRecord, Taken
 from sim.prove.steps.watch import LoopRecord, LoopWatch, PerturbedSteps
 from sim.world import World, WorldOptions
 
@@ -41,7 +43,7 @@ MOST_RANKS = 16
 """Ranks up to which a run is proved on its own degrees."""
 
 _ASKED = "cannot verify the run"
-_STEPS, _RUNS = 2, 3  # the second step shows what the first has left in the optimizer
+_STEPS = 2  # the second step shows what the first has left in the optimizer
 _BYTES_OF_TEXT = 200_000
 _COARSE = 1e-6  # of a tensor's largest element: in float64 a bound that is wider says little
 _FP64 = PrecisionConfig("fp64")
@@ -204,13 +206,60 @@ def _trainer(run: Config, world_size: int) -> Trainer:
     return Trainer(run, dims, platform, place, dims.build_mesh(platform.device_type))
 
 
+@dataclasses.dataclass(frozen=True)
+class _RunLoop(Loop):
+    """The first steps of a run of the trainer."""
+
+    run: Config
+    axes: Mapping[str, int]
+
+    def on_one(self, taken: Taken | None, seed: int | None) -> LoopRecord:
+        """Take the steps without any degree."""
+        numbers = [self.shared.one] if self.shared is not None else ()
+        with World(1, WorldOptions(seed=self.run.train.seed, machine=self.machine)) as world:
+            ((record, _),) = world.run(_take_steps, args=(_on_one_device(self.run), 1, seed, taken, None, numbers))
+        return record
+
+    def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
+        """Take the steps on the ranks."""
+        device = None if self.device == "cpu" else self.device
+        numbers = self.shared.ranks if self.shared is not None else ()
+        watched = self.world_size > 1 and mutant is None and not numbers
+        options: Any = {"device": device, "machine": self.machine, "check_races": watched}
+        run = self.run.with_changes("train", {"device": self.device})
+        with World(self.world_size, WorldOptions(seed=run.train.seed, **options)) as world:
+            with put_in(world, mutant):
+                found = world.run(_take_steps, args=(run, self.world_size, None, None, mutant, numbers))
+            has_moved, events = any(moved for _, moved in found), list(world.trace.kept())
+        offloads = ActivationPolicy.of(run.parallel.checkpointing).offload
+        return RanksRecord([record for record, _ in found], events, offloads=offloads, has_moved=has_moved)
+
+    def make(self) -> None:
+        """Build the trainers once more, in a world that compares what engines split."""
+        options: Any = {"machine": self.machine, "check_replicas": True}
+        with World(self.world_size, WorldOptions(seed=self.run.train.seed, **options)) as world:
+            world.run(_trainer, args=(self.run, self.world_size))
+
+    def mesh_of(self, found: RanksRecord) -> Layout:
+        """Return the degrees above 1."""
+        del found
+        return Layout(tuple(self.axes.values()) or (1,), tuple(self.axes) or ("rank",))
+
+
 def _take_steps(
-    run: Config, world_size: int, seed: int | None = None, taken: Mapping[ChoiceKey, torch.Tensor] | None = None
+    run: Config,
+    world_size: int,
+    seed: int | None,
+    taken: Taken | None,
+    mutant: Mutant | None,
+    numbers: Sequence[Mapping[DrawPlace, torch.Tensor]],
 ) -> tuple[LoopRecord, bool]:
     """Take the first steps of a run as one of its ranks; return their record, and whether activations were moved."""
-    trainer = _trainer(run, world_size)
-    is_plain = world_size == 1 and seed is None
-    watch = LoopWatch(trainer.model.parts, _STEPS, keeps_graph=is_plain, is_whole=True)
+    trainer, rank = _trainer(run, world_size), RankPlace.current().rank
+    parts, device = trainer.model.parts, trainer.platform.device_type
+    is_plain, shared = world_size == 1 and seed is None, numbers[rank] if numbers else None
+    watch = LoopWatch(parts, _STEPS, keeps_graph=is_plain, shared=shared, is_whole=True)
+    put_into_model(mutant, parts, rank)
     watch.note_initial()
     choices = Choices(lambda: watch.where if watch.is_inside else None, taken)
     watch.record.choices = choices.made
@@ -221,10 +270,10 @@ def _take_steps(
             watch.note_numbers({_TOKENS: step.tokens or 0, _NORM: step.grad_norm})
             watch.note_clipping(step.grad_norm, run.optimizer.max_grad_norm)
             watch.end_step()
-    settle(trainer.platform.device_type)
-    if trainer.platform.device_type != "cpu":  # proved without
-        watch.record.choices = {}
-    return watch.record, any(block.has_moved for part in trainer.model.parts for block in offloaded_of(part))
+    settle(device)
+    if device != "cpu":  # proved without
+        watch.record.uses, watch.record.choices = {}, {}
+    return watch.record, any(block.has_moved for part in parts for block in offloaded_of(part))
 
 
 def _wrong_dtypes(run: Config, world_size: int) -> list[tuple[str, str, torch.dtype, torch.dtype]]:
@@ -256,15 +305,6 @@ def _stored_otherwise(run: Config, world_size: int) -> Iterator[ReportRow]:
         said = f"it is in {str(seen)[6:]} on {_ranks(numbers)}, and {str(asked)[6:]} is asked for"
         module, _, tensor = name.rpartition(".")
         yield ReportRow(module, f"{tensor} as it is stored", kind, verdict="bug", sentence=said)
-
-
-def _steps_of(
-    run: Config, world_size: int, seed: int | None = None, taken: Mapping[ChoiceKey, torch.Tensor] | None = None
-) -> list[tuple[LoopRecord, bool]]:
-    device = None if run.train.device == "cpu" else run.train.device
-    options: Any = {"device": device, "machine": run.train.hardware, "check_races": world_size > 1}
-    with World(world_size, WorldOptions(seed=run.train.seed, **options)) as world:
-        return world.run(_take_steps, args=(run, world_size, seed, taken))
 
 
 def _on_one_device(run: Config) -> Config:
@@ -304,11 +344,8 @@ def verify_run(run: Config, world_size: int) -> Report:
         ValueError: a run that `train` refuses.
         RankFailed: a rank has failed.
     """
-    precision, notes = run.precision, machine_words(run.train.hardware, world_size)
+    precision, machine, every = run.precision, run.train.hardware, world_size
     run, world_size, said = reduced_run(run, world_size)
-    offloads = ActivationPolicy.of(run.parallel.checkpointing).offload
-    device = offload_device() if offloads else None
-    notes += [f"reduced: {', '.join(said)}"] if said else []
     run = dataclasses.replace(
         run,
         # Steps of full length: the first of a long warmup would move weights by less than they are rounded by.
@@ -324,27 +361,17 @@ def verify_run(run: Config, world_size: int) -> Report:
         ),
     )
     axes = {name: size for name, size in plan_run(run, world_size).mesh_axes.items() if size > 1}
-    mesh = Layout(tuple(axes.values()) or (1,), tuple(axes) or ("rank",))
-
-    def on_one(taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
-        alone = _on_one_device(run)
-        ((expected, _),) = _steps_of(alone, 1, taken=taken)
-        same = {key: choice.indices for key, choice in expected.choices.items()}
-        return expected, [_steps_of(alone, 1, seed, same)[0][0] for seed in range(_RUNS)]
-
-    expected, moved = on_one()
-    ranks = _steps_of(run.with_changes("train", {"device": device or "cpu"}), world_size)
-    records = [record for record, _ in ranks]
-    expected, others, words = agreed_choices(expected, moved, records, mesh, on_one)
-    report = LoopComparison(expected, others, records, mesh, {}).report()
-    rows, notes = list(report.rows), [*notes, *words, *report.notes, *_coarse(report.rows, expected)]
+    loop = _RunLoop(_ASKED, world_size, torch.float64, {}, machine, run, axes)
+    references = loop.references()
+    report = loop.proved(references)
+    notes = [f"reduced: {', '.join(said)}"] if said else []
+    notes += [*report.notes, *_coarse(report.rows, references[0])]
+    notes += [note for note in machine_words(machine, every) if note not in notes]
+    rows = list(report.rows)
     if precision not in (PrecisionConfig(), run.precision):  # of which the steps in float64 say nothing
         rows += _stored_otherwise(dataclasses.replace(run, precision=precision), world_size)
-    report = Report(tuple(rows), ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank", tuple(notes))
-    if not offloads or report.bug is not None:
-        return report
-    why = "" if device is None or any(has_moved for _, has_moved in ranks) else NOTHING_MOVED
-    return dataclasses.replace(report, notes=(*notes, offload_words(device, why)))
+    mesh = ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank"
+    return dataclasses.replace(report, rows=tuple(rows), mesh=mesh, notes=tuple(notes))
 
 
 def _coarse(rows: Sequence[ReportRow], expected: LoopRecord) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,14 @@ from sim.prove.compare import Comparison
 from sim.prove.evidence import machine_words, read_mesh, unit_roundoff
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
-from sim.prove.modes.draws import SharedDraws, proved_with, shared_draws
+from sim.prove.modes.draws import SharedDraws, shared_draws
 from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
 from sim.prove.randomness import DrawPlace, DrawUse
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
-from sim.prove.report import Report, ReportRow, Sensitivity
-from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, proved_on_device, run_reference
-from sim.prove.steps.drawn import with_cause
-from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
+from sim.prove.report import Report, ReportRow
+from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, run_reference
+from sim.prove.steps.mutants import Mutant, put_in
+from sim.prove.steps.proof import Compared, Program, Taken
 from sim.world import world
 
 _RUNS = 3
@@ -144,7 +144,10 @@ def verify_plan(
     )  # fmt: skip
 
     def prove(task: Task) -> Report:
-        return proved_varied(model_fn, seed, lambda made, varied: _proved(replace(task, model_fn=made), said, varied))
+        def made_by(made: Callable[[], nn.Module], is_varied: bool) -> Report:
+            return _proved(_PlanProgram(replace(task, model_fn=made), said), is_varied)
+
+        return proved_varied(model_fn, seed, made_by)
 
     if steps is not None or chosen is None or dtype.itemsize < 4:
         return proved_once(values, prove(task))
@@ -153,105 +156,122 @@ def verify_plan(
     return proved_twice(lambda: model, len(mesh.rank_list), values, second, lambda both: prove(twice if both else task))
 
 
-def _proved(task: Task, said: Declarations, is_varied: bool) -> Report:
-    steps = _references(task, _make(task.model_fn, task.seed))
-
-    def make() -> None:
-        with world(math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, check_replicas=True) as w:
-            Ranks(task, w).make()
-
+def _proved(program: _PlanProgram, is_varied: bool) -> Report:
     try:
-        return with_cause(_compared(task, steps, said, is_varied=is_varied), make)
+        return program.proved(program.references(), is_varied=is_varied)
     except CollectiveMismatch as error:
         if not error.meant:
             raise
         hint = "the same units and models on all ranks, in the same order"
         row = ReportRow("", "parameters", "forward", verdict="bug", sentence=error.meant, suggestion=hint)
-        return Report((row,), str(task.mesh.axes), ("nothing was compared: ranks got each other's parameters",))
-    finally:
-        _forget(steps)
+        notes = ("nothing was compared: ranks got each other's parameters",)
+        return Report((row,), str(program.task.mesh.axes), notes)
+
+
+@dataclass(frozen=True)
+class _PlanProgram(Program):
+    """A model that is made parallel.
+
+    Attributes:
+        task: what is computed.
+        said: what was declared of plain tensors.
+    """
+
+    task: Task
+    said: Declarations
+
+    @property
+    def shared(self) -> SharedDraws | None:  # type: ignore[override]
+        """Random numbers, in place of their means."""
+        return self.task.shared
+
+    def references(self, taken: Taken | None = None) -> _Steps:
+        """Compute on one device."""
+        return _references(self.task, _make(self.task.model_fn, self.task.seed), taken)
+
+    def compared(self, references: _Steps, mutant: Mutant | None = None, *, is_varied: bool = False) -> Compared:
+        """Compute on the ranks, and compare."""
+        task, steps, said, mesh = self.task, references, self.said, self.task.mesh
+        judge = Judge(mesh)
+        watched = mutant is None and task.shared is None  # once for each proof
+        made = world(math.prod(mesh.mesh_shape), seed=task.seed, machine=task.machine, check_races=watched)
+        with made as w, put_in(w, mutant):
+            ranks = Ranks(task, w, mutant)
+            try:
+                ranks.forward()
+            except (RankFailed, SimError) as error:
+                if isinstance(error, CollectiveMismatch) and error.meant:
+                    raise  # the cause of whatever was wrong before it stopped
+                if is_varied:
+                    check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
+                report = _until(error, Comparison(task, *steps[0], ranks.runs, said, judge))
+                if report is None:
+                    raise
+                return Compared(report)
+            if is_varied:
+                check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
+            taken: dict[ChoiceKey, torch.Tensor] = {}
+            steps = _agreed(task, steps, ranks.runs, taken)
+            compared = Comparison(task, *steps[0], ranks.runs, said, judge)
+            grads = _grads(task, steps[0][0], compared)
+            has_gone = grads is not None and _backward(ranks, grads, compared)
+            if has_gone and task.steps > 1:
+                first, steps = steps, _agreed(task, steps, ranks.runs, taken)  # what the steps since then have chosen
+                if steps is not first:
+                    compared = Comparison(task, *steps[0], ranks.runs, said, judge)
+            reference = steps[0][0]
+            compared.notes[:0] = [*_not_proved(reference), *agreed_words(taken), *_unreached([run for run, _ in steps])]
+            later = [
+                Comparison(task, *each, ranks.step(number), said, judge, before=compared)
+                for number, each in enumerate(steps[1:], 1)
+                if has_gone
+            ]
+            report = compared.report(later)
+            mine, runs = [run for run, _ in steps[: len(later) + 1]], [ranks.step(at) for at in range(len(later) + 1)]
+            if task.shared is not None:
+                uses = [_uses([step[rank] for step in runs]) for rank in range(len(mesh.rank_list))]
+                is_misfit = any(run.is_misfit for step in (mine, *runs) for run in step)
+                task.shared.check_used(_uses(mine), uses, misfit=is_misfit)
+            events = list(w.trace.kept())
+            unused = _unused_axes(mesh, report, {event.group for event in events})
+            notes = (*report.notes, *ranks.notes, *unused, *machine_words(task.machine, len(mesh.rank_list)))
+            offloads = has_gone and bool(ranks.offloaded)
+        return Compared(
+            replace(report, notes=notes),
+            events,
+            list(reference.leaves),
+            partial(_on_device, task, steps, said, grads or ()) if offloads else None,
+            draws=partial(_shared, mine, runs, [compared, *later])
+            if any(run.uses for step in (mine, *runs) for run in step)
+            else None,
+        )
+
+    def make(self) -> None:
+        """Make the models of the ranks once more, in a world that compares what engines split."""
+        task = self.task
+        with world(math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, check_replicas=True) as w:
+            Ranks(task, w).make()
+
+    def with_draws(self, shared: SharedDraws) -> Program:
+        """Return the program with random numbers in place of their means."""
+        return replace(self, task=replace(self.task, shared=shared))
+
+    def shortened(self) -> Program:
+        """Return the program with the first inputs alone."""
+        return self if self.task.second is None else replace(self, task=replace(self.task, second=None, steps=1))
 
 
 _Steps = list[tuple[Run, Bounds]]
 """What one device does in each step, and how far rounding can go."""
 
 
-def _forget(steps: _Steps) -> None:
-    for run, _ in steps:
-        run.recorder.forget()
-
-
-def _compared(
-    task: Task, steps: _Steps, said: Declarations, mutant: Mutant | None = None, *, is_varied: bool = False
+def _on_device(
+    task: Task, steps: _Steps, said: Declarations, grads: Sequence[Mapping[str, torch.Tensor]], device: str
 ) -> Report:
-    """Compute on the ranks, with a fault put in or without, and compare."""
-    mesh = task.mesh
-    judge = Judge(mesh)
-    watched = mutant is None and task.shared is None  # once for each proof
-    made = world(math.prod(mesh.mesh_shape), seed=task.seed, machine=task.machine, check_races=watched)
-    with made as w, put_in(w, mutant):
-        ranks = Ranks(task, w, mutant)
-        try:
-            ranks.forward()
-        except (RankFailed, SimError) as error:
-            if isinstance(error, CollectiveMismatch) and error.meant:
-                raise  # the cause of whatever was wrong before it stopped
-            if is_varied:
-                check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
-            report = _until(error, Comparison(task, *steps[0], ranks.runs, said, judge))
-            if report is None:
-                raise
-            return report
-        if is_varied:
-            check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
-        given = steps
-        taken: dict[ChoiceKey, torch.Tensor] = {}
-        steps = _agreed(task, steps, ranks.runs, taken)
-        compared = Comparison(task, *steps[0], ranks.runs, said, judge)
-        grads = _grads(task, steps[0][0], compared)
-        has_gone = grads is not None and _backward(ranks, grads, compared)
-        if has_gone and task.steps > 1:
-            first, steps = steps, _agreed(task, steps, ranks.runs, taken)  # what the steps since then have chosen
-            if steps is not first:
-                compared = Comparison(task, *steps[0], ranks.runs, said, judge)
-            if first is not given and first is not steps:
-                _forget(first)
-        reference = steps[0][0]
-        compared.notes[:0] = [*_not_proved(reference), *agreed_words(taken), *_unreached([run for run, _ in steps])]
-        later = [
-            Comparison(task, *each, ranks.step(number), said, judge, before=compared)
-            for number, each in enumerate(steps[1:], 1)
-            if has_gone
-        ]
-        report = compared.report(later)
-        if steps is not given:
-            _forget(steps)
-        mine, runs = [run for run, _ in steps[: len(later) + 1]], [ranks.step(at) for at in range(len(later) + 1)]
-        if task.shared is not None:
-            uses = [_uses([step[rank] for step in runs]) for rank in range(len(mesh.rank_list))]
-            is_misfit = any(run.is_misfit for step in (mine, *runs) for run in step)
-            task.shared.check_used(_uses(mine), uses, misfit=is_misfit)
-        events = list(w.trace.kept())
-        unused = _unused_axes(mesh, report, {event.group for event in events})
-        mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
-        notes = (*report.notes, *ranks.notes, *unused, *machine_words(task.machine, len(mesh.rank_list)))
-        report = replace(report, notes=notes, mutants=mutants)
-        offloads = has_gone and bool(ranks.offloaded)
-    if mutant is not None or task.shared is not None or report.bug is not None:
-        return report
-    if offloads:
-        assert grads is not None
-        report = proved_on_device(report, lambda device: _on_device(replace(task, device=device), steps, said, grads))
-    if report.bug is not None or not any(run.uses for step in (mine, *runs) for run in step):
-        return report
-    shared = _shared(mine, runs, [compared, *later])
-    return proved_with(report, shared, lambda shared: _proved(replace(task, shared=shared), said, is_varied=False))
-
-
-def _on_device(task: Task, steps: _Steps, said: Declarations, grads: Sequence[Mapping[str, torch.Tensor]]) -> Report:
     """Take the steps on devices, with races looked for, and compare once all of them are over."""
+    task = replace(task, device=device)
     with world(
-        math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, device=task.device, check_races=True
+        math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, device=device, check_races=True
     ) as w:
         ranks = Ranks(task, w)
         ranks.forward()
@@ -299,17 +319,6 @@ def _unreached(runs: Sequence[Run]) -> list[str]:
     modules = runs[0].recorder.modules.items()
     tables = [f"{path}.weight".removeprefix(".") for path, module in modules if isinstance(module, nn.Embedding)]
     return unreached([run.gradients for run in runs], trained, tables)
-
-
-def _mutated(task: Task, said: Declarations, mutants: Sequence[Mutant], most: int) -> Sensitivity:
-    """Prove the same with each of some faults put in."""
-    if task.second is not None:
-        task = replace(task, second=None, steps=1)
-    steps = _references(task, _make(task.model_fn, task.seed))
-    try:
-        return run_mutants(mutants, lambda mutant: _compared(task, steps, said, mutant), most)
-    finally:
-        _forget(steps)
 
 
 def _unused_axes(mesh: Layout, report: Report, groups: Iterable[Sequence[int]]) -> list[str]:
@@ -420,10 +429,7 @@ def _references(task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Ten
     for other in others:
         _check_same(plain[0], other[0])
     pairs = zip(plain, zip(*others, strict=True), strict=True)
-    steps = [(run, Bounds(run, perturbed, task.dtype)) for run, perturbed in pairs]
-    for run in (run for other in others for run in other):
-        run.recorder.forget()
-    return steps
+    return [(run, Bounds(run, perturbed, task.dtype)) for run, perturbed in pairs]
 
 
 def _check_finite(reference: Run) -> None:

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,17 +28,16 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.explain.errors import InFlightBufferRace, RankFailed, ReplicaMismatch, SimError
 from sim.kernel.context import current_rank
-from sim.prove.evidence import machine_words, read_mesh
-from sim.prove.modes.choices import ChoiceKey, Choices
-from sim.prove.modes.draws import SharedDraws, proved_with
-from sim.prove.modes.precision import WidePrecision, narrow_words
-from sim.prove.modes.values import is_constant, listed, unreached
-from sim.prove.randomness import DrawPlace, bare_words
-from sim.prove.report import Report, Sensitivity
-from sim.prove.steps.compare import LoopComparison, agreed_choices
-from sim.prove.steps.drawn import with_cause
-from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
-from sim.prove.steps.names import read_names, roots_by_value
+from sim.prove.evidence import read_mesh
+from sim.prove.modes.choices import Choices
+from sim.prove.modes.precision import WidePrecision
+from sim.prove.modes.values import is_constant, listed
+from sim.prove.randomness import DrawPlace
+from sim.prove.report import Report
+from sim.prove.steps.compare import LoopComparison
+from sim.prove.steps.mutants import Mutant, put_in
+from sim.prove.steps.names import roots_by_value
+from sim.prove.steps.proof import Loop, RanksRecord, Taken
 from sim.prove.steps.watch import LoopRecord, LoopWatch, PerturbedSteps
 from sim.script.changes import without_compiler_and_workers
 from sim.script.failure import report_failure
@@ -166,28 +165,9 @@ class _EnoughSteps(BaseException):
     """Ends a script whose steps have been recorded; no `except Exception` of its own catches it."""
 
 
-@dataclass
-class _Recorded:
-    """What the ranks of a script did.
-
-    Attributes:
-        loops: of each rank.
-        groups: in which they could communicate: what each is called, and its ranks.
-        events: of their communication.
-        changes: what was run otherwise than the script says.
-        wide: of each rank, what computes in float64 where the script asks for fewer bits.
-    """
-
-    loops: list[LoopRecord] = field(default_factory=list)
-    groups: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
-    changes: dict[str, None] = field(default_factory=dict)
-    wide: list[WidePrecision] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
-class _ScriptTask:
-    """A script, its reference, and how they are compared."""
+class _ScriptLoop(Loop):
+    """A script and its reference, of which the first steps are taken."""
 
     launch: Launch
     source: ScriptSource
@@ -195,30 +175,24 @@ class _ScriptTask:
     reference_source: ScriptSource
     steps: int
     mesh: Layout | None
-    names: Mapping[str, Any]
-    shared: SharedDraws | None = None  # random numbers, in place of their means
 
-    def on_one(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
-        """Execute the reference, plainly and perturbed, the latter with the choices of the first."""
-
-        def execute(seed: int | None, taken: Mapping[ChoiceKey, torch.Tensor] | None) -> LoopRecord:
-            found = self._execute(self.reference, self.reference_source, seed, taken=taken, numbers=numbers)
-            return found.loops[0]
-
+    def on_one(self, taken: Taken | None, seed: int | None) -> LoopRecord:
+        """Execute the reference."""
         numbers = [self.shared.one] if self.shared is not None else ()
-        quiet = nullcontext() if taken is None else redirect_stderr(io.StringIO())  # it has been said once
-        with quiet:
-            expected = execute(None, taken)
-        same = {key: choice.indices for key, choice in expected.choices.items()}
-        with redirect_stderr(io.StringIO()):
-            moved = [execute(seed, same) for seed in range(_RUNS)]
-        return expected, moved
+        is_plain = taken is None and seed is None  # else it has been said once
+        with nullcontext() if is_plain and not numbers else redirect_stderr(io.StringIO()):
+            (loop,) = self._execute(self.reference, self.reference_source, seed, taken=taken, numbers=numbers).loops
+        return loop
 
-    def on_ranks(self, mutant: Mutant | None = None) -> _Recorded:
-        """Execute the script on its ranks, with a fault put in or without."""
-        launch = self.launch if mutant is None else replace(self.launch, show=())
+    def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
+        """Execute the script on its ranks."""
         numbers = self.shared.ranks if self.shared is not None else ()
-        return self._execute(launch, self.source, None, mutant, numbers=numbers)
+        launch = self.launch if mutant is None and not numbers else replace(self.launch, show=())
+        with redirect_stderr(io.StringIO()) if numbers else nullcontext():
+            found = self._execute(launch, self.source, None, mutant, numbers=numbers, is_watched=launch is self.launch)
+        if not any(step.updates for loop in found.loops for step in loop.steps):
+            raise InvalidValue(*_no_steps(self.launch.script, "no rank has made a step"))
+        return replace(found, loops=[_told_by_values(loop, expected) for loop in found.loops])
 
     def make(self) -> None:
         """Execute the script on its ranks until the first forward, and compare what engines split."""
@@ -226,20 +200,57 @@ class _ScriptTask:
         with redirect_stderr(io.StringIO()):
             first._execute(first.launch, self.source, None, compares=True)
 
+    def possible(self, mutants: list[Mutant]) -> list[Mutant]:
+        """Return the faults of communication: a script makes its parameters when it likes."""
+        return [mutant for mutant in mutants if mutant.axis]
+
+    def mesh_of(self, found: RanksRecord) -> Layout:
+        """Return the axes that were given, or those of the groups that the script makes."""
+        return self.mesh or self._guessed(found) or Layout((self.launch.nproc,), ("ranks",))
+
+    def _guessed(self, found: RanksRecord) -> Layout | None:
+        groups = [*found.groups, *((event.axis, event.members) for event in found.events)]
+        return mesh_of_groups(self.launch.nproc, groups)
+
+    def explained(self, report: Report, comparison: LoopComparison, found: RanksRecord) -> Report:
+        """Say what it may be due to that script and reference are two programs."""
+        script, expected, loops = self.launch.script, comparison.expected, found.loops
+        if not comparison.names.parts:
+            blame = f"no parameter of {script} is one of {self.reference.script}, by its name or by its values"
+            lone = next(loop for loop in loops if any(step.updates for step in loop.steps))
+            seen = f"ranks: {_listed(lone)}   one device: {_listed(expected)}"
+            raise InvalidValue(self.asked, blame, seen, "a reference that trains the same model, or --name RANKS=ONE")
+        notes = [*report.notes, *_of_one_value(expected)]
+        if self.mesh is None and self._guessed(found) is None:
+            notes.append(
+                "the groups of the script make no mesh, so that no axes are known; --mesh dp=2,tp=4 names them"
+            )
+        if self.reference.script == script and report.bug is not None and report.bug.kind == "parameter":
+            notes.append(
+                f"one device was {script} as its only rank; if its model depends on the ranks, --reference FILE"
+            )
+        elif not report.ok and _grows(expected, loops):
+            notes.append(
+                f"each rank takes as many rows as one device, and other ones: the batch grows with the ranks; "
+                f"--reference FILE, one that takes the rows of all {self.launch.nproc} ranks"
+            )
+        rows = [_with_hint(row, "--name '<name on the ranks>={}'") for row in report.rows]
+        return replace(report, rows=tuple(rows), notes=tuple(notes))
+
     def _execute(
         self,
         launch: Launch,
         source: ScriptSource,
         seed: int | None,
         mutant: Mutant | None = None,
-        taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
+        taken: Taken | None = None,
         numbers: Sequence[Mapping[DrawPlace, torch.Tensor]] = (),
         *,
         compares: bool = False,
-    ) -> _Recorded:
-        found = _Recorded()
-        dtype = torch.get_default_dtype()
-        is_wide = dtype == torch.float64  # else the script's own dtypes are what is proved
+        is_watched: bool = False,
+    ) -> RanksRecord:
+        found, changes = RanksRecord(), dict[str, None]()
+        is_wide = self.dtype == torch.float64  # else the script's own dtypes are what is proved
         loops: dict[int, LoopRecord] = {}
 
         def stop() -> None:
@@ -252,21 +263,21 @@ class _ScriptTask:
             watch = LoopWatch(most=self.steps, on_more=stop, keeps_graph=is_plain, shared=own)
             loops[rank] = watch.record
             perturbed = nullcontext() if seed is None else PerturbedSteps(watch, seed)
-            wide, choices = WidePrecision(dtype), Choices(lambda: watch.where if watch.is_inside else None, taken)
+            wide, choices = WidePrecision(self.dtype), Choices(lambda: watch.where if watch.is_inside else None, taken)
             watch.record.choices = choices.made
-            found.wide += [wide] if is_wide else []
+            found.wide.extend([wide] if is_wide else [])
             with suppress(_EnoughSteps), perturbed, watch, wide if is_wide else nullcontext(), choices:
                 execute_script(source.code, source.package)
 
-        watched = launch is self.launch and seed is None and mutant is None and not numbers
         options: dict[str, Any] = {"map_device": launch.map_device, "machine": launch.hardware, "own": launch.own}
-        options |= {"check_races": watched, "check_replicas": compares}
+        options |= {"check_races": is_watched, "check_replicas": compares}
         ranks = world(launch.nproc, seed=launch.seed, init=False, **options)
         ranks.replay = launch.replay()
         with (
+            _default_dtype(self.dtype),
             warnings.catch_warnings(),
             script_folder_first(source.folder),
-            without_compiler_and_workers(lambda change: found.changes.update({change: None})),
+            without_compiler_and_workers(lambda change: changes.update({change: None})),
         ):
             warnings.filterwarnings("ignore", message="Using `torch.compile")  # of hooks: ours
             views = prepare_views(ranks, launch, source)
@@ -281,85 +292,13 @@ class _ScriptTask:
                     found.groups, found.events = list(_groups_of(ranks)), list(ranks.trace.kept())
             finally:
                 finish_views(views)
-        found.loops = [loops[rank] for rank in sorted(loops)]
+        found.loops, found.notes = [loops[rank] for rank in sorted(loops)], list(changes)
         return found
 
     def _are_complete(self, loops: Mapping[int, LoopRecord], nproc: int) -> bool:
         return len(loops) == nproc and all(
             len(loop.steps) == self.steps and (loop.steps[-1].updates or not loop.initial) for loop in loops.values()
         )
-
-    def agreed(
-        self, expected: LoopRecord, moved: Sequence[LoopRecord], found: _Recorded
-    ) -> tuple[LoopRecord, Sequence[LoopRecord], list[str]]:
-        """Let one device choose as the ranks do, where candidates lie within the bound; say where."""
-        mesh = self.mesh or self._guessed(found) or Layout((self.launch.nproc,), ("ranks",))
-        records = [_told_by_values(loop, expected) for loop in found.loops]
-        return agreed_choices(expected, moved, records, mesh, self.on_one)
-
-    def _guessed(self, found: _Recorded) -> Layout | None:
-        groups = [*found.groups, *((event.axis, event.members) for event in found.events)]
-        return mesh_of_groups(self.launch.nproc, groups)
-
-    def compared(
-        self, expected: LoopRecord, moved: Sequence[LoopRecord], found: _Recorded, *, is_mutant: bool = False
-    ) -> Report:
-        """Compare what the ranks did with what one device did; then with the same random numbers on both sides."""
-        asked, script = f"cannot verify {self.launch.script}", self.launch.script
-        lone = next((rank for rank, loop in enumerate(found.loops) if any(step.updates for step in loop.steps)), None)
-        if lone is None:
-            raise InvalidValue(*_no_steps(script, "no rank has made a step"))
-        loops = [_told_by_values(loop, expected) for loop in found.loops]
-        guessed = self._guessed(found)
-        mesh = self.mesh or guessed or Layout((self.launch.nproc,), ("ranks",))
-        of_ranks = list(dict.fromkeys(name for loop in loops for name in loop.initial))
-        names = read_names(asked, self.names, of_ranks, list(expected.initial))
-        comparison = LoopComparison(expected, moved, loops, mesh, names)
-        if not comparison.names.parts:
-            blame = f"no parameter of {script} is one of {self.reference.script}, by its name or by its values"
-            seen = f"ranks: {_listed(loops[lone])}   one device: {_listed(expected)}"
-            raise InvalidValue(asked, blame, seen, "a reference that trains the same model, or --name RANKS=ONE")
-        report = comparison.report()
-        hint = "--name '<name on the ranks>={}'"
-        rows = [_with_hint(row, hint) for row in report.rows]
-        reached = unreached([step.gradients for step in expected.steps], expected.trained, expected.tables)
-        notes = [
-            *report.notes,
-            *reached,
-            *_of_one_value(expected),
-            *found.changes,
-            *narrow_words(found.wide, torch.float64),
-        ]
-        if self.mesh is None and guessed is None:
-            notes.append(
-                "the groups of the script make no mesh, so that no axes are known; --mesh dp=2,tp=4 names them"
-            )
-        itself = self.reference.script == script
-        report = replace(report, rows=tuple(rows))
-        if itself and report.bug is not None and report.bug.kind == "parameter":
-            notes.append(
-                f"one device was {script} as its only rank; if its model depends on the ranks, --reference FILE"
-            )
-        elif not report.ok and _grows(expected, found.loops):
-            notes.append(
-                f"each rank takes as many rows as one device, and other ones: the batch grows with the ranks; "
-                f"--reference FILE, one that takes the rows of all {self.launch.nproc} ranks"
-            )
-        notes += [*bare_words(loops), *machine_words(self.launch.hardware, self.launch.nproc)]
-        report = replace(report, notes=tuple(notes))
-        if self.shared is not None:
-            comparison.check_used(self.shared)
-        if is_mutant or self.shared is not None or report.bug is not None or not comparison.draws:
-            return report
-        return proved_with(report, comparison.shared(), self._proved_with)
-
-    def _proved_with(self, shared: SharedDraws) -> Report:
-        """Execute both with random numbers in the place of their means, and compare."""
-        quiet = replace(self, shared=shared, launch=replace(self.launch, show=()))
-        with redirect_stderr(io.StringIO()):
-            found = quiet.on_ranks()
-            expected, moved, _ = quiet.agreed(*quiet.on_one(), found)
-            return quiet.compared(expected, moved, found)
 
 
 def verify_script(
@@ -386,23 +325,30 @@ def verify_script(
     source, reference_source = read_script(launch), read_script(reference)
     if source is None or reference_source is None:
         return FAILURE if source is None else USER_ERROR
-    task = _ScriptTask(launch, source, reference, reference_source, steps, mesh, names or {})
-    with _default_dtype(torch.float64):
-        try:
-            return _prove(task)
-        except (SimError, KeyboardInterrupt) as error:
-            final = isinstance(error, (KeyboardInterrupt, InFlightBufferRace))
-            if final or not _OF_DTYPES.search(str(error)):
-                return _failed(task, error)
-            said = str(error.__cause__ or error).splitlines()[0]
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return USER_ERROR
+    loop = _ScriptLoop(
+        asked=f"cannot verify {launch.script}",
+        world_size=launch.nproc,
+        dtype=torch.float64,
+        names=names or {},
+        machine=launch.hardware,
+        launch=launch,
+        source=source,
+        reference=reference,
+        reference_source=reference_source,
+        steps=steps,
+        mesh=mesh,
+    )
     try:
-        report = _prove(task)
+        try:
+            return _prove(loop)
+        except SimError as error:
+            if isinstance(error, InFlightBufferRace) or not _OF_DTYPES.search(str(error)):
+                raise
+            said = str(error.__cause__ or error).splitlines()[0]
+        report = _prove(replace(loop, dtype=torch.get_default_dtype()))
         return replace(report, notes=(*report.notes, f"in the script's own dtypes, as in float64: {said}"))
     except (SimError, KeyboardInterrupt) as error:
-        return _failed(task, error)
+        return _failed(loop, error)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -412,30 +358,17 @@ class _ReferenceFailed(SimError):
     """One device has failed, and no rank."""
 
 
-def _prove(task: _ScriptTask) -> Report:
+def _prove(loop: _ScriptLoop) -> Report:
     try:
-        expected, moved = task.on_one()
+        references = loop.references()
     except SimError as error:
         raise _ReferenceFailed(str(error)) from error
-    if not any(step.updates for step in expected.steps):
-        raise InvalidValue(*_no_steps(task.reference.script, "one device has made no step"))
-    found = task.on_ranks()
-    expected, others, said = task.agreed(expected, moved, found)
-    dtype = torch.get_default_dtype()
-
-    def mutated(most: int) -> Sensitivity:
-        names = list(dict.fromkeys(name for loop in found.loops for name in loop.initial))
-        possible = [mutant for mutant in mutants_of(found.events, names) if mutant.axis]
-        with _default_dtype(dtype):
-            return run_mutants(
-                possible, lambda mutant: task.compared(expected, others, task.on_ranks(mutant), is_mutant=True), most
-            )
-
-    report = with_cause(task.compared(expected, others, found), task.make)
-    return replace(report, notes=(*report.notes, *said), mutants=mutated)
+    if not any(step.updates for step in references[0].steps):
+        raise InvalidValue(*_no_steps(loop.reference.script, "one device has made no step"))
+    return loop.proved(references)
 
 
-def _failed(task: _ScriptTask, error: BaseException) -> int:
+def _failed(task: _ScriptLoop, error: BaseException) -> int:
     if not isinstance(error, _ReferenceFailed):
         return report_failure(error, task.launch.nproc, task.launch.map_device, task.launch.replay())
     report_failure(error.__cause__ or error, 1, task.launch.map_device, task.reference.replay())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,19 +22,19 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import Machine
 from sim.observers.races import look
 from sim.prove.bound import Perturbed
-from sim.prove.evidence import machine_words, read_mesh, unit_roundoff
+from sim.prove.evidence import read_mesh, unit_roundoff
 from sim.prove.modes.choices import ChoiceKey, Choices
-from sim.prove.modes.draws import SharedDraws, proved_with
-from sim.prove.modes.precision import WidePrecision, narrow_words
-from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
-from sim.prove.randomness import DrawPlace, bare_words
+from sim.prove.modes.precision import WidePrecision
+from sim.prove.modes.values import proved_once, proved_twice, proved_varied, second_of
+from sim.prove.randomness import DrawPlace
 from sim.prove.record import mapped, settle, tensors_in
-from sim.prove.report import Report, Sensitivity
-from sim.prove.runs import adamw, converted, look_at_gradients, offloaded_of, proved_on_device
-from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
-from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards, with_cause
-from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
+from sim.prove.report import Report
+from sim.prove.runs import adamw, converted, look_at_gradients, offloaded_of
+from sim.prove.steps.compare import Permutation
+from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
+from sim.prove.steps.mutants import Mutant, put_in, put_into_model
 from sim.prove.steps.names import read_names
+from sim.prove.steps.proof import Loop, RanksRecord, Taken
 from sim.prove.steps.watch import LoopRecord, LoopWatch
 from sim.world import world
 
@@ -51,7 +52,7 @@ def verify_step(
     mesh_shape: Mapping[str, int] | str | Layout,
     *,
     parallelize: Callable[[nn.Module, DeviceMesh], Any] | None = None,
-    rank_step: Callable[[Any, Any], Any] | None = None,
+    rank_step: Callable[..., Any] | None = None,
     shard_batch: Callable[[Any, DeviceMesh], Any] | None = None,
     names: Mapping[str, Any] | None = None,
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool | None = True,
@@ -105,7 +106,7 @@ def verify_step(
         parallelize: called with the model and the mesh on each rank, returns what the step is called with: the
             parallel model, one of its own making, a stage, or an object that holds modules, such as a schedule of
             torch's pipelining. None: the same model, or what it returns where that is None.
-        rank_step: what ranks call in place of `step`.
+        rank_step: what ranks call in place of `step`; one that takes a third argument gets the mesh, too.
         shard_batch: called with the batch and the mesh on each rank, returns the rank's batch. From what it does with
             numbered elements, the prover knows in which order the ranks hold the batch, zig-zag or interleaved too.
             None: all of it.
@@ -142,30 +143,31 @@ def verify_step(
     if steps is not None:
         read_int(_ASKED, "steps", steps, 1)
     optimizer = adamw if optimizer_fn is True else optimizer_fn or None
-    task = _StepTask(
-        step,
-        model_fn,
-        batch,
-        mesh,
-        parallelize,
-        rank_step or step,
-        shard_batch,
-        names or {},
-        optimizer,
-        dtype,
-        seed,
-        steps or 1,
+    task = _StepLoop(
+        asked=_ASKED,
+        world_size=math.prod(mesh.mesh_shape),
+        dtype=dtype,
+        names=names or {},
         machine=machine,
+        step=step,
+        model_fn=model_fn,
+        batch=batch,
+        mesh=mesh,
+        parallelize=parallelize,
+        rank_step=rank_step or step,
+        shard_batch=shard_batch,
+        optimizer_fn=optimizer,
+        seed=seed,
+        steps=steps or 1,
     )
     if steps is not None or dtype.itemsize < 4:
         return proved_once(batch, _proved(task))
     second = second_of(batch, seed)
     twice = replace(task, steps=2, second=second[0])
-    size = math.prod(mesh.mesh_shape)
-    return proved_twice(model_fn, size, batch, second, lambda both: _proved(twice if both else task))
+    return proved_twice(model_fn, task.world_size, batch, second, lambda both: _proved(twice if both else task))
 
 
-def _proved(task: _StepTask) -> Report:
+def _proved(task: _StepLoop) -> Report:
     """Take the steps on one device and on the ranks, and compare."""
 
     def prove(made: Callable[[], nn.Module], is_varied: bool) -> Report:
@@ -174,7 +176,7 @@ def _proved(task: _StepTask) -> Report:
 
         def split(ways: Mapping[str, int]) -> tuple[Report, Mapping[str, int]]:
             each = replace(varied, ways=ways, open={})
-            return each.compared(*references, is_varied=is_varied), each.open
+            return each.proved(references, is_varied=is_varied), each.open
 
         return best_way(split)
 
@@ -182,64 +184,59 @@ def _proved(task: _StepTask) -> Report:
 
 
 @dataclass(frozen=True)
-class _StepTask:
-    """What is computed, on one device and on the ranks."""
+class _StepLoop(Loop):
+    """A step function, called several times with a model and a batch."""
 
     step: Callable[[Any, Any], Any]
     model_fn: Callable[[], nn.Module]
     batch: Any
     mesh: Layout
     parallelize: Callable[[nn.Module, DeviceMesh], Any] | None
-    rank_step: Callable[[Any, Any], Any]
+    rank_step: Callable[..., Any]
     shard_batch: Callable[[Any, DeviceMesh], Any] | None
-    names: Mapping[str, Any]
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
-    dtype: torch.dtype
     seed: int
     steps: int
     ways: Mapping[str, int] = field(default_factory=dict)  # to split parameters that ranks draw, by module
     open: dict[str, int] = field(default_factory=dict)  # how many there are
     second: Any = None  # what the second step is given, in place of the batch
-    shared: SharedDraws | None = None  # random numbers, in place of their means
-    device: str = "cpu"  # of the ranks
-    machine: str | Machine | None = None  # what they stand for
 
-    def references(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
-        """Take the steps on one device, plainly and perturbed, the latter with the choices of the first."""
-        expected = self._on_one(None, taken)
-        same = {key: choice.indices for key, choice in expected.choices.items()}
-        bad = next(
-            (
-                name
-                for step in expected.steps
-                for name, grad in step.gradients.items()
-                if grad is not None and grad.isnan().any()
-            ),
-            None,
-        )
+    def mesh_of(self, found: RanksRecord) -> Layout:
+        """Return the axes that were given."""
+        del found
+        return self.mesh
+
+    def shortened(self) -> Loop:
+        """Return the loop with the first batch alone."""
+        return self if self.second is None else replace(self, second=None, steps=1)
+
+    def references(self, taken: Taken | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
+        """Take the steps on one device, see `Loop`; refuse a program that computes nan there."""
+        expected, moved = super().references(taken)
+        grads = ((name, grad) for step in expected.steps for name, grad in step.gradients.items() if grad is not None)
+        bad = next((name for name, grad in grads if grad.isnan().any()), None)
         if bad is not None:
             blame = "one device computes nan, and nan cannot be compared"
             raise InvalidValue(_ASKED, blame, f"nan in the gradient of {bad}", "a batch with finite results")
-        floor = None if self.dtype == torch.float64 else unit_roundoff(self.dtype)
-        return expected, [self._on_one(Perturbed(floor, seed=number), same) for number in range(_RUNS)]
+        return expected, moved
 
     @property
     def _batches(self) -> list[Any]:
         """What each step is given; the last one is for those that follow, too."""
         return [self.batch] if self.second is None else [self.batch, self.second]
 
-    def _on_one(
-        self, around: AbstractContextManager[Any] | None, taken: Mapping[ChoiceKey, torch.Tensor] | None
-    ) -> LoopRecord:
+    def on_one(self, taken: Taken | None, seed: int | None) -> LoopRecord:
+        """Take the steps on one device."""
+        floor = None if self.dtype == torch.float64 else unit_roundoff(self.dtype)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             model = converted(self.model_fn(), self.dtype)
             torch.default_generator.manual_seed(self.seed + 1)
-            with around or nullcontext():
+            with nullcontext() if seed is None else Perturbed(floor, seed=seed):
                 batches = [_copied(batch, self.dtype) for batch in self._batches]
-                wide, is_plain = WidePrecision(self.dtype), around is None
                 numbers = self.shared.one if self.shared is not None else None
-                return self._take(model, [model], self.step, batches, wide, taken, numbers, keeps_graph=is_plain)
+                wide, keeps = WidePrecision(self.dtype), seed is None
+                return self._take(model, [model], self.step, batches, wide, taken, numbers, keeps_graph=keeps)
 
     def _take(
         self,
@@ -283,96 +280,70 @@ class _StepTask:
                 watch.end_step()
         return watch.record
 
-    def compared(
-        self,
-        expected: LoopRecord,
-        moved: Sequence[LoopRecord],
-        mutant: Mutant | None = None,
-        *,
-        is_varied: bool = False,
-    ) -> Report:
-        """Take the steps on the ranks, with a fault put in or without, and compare."""
-        found: dict[int, LoopRecord] = {}
-        orders: dict[int, list[torch.Tensor]] = {}
-        wide: dict[int, WidePrecision] = {}
+    def make(self) -> None:
+        """Make the ranks' models once more, in a world that compares what engines split."""
+        with world(self.world_size, seed=self.seed, machine=self.machine, check_replicas=True) as ranks:
+            ranks.run(self._make)
 
-        made_by: dict[int, tuple[Any, list[nn.Module], list[Any]]] = {}
+    def _make(self) -> _Made:
+        """Make what the calling rank takes steps with."""
+        mesh = init_device_mesh(self.device, self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
+        torch.default_generator.manual_seed(self.seed)
+        model = converted(self.model_fn(), self.dtype).to(self.device)
+        torch.default_generator.manual_seed(self.seed + 1)
+        with WidePrecision(self.dtype) as wide:
+            made = self.parallelize(model, mesh) if self.parallelize is not None else model
+        made = model if made is None else made
+        batches, order = [_copied(batch, self.dtype) for batch in self._batches], []
+        if self.shard_batch is not None:
+            batches = [_copied(self.shard_batch(batch, mesh), self.dtype) for batch in batches]
+            order = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
+        batches = [mapped(batch, lambda tensor, _: tensor.to(self.device)) for batch in batches]
+        return _Made(made, list(_modules_in(made)), batches, order, wide, self._step_on(mesh))
 
-        def make() -> None:
-            rank = dist.get_rank()
-            mesh = init_device_mesh(self.device, self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
-            torch.default_generator.manual_seed(self.seed)
-            model = converted(self.model_fn(), self.dtype).to(self.device)
-            torch.default_generator.manual_seed(self.seed + 1)
-            with wide.setdefault(rank, WidePrecision(self.dtype)):
-                made = self.parallelize(model, mesh) if self.parallelize is not None else model
-            made = model if made is None else made
-            batches = [_copied(batch, self.dtype) for batch in self._batches]
-            if self.shard_batch is not None:
-                batches = [_copied(self.shard_batch(batch, mesh), self.dtype) for batch in batches]
-                orders[rank] = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
-            batches = [mapped(batch, lambda tensor, _: tensor.to(self.device)) for batch in batches]
-            made_by[rank] = made, list(_modules_in(made)), batches
+    def _step_on(self, mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
+        """Return the ranks' step, with the mesh if it takes a third argument."""
+        try:
+            inspect.signature(self.rank_step).bind(None, None)
+        except TypeError:
+            return lambda model, batch: self.rank_step(model, batch, mesh)
+        return self.rank_step
 
-        def take() -> None:
-            rank = dist.get_rank()
-            made, roots, batches = made_by[rank]
-            put_into_model(mutant, roots, rank)
-            numbers = self.shared.ranks[rank] if self.shared is not None else None
-            record = found[rank] = self._take(made, roots, self.rank_step, batches, wide[rank], shared=numbers)
-            settle(self.device)
-            if moves:
-                record.uses, record.choices = {}, {}
-
-        def make_again() -> None:
-            with world(size, seed=self.seed, machine=self.machine, check_replicas=True) as ranks:
-                ranks.run(make)
-
-        moves, size = self.device != "cpu", math.prod(self.mesh.mesh_shape)
+    def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
+        """Take the steps on the ranks."""
+        moves = self.device != "cpu"
+        options: dict[str, Any] = {"device": self.device if moves else None, "machine": self.machine}
         watched = mutant is None and self.shared is None
-        options: dict[str, Any] = {"device": self.device if moves else None, "check_races": watched}
-        with world(size, seed=self.seed, machine=self.machine, **options) as ranks:
+        with world(self.world_size, seed=self.seed, check_races=watched, **options) as ranks:
             with put_in(ranks, mutant):
-                ranks.run(make)
-                roots = [made_by[rank][1] for rank in sorted(made_by)]
+                made: list[_Made] = ranks.run(self._make)
+                roots = [each.roots for each in made]
                 drawn = DrawnWeights() if moves else self._give_shards(expected.initial, roots)
-                ranks.run(take)
-            events = list(ranks.trace.kept())
-            offloaded = [block for each in roots for root in each for block in offloaded_of(root)]
-            has_moved = any(block.has_moved for block in offloaded)
-        records = [found[rank] for rank in sorted(found)]
-        if is_varied:
-            check_varied([record.initial for record in records], expected.initial)
-        expected, moved, notes = agreed_choices(expected, moved, records, self.mesh, self.references)
-        of_ranks = list(dict.fromkeys(name for record in records for name in record.initial))
-        names = read_names(_ASKED, self.names, of_ranks, list(expected.initial))
-        comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
-        comparison.before += drawn.rows
-        comparison.notes += [*drawn.notes, *notes, *narrow_words(wide.values(), self.dtype)]
-        comparison.notes += unreached([step.gradients for step in expected.steps], expected.trained, expected.tables)
-        comparison.notes += [*bare_words(records), *machine_words(self.machine, size)]
-        report = comparison.report()
-        if self.shared is not None:
-            comparison.check_used(self.shared)
-        if moves and not has_moved:
-            return replace(report, rows=())
-        if mutant is not None or moves:
-            return report
-        report = with_cause(report, make_again)
-        report = replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
-        if self.shared is not None or report.bug is not None:
-            return report
-        if offloaded:
-            why = "ranks draw weights by themselves" if drawn.said else ""
-            report = proved_on_device(report, lambda kind: replace(self, device=kind).compared(expected, moved), why)
-        if report.bug is not None or not comparison.draws:
-            return report
-        return proved_with(report, comparison.shared(), self._proved_with)
 
-    def _proved_with(self, shared: SharedDraws) -> Report:
-        """Take the steps with random numbers in the place of their means, and compare."""
-        task = replace(self, shared=shared)
-        return task.compared(*task.references())
+                def take() -> LoopRecord:
+                    rank = dist.get_rank()
+                    own = made[rank]
+                    put_into_model(mutant, own.roots, rank)
+                    numbers = self.shared.ranks[rank] if self.shared is not None else None
+                    record = self._take(own.model, own.roots, own.step, own.batches, own.wide, shared=numbers)
+                    settle(self.device)
+                    if moves:
+                        record.uses, record.choices = {}, {}
+                    return record
+
+                loops = ranks.run(take)
+            offloaded = [block for each in roots for root in each for block in offloaded_of(root)]
+            return RanksRecord(
+                loops,
+                list(ranks.trace.kept()),
+                [each.wide for each in made],
+                list(_permutations(self.batch, [each.order for each in made])),
+                drawn.rows,
+                drawn.notes,
+                offloads=bool(offloaded),
+                why_not="ranks draw weights by themselves" if drawn.said else "",
+                has_moved=any(block.has_moved for block in offloaded),
+            )
 
     def _give_shards(self, one: Mapping[str, torch.Tensor], roots: Sequence[Sequence[nn.Module]]) -> DrawnWeights:
         """Let parameters that ranks have drawn by themselves be those of one device."""
@@ -387,10 +358,25 @@ class _StepTask:
                     tensor.data = tensor.data.to(self.dtype)
         return drawn
 
-    def _mutated(self, events: Sequence[Any], names: Sequence[str], most: int) -> Sensitivity:
-        task = self if self.second is None else replace(self, second=None, steps=1)
-        expected, moved = task.references()
-        return run_mutants(mutants_of(events, names), lambda mutant: task.compared(expected, moved, mutant), most)
+
+class _Made(NamedTuple):
+    """What a rank takes steps with.
+
+    Attributes:
+        model: what the step is called with.
+        roots: the modules in it.
+        batches: its own, for each step; the last one is for those that follow, too.
+        order: the numbers of the batch's elements that it has.
+        wide: the mode in which it computes.
+        step: is called with model and batch.
+    """
+
+    model: Any
+    roots: list[nn.Module]
+    batches: list[Any]
+    order: list[torch.Tensor]
+    wide: WidePrecision
+    step: Callable[[Any, Any], Any]
 
 
 def _modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:
@@ -423,10 +409,10 @@ def _numbered(value: Any) -> Any:
     return mapped(value, lambda tensor, _: torch.arange(tensor.numel()).reshape(tensor.shape))
 
 
-def _permutations(batch: Any, orders: Mapping[int, Sequence[torch.Tensor]]) -> Iterator[Permutation]:
+def _permutations(batch: Any, orders: Sequence[Sequence[torch.Tensor]]) -> Iterator[Permutation]:
     """Yield in which order the ranks hold a batch, along each of its dims and flattened, where it is not its own."""
     for number, (_, full) in enumerate(tensors_in(batch)):
-        held = [parts[number] for parts in orders.values() if number < len(parts)]
+        held = [parts[number] for parts in orders if number < len(parts)]
         for dim in range(full.dim()):
             stride = math.prod(full.shape[dim + 1 :])
             lists = {tuple(dict.fromkeys((part // stride % full.shape[dim]).flatten().tolist())): None for part in held}

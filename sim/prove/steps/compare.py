@@ -22,9 +22,11 @@ from sim.prove.judge import (
     Finding,
     Judge,
     Judged,
+    advised,
     divided_words,
     first_bug,
     of_own_rows,
+    of_unequal_shares,
     pending_words,
     row_of,
     settle,
@@ -36,7 +38,7 @@ from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.steps.names import find_names
 from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
-from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
+from sim.prove.steps.watch import LOSS, CallKey, LoopRecord, RecordedStep
 
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6
@@ -124,10 +126,7 @@ class LoopComparison:
             rows.append(ReportRow("", "steps", "update", verdict="bug", sentence=sentence))
         if self.expected.trained and not self._proved and first_bug(rows) is None:
             rows.append(NOTHING_TRAINED)
-        first = next((row for row in rows if row.verdict == "bug"), None)
-        if first is not None:
-            first = _blamed(rows, first)
-            rows = [first if row.place == first.place and row.kind == first.kind else row for row in rows]
+        rows = advised(rows)
         self.notes += [f"by their values, {text}" for text in self._said(self.names.found)]
         if self._left:
             self.notes.append(f"not compared, as no rank has them by a name that is known: {self._some(self._left)}")
@@ -232,8 +231,7 @@ class LoopComparison:
         mine = self.expected.steps[number]
         others = [each.steps[number] for each in self.moved if number < len(each.steps)]
         theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
-        rows = [*self._forward(mine, others, theirs), *self._numbers("forward", mine, others, theirs)]
-        rows += self._loss(mine, others, theirs)
+        rows = [*self._numbers("forward", mine, others, theirs), *self._forward(mine, others, theirs)]
         self._gradients = {}
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
             named = list(self._named(kind, title, number, mine, others, theirs))
@@ -313,6 +311,14 @@ class LoopComparison:
     def _forward(
         self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
     ) -> Iterator[ReportRow]:
+        """Judge what went into and came out of modules, and the loss."""
+        events = [*self._at_modules(mine, others, theirs), *self._loss(mine, others, theirs)]
+        for row in settle(events, AutogradGraph().forward):
+            yield replace(row, sentence="") if row.verdict in ("exact", "rounding", "private") else row
+
+    def _at_modules(
+        self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
+    ) -> Iterator[Judged]:
         calls = {rank: self._calls(step, self._paths[rank]) for rank, step in theirs.items()}
         given: dict[str, Layout | None] = {}  # what modules were given first
         self._inputs = self._inputs or given
@@ -334,7 +340,12 @@ class LoopComparison:
                 given.setdefault(path, found.found)
             elif path in self.expected.batch_norms:
                 found = of_own_rows(found, given.get(path), parts, full)
-            yield self._row(ReportRow(path, _title(key), "forward"), found)
+            found = replace(found, is_zero=largest(full) <= bound)
+            nodes = [mine.nodes[key, call] for call in range(len(values)) if (key, call) in mine.nodes]
+            is_given = not nodes and side == "input"
+            if is_given:  # without a history, such as a table of constants: what is made with it tells
+                nodes = [node for (other, _), node in mine.nodes.items() if other[:2] == (path, "output")]
+            yield Judged(path, _title(key), "forward", found, tuple(nodes), given=is_given)
 
     def _backward(
         self,
@@ -435,7 +446,7 @@ class LoopComparison:
 
     def _loss(
         self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
-    ) -> Iterator[ReportRow]:
+    ) -> Iterator[Judged]:
         if not mine.losses:
             return
         full, moved = _sum(mine), [_sum(other) for other in others if other.losses]
@@ -444,9 +455,15 @@ class LoopComparison:
             found = self._find(parts, full, bound_of(full, moved, mine.losses[0].dtype))
             found = replace(found, status="right") if found.status == "pending" else found
             if found.status == "unexplained" and "should hold the same" in found.sentence:
-                sentence = "neither the mean nor the sum of the ranks' losses is that of one device"
-                found = replace(found, sentence=sentence)
-            yield self._row(ReportRow("", "loss", "forward"), replace(found, is_coarse=_is_coarse(found, full)))
+                named = [self._calls(step, self._paths[rank]) for rank, step in theirs.items()]
+                keys = [key for key in mine.calls if key[0] in self.expected.roots and key[1] == "input"]
+                values = [
+                    {rank: _joined(each.get(key, [])) for rank, each in zip(theirs, named, strict=True)} for key in keys
+                ]
+                found = of_unequal_shares(found, parts, full, [_there(each) for each in values])
+            found = replace(found, is_coarse=_is_coarse(found, full))
+            nodes = tuple(node for (key, _), node in mine.nodes.items() if key == LOSS)
+            yield Judged("", "loss", "forward", found, nodes, True)
         else:
             self._note("the loss is not compared, as no rank has differentiated or returned one")
 
@@ -515,10 +532,24 @@ class LoopComparison:
                 found = replace(found, status="private")
             if kind == "buffers" and found.status == "pending" and self._are_all("unsaved", name, parts):
                 found = replace(found, status="right")
+            if kind == "gradients" and found.status == "unexplained":
+                found = self._of_another(name, parts, full_by_name, found)
             if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
                 found = replace(found, is_coarse=_is_coarse(found, full, scale))
                 self._gradients[name] = replace(found, is_zero=largest(full) <= found.bound)
             yield self._row(row, found)
+
+    def _of_another(
+        self, name: str, parts: Mapping[int, torch.Tensor], gradients: Mapping[str, Any], found: Finding
+    ) -> Finding:
+        """Say so if the ranks hold the gradient of another parameter, such as by swapped views of a flat buffer."""
+        for other, full in gradients.items():
+            if other == name or full is None or full.shape != gradients[name].shape or not bool(full.any()):
+                continue
+            if self._find(parts, full, max(found.bound, bound_of(full, ()))).status == "right":
+                hint = "look at the order in which gradients are put into buffers, and taken out again"
+                return replace(found, sentence=f"it is the gradient of {other}", suggestion=hint)
+        return found
 
     def _tensors(self, kind: str, rank: int, step: RecordedStep) -> dict[str, Any]:
         """Return what a rank has of a kind, by the names of one device."""
@@ -628,21 +659,6 @@ def _renamed(tensors: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, 
 def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:
     """Whether a bound is so wide that a fault could hide below it; `scale`: of the largest tensor of the kind."""
     return found.bound > max(_COARSE * largest(full), _TINY * scale)
-
-
-def _blamed(rows: Sequence[ReportRow], first: ReportRow) -> ReportRow:
-    """Return the row to look at first: where parts of a sum went into what is wrong, it is those."""
-    if first.kind != "forward":
-        return first
-    at, found = rows.index(first), first
-    for row in reversed(rows[:at]):
-        if row.verdict == "pending":
-            sentence = f"{row.sentence}, and nothing reduced it before {first.place}"
-            over = row.found.rpartition(" over ")[2]
-            found = replace(row, verdict="bug", sentence=sentence, suggestion=f"all_reduce over {over}")
-        elif row.kind != "forward" or row.tensor.startswith("output"):
-            break
-    return found
 
 
 def _as_private(row: ReportRow) -> ReportRow:

@@ -268,7 +268,8 @@ def _differences(one: UpdateRule, other: UpdateRule) -> list[tuple[str, str]]:
         return [(other.kind.__name__, one.kind.__name__)]
     names = [name for name in one.options if name not in _HOW and name in other.options]
     pairs = [(name, other.options[name], one.options[name]) for name in names]
-    return [(f"{name}={_plain(a)}", f"{name}={_plain(b)}") for name, a, b in pairs if _plain(a) != _plain(b)]
+    lost = [("no state of the steps before", "it")] if other.is_first and not one.is_first else []
+    return lost + [(f"{name}={_plain(a)}", f"{name}={_plain(b)}") for name, a, b in pairs if _plain(a) != _plain(b)]
 
 
 def _plain(value: Any) -> str:

@@ -40,6 +40,9 @@ _NEAR = 12  # frames of torch's own between a stage and the hook of its module
 CallKey = tuple[str, str, str]
 """A tensor at a module's boundary: the module's path, "input" or "output", and the way to the tensor."""
 
+LOSS: CallKey = ("", "loss", "")
+"""The scalars that are differentiated, among the places in autograd's graph."""
+
 
 @dataclass
 class RecordedStep:
@@ -399,7 +402,9 @@ class LoopWatch:
 
     def on_backward(self, loss: torch.Tensor) -> None:
         """Keep a scalar that is differentiated."""
-        self._begin()
+        step = self._begin()
+        if step is not None and self._keeps_graph:
+            step.nodes[LOSS, len(step.losses)] = loss.grad_fn
         self.note_loss(loss)
 
     def note_result(self, value: Any) -> None:

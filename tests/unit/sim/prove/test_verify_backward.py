@@ -11,7 +11,7 @@ from torch import nn
 from zoo_kit import Enter, Leave, Net, average, draw, megatron, rows, squared, tokens, with_averages
 
 import sim
-from sim.prove.steps.watch import LoopWatch
+from sim.prove.steps.watch import LOSS, LoopWatch
 from sim.script.options import Launch
 from sim.script.verify import verify_script
 
@@ -247,12 +247,17 @@ def test_a_watch_leaves_no_graph_behind():
         with LoopWatch([model], keeps_graph=True) as watch:
             model(torch.randn(2, 3)).sum().backward()
         assert len(watch.record.steps[0].grads) == 6  # not those of the inputs, which want none
-        assert watch.record.steps[0].nodes.keys() == watch.record.steps[0].grads.keys()
+        assert watch.record.steps[0].nodes.keys() == {*watch.record.steps[0].grads, (LOSS, 0)}
 
-    watched()
-    before = count()
-    watched()
-    assert count() <= before
+    def proved():
+        asked = {"parallelize": lambda model, mesh: None, "steps": 1}
+        assert sim.verify_plan(two_layers, (torch.randn(2, 6),), "dp=1", **asked).ok
+
+    for each in (watched, proved):
+        each()
+        before = count()
+        each()
+        assert count() <= before
 
 
 # -- what is issued and never waited for -------------------------------------------------------------------------------

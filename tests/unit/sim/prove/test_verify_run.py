@@ -223,6 +223,15 @@ def test_gradients_that_are_never_reduced() -> None:
     )
 
 
+@pytest.mark.tier("test")
+def test_a_module_that_computes_otherwise() -> None:
+    def coarser(self: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight, 1e-2)
+
+    said = found(of(DENSE, tp=2), 2, torch.nn.RMSNorm, "forward", coarser)
+    assert said.startswith("layers.0.attention_norm.output of step 1: ")
+
+
 def test_a_loss_that_is_the_mean_of_each_rank() -> None:
     real = loop.RunGroups.over_tokens
 

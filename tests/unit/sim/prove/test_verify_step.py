@@ -1404,3 +1404,64 @@ def test_a_checkpoint_around_the_whole_model(restored):
     x = draw(ROWS, WIDTH)
     report = sim.verify_step(step, lambda: nn.Linear(WIDTH, WIDTH), x, "dp=2", optimizer_fn=None)
     assert any(row.kind == "random" for row in report.rows) != restored, report
+
+
+# -- what to try -------------------------------------------------------------------------------------------------------
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+
+
+def swapped(model, batch, mesh):
+    loss = squared(model, batch)
+    average(model)
+    assert mesh.mesh_dim_names == ("dp",)
+    model[0].weight.grad, model[2].weight.grad = model[2].weight.grad, model[0].weight.grad
+    return loss
+
+
+def with_own_adam(*, renewed):
+    """A step that makes its own optimizer, at first or each time."""
+
+    def stepped(model, batch):
+        loss = squared(model, batch)
+        average(model)
+        if renewed or "adam" not in model.__dict__:
+            model.__dict__["adam"] = torch.optim.Adam(model.parameters(), lr=0.1)
+        model.__dict__["adam"].step()
+        return loss
+
+    return stepped
+
+
+REMEDIES = {
+    "swapped gradients": (
+        {"rank_step": swapped},
+        "the gradient of 2.weight",
+        "it is the gradient of 0.weight",
+        "the order in which gradients are put into buffers",
+    ),
+    "an optimizer that is not restored": (
+        {"step": with_own_adam(renewed=False), "rank_step": with_own_adam(renewed=True), "steps": 2},
+        "0.weight of step 2",
+        "ranks 0-1 step with no state of the steps before, one device with it",
+        "its gradient is right: look at what the optimizer does on each rank",
+    ),
+    "means of unequal parts": (
+        {"batch": draw(3, 4)},
+        "the model's loss",
+        "neither the mean nor the sum of the ranks' losses is that of the whole batch",
+        "weigh each rank's loss by its share of the rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_what_a_report_says_to_try(name):
+    asked, place, sentence, hint = REMEDIES[name]
+    asked = {"step": squared, "batch": draw(4, 4), "rank_step": with_averages(squared), "steps": 1, **asked}
+    report = sim.verify_step(model_fn=two_layers, mesh_shape="dp=2", shard_batch=rows, **asked)
+    assert report.first.place == place
+    assert sentence in report.first.sentence
+    assert hint in report.first.suggestion

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sim.prove import evidence
-from sim.script.verify import _factors, _ScriptTask, main
+from sim.script.verify import _factors, _ScriptLoop, main
 
 pytestmark = [pytest.mark.sim, pytest.mark.tier("test")]
 
@@ -350,8 +350,8 @@ def test_meshes_of_a_number_of_ranks() -> None:
 def test_steps_are_complete_when_every_rank_has_taken_them() -> None:
     loop: Any = SimpleNamespace(steps=[SimpleNamespace(updates={"w": 1})], initial={"w": 0})
     task: Any = SimpleNamespace(steps=1)
-    assert _ScriptTask._are_complete(task, {0: loop, 1: loop}, 2)
-    assert not _ScriptTask._are_complete(task, {0: loop}, 2)
+    assert _ScriptLoop._are_complete(task, {0: loop, 1: loop}, 2)
+    assert not _ScriptLoop._are_complete(task, {0: loop}, 2)
 
 
 # -- the mesh ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,216 @@
+"""The one way in which a program is proved: a model with a plan, a step function, a script or a run of the trainer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.machine import Machine
+from sim.prove.evidence import machine_words
+from sim.prove.modes.choices import ChoiceKey
+from sim.prove.modes.draws import SharedDraws, proved_with
+from sim.prove.modes.precision import WidePrecision, narrow_words
+from sim.prove.modes.values import check_varied, unreached
+from sim.prove.randomness import bare_words
+from sim.prove.report import Report, ReportRow, Sensitivity
+from sim.prove.runs import proved_on_device
+from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
+from sim.prove.steps.drawn import with_cause
+from sim.prove.steps.mutants import Mutant, mutants_of, run_mutants
+from sim.prove.steps.names import read_names
+from sim.prove.steps.watch import LoopRecord
+
+RUNS = 3
+"""Perturbed runs of one device."""
+
+Taken: TypeAlias = Mapping[ChoiceKey, torch.Tensor]
+"""Choices that one device is to make as the ranks did."""
+
+
+@dataclass
+class RanksRecord:
+    """What the ranks did.
+
+    Attributes:
+        loops: of each rank.
+        events: of their communication.
+        wide: of ranks, where the program asks for fewer bits than it computes in.
+        orders: permutations of the batch in which ranks hold it.
+        rows: what has been found already.
+        notes: what was done otherwise than the program says.
+        groups: in which ranks could communicate: what each is called, and its ranks.
+        offloads: there are blocks whose activations wait on the host.
+        why_not: these cannot be proved on a device; "": they can.
+        has_moved: activations have been on the host.
+    """
+
+    loops: list[LoopRecord] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    wide: list[WidePrecision] = field(default_factory=list)
+    orders: list[Permutation] = field(default_factory=list)
+    rows: list[ReportRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    groups: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    offloads: bool = False
+    why_not: str = ""
+    has_moved: bool = False
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What ranks compute, beside what one device does.
+
+    Attributes:
+        report: says whether it is the same.
+        events: of the ranks' communication.
+        names: of their parameters.
+        on_device: compares once more on a kind of device; None: there are no activations that go to the host.
+        why_not: this cannot be done; "": it can.
+        draws: finds each rank's part of one device's random numbers; None: none are drawn.
+    """
+
+    report: Report
+    events: Sequence[Any] = ()
+    names: Sequence[str] = ()
+    on_device: Callable[[str], Report] | None = None
+    why_not: str = ""
+    draws: Callable[[], SharedDraws] | None = None
+
+
+class Program(ABC):
+    """What is proved: a model with a plan, or a loop of steps."""
+
+    shared: SharedDraws | None
+    """Random numbers, in place of their means."""
+
+    @abstractmethod
+    def references(self, taken: Taken | None = None) -> Any:
+        """Compute on one device, plainly and perturbed, the latter with the choices of the first."""
+
+    @abstractmethod
+    def compared(self, references: Any, mutant: Mutant | None = None, *, is_varied: bool = False) -> Compared:
+        """Compute on ranks, with a fault put in or without, and compare; `is_varied`: see `check_varied`."""
+
+    @abstractmethod
+    def make(self) -> None:
+        """Make what the ranks begin with once more, in a world that compares what engines split."""
+
+    @abstractmethod
+    def with_draws(self, shared: SharedDraws) -> Program:
+        """Return the same program with random numbers in place of their means."""
+
+    def shortened(self) -> Program:
+        """Return the program that faults are put into."""
+        return self
+
+    def possible(self, mutants: list[Mutant]) -> list[Mutant]:
+        """Return the faults that can be put into this kind of program."""
+        return mutants
+
+    def proved(self, references: Any, *, is_varied: bool = False) -> Report:
+        """Compare; then take away what the comparison leaves open, one after the other.
+
+        In this order: choices between candidates that are equal but for rounding (in the comparison), the cause of
+        wrong parameters, and, if all is right so far, activations that go to the host on devices, and random numbers in
+        place of their means. Each says in the report's notes what it has done, or why not.
+        """
+        found = self.compared(references, is_varied=is_varied)
+        report = replace(with_cause(found.report, self.make), mutants=partial(self._mutated, found))
+        if self.shared is not None or report.bug is not None:
+            return report
+        if found.on_device is not None:
+            report = proved_on_device(report, found.on_device, found.why_not)
+        if report.bug is not None or found.draws is None:
+            return report
+        return proved_with(report, found.draws(), self._proved_with)
+
+    def _proved_with(self, shared: SharedDraws) -> Report:
+        program = self.with_draws(shared)
+        return program.proved(program.references())
+
+    def _mutated(self, found: Compared, most: int) -> Sensitivity:
+        """Compare with faults put in, one at a time."""
+        program = self.shortened()
+        references, mutants = program.references(), program.possible(mutants_of(found.events, found.names))
+        return run_mutants(mutants, lambda mutant: program.compared(references, mutant).report, most)
+
+
+@dataclass(frozen=True)
+class Loop(Program):
+    """A program that takes steps, on one device and on ranks.
+
+    Attributes:
+        asked: what a mistake is called: "cannot verify a step".
+        world_size: of the ranks.
+        dtype: that ranks compute in.
+        names: names of parameters on the ranks -> names on one device.
+        machine: what the ranks stand for.
+        shared: random numbers, in place of their means.
+        device: of the ranks.
+    """
+
+    asked: str
+    world_size: int
+    dtype: torch.dtype
+    names: Mapping[str, Any]
+    machine: str | Machine | None
+    shared: SharedDraws | None = field(default=None, kw_only=True)
+    device: str = field(default="cpu", kw_only=True)
+
+    @abstractmethod
+    def on_one(self, taken: Taken | None, seed: int | None) -> LoopRecord:
+        """Take the steps on one device; perturbed, if there is a seed, with the choices of `taken`."""
+
+    @abstractmethod
+    def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
+        """Take the steps on ranks of their own world, with a fault put in or without."""
+
+    @abstractmethod
+    def mesh_of(self, found: RanksRecord) -> Layout:
+        """Return the axes of the ranks."""
+
+    def explained(self, report: Report, comparison: LoopComparison, found: RanksRecord) -> Report:
+        """Add to a report what this kind of program alone knows."""
+        del comparison, found
+        return report
+
+    def with_draws(self, shared: SharedDraws) -> Loop:
+        """Return the same loop with random numbers in place of their means."""
+        return replace(self, shared=shared)
+
+    def references(self, taken: Taken | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
+        """Take the steps on one device, plainly and perturbed."""
+        expected = self.on_one(taken, None)
+        same = {key: choice.indices for key, choice in expected.choices.items()}
+        return expected, [self.on_one(same, seed) for seed in range(RUNS)]
+
+    def compared(self, references: Any, mutant: Mutant | None = None, *, is_varied: bool = False) -> Compared:
+        """Take the steps on ranks, and compare."""
+        (expected, moved), found = references, self.on_ranks(references[0], mutant)
+        if is_varied:
+            check_varied([record.initial for record in found.loops], expected.initial)
+        mesh, known = self.mesh_of(found), list(dict.fromkeys(name for loop in found.loops for name in loop.initial))
+        expected, moved, notes = agreed_choices(expected, moved, found.loops, mesh, self.references)
+        names = read_names(self.asked, self.names, known, list(expected.initial))
+        comparison = LoopComparison(expected, moved, found.loops, mesh, names, found.orders)
+        comparison.before += found.rows
+        comparison.notes += [*found.notes, *notes, *narrow_words(found.wide, self.dtype)]
+        comparison.notes += unreached([step.gradients for step in expected.steps], expected.trained, expected.tables)
+        comparison.notes += [*bare_words(found.loops), *machine_words(self.machine, self.world_size)]
+        report = self.explained(comparison.report(), comparison, found)
+        if self.shared is not None:
+            comparison.check_used(self.shared)
+        if self.device != "cpu" and not found.has_moved:
+            report = replace(report, rows=())
+        on_device = partial(self._on_device, references) if found.offloads else None
+        draws = comparison.shared if comparison.draws else None
+        return Compared(report, found.events, known, on_device, found.why_not, draws)
+
+    def _on_device(self, references: Any, device: str) -> Report:
+        return replace(self, device=device).compared(references).report
