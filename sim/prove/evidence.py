@@ -312,18 +312,8 @@ def _tensor(asked: str, value: object, name: str) -> torch.Tensor:
 def _bound(asked: str, bound: Any, full: torch.Tensor) -> float | torch.Tensor | None:
     if bound is None:
         return None
-    seen = f"bound: {str(bound)[:60]}   reference: {tuple(full.shape)}"
-    if isinstance(bound, torch.Tensor):
-        try:
-            limit = bound.detach().to(torch.float64).expand(full.shape)
-        except RuntimeError:
-            blame = f"bound of shape {tuple(bound.shape)} does not broadcast to the reference"
-            raise InvalidValue(asked, blame, seen, "one bound per element, or one number") from None
-        if limit.numel() and not bool((limit >= 0).all()):
-            raise InvalidValue(asked, "bound holds a negative number or NaN", seen, "bound.abs()")
-        return limit
-    if isinstance(bound, bool) or not isinstance(bound, (int, float)):
-        raise InvalidType(asked, f"bound is a {type(bound).__name__}", seen, "a float, a tensor or None")
-    if not bound >= 0:
-        raise InvalidValue(asked, "bound is negative or NaN", seen, "bound=0.0 for exact equality")
-    return float(bound)
+    limit = torch.as_tensor(bound, dtype=torch.float64).detach()
+    if not bool((limit >= 0).all()):
+        hint = "bound.abs(), or bound=0.0 for exact equality"
+        raise InvalidValue(asked, "bound is negative or NaN", f"bound: {str(bound)[:60]}", hint)
+    return limit.expand(full.shape) if limit.dim() else float(limit)
