@@ -33,7 +33,7 @@ from sim.prove.record import Declarations, named_inputs, named_parameters, read_
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, run_reference
 from sim.prove.steps.mutants import Mutant, put_in
-from sim.prove.steps.proof import Compared, Program, Taken
+from sim.prove.steps.proof import Compared, Proof, Taken
 from sim.world import world
 
 _RUNS = 3
@@ -145,7 +145,7 @@ def verify_plan(
 
     def prove(task: Task) -> Report:
         def made_by(made: Callable[[], nn.Module], is_varied: bool) -> Report:
-            return _proved(_PlanProgram(replace(task, model_fn=made), said), is_varied)
+            return _proved(_PlanProof(replace(task, model_fn=made), said), is_varied)
 
         return proved_varied(model_fn, seed, made_by)
 
@@ -156,7 +156,7 @@ def verify_plan(
     return proved_twice(lambda: model, len(mesh.rank_list), values, second, lambda both: prove(twice if both else task))
 
 
-def _proved(program: _PlanProgram, is_varied: bool) -> Report:
+def _proved(program: _PlanProof, is_varied: bool) -> Report:
     try:
         return program.proved(program.references(), is_varied=is_varied)
     except CollectiveMismatch as error:
@@ -169,7 +169,7 @@ def _proved(program: _PlanProgram, is_varied: bool) -> Report:
 
 
 @dataclass(frozen=True)
-class _PlanProgram(Program):
+class _PlanProof(Proof):
     """A model that is made parallel.
 
     Attributes:
@@ -252,11 +252,11 @@ class _PlanProgram(Program):
         with world(math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, check_replicas=True) as w:
             Ranks(task, w).make()
 
-    def with_draws(self, shared: SharedDraws) -> Program:
+    def with_draws(self, shared: SharedDraws) -> Proof:
         """Return the program with random numbers in place of their means."""
         return replace(self, task=replace(self.task, shared=shared))
 
-    def shortened(self) -> Program:
+    def shortened(self) -> Proof:
         """Return the program with the first inputs alone."""
         return self if self.task.second is None else replace(self, task=replace(self.task, second=None, steps=1))
 

@@ -83,7 +83,7 @@ class Compared:
     draws: Callable[[], SharedDraws] | None = None
 
 
-class Program(ABC):
+class Proof(ABC):
     """What is proved: a model with a plan, or a loop of steps."""
 
     shared: SharedDraws | None
@@ -102,10 +102,10 @@ class Program(ABC):
         """Make what the ranks begin with once more, in a world that compares what engines split."""
 
     @abstractmethod
-    def with_draws(self, shared: SharedDraws) -> Program:
+    def with_draws(self, shared: SharedDraws) -> Proof:
         """Return the same program with random numbers in place of their means."""
 
-    def shortened(self) -> Program:
+    def shortened(self) -> Proof:
         """Return the program that faults are put into."""
         return self
 
@@ -142,7 +142,7 @@ class Program(ABC):
 
 
 @dataclass(frozen=True)
-class Loop(Program):
+class Loop(Proof):
     """A program that takes steps, on one device and on ranks.
 
     Attributes:
