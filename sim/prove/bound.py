@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.errors import InvalidValue
+from sim.ops import OnOperations, Order, Proceed
 from sim.prove.evidence import gap, largest, top, unit_roundoff
 
 __all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
@@ -234,7 +234,7 @@ _SHORTEST_NOISE = 1 << 16
 # -- the same run with every op perturbed ------------------------------------------------------------------------------
 
 
-class Perturbed(TorchDispatchMode):
+class Perturbed(OnOperations):
     """Run ATen ops with inputs and results changed at random by as much as their rounding can; a context manager.
 
     >>> x = torch.full((4,), 0.5, dtype=torch.float64)
@@ -262,8 +262,9 @@ class Perturbed(TorchDispatchMode):
         ValueError: u_floor is not between 0 and 1.
     """
 
+    order = Order.NOISE
+
     def __init__(self, u_floor: float | None = None, seed: int = 0) -> None:
-        super().__init__()
         floor = 0.0 if u_floor is None else float(u_floor)
         if not 0 <= floor < 1:
             hint = "u_floor=2**-24, the unit roundoff of float32"
@@ -273,17 +274,17 @@ class Perturbed(TorchDispatchMode):
         self._generator = torch.Generator().manual_seed(seed)
         self._noise: dict[torch.dtype, torch.Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Run an op with its inputs and its results changed."""
-        named = dict(kwargs or {})
+        named = kwargs
         if _signature_of(func).is_exact:
-            return func(*args, **named)
+            return proceed(*args, **named)
         op, written = _read(func, args, named)
         rounding = rounding_of(func, op) if any(map(_is_real, op.tensors())) else None
         if rounding is None:
-            return func(*args, **named)
+            return proceed(*args, **named)
         if op.name in _WHOLE and self._are_whole(op.tensors()):
-            return self._of_whole(func, args, named, written, rounding)
+            return self._of_whole(proceed(*args, **named), written, rounding)
         if rounding.inputs:
             changed = {
                 name: value if name in written else self._inputs(value, rounding.inputs)
@@ -291,7 +292,7 @@ class Perturbed(TorchDispatchMode):
             }
             args = tuple(changed[name] for name in _signature_of(func).arguments[: len(args)])
             named = {name: changed[name] for name in named}
-        return self._finished(func(*args, **named), written, rounding)
+        return self._finished(proceed(*args, **named), written, rounding)
 
     def _finished(self, result: Any, written: Mapping[str, Any], rounding: Rounding) -> Any:
         """Change what an op has returned or written."""
@@ -302,16 +303,8 @@ class Perturbed(TorchDispatchMode):
         own = not written or any(map(_is_real, _tensors_beside(result, written)))
         return self._results(result, rounding.results) if own else result
 
-    def _of_whole(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        named: Mapping[str, Any],
-        written: Mapping[str, Any],
-        rounding: Rounding,
-    ) -> Any:
-        """Run an op on whole numbers; a count that moved would flip the comparison that follows."""
-        result = func(*args, **named)
+    def _of_whole(self, result: Any, written: Mapping[str, Any], rounding: Rounding) -> Any:
+        """Change what an op has made of whole numbers; a count that moved would flip the comparison that follows."""
         listed = [each if isinstance(each, (list, tuple)) else (each,) for each in (result, *written.values())]
         if self._are_whole([each for several in listed for each in several if isinstance(each, torch.Tensor)]):
             return result
@@ -371,7 +364,7 @@ class Perturbed(TorchDispatchMode):
         return row[start : start + count].view(tensor.shape)
 
 
-class DoubleGroupedProducts(TorchDispatchMode):
+class DoubleGroupedProducts(OnOperations):
     """Take grouped matrix products in float64, for which torch has no kernel, group by group; a context manager.
 
     >>> tokens, experts = torch.randn(5, 8).double(), torch.randn(2, 8, 8).double()
@@ -383,14 +376,14 @@ class DoubleGroupedProducts(TorchDispatchMode):
     Backward takes grouped products too, and has to run within. Plain tensors only.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        if func is not torch.ops.aten._grouped_mm.default:
-            return func(*args, **named)
-        given = _read(func, args, named)[0].arguments
+    order, only = Order.PRODUCTS, frozenset({torch.ops.aten._grouped_mm.default})
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Take a product."""
+        given = _read(func, args, kwargs)[0].arguments
         left, right = given["self"], given["mat2"]
         if left.dtype != torch.float64 or type(left) not in (torch.Tensor, torch.nn.Parameter) or left.is_meta:
-            return func(*args, **named)
+            return proceed(*args, **kwargs)
         made = _grouped_product(left, right, given.get("offs"))
         return made if given.get("bias") is None else made + given["bias"]
 

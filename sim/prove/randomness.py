@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
+from sim.ops import OnOperations, Order, Proceed
 from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
@@ -79,7 +79,7 @@ class DrawUse:
     spread: bool = False
 
 
-class NoRandomness(TorchDispatchMode):
+class NoRandomness(OnOperations):
     """Lets random operations draw as they would, and puts what they are on average in place of the result.
 
     So dropout does nothing, and uniform numbers are 1/2; one device and many ranks can be compared. Where both sides
@@ -99,8 +99,9 @@ class NoRandomness(TorchDispatchMode):
         bare: where numbers are drawn that nothing is put in place of, and by which operation.
     """
 
+    order = Order.DRAWS
+
     def __init__(self, path: Callable[[], str], shared: Mapping[DrawPlace, torch.Tensor] | None = None) -> None:
-        super().__init__()
         self.path = path
         self.draws: list[Draw] = []
         self.again: list[Draw] = []
@@ -124,12 +125,12 @@ class NoRandomness(TorchDispatchMode):
         self._steps += 1
         self._followed.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Carry out an operation, without what is random of it."""
         if func is _aten.native_dropout_backward.default and args[2]:
             args = (*args[:2], 1.0)  # all that forward has let through as it is
         if not is_random(func):
-            return self._follow(func, args, kwargs) if self._followed else func(*args, **kwargs)
+            return self._follow(func, args, kwargs, proceed) if self._followed else proceed(*args, **kwargs)
         if func.overloadpacket in _RRELU:
             return self._rrelu(func, types, args, kwargs)
         if mean_of(func) is None:
@@ -159,9 +160,10 @@ class NoRandomness(TorchDispatchMode):
             return func(*args, **kwargs)
         x, noise = given["self"], given["noise"]
         bounds = (torch.empty_like(x), float(given["lower"]), float(given["upper"]))
-        slopes = self.__torch_dispatch__(_aten.uniform_.default, types, bounds, {"generator": given["generator"]})
+        draw, times = _aten.uniform_.default, _aten.mul.Tensor
+        slopes = self.handle(draw, types, bounds, {"generator": given["generator"]}, draw)
         if self._followed:
-            self._follow(_aten.mul.Tensor, (x, slopes), {})
+            self._follow(times, (x, slopes), {}, times)
         noise.copy_(torch.where(x > 0, 1.0, slopes))
         out = x if func is _aten.rrelu_with_noise_.default else given.get("out")
         return x * noise if out is None else out.copy_(x * noise)
@@ -185,12 +187,12 @@ class NoRandomness(TorchDispatchMode):
             self._by_state[alike] = numbers
         return numbers
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], proceed: Proceed) -> Any:
         """Carry out an operation, and see what it puts random numbers on."""
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         index = next((at for at, (tensor, _) in enumerate(self._followed) if any(tensor is x for x in given)), None)
         if index is None or torch._C._current_graph_task_id() != -1:
-            return func(*args, **kwargs)
+            return proceed(*args, **kwargs)
         numbers, use = self._followed[index]
         random = {id(tensor) for tensor, _ in self._followed}
         others = [each for each in given if id(each) not in random and each.dim() and each.is_floating_point()]
@@ -200,8 +202,8 @@ class NoRandomness(TorchDispatchMode):
             del self._followed[index]
             if use.given is None and _broadcasts(numbers, other):
                 use.given, use.shape = local_of(other).clone(), tuple(_part_of(numbers).shape)
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+            return proceed(*args, **kwargs)
+        result = proceed(*args, **kwargs)
         if func.overloadpacket not in _IN_PLACE and torch.Tag.pointwise not in func.tags:
             del self._followed[index]  # such as a transpose, after which they lie elsewhere
         elif isinstance(result, torch.Tensor) and result is not numbers:
