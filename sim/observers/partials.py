@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from sim.comm.collectives import Call
@@ -27,6 +26,7 @@ from sim.explain.errors import ReplicaMismatch
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context
 from sim.observers.spread import axis_names
+from sim.ops import OnOperations, Order, Proceed
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -114,42 +114,41 @@ def _part_of(x: DTensor) -> Mark | None:
 # -- the rank's operations -----------------------------------------------------------------------------------------
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(OnOperations):
     """Carries the marks along."""
 
+    order = Order.PARTIALS
+
     def __init__(self, partials: RankPartials) -> None:
-        super().__init__()
         self._partials = partials
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Carry out an operation, unless it needs the whole where it is given a part."""
         if any(kind not in _PLAIN for kind in types):
             # A DTensor, which takes care of its parts, so that they need not be looked at: apart from one operation.
             if func._opname == "_local_scalar_dense" and isinstance(args[0], DTensor):
                 mark = _part_of(args[0])
                 if mark is not None:
                     raise self._partials.refuse("item()", mark, "item() reads this rank's part", args[0]._local_tensor)
-            return func(*args, **kwargs)
-        if not self._partials:
-            return func(*args, **kwargs)
-        return self._on_plain(func, args, kwargs)
+            return proceed(*args, **kwargs)
+        return self._on_plain(func, args, kwargs, proceed) if self._partials else proceed(*args, **kwargs)
 
-    def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _on_plain(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         partials = self._partials
         written = [leaf for place in _written(func) for leaf in _tensors(_argument(func, place, args, kwargs))]
         if func.namespace in _COMMUNICATION:
-            result = func(*args, **kwargs)
+            result = proceed(*args, **kwargs)
             partials.forget([*_tensors(result), *written])
             return result
         marks = [(tensor, mark) for tensor in _tensors((args, kwargs)) if (mark := partials.of(tensor)) is not None]
         if not marks:
-            return func(*args, **kwargs)
+            return proceed(*args, **kwargs)
         try:
             mark = follow(func, args, kwargs, partials.of)
         except Misuse as misuse:
             tensor, seen = marks[0]
             raise partials.refuse(f"{func.namespace}.{func._opname}", seen, str(misuse), tensor) from None
-        result = func(*args, **kwargs)
+        result = proceed(*args, **kwargs)
         if func._opname.startswith("_foreach_") and mark is not None:  # one operation on each entry of its lists
             touched = _entries(args, {id(tensor) for tensor, _ in marks})
             results = result if result is not None else args[0]

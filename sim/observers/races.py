@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
 from sim.comm.collectives import Call
@@ -24,6 +22,7 @@ from sim.comm.observer import Observer, memory_of
 from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
+from sim.ops import OnFunctions, OnOperations, Order, Proceed, subscribers
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -196,22 +195,23 @@ _LOOK = frozenset(
 )
 
 
-class _Accesses(TorchDispatchMode):
+class _Accesses(OnOperations):
     """Looks at what every operation reads and writes."""
 
+    order = Order.RACES
+
     def __init__(self, flights: Flights) -> None:
-        super().__init__()
         self.flights = flights
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Carry out an operation, unless it touches what is in flight."""
         if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
         flights = self.flights
         if flights and not is_harmless(func) and not _is_copy_of_device(func, args, flights.apart):
             reads, writes = accesses(func, args, kwargs)
             flights.check(f"{func.namespace}.{func._opname}", flights.parts(reads), flights.parts(writes))
-        found = func(*args, **kwargs)
+        found = proceed(*args, **kwargs)
         if flights.follow is not None:
             flights.follow(func, args, kwargs, found)
         return found
@@ -255,19 +255,21 @@ def _accessed(func: Any) -> tuple[tuple[int, str, bool], ...]:
     return tuple(found)
 
 
-class _Looks(TorchFunctionMode):
+class _Looks(OnFunctions):
     """Looks at the methods that read a tensor without an operation of torch."""
 
+    order = Order.READS
+
     def __init__(self, flights: Flights) -> None:
-        super().__init__()
         self._flights = flights
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Call a method, unless it reads what is in flight."""
         name = getattr(func, "__name__", "")
         if self._flights and name in _LOOK:
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             self._flights.check(name, self._flights.parts(tensors), ())
-        return func(*args, **(kwargs or {}))
+        return proceed(*args, **kwargs)
 
 
 class Races(Observer):
@@ -315,10 +317,10 @@ def look(name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor
         name: what touches them, for the message.
         reads, writes: tensors; of DTensors the rank's parts.
     """
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _Accesses) and mode.flights:
+    for watching in subscribers():
+        if isinstance(watching, _Accesses) and watching.flights:
             own = ([getattr(each, "_local_tensor", each) for each in tensors] for tensors in (reads, writes))
-            mode.flights.look(name, *own)
+            watching.flights.look(name, *own)
 
 
 def is_awaited(tensor: torch.Tensor) -> bool:
@@ -327,5 +329,4 @@ def is_awaited(tensor: torch.Tensor) -> bool:
     E.g. the result of an asynchronous exchange that one module hands on to another.
     """
     own = [getattr(tensor, "_local_tensor", tensor)]
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _Accesses) and mode.flights.are_written(own) for mode in modes)
+    return any(isinstance(each, _Accesses) and each.flights.are_written(own) for each in subscribers())

@@ -35,6 +35,7 @@ from sim.kernel.waiting import Waitable
 from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Place, Program, Segment
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
+from sim.ops import Proceed
 from sim.patches.locks import exchange
 from sim.script.changes import recorded_fsdp, without_compiler_and_workers
 from sim.script.reducer import python_reducer
@@ -125,10 +126,10 @@ class ScriptRecorder(Recorder):
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def on_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_operation(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Run an operation, write it down, and follow its value."""
         if self._deaf:
-            return func(*args, **kwargs)
+            return proceed(*args, **kwargs)
         if func is _ITEM:
             return self._item(args[0])
         if func is torch.ops.aten.record_stream.default:
@@ -137,7 +138,7 @@ class ScriptRecorder(Recorder):
         is_mean = func is _SQUARES and args[2:] != (0,)  # or a sum; 0: nothing is reduced
         elements = self._elements(args) if is_mean and not self._on_accelerator else None
         try:
-            out = super().on_operation(func, args, kwargs)
+            out = super().on_operation(func, args, kwargs, proceed)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._without_shape(func, args, kwargs)
         if elements is not None:
@@ -534,11 +535,11 @@ class _ScriptCalls(AcceleratorKernels):
         self._kernels |= {torch.Tensor.numpy: recorder.array_of}
         self._kernels |= {torch.Tensor.pin_memory: _as_it_is}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Call what stands for `func` here."""
-        if func is torch.Tensor.to and self._recorder.move is not None and kwargs and "non_blocking" in kwargs:
+        if func is torch.Tensor.to and self._recorder.move is not None and "non_blocking" in kwargs:
             return self._recorder.move(args[0], kwargs["non_blocking"])
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().handle(func, types, args, kwargs, proceed)
 
 
 # -- stand-ins of sizes --------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.platform.attention import (
     AttentionKernel,
@@ -20,6 +19,7 @@ from hyper_parallel.platform.attention import (
     npu_attention,
 )
 from sim.late import fused
+from sim.ops import OnFunctions, Order, Proceed
 
 # Kernels that accelerators have and torch's CPU lacks, for tensors without values -------------------------------------
 #
@@ -35,7 +35,7 @@ from sim.late import fused
 # transformers/sdp_utils_cpp.cpp `check_dropout`; and the same for torch 2.11 to 2.15.)
 
 
-class AcceleratorKernels(TorchFunctionMode):
+class AcceleratorKernels(OnFunctions):
     """A mode in which tensors without values are computed with as on an accelerator.
 
         with AcceleratorKernels():
@@ -48,8 +48,9 @@ class AcceleratorKernels(TorchFunctionMode):
         norms: False: `rms_norm` stays the operations of a CPU.
     """
 
+    order = Order.KERNELS
+
     def __init__(self, *, norms: bool = True) -> None:
-        super().__init__()
         self._kernels: dict[Any, Callable[..., Any]] = {
             F.dropout: _dropout,
             torch.dropout: _dropout,
@@ -58,17 +59,17 @@ class AcceleratorKernels(TorchFunctionMode):
         if norms:
             self._kernels |= {F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Call the accelerator's kernel, if there is one for this call."""
         runs = _BACKWARDS.get(func)
-        outputs = None if runs is None else runs(*args, **(kwargs or {}))
+        outputs = None if runs is None else runs(*args, **kwargs)
         if outputs is not None:
             with self:
                 return _run(outputs)
         kernel = self._kernels.get(func)
         if kernel is not None and args and type(args[0]) is FakeTensor:
-            return kernel(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return kernel(*args, **kwargs)
+        return proceed(*args, **kwargs)
 
 
 # -- backward in the mode ----------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.redistribute.plan import Plan
@@ -52,6 +51,7 @@ from sim.mesh.tracing.kinds import (
     region,
 )
 from sim.mesh.tracing.lone import Listener
+from sim.ops import OnOperations, Order, Proceed, mode_before_all
 
 _SCALAR = 8  # bytes: what a kernel may read of the host's memory
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -74,15 +74,16 @@ class _Kernel:
         self.several = name.startswith(("_foreach_", "_fused_"))
 
 
-class _Fakes(TorchDispatchMode):
-    """Not a recorder of its own: the mode that hands every operation to its recorder."""
+class _Fakes(OnOperations):
+    """Not a recorder of its own: hands every operation to its recorder, before fake tensors take it for theirs."""
+
+    order = Order.RECORD
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Record an operation."""
         if func is torch.ops.aten._local_scalar_dense.default and self._recorder.answer is not None:
             self._recorder.on_read()
             return self._recorder.answer
@@ -91,7 +92,7 @@ class _Fakes(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and kind is not torch.Tensor and kind is not torch.nn.Parameter:
                 return NotImplemented  # a DTensor asks again with its local tensors
-        return self._recorder.on_operation(func, args, kwargs)
+        return self._recorder.on_operation(func, args, kwargs, proceed)
 
 
 class RecordedEvent:
@@ -220,8 +221,7 @@ class Recorder(Listener):
     @property
     def is_watched(self) -> bool:
         """Whether another dispatch mode sees operations before this recorder does; inside of one it is not known."""
-        mode = _get_current_dispatch_mode()
-        return mode is not None and not isinstance(mode, _Fakes)
+        return mode_before_all()
 
     def _number_of(self, place: Place) -> int:
         number = self._place_numbers.get(place)
@@ -339,16 +339,16 @@ class Recorder(Listener):
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def on_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_operation(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Run an operation and write it down."""
         kernel = self._kernels.get(func)
         if kernel is None:
             kernel = self._kernels[func] = _Kernel(func)
         if self._deaf:
-            return func(*args, **kwargs)
+            return proceed(*args, **kwargs)
         if kernel.space == "_c10d_functional":
-            return self._functional(func, kernel, args, kwargs)
-        out = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
+            return self._functional(kernel, args, kwargs, proceed)
+        out = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else proceed(*args, **kwargs)
         kind = kernel.kind
         if kind == "host":
             self._know_all(out)
@@ -597,7 +597,7 @@ class Recorder(Listener):
             self._waited.add((handle, self.stream))
             self.emit(Wait(handle, self.stream))
 
-    def _functional(self, func: Any, kernel: _Kernel, args: Any, kwargs: Any) -> Any:
+    def _functional(self, kernel: _Kernel, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Carry out one of torch's functional collectives: the fake tensors alone would leave it out."""
         name = kernel.name.rpartition(".")[2]
         if name == "wait_tensor":
@@ -607,7 +607,7 @@ class Recorder(Listener):
             return args[0]
         if name == "_wrap_tensor_autograd":
             return AsyncCollectiveTensor(args[0])  # is waited for where it is used; fake tensors would leave that out
-        out = func(*args, **kwargs)
+        out = proceed(*args, **kwargs)
         group: Any = c10d._resolve_process_group(args[-1])
         given = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
         results = list(out) if isinstance(out, (list, tuple)) else [out]
