@@ -1,8 +1,7 @@
 """The operations of a thread as one stream: one dispatch mode and one function mode, to which subscribers are added.
 
     class Counting(OnOperations):
-        order = Order.COUNT
-        count = 0
+        order, count = Order.COUNT, 0
 
         def handle(self, func, types, args, kwargs, proceed):
             self.count += 1
@@ -11,32 +10,30 @@
     with Counting() as counting:
         x + 1
 
-The first subscriber of a thread installs the mode, and the last one to leave removes it. A mode that is none of these,
-such as a user's or torch's selective checkpointing, divides the stream: those that are added later are above it.
+The first subscriber of a thread installs the mode, the last one to leave removes it. Another mode, such as a user's,
+divides the stream: subscribers that are added later are above it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from typing_extensions import Self
 
-__all__ = ["OnFunctions", "OnOperations", "Order", "Proceed", "mode_before_all", "subscribers"]
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that consist of no others, as DTensors do."""
 
 Proceed = Callable[..., Any]
 
 
 class Order(IntEnum):
-    """Where a subscriber stands: the first one sees a call first, whatever the order of the `with` statements is.
-
-    Of two at one place, the one that was added last sees it first.
-    """
+    """Which subscriber sees a call first, whatever the order of the `with` statements; of two equals the later one."""
 
     # Calls of torch's functions, before autograd.
     KERNELS = auto()  # An accelerator's kernel stands for the call, so that all others see the calls of the kernel.
@@ -58,10 +55,10 @@ class Order(IntEnum):
 
 
 class Subscriber:
-    """One that is given all calls of the thread that has entered it; a context manager.
+    """One that is given the calls of the thread that has entered it; a context manager.
 
     Attributes:
-        order: where it stands among the others.
+        order: its place among the others.
         only: the operations that it is given; None: all.
     """
 
@@ -70,16 +67,16 @@ class Subscriber:
     _mode: ClassVar[type[_Stream]]
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any], proceed: Proceed) -> Any:
-        """Answer a call: look at it, change what is given or returned, or answer without others.
+        """Answer a call: look at it, change what is given or returned, or answer without the others.
 
-        The subscribers behind it see the operations that it calls itself; it and those before it do not.
+        Those behind it see the operations that it calls itself; it and those before it do not.
 
         Args:
             func: an overload of an operation, or a function of torch.
             types: of the arguments that have torch's protocol.
             args: of the call.
             kwargs: likewise.
-            proceed: calls the subscribers behind this one, and `func` at last: as to call `func`, but faster.
+            proceed: calls those behind it, and `func` at last: as to call `func`, but faster.
 
         Returns:
             The result; NotImplemented: a DTensor, say, shall ask again with its local tensors.
@@ -97,8 +94,7 @@ class Subscriber:
 class _Stream:
     """A mode of torch that hands calls to the first of its subscribers. It never changes: others take its place.
 
-    So it has no state to restore when a call raises, and what torch keeps of it (the modes of a thread of autograd)
-    stays as it was.
+    So no state has to be restored when a call raises, and the modes that torch keeps for a thread of autograd stay.
 
     Args:
         chain: its subscribers.
@@ -107,8 +103,7 @@ class _Stream:
 
     _pop: ClassVar[Any]
     _push: ClassVar[Any]
-    _at: ClassVar[Any]
-    _length: ClassVar[Any]
+    modes: ClassVar[Any]
 
     def __init__(self, chain: tuple[Subscriber, ...], entered: Any = None) -> None:
         super().__init__()
@@ -118,15 +113,14 @@ class _Stream:
         self._rest = type(self)(chain[1:]) if len(chain) > 1 else None
         self._known: dict[Any, Any] | None = {} if any(each.only is not None for each in chain) else None
 
-    def _from(self, func: Any) -> Self | None:
+    def _from(self, func: Any) -> Any:
         """Return the part of the stream that begins with the first one to be given `func`; None: nobody is."""
         if self._known is None:
             return self
         if func not in self._known:
             is_given = self._only is None or func in self._only
             self._known[func] = self if is_given else self._rest and self._rest._from(func)
-        found: Self | None = self._known[func]
-        return found
+        return self._known[func]
 
     def _handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Hand a call to the first subscriber, while torch hands the calls that this one makes to the rest."""
@@ -152,28 +146,14 @@ class _Stream:
         return func(*args, **kwargs) if result is NotImplemented else result  # torch asks the types of arguments
 
     @classmethod
-    def of_thread(cls) -> Iterator[Self]:
-        """The parts of the calling thread's stream, the one that sees calls first at first."""
-        for index in reversed(range(cls._length())):
-            mode = cls._at(index)
-            if isinstance(mode, cls):
-                yield mode
-
-    @classmethod
-    def top(cls) -> Any:
-        """The mode of the calling thread that sees calls first; None: there is none."""
-        size = cls._length()
-        return cls._at(size - 1) if size else None
-
-    @classmethod
     def add(cls, subscriber: Subscriber) -> None:
         """Let a subscriber have the calls of the calling thread."""
-        top = cls.top()
-        if not isinstance(top, cls):
+        modes = cls.modes()
+        if not modes or not isinstance(modes[-1], cls):
             cls((subscriber,)).__enter__()  # type: ignore[attr-defined]
             return
+        top = cls._pop()
         before = [each for each in top.chain if each.order < subscriber.order]
-        cls._pop()
         cls._push(cls((*before, subscriber, *top.chain[len(before) :]), top.entered))
 
     @classmethod
@@ -183,10 +163,9 @@ class _Stream:
         while not isinstance(mode := cls._pop(), cls) or subscriber not in mode.chain:
             above.append(mode)
         at = mode.chain.index(subscriber)
-        if left := mode.chain[:at] + mode.chain[at + 1 :]:
-            cls._push(cls(left, mode.entered))
-        else:
-            cls._push(mode)
+        left = mode.chain[:at] + mode.chain[at + 1 :]
+        cls._push(cls(left, mode.entered) if left else mode)
+        if not left:
             mode.entered.__exit__(None, None, None)
         for other in reversed(above):
             cls._push(other)
@@ -195,8 +174,7 @@ class _Stream:
 class _Operations(_Stream, TorchDispatchMode):
     _pop = staticmethod(partial(torch._C._pop_torch_dispatch_stack, None))
     _push = staticmethod(torch._C._push_on_torch_dispatch_stack)
-    _at = staticmethod(torch._C._get_dispatch_stack_at)
-    _length = staticmethod(torch._C._len_torch_dispatch_stack)
+    modes = staticmethod(_get_current_dispatch_mode_stack)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream = self._from(func)
@@ -206,8 +184,7 @@ class _Operations(_Stream, TorchDispatchMode):
 class _Functions(_Stream, TorchFunctionMode):
     _pop = staticmethod(torch._C._pop_torch_function_stack)
     _push = staticmethod(torch._C._push_on_torch_function_stack)
-    _at = staticmethod(torch._C._get_function_stack_at)
-    _length = staticmethod(torch._C._len_torch_function_stack)
+    modes = staticmethod(_get_current_function_mode_stack)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._handle(func, types, args, kwargs or {})
@@ -226,10 +203,59 @@ class OnFunctions(Subscriber):
 
 
 def subscribers() -> list[Subscriber]:
-    """Return who is given the operations of the calling thread, the first one first."""
-    return [each for mode in _Operations.of_thread() for each in mode.chain]
+    """Return those that are given the operations of the calling thread, the first one first."""
+    return [each for mode in reversed(_Operations.modes()) if isinstance(mode, _Operations) for each in mode.chain]
 
 
 def mode_before_all() -> bool:
     """Return True if a mode of somebody else's is given the calling thread's operations before all subscribers are."""
-    return not isinstance(_Operations.top(), (_Operations, type(None)))
+    return any(not isinstance(mode, _Operations) for mode in _Operations.modes()[-1:])
+
+
+# -- reading a call ----------------------------------------------------------------------------------------------------
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results, those in lists, tuples and mappings too.
+
+    >>> [len(tensor) for tensor in tensors_of((torch.ones(1), [torch.ones(2), 3], {"out": torch.ones(4)}))]
+    [1, 2, 4]
+    """
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
+        elif isinstance(value, dict):
+            found += tensors_of(value.values())
+    return found
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rank's part of a DTensor, and any other tensor as it is."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name, with the defaults of those that are not given."""
+    schema = func._schema.arguments
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return defaults | {each.name: value for each, value in zip(schema, args, strict=False)} | dict(kwargs)
+
+
+def written_tensors(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], but: str | None = None
+) -> list[torch.Tensor]:
+    """Return the tensors that an operation is given to write to, without those of the argument called `but`."""
+    return tensors_of(
+        args[place] if place < len(args) else kwargs.get(each.name)
+        for place, each in enumerate(func._schema.arguments if func._schema.is_mutable else ())
+        if each.alias_info is not None and each.alias_info.is_write and each.name != but
+    )
+
+
+def returns_view(func: Any) -> bool:
+    """Return True if a result of an operation is a view of an argument that it does not write to."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)

@@ -8,13 +8,11 @@ and compares the memory of its arguments with those parts, byte by byte where th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_iter
 
 from sim.comm.collectives import Call
 from sim.comm.group import Endpoint, Message, Network, Slot
@@ -22,9 +20,18 @@ from sim.comm.observer import Observer, memory_of
 from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
-from sim.ops import OnFunctions, OnOperations, Order, Proceed, subscribers
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+from sim.ops import (
+    PLAIN,
+    OnFunctions,
+    OnOperations,
+    Order,
+    Proceed,
+    Subscriber,
+    local_part,
+    returns_view,
+    subscribers,
+    tensors_of,
+)
 
 
 class Part(NamedTuple):
@@ -143,7 +150,7 @@ class Flights:
 
 def part_of(tensor: torch.Tensor) -> Part | None:
     """The memory of a tensor; None if it has none."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
     return extent_of(tensor)
 
@@ -204,8 +211,7 @@ class _Accesses(OnOperations):
         self.flights = flights
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        """Carry out an operation, unless it touches what is in flight."""
-        if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
+        if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
         flights = self.flights
         if flights and not is_harmless(func) and not _is_copy_of_device(func, args, flights.apart):
@@ -234,17 +240,14 @@ def accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], lis
     for place, name, is_written in _accessed(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         tensors = writes if is_written else reads
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif value is not None:
-            tensors += [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
+        tensors += tensors_of((value,))
     return reads, writes
 
 
 @cache
 def _accessed(func: Any) -> tuple[tuple[int, str, bool], ...]:
     """Of the arguments of an operation that may have tensors: place, name, and whether it writes them."""
-    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    is_view = returns_view(func)
     found = []
     for place, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
@@ -264,7 +267,6 @@ class _Looks(OnFunctions):
         self._flights = flights
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        """Call a method, unless it reads what is in flight."""
         name = getattr(func, "__name__", "")
         if self._flights and name in _LOOK:
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -300,12 +302,10 @@ class Races(Observer):
             flights = self._flights[rank] = Flights(self._network, rank)
         return flights
 
-    @contextmanager
-    def watching(self, endpoint: Endpoint) -> Iterator[None]:
-        """Watch the operations of the calling thread, which is one of the rank's."""
+    def watching(self, endpoint: Endpoint) -> Iterable[Subscriber]:
+        """Return who watches the operations of a thread of the rank's."""
         flights = self.of_rank(endpoint.rank)
-        with _Accesses(flights), _Looks(flights):
-            yield
+        return _Accesses(flights), _Looks(flights)
 
 
 def look(name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
@@ -319,8 +319,7 @@ def look(name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor
     """
     for watching in subscribers():
         if isinstance(watching, _Accesses) and watching.flights:
-            own = ([getattr(each, "_local_tensor", each) for each in tensors] for tensors in (reads, writes))
-            watching.flights.look(name, *own)
+            watching.flights.look(name, map(local_part, reads), map(local_part, writes))
 
 
 def is_awaited(tensor: torch.Tensor) -> bool:
@@ -328,5 +327,5 @@ def is_awaited(tensor: torch.Tensor) -> bool:
 
     E.g. the result of an asynchronous exchange that one module hands on to another.
     """
-    own = [getattr(tensor, "_local_tensor", tensor)]
+    own = [local_part(tensor)]
     return any(isinstance(each, _Accesses) and each.flights.are_written(own) for each in subscribers())

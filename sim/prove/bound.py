@@ -23,7 +23,7 @@ import torch
 from torch._ops import OpOverload
 
 from hyper_parallel.core.common.errors import InvalidValue
-from sim.ops import OnOperations, Order, Proceed
+from sim.ops import OnOperations, Order, Proceed, tensors_of
 from sim.prove.evidence import gap, largest, top, unit_roundoff
 
 __all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
@@ -99,11 +99,7 @@ class AtenCall(NamedTuple):
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensor arguments, those in lists too."""
-        found: list[torch.Tensor] = []
-        for value in self.arguments.values():
-            values = value if isinstance(value, (list, tuple)) else (value,)
-            found += [each for each in values if isinstance(each, torch.Tensor)]
-        return found
+        return tensors_of(self.arguments.values())
 
     def tensor(self, place: int) -> torch.Tensor:
         """The tensor argument at a place."""
@@ -296,19 +292,16 @@ class Perturbed(OnOperations):
 
     def _finished(self, result: Any, written: Mapping[str, Any], rounding: Rounding) -> Any:
         """Change what an op has returned or written."""
-        for value in written.values():
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if _is_real(tensor) and not _is_counter(tensor):
-                    tensor.copy_(self._moved(tensor, rounding.results))
+        for tensor in tensors_of(written.values()):
+            if _is_real(tensor) and not _is_counter(tensor):
+                tensor.copy_(self._moved(tensor, rounding.results))
         own = not written or any(map(_is_real, _tensors_beside(result, written)))
         return self._results(result, rounding.results) if own else result
 
     def _of_whole(self, result: Any, written: Mapping[str, Any], rounding: Rounding) -> Any:
         """Change what an op has made of whole numbers; a count that moved would flip the comparison that follows."""
-        listed = [each if isinstance(each, (list, tuple)) else (each,) for each in (result, *written.values())]
-        if self._are_whole([each for several in listed for each in several if isinstance(each, torch.Tensor)]):
-            return result
-        return self._finished(result, written, rounding)
+        whole = self._are_whole(tensors_of((result, *written.values())))
+        return result if whole else self._finished(result, written, rounding)
 
     def _are_whole(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all are whole numbers, and their sum in any order too, so that no order of an op rounds."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
-from sim.ops import OnOperations, Order, Proceed
+from sim.ops import OnOperations, Order, Proceed, local_part, named_arguments
 from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
@@ -140,7 +140,7 @@ class NoRandomness(OnOperations):
             if isinstance(result, torch.Tensor):
                 numbers = self._numbers(func.overloadpacket.__name__, result)
                 if numbers is not None:
-                    _part_of(result).copy_(numbers)
+                    local_part(result).copy_(numbers)
                     return result
             return put_mean(func, result, args, kwargs)
 
@@ -154,8 +154,7 @@ class NoRandomness(OnOperations):
 
     def _rrelu(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Multiply what is below 0 by slopes, drawn as uniform numbers are, and leave what each was multiplied by."""
-        given = {each.name: each.default_value for each in func._schema.arguments}
-        given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        given = named_arguments(func, args, kwargs)
         if not given["training"]:
             return func(*args, **kwargs)
         x, noise = given["self"], given["noise"]
@@ -177,7 +176,7 @@ class NoRandomness(OnOperations):
         kind = (draw.path, op, self.number_of_step)
         number = self._counts[kind] = self._counts.get(kind, -1) + 1
         place = (draw.path, op, number, self.number_of_step)
-        part = _part_of(result)
+        part = local_part(result)
         use = self.uses[place] = DrawUse(part.clone(), draw.state, place=place, spread=draw.spread)
         self._followed.append((result, use))
         numbers = self._shared.get(place)
@@ -201,7 +200,7 @@ class NoRandomness(OnOperations):
         if other is not numbers and not is_scaled:
             del self._followed[index]
             if use.given is None and _broadcasts(numbers, other):
-                use.given, use.shape = local_of(other).clone(), tuple(_part_of(numbers).shape)
+                use.given, use.shape = local_of(other).clone(), tuple(local_part(numbers).shape)
             return proceed(*args, **kwargs)
         result = proceed(*args, **kwargs)
         if func.overloadpacket not in _IN_PLACE and torch.Tag.pointwise not in func.tags:
@@ -330,10 +329,6 @@ def _split_axes(
     return near[0] if len(near) == 1 else None
 
 
-def _part_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _broadcasts(numbers: torch.Tensor, to: torch.Tensor) -> bool:
     """Whether numbers can be put on a tensor as they are, each on one element or on several."""
     sizes = itertools.zip_longest(reversed(numbers.shape), reversed(to.shape), fillvalue=1)
@@ -378,10 +373,7 @@ def put_mean(func: OpOverload, result: Any, args: tuple[Any, ...], kwargs: Mappi
     >>> put_mean(_aten.exponential_.default, torch.zeros(2), (torch.zeros(2), 4.0), {})
     tensor([0.2500, 0.2500])
     """
-    arguments = func._schema.arguments
-    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    given |= {each.name: value for each, value in zip(arguments, args, strict=False)}
-    return _MEANS[func.overloadpacket](result, {**given, **kwargs})
+    return _MEANS[func.overloadpacket](result, named_arguments(func, args, kwargs))
 
 
 def _filled(result: torch.Tensor, value: Any) -> torch.Tensor:

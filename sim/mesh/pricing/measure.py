@@ -228,7 +228,6 @@ class _Counting(OnOperations):
     order, count = Order.COUNT, 0
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        """Count an operation."""
         self.count += not getattr(func, "is_view", False)
         return proceed(*args, **kwargs)
 

@@ -51,7 +51,7 @@ from sim.mesh.tracing.kinds import (
     region,
 )
 from sim.mesh.tracing.lone import Listener
-from sim.ops import OnOperations, Order, Proceed, mode_before_all
+from sim.ops import OnOperations, Order, Proceed, mode_before_all, tensors_of, written_tensors
 
 _SCALAR = 8  # bytes: what a kernel may read of the host's memory
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -83,7 +83,6 @@ class _Fakes(OnOperations):
         self._recorder = recorder
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        """Record an operation."""
         if func is torch.ops.aten._local_scalar_dense.default and self._recorder.answer is not None:
             self._recorder.on_read()
             return self._recorder.answer
@@ -352,16 +351,17 @@ class Recorder(Listener):
         kind = kernel.kind
         if kind == "host":
             self._know_all(out)
-            if self.on_host and any(self._is_on_host(t) for t in _tensors(args)):
-                self.on_host.update([self._block(t.untyped_storage()) for t in _tensors((out,))])
+            if self.on_host and any(self._is_on_host(t) for t in tensors_of(args)):
+                self.on_host.update([self._block(t.untyped_storage()) for t in tensors_of((out,))])
             return out
-        given = _tensors(args) + _tensors(kwargs.values()) if kwargs else _tensors(args)
-        results = _tensors((out,))
+        given = tensors_of(args) + tensors_of(kwargs.values()) if kwargs else tensors_of(args)
+        results = tensors_of((out,))
         sources = [self._touch(t) for t in given]
         targets = [self._touch(t) for t in results]
         if self._asleep:
             return out
-        written = _written(func, args, kwargs, results)
+        # Fused optimizers say that they write gradients, which they do only to unscale them.
+        written = written_tensors(func, args, kwargs, but="grads")
         if not written and not targets:
             return out
         known = {touch.block for touch in sources}
@@ -402,7 +402,7 @@ class Recorder(Listener):
         return self._number_of(place._replace(compiled=kernel, recomputes=again, watched=False))
 
     def _know_all(self, out: Any) -> None:
-        for tensor in _tensors((out,)):
+        for tensor in tensors_of((out,)):
             if tensor.device.type != "meta":  # no memory of anybody's
                 self._block(tensor.untyped_storage())
 
@@ -697,30 +697,6 @@ def _grouped_mm(
     if offs is not None and mat_a.dim() == mat_b.dim() == 2:  # each group has some of the inner dimension
         sizes = (offs.shape[0], *sizes)
     return mat_a.new_empty(sizes, dtype=out_dtype or mat_a.dtype)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(_tensors(value))
-    return found
-
-
-def _written(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the arguments that an operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    del results
-    found: list[torch.Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        # Fused optimizers say that they write gradients, which they do only to unscale them.
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found.extend(_tensors((value,)))
-    return found
 
 
 def _name(dtype: torch.dtype) -> str:

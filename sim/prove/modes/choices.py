@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.ops import OnOperations, Order, Proceed
+from sim.ops import OnOperations, Order, Proceed, named_arguments
 from sim.prove.evidence import gap, top
 from sim.prove.infer import explanations, submesh
 from sim.prove.record import local_of
@@ -83,7 +83,7 @@ class Choices(OnOperations):
         path, given = self._where(), args[0]
         if path is None or not given.is_floating_point() or not given.ndim:
             return result
-        return self._chosen(path, func, local_of(given), {**_options(func, args), **kwargs}, result)
+        return self._chosen(path, func, local_of(given), named_arguments(func, args, kwargs), result)
 
     def _chosen(self, path: str, func: OpOverload, given: torch.Tensor, options: Mapping[str, Any], result: Any) -> Any:
         name, dim, indices = func._schema.name.partition("::")[2], options.get("dim"), result
@@ -104,12 +104,6 @@ class Choices(OnOperations):
             result = chosen if isinstance(result, torch.Tensor) else (values, chosen)
         self.made[key] = Choice(given.clone(), taken.clone(), dim, bool(options.get("sorted", True)))
         return result
-
-
-def _options(func: OpOverload, args: Sequence[Any]) -> dict[str, Any]:
-    arguments = func._schema.arguments
-    found = {each.name: each.default_value for each in arguments}
-    return {**found, **{each.name: value for each, value in zip(arguments, args, strict=False)}}
 
 
 def free_choices(
