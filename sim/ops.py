@@ -171,7 +171,7 @@ class _Stream:
             cls._push(other)
 
 
-class _Operations(_Stream, TorchDispatchMode):
+class _OpStream(_Stream, TorchDispatchMode):
     _pop = staticmethod(partial(torch._C._pop_torch_dispatch_stack, None))
     _push = staticmethod(torch._C._push_on_torch_dispatch_stack)
     modes = staticmethod(_get_current_dispatch_mode_stack)
@@ -181,7 +181,7 @@ class _Operations(_Stream, TorchDispatchMode):
         return func(*args, **(kwargs or {})) if stream is None else stream._handle(func, types, args, kwargs or {})
 
 
-class _Functions(_Stream, TorchFunctionMode):
+class _CallStream(_Stream, TorchFunctionMode):
     _pop = staticmethod(torch._C._pop_torch_function_stack)
     _push = staticmethod(torch._C._push_on_torch_function_stack)
     modes = staticmethod(_get_current_function_mode_stack)
@@ -193,23 +193,23 @@ class _Functions(_Stream, TorchFunctionMode):
 class OnOperations(Subscriber):
     """A subscriber of operations, as they are below autograd."""
 
-    _mode = _Operations
+    _mode = _OpStream
 
 
 class OnFunctions(Subscriber):
     """A subscriber of calls of torch's functions, as the program makes them."""
 
-    _mode = _Functions
+    _mode = _CallStream
 
 
 def subscribers() -> list[Subscriber]:
     """Return those that are given the operations of the calling thread, the first one first."""
-    return [each for mode in reversed(_Operations.modes()) if isinstance(mode, _Operations) for each in mode.chain]
+    return [each for mode in reversed(_OpStream.modes()) if isinstance(mode, _OpStream) for each in mode.chain]
 
 
 def mode_before_all() -> bool:
     """Return True if a mode of somebody else's is given the calling thread's operations before all subscribers are."""
-    return any(not isinstance(mode, _Operations) for mode in _Operations.modes()[-1:])
+    return any(not isinstance(mode, _OpStream) for mode in _OpStream.modes()[-1:])
 
 
 # -- reading a call ----------------------------------------------------------------------------------------------------
@@ -254,8 +254,3 @@ def written_tensors(
         for place, each in enumerate(func._schema.arguments if func._schema.is_mutable else ())
         if each.alias_info is not None and each.alias_info.is_write and each.name != but
     )
-
-
-def returns_view(func: Any) -> bool:
-    """Return True if a result of an operation is a view of an argument that it does not write to."""
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)

@@ -19,7 +19,7 @@ from sim.late.device import LateDevice, apart
 from sim.late.memory import Allocation, DeviceMemory, RaceReport
 from sim.late.queue import Lane, LateQueue, LateTask
 from sim.observers.races import accesses, is_harmless
-from sim.ops import returns_view, tensors_of
+from sim.ops import PLAIN, tensors_of
 
 _KNOWS_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _COPIES = ("copy_", "_to_copy")
@@ -175,14 +175,14 @@ class Shadow(LateDevice):
             return
         if is_harmless(op):
             reads, writes = [], [] if not op._opname.startswith("new_") and not op._opname.endswith("_like") else made
-        elif not returns_view(op):
+        elif not op.is_view:
             writes = [*writes, *made]
         if any(map(self._is_here, (*reads, *writes))):
             with apart(), torch.inference_mode(False):
                 self._enter(op, reads, writes, is_late=_is_late_copy(op, args, kwargs))
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self.kind and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        return tensor.device.type == self.kind and type(tensor) in PLAIN
 
     def _enter(self, op: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], *, is_late: bool) -> None:
         """Enter what an operation reads and writes; where it has to know values, or copies to the host, that waits."""

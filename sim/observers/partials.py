@@ -25,7 +25,7 @@ from sim.explain.errors import ReplicaMismatch
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context
 from sim.observers.spread import axis_names
-from sim.ops import PLAIN, OnOperations, Order, Proceed, Subscriber, returns_view, tensors_of, written_tensors
+from sim.ops import PLAIN, OnOperations, Order, Proceed, Subscriber, tensors_of, written_tensors
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _FEWEST_TO_TIDY = 256
@@ -296,7 +296,7 @@ def follow(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mark_of: Mark
         return None
     if name in _COPIES:
         return _copy(name, args, kwargs, mark_of)
-    if returns_view(func) or name in _MOVES:
+    if func.is_view or name in _MOVES:
         return _of_first(name, args, kwargs, mark_of)
     if name in _COLLECTIONS:
         return _sum_of(name, list(tree_iter(args[0])), mark_of)

@@ -20,18 +20,7 @@ from sim.comm.observer import Observer, memory_of
 from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
-from sim.ops import (
-    PLAIN,
-    OnFunctions,
-    OnOperations,
-    Order,
-    Proceed,
-    Subscriber,
-    local_part,
-    returns_view,
-    subscribers,
-    tensors_of,
-)
+from sim.ops import PLAIN, OnFunctions, OnOperations, Order, Proceed, Subscriber, local_part, subscribers, tensors_of
 
 
 class Part(NamedTuple):
@@ -247,13 +236,12 @@ def accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], lis
 @cache
 def _accessed(func: Any) -> tuple[tuple[int, str, bool], ...]:
     """Of the arguments of an operation that may have tensors: place, name, and whether it writes them."""
-    is_view = returns_view(func)
     found = []
     for place, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
         is_written = alias is not None and alias.is_write
         is_constant = str(argument.type).removeprefix("Optional[").removeprefix("List[").rstrip("]") in _CONSTANTS
-        if not is_constant and (is_written or not (is_view and alias is not None)):
+        if not is_constant and (is_written or not (func.is_view and alias is not None)):
             found.append((place, argument.name, is_written))
     return tuple(found)
 

@@ -23,7 +23,7 @@ import torch
 from torch._ops import OpOverload
 
 from hyper_parallel.core.common.errors import InvalidValue
-from sim.ops import OnOperations, Order, Proceed, tensors_of
+from sim.ops import PLAIN, OnOperations, Order, Proceed, tensors_of
 from sim.prove.evidence import gap, largest, top, unit_roundoff
 
 __all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
@@ -295,8 +295,8 @@ class Perturbed(OnOperations):
         for tensor in tensors_of(written.values()):
             if _is_real(tensor) and not _is_counter(tensor):
                 tensor.copy_(self._moved(tensor, rounding.results))
-        own = not written or any(map(_is_real, _tensors_beside(result, written)))
-        return self._results(result, rounding.results) if own else result
+        own = [each for each in tensors_of((result,)) if not any(each is other for other in written.values())]
+        return self._results(result, rounding.results) if not written or any(map(_is_real, own)) else result
 
     def _of_whole(self, result: Any, written: Mapping[str, Any], rounding: Rounding) -> Any:
         """Change what an op has made of whole numbers; a count that moved would flip the comparison that follows."""
@@ -375,7 +375,7 @@ class DoubleGroupedProducts(OnOperations):
         """Take a product."""
         given = _read(func, args, kwargs)[0].arguments
         left, right = given["self"], given["mat2"]
-        if left.dtype != torch.float64 or type(left) not in (torch.Tensor, torch.nn.Parameter) or left.is_meta:
+        if left.dtype != torch.float64 or type(left) not in PLAIN or left.is_meta:
             return proceed(*args, **kwargs)
         made = _grouped_product(left, right, given.get("offs"))
         return made if given.get("bias") is None else made + given["bias"]
@@ -490,15 +490,9 @@ def _read(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return AtenCall(signature.name, given), written
 
 
-def _tensors_beside(result: Any, written: Mapping[str, Any]) -> list[Any]:
-    """The tensors that an op returns, unless they are those that it has written."""
-    results = result if isinstance(result, (list, tuple)) else (result,)
-    return [each for each in results if not any(each is other for other in written.values())]
-
-
 def _is_real(value: Any) -> bool:
     """Whether this is a plain tensor that can be changed a little: no whole numbers, no fp8, none without values."""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+    if type(value) not in PLAIN or value.is_meta:
         return False
     return value.is_complex() or (value.is_floating_point() and value.element_size() > 1)
 

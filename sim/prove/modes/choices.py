@@ -16,17 +16,10 @@ from sim.prove.record import local_of
 
 _aten = torch.ops.aten
 
-_CHOOSING = frozenset(
-    {
-        _aten.topk.default,
-        _aten.sort.default,
-        _aten.sort.stable,
-        _aten.max.dim,
-        _aten.min.dim,
-        _aten.argmax.default,
-        _aten.argmin.default,
-    }
-)
+_CHOOSING = frozenset({
+    _aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.max.dim, _aten.min.dim, _aten.argmax.default,
+    _aten.argmin.default,
+})  # fmt: skip
 
 ChoiceKey: TypeAlias = tuple[str, str, int]
 """Which choice it is: the module's path, the operation, and how many there were before."""
