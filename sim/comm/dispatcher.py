@@ -197,7 +197,10 @@ def replace_kernels() -> Callable[[], None]:
 
 
 class _Catching(TorchDispatchMode):
-    """Notes with which arguments torch calls an operator of `c10d`, and ends the call."""
+    """Notes with which arguments torch calls an operator of `c10d`, and ends the call.
+
+    No subscriber of `sim.ops`: it is alone for one call of torch's own, while the modes of the thread are switched off.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d":  # of a barrier: the tensor that it is given

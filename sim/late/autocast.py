@@ -6,11 +6,12 @@ torch has such kernels for its own devices, and others bring theirs. The lists a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+
+from sim.ops import tensors_of
 
 _SHORT = """
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -71,7 +72,7 @@ def _result_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _widest(op: Any, *args: Any, **kwargs: Any) -> Any:
     widest: torch.dtype | None = None
-    for each in _tensors((*args, *kwargs.values())):
+    for each in tensors_of((args, kwargs)):
         if _is_cast(each):
             widest = each.dtype if widest is None else torch.promote_types(widest, each.dtype)
     return _called(op, widest, args, kwargs)
@@ -95,11 +96,3 @@ def _is_cast(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.device.type != "npu":
         return False
     return value.is_floating_point() and value.dtype is not torch.float64
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for each in values:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from _tensors(each)

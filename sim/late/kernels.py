@@ -9,7 +9,7 @@ as on a real device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from sim.late import fused
 from sim.late.device import LateDevice, apart, late_device
 from sim.late.queue import LateTask
 from sim.observers.races import accesses
+from sim.ops import tensors_of
 
 _ATEN = torch.ops.aten
 # Indices may be on the host: a real device copies them over, too.
@@ -192,7 +193,7 @@ def _issue(device: LateDevice, op: Any, traits: Traits, args: Any, kwargs: Any) 
     call = _on_host(device, op, args, kwargs, takes_host_tensors=traits.takes_host_tensors)
     outputs = [given.get(name) if name else _like(device, fresh[place]) for place, name in enumerate(traits.results)]
     made = [out for out, name in zip(outputs, traits.results, strict=True) if not name]
-    targets = [[device.twin(tensor) for tensor in _tensors(out)] for out in made]
+    targets = [[device.twin(tensor) for tensor in tensors_of((out,))] for out in made]
     compute = _with_random_state(call) if traits.draws else lambda: call.op(*call.args, **call.kwargs)
 
     def run() -> None:
@@ -202,24 +203,18 @@ def _issue(device: LateDevice, op: Any, traits: Traits, args: Any, kwargs: Any) 
         several = list(results) if len(traits.results) > 1 else [results]
         new = [each for each, name in zip(several, traits.results, strict=True) if not name]
         for target, result in zip(targets, new, strict=True):
-            for out, value in zip(target, _tensors(result), strict=True):
+            for out, value in zip(target, tensors_of((result,)), strict=True):
                 if value.numel() == out.numel():  # the CPU keeps no statistics of batches that nobody asks for
                     out.copy_(value)
 
     task = device.put(device.current, _name(op), run)
     _touch(device, task, op, args, kwargs, call.twins)
     for out, twins in zip(made, targets, strict=True):
-        for tensor, twin in zip(_tensors(out), twins, strict=True):
+        for tensor, twin in zip(tensors_of((out,)), twins, strict=True):
             device.touch(task, tensor, twin, writes=True)
     if len(outputs) == 1:
         return outputs[0]
     return tuple(outputs) if outputs else None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [each for each in value or () if isinstance(each, torch.Tensor)]
 
 
 def _like(device: LateDevice, meta: Any) -> Any:
@@ -231,7 +226,7 @@ def _like(device: LateDevice, meta: Any) -> Any:
 
 def _check_fused(op: Any, lists: Any) -> None:
     """Refuse what a GPU would read from an address of the host: a number in a list, such as one of steps."""
-    on_host = [each for given in lists for each in _tensors_or_none(given) if given is not each and not _is_here(each)]
+    on_host = [each for given in lists for each in tensors_of((given,)) if given is not each and not _is_here(each)]
     if on_host:
         raise _on_two_devices(op, on_host[0])
 
@@ -282,7 +277,7 @@ def _at_once(device: LateDevice, op: Any, args: Any, kwargs: Any) -> Any:
     device.finish(task)
     found = op(*call.args, **call.kwargs)
     back = {id(twin): key for key, twin in call.twins.items()}
-    originals = {id(tensor): tensor for each in (*args, *kwargs.values()) for tensor in _tensors_or_none(each)}
+    originals = {id(tensor): tensor for tensor in tensors_of((args, kwargs))}
 
     def on_device(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in back:
@@ -295,13 +290,6 @@ def _at_once(device: LateDevice, op: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(found, tuple):
         return tuple(_replaced(each, on_device, "npu") for each in found)
     return _replaced(found, on_device, "npu")
-
-
-def _tensors_or_none(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        yield from (each for each in value if isinstance(each, torch.Tensor))
 
 
 def _grow_outputs(device: LateDevice, op: Any, args: Any, kwargs: Any) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._pytree import tree_iter
 
 from sim.late.device import LateDevice, apart
 from sim.late.memory import Allocation, DeviceMemory, RaceReport
 from sim.late.queue import Lane, LateQueue, LateTask
 from sim.observers.races import accesses, is_harmless
+from sim.ops import PLAIN, tensors_of
 
 _KNOWS_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _COPIES = ("copy_", "_to_copy")
@@ -168,21 +168,21 @@ class Shadow(LateDevice):
         if op._opname in _ABOUT_STORAGES or op.namespace in _COLLECTIVES:
             return
         reads, writes = accesses(op, args, kwargs)
-        made = [each for each in _tensors(found) if not any(each is other for other in (*reads, *writes))]
+        made = [each for each in tensors_of((found,)) if not any(each is other for other in (*reads, *writes))]
         if op._opname == "record_stream":
             if self._is_here(args[0]):
                 self.use_on(args[0], self.lane_of(args[1]))
             return
         if is_harmless(op):
             reads, writes = [], [] if not op._opname.startswith("new_") and not op._opname.endswith("_like") else made
-        elif not any(each.alias_info is not None and not each.alias_info.is_write for each in op._schema.returns):
+        elif not op.is_view:
             writes = [*writes, *made]
         if any(map(self._is_here, (*reads, *writes))):
             with apart(), torch.inference_mode(False):
                 self._enter(op, reads, writes, is_late=_is_late_copy(op, args, kwargs))
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self.kind and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        return tensor.device.type == self.kind and type(tensor) in PLAIN
 
     def _enter(self, op: Any, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], *, is_late: bool) -> None:
         """Enter what an operation reads and writes; where it has to know values, or copies to the host, that waits."""
@@ -208,10 +208,6 @@ class Shadow(LateDevice):
         twin: Any = torch.empty(0, dtype=tensor.dtype, device="meta")
         found: torch.Tensor = twin.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
         return found
-
-
-def _tensors(found: Any) -> list[torch.Tensor]:
-    return [each for each in tree_iter(found) if isinstance(each, torch.Tensor)]
 
 
 def _is_late_copy(op: Any, args: Any, kwargs: Any) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor._random import OffsetBasedRNGTracker, logger
-from torch.overrides import TorchFunctionMode
 
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
@@ -26,33 +25,33 @@ from sim.late.fused import FUSED
 from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
 from sim.late.shadow import EVENT, STREAM, Shadow
 from sim.late.shared import SHARED, SharedDevice
+from sim.ops import OnFunctions, Order, Proceed
 from sim.patches.devices import device_module, has_named, importable
 from sim.patches.locks import exchange
 from sim.patches.rank import Host, Undo
 
 
-class LateMode(TorchFunctionMode):
+class LateMode(OnFunctions):
     """What torch asks of the hooks of an accelerator's C++ half, which this one lacks: pinned memory, and copies.
 
     Args:
         device: Of the rank.
     """
 
+    order = Order.LATE
+
     def __init__(self, device: LateDevice) -> None:
-        super().__init__()
         self._device = device
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Answer for the device, or let torch do so."""
         if func is torch.Tensor.pin_memory:
             return args[0] if self._device.is_pinned(args[0]) else self._device.pin(args[0].clone())
         if func is torch.Tensor.is_pinned:
             return args[0].device.type == "cpu" and self._device.is_pinned(args[0])
-        if not kwargs:
-            return func(*args)
         if kwargs.get("pin_memory"):
-            return self._device.pin(func(*args, **{**kwargs, "pin_memory": False}))
-        return func(*args, **kwargs)
+            return self._device.pin(proceed(*args, **{**kwargs, "pin_memory": False}))
+        return proceed(*args, **kwargs)
 
 
 # -- once for the process ----------------------------------------------------------------------------------------------

@@ -10,14 +10,12 @@ carries the mark along, by storage; communication ends it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from sim.comm.collectives import Call
@@ -27,8 +25,8 @@ from sim.explain.errors import ReplicaMismatch
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context
 from sim.observers.spread import axis_names
+from sim.ops import PLAIN, OnOperations, Order, Proceed, Subscriber, tensors_of, written_tensors
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _FEWEST_TO_TIDY = 256
 
@@ -61,7 +59,7 @@ class RankPartials:
     def put(self, tensors: Iterable[torch.Tensor], mark: Mark) -> None:
         """Mark tensors, and all views of them."""
         for tensor in tensors:
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta:
+            if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._marks[storage._cdata] = (StorageWeakRef(storage), mark)
         if len(self._marks) > self._tidy_at:
@@ -70,7 +68,7 @@ class RankPartials:
 
     def of(self, tensor: torch.Tensor) -> Mark | None:
         """The mark of a tensor, if it has one."""
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return None
         entry = self._marks.get(tensor.untyped_storage()._cdata)
         return None if entry is None or entry[0].expired() else entry[1]
@@ -79,7 +77,7 @@ class RankPartials:
         """Note that tensors hold something else now."""
         if self._marks:
             for tensor in tensors:
-                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                if type(tensor) in PLAIN and tensor.layout is torch.strided:
                     self._marks.pop(tensor.untyped_storage()._cdata, None)
 
     def clear(self) -> None:
@@ -114,48 +112,46 @@ def _part_of(x: DTensor) -> Mark | None:
 # -- the rank's operations -----------------------------------------------------------------------------------------
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(OnOperations):
     """Carries the marks along."""
 
+    order = Order.PARTIALS
+
     def __init__(self, partials: RankPartials) -> None:
-        super().__init__()
         self._partials = partials
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(kind not in _PLAIN for kind in types):
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        if any(kind not in PLAIN for kind in types):
             # A DTensor, which takes care of its parts, so that they need not be looked at: apart from one operation.
             if func._opname == "_local_scalar_dense" and isinstance(args[0], DTensor):
                 mark = _part_of(args[0])
                 if mark is not None:
                     raise self._partials.refuse("item()", mark, "item() reads this rank's part", args[0]._local_tensor)
-            return func(*args, **kwargs)
-        if not self._partials:
-            return func(*args, **kwargs)
-        return self._on_plain(func, args, kwargs)
+            return proceed(*args, **kwargs)
+        return self._on_plain(func, args, kwargs, proceed) if self._partials else proceed(*args, **kwargs)
 
-    def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _on_plain(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         partials = self._partials
-        written = [leaf for place in _written(func) for leaf in _tensors(_argument(func, place, args, kwargs))]
+        written = written_tensors(func, args, kwargs)
         if func.namespace in _COMMUNICATION:
-            result = func(*args, **kwargs)
-            partials.forget([*_tensors(result), *written])
+            result = proceed(*args, **kwargs)
+            partials.forget([*tensors_of((result,)), *written])
             return result
-        marks = [(tensor, mark) for tensor in _tensors((args, kwargs)) if (mark := partials.of(tensor)) is not None]
+        marks = [(tensor, mark) for tensor in tensors_of((args, kwargs)) if (mark := partials.of(tensor)) is not None]
         if not marks:
-            return func(*args, **kwargs)
+            return proceed(*args, **kwargs)
         try:
             mark = follow(func, args, kwargs, partials.of)
         except Misuse as misuse:
             tensor, seen = marks[0]
             raise partials.refuse(f"{func.namespace}.{func._opname}", seen, str(misuse), tensor) from None
-        result = func(*args, **kwargs)
+        result = proceed(*args, **kwargs)
         if func._opname.startswith("_foreach_") and mark is not None:  # one operation on each entry of its lists
             touched = _entries(args, {id(tensor) for tensor, _ in marks})
             results = result if result is not None else args[0]
             self._carry([tensor for tensor, is_part in zip(results, touched, strict=True) if is_part], written, mark)
             return result
-        self._carry(_tensors(result), written, mark)
+        self._carry(tensors_of((result,)), written, mark)
         return result
 
     def _carry(self, results: Sequence[torch.Tensor], written: Sequence[torch.Tensor], mark: Mark | None) -> None:
@@ -171,20 +167,6 @@ def _entries(args: Sequence[Any], parts: set[int]) -> list[bool]:
     """Per entry of the lists that an operation is given, whether any of them is a part."""
     lists = [value for value in args if isinstance(value, (list, tuple)) and len(value) == len(args[0])]
     return [any(id(value) in parts for value in row) for row in zip(*lists, strict=True)]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _written(func: Any) -> list[int]:
-    """The places of the arguments that an operation writes to."""
-    arguments = func._schema.arguments
-    return [i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
-
-
-def _argument(func: Any, place: int, args: Any, kwargs: Any) -> Any:
-    return args[place] if place < len(args) else kwargs.get(func._schema.arguments[place].name)
 
 
 def _covers_its_storage(tensor: torch.Tensor) -> bool:
@@ -215,11 +197,9 @@ class Partials(Observer):
             partials = self._partials[rank] = RankPartials(self._network, rank)
         return partials
 
-    @contextmanager
-    def watching(self, endpoint: Endpoint) -> Iterator[None]:
-        """Follow what is partial on the calling thread, which is one of the rank's."""
-        with _Operations(self._of(endpoint.rank)):
-            yield
+    def watching(self, endpoint: Endpoint) -> Iterable[Subscriber]:
+        """Return who follows what is partial on a thread of the rank's."""
+        return (_Operations(self._of(endpoint.rank)),)
 
     def follow_when_taken(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """`DTensor.to_local` that marks parts of reductions."""
@@ -316,7 +296,7 @@ def follow(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mark_of: Mark
         return None
     if name in _COPIES:
         return _copy(name, args, kwargs, mark_of)
-    if _is_view(func) or name in _MOVES:
+    if func.is_view or name in _MOVES:
         return _of_first(name, args, kwargs, mark_of)
     if name in _COLLECTIONS:
         return _sum_of(name, list(tree_iter(args[0])), mark_of)
@@ -333,10 +313,6 @@ def follow(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mark_of: Mark
     if plain in _PRODUCTS:
         return _product(plain, name, args, mark_of)
     raise Misuse(f"{name} is not linear")
-
-
-def _is_view(func: Any) -> bool:
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def _mark(value: Any, mark_of: MarkOf) -> Mark | None:

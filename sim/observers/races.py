@@ -8,15 +8,11 @@ and compares the memory of its arguments with those parts, byte by byte where th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_iter
 
 from sim.comm.collectives import Call
 from sim.comm.group import Endpoint, Message, Network, Slot
@@ -24,8 +20,7 @@ from sim.comm.observer import Observer, memory_of
 from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+from sim.ops import PLAIN, OnFunctions, OnOperations, Order, Proceed, Subscriber, local_part, subscribers, tensors_of
 
 
 class Part(NamedTuple):
@@ -144,7 +139,7 @@ class Flights:
 
 def part_of(tensor: torch.Tensor) -> Part | None:
     """The memory of a tensor; None if it has none."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
     return extent_of(tensor)
 
@@ -196,22 +191,22 @@ _LOOK = frozenset(
 )
 
 
-class _Accesses(TorchDispatchMode):
+class _Accesses(OnOperations):
     """Looks at what every operation reads and writes."""
 
+    order = Order.RACES
+
     def __init__(self, flights: Flights) -> None:
-        super().__init__()
         self.flights = flights
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
         flights = self.flights
         if flights and not is_harmless(func) and not _is_copy_of_device(func, args, flights.apart):
             reads, writes = accesses(func, args, kwargs)
             flights.check(f"{func.namespace}.{func._opname}", flights.parts(reads), flights.parts(writes))
-        found = func(*args, **kwargs)
+        found = proceed(*args, **kwargs)
         if flights.follow is not None:
             flights.follow(func, args, kwargs, found)
         return found
@@ -234,40 +229,37 @@ def accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], lis
     for place, name, is_written in _accessed(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         tensors = writes if is_written else reads
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif value is not None:
-            tensors += [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
+        tensors += tensors_of((value,))
     return reads, writes
 
 
 @cache
 def _accessed(func: Any) -> tuple[tuple[int, str, bool], ...]:
     """Of the arguments of an operation that may have tensors: place, name, and whether it writes them."""
-    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
     found = []
     for place, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
         is_written = alias is not None and alias.is_write
         is_constant = str(argument.type).removeprefix("Optional[").removeprefix("List[").rstrip("]") in _CONSTANTS
-        if not is_constant and (is_written or not (is_view and alias is not None)):
+        if not is_constant and (is_written or not (func.is_view and alias is not None)):
             found.append((place, argument.name, is_written))
     return tuple(found)
 
 
-class _Looks(TorchFunctionMode):
+class _Looks(OnFunctions):
     """Looks at the methods that read a tensor without an operation of torch."""
 
+    order = Order.READS
+
     def __init__(self, flights: Flights) -> None:
-        super().__init__()
         self._flights = flights
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         name = getattr(func, "__name__", "")
         if self._flights and name in _LOOK:
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             self._flights.check(name, self._flights.parts(tensors), ())
-        return func(*args, **(kwargs or {}))
+        return proceed(*args, **kwargs)
 
 
 class Races(Observer):
@@ -298,12 +290,10 @@ class Races(Observer):
             flights = self._flights[rank] = Flights(self._network, rank)
         return flights
 
-    @contextmanager
-    def watching(self, endpoint: Endpoint) -> Iterator[None]:
-        """Watch the operations of the calling thread, which is one of the rank's."""
+    def watching(self, endpoint: Endpoint) -> Iterable[Subscriber]:
+        """Return who watches the operations of a thread of the rank's."""
         flights = self.of_rank(endpoint.rank)
-        with _Accesses(flights), _Looks(flights):
-            yield
+        return _Accesses(flights), _Looks(flights)
 
 
 def look(name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
@@ -315,10 +305,9 @@ def look(name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor
         name: what touches them, for the message.
         reads, writes: tensors; of DTensors the rank's parts.
     """
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _Accesses) and mode.flights:
-            own = ([getattr(each, "_local_tensor", each) for each in tensors] for tensors in (reads, writes))
-            mode.flights.look(name, *own)
+    for watching in subscribers():
+        if isinstance(watching, _Accesses) and watching.flights:
+            watching.flights.look(name, map(local_part, reads), map(local_part, writes))
 
 
 def is_awaited(tensor: torch.Tensor) -> bool:
@@ -326,6 +315,5 @@ def is_awaited(tensor: torch.Tensor) -> bool:
 
     E.g. the result of an asynchronous exchange that one module hands on to another.
     """
-    own = [getattr(tensor, "_local_tensor", tensor)]
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _Accesses) and mode.flights.are_written(own) for mode in modes)
+    own = [local_part(tensor)]
+    return any(isinstance(each, _Accesses) and each.flights.are_written(own) for each in subscribers())

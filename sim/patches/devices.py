@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import platform
 from hyper_parallel.core.common.errors import InvalidValue
@@ -32,6 +31,7 @@ from hyper_parallel.platform import Platform
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
+from sim.ops import OnFunctions, Order, Proceed
 from sim.patches.locks import exchange
 from sim.patches.rank import Host, RankContext, Undo
 
@@ -68,7 +68,7 @@ def mapped(device: Any, kind: str) -> Any:
     return device
 
 
-class MapDevice(TorchFunctionMode):
+class MapDevice(OnFunctions):
     """While it is on, torch's functions called on this thread put on the CPU what should go to `kind`.
 
     >>> with MapDevice("cuda"):
@@ -76,21 +76,20 @@ class MapDevice(TorchFunctionMode):
     device(type='cpu')
     """
 
+    order = Order.MAPPED_DEVICE
+
     def __init__(self, kind: str) -> None:
-        super().__init__()
         self._kind = kind
         tensor = torch.Tensor
         self._moves = {tensor.cuda, getattr(tensor, "npu", tensor.cuda), tensor.pin_memory}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Call `func` with devices of the kind exchanged."""
         if func in self._moves:
             return args[0]
         if func is torch.device and len(args) == 1 and isinstance(args[0], int):
             return func(self._kind, args[0])  # an index alone is one of the accelerator
-        options = dict(kwargs) if kwargs else {}
+        options = dict(kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(
             (*args, *options.values())[0], DTensor
         ):
@@ -103,7 +102,7 @@ class MapDevice(TorchFunctionMode):
             args = (args[0], *(mapped(arg, self._kind) for arg in args[1:2]), *args[2:])
         elif any(isinstance(arg, torch.device) for arg in args):
             args = tuple(mapped(arg, self._kind) if isinstance(arg, torch.device) else arg for arg in args)
-        return func(*args, **options)
+        return proceed(*args, **options)
 
 
 def _attention(

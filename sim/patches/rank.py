@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from sim.late.device import LateDevice
 from sim.late.shared import SharedDevice
 from sim.observers.partials import Partials
 from sim.observers.replicas import Replicas
+from sim.ops import Subscriber
 from sim.patches.locks import exchange
 from sim.patches.torch_modules import Hooks, enter_hooks, leave_hooks
 from sim.script.modules import OwnModules
@@ -120,7 +120,7 @@ class Host:
         op_handlers: How DTensors are dispatched by ranks that are not inside of `loss_parallel`.
         settings: Those that some rank has changed, and what they were before.
         process_threads: Threads that torch used inside of one operation before the ranks began.
-        watching: Modes of torch that every thread of a rank has to be in, besides those of its device.
+        watching: Make the subscribers that every thread of a rank has, besides those of its device.
         platform: Makes what ranks are answered that ask for their device.
     """
 
@@ -151,7 +151,7 @@ class Host:
         self.op_handlers: Any = None
         self.settings: dict[Setting, Any] = {}
         self.process_threads = 1
-        self.watching: Sequence[Callable[[Endpoint], AbstractContextManager[None]]] = ()
+        self.watching: Sequence[Callable[[Endpoint], Iterable[Subscriber]]] = ()
         self.platform: Callable[[], SimPlatform] = lambda: SimPlatform(
             device, self.map_device, network.backend, self.machine
         )

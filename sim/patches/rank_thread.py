@@ -42,7 +42,8 @@ def modes(context: RankContext) -> Iterator[None]:
             torch.set_default_device(host.device)
             stack.callback(torch.set_default_device, None)
         for watching in host.watching:
-            stack.enter_context(watching(context))
+            for subscriber in watching(context):
+                stack.enter_context(subscriber)
         context.function_modes = list(_get_current_function_mode_stack())
         yield
 

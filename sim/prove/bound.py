@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.errors import InvalidValue
+from sim.ops import PLAIN, OnOperations, Order, Proceed, tensors_of
 from sim.prove.evidence import gap, largest, top, unit_roundoff
 
 __all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
@@ -99,11 +99,7 @@ class AtenCall(NamedTuple):
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensor arguments, those in lists too."""
-        found: list[torch.Tensor] = []
-        for value in self.arguments.values():
-            values = value if isinstance(value, (list, tuple)) else (value,)
-            found += [each for each in values if isinstance(each, torch.Tensor)]
-        return found
+        return tensors_of(self.arguments.values())
 
     def tensor(self, place: int) -> torch.Tensor:
         """The tensor argument at a place."""
@@ -234,7 +230,7 @@ _SHORTEST_NOISE = 1 << 16
 # -- the same run with every op perturbed ------------------------------------------------------------------------------
 
 
-class Perturbed(TorchDispatchMode):
+class Perturbed(OnOperations):
     """Run ATen ops with inputs and results changed at random by as much as their rounding can; a context manager.
 
     >>> x = torch.full((4,), 0.5, dtype=torch.float64)
@@ -262,8 +258,9 @@ class Perturbed(TorchDispatchMode):
         ValueError: u_floor is not between 0 and 1.
     """
 
+    order = Order.NOISE
+
     def __init__(self, u_floor: float | None = None, seed: int = 0) -> None:
-        super().__init__()
         floor = 0.0 if u_floor is None else float(u_floor)
         if not 0 <= floor < 1:
             hint = "u_floor=2**-24, the unit roundoff of float32"
@@ -273,17 +270,17 @@ class Perturbed(TorchDispatchMode):
         self._generator = torch.Generator().manual_seed(seed)
         self._noise: dict[torch.dtype, torch.Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Run an op with its inputs and its results changed."""
-        named = dict(kwargs or {})
+        named = kwargs
         if _signature_of(func).is_exact:
-            return func(*args, **named)
+            return proceed(*args, **named)
         op, written = _read(func, args, named)
         rounding = rounding_of(func, op) if any(map(_is_real, op.tensors())) else None
         if rounding is None:
-            return func(*args, **named)
+            return proceed(*args, **named)
         if op.name in _WHOLE and self._are_whole(op.tensors()):
-            return self._of_whole(func, args, named, written, rounding)
+            return self._of_whole(proceed(*args, **named), written, rounding)
         if rounding.inputs:
             changed = {
                 name: value if name in written else self._inputs(value, rounding.inputs)
@@ -291,31 +288,20 @@ class Perturbed(TorchDispatchMode):
             }
             args = tuple(changed[name] for name in _signature_of(func).arguments[: len(args)])
             named = {name: changed[name] for name in named}
-        return self._finished(func(*args, **named), written, rounding)
+        return self._finished(proceed(*args, **named), written, rounding)
 
     def _finished(self, result: Any, written: Mapping[str, Any], rounding: Rounding) -> Any:
         """Change what an op has returned or written."""
-        for value in written.values():
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if _is_real(tensor) and not _is_counter(tensor):
-                    tensor.copy_(self._moved(tensor, rounding.results))
-        own = not written or any(map(_is_real, _tensors_beside(result, written)))
-        return self._results(result, rounding.results) if own else result
+        for tensor in tensors_of(written.values()):
+            if _is_real(tensor) and not _is_counter(tensor):
+                tensor.copy_(self._moved(tensor, rounding.results))
+        own = [each for each in tensors_of((result,)) if not any(each is other for other in written.values())]
+        return self._results(result, rounding.results) if not written or any(map(_is_real, own)) else result
 
-    def _of_whole(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        named: Mapping[str, Any],
-        written: Mapping[str, Any],
-        rounding: Rounding,
-    ) -> Any:
-        """Run an op on whole numbers; a count that moved would flip the comparison that follows."""
-        result = func(*args, **named)
-        listed = [each if isinstance(each, (list, tuple)) else (each,) for each in (result, *written.values())]
-        if self._are_whole([each for several in listed for each in several if isinstance(each, torch.Tensor)]):
-            return result
-        return self._finished(result, written, rounding)
+    def _of_whole(self, result: Any, written: Mapping[str, Any], rounding: Rounding) -> Any:
+        """Change what an op has made of whole numbers; a count that moved would flip the comparison that follows."""
+        whole = self._are_whole(tensors_of((result, *written.values())))
+        return result if whole else self._finished(result, written, rounding)
 
     def _are_whole(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all are whole numbers, and their sum in any order too, so that no order of an op rounds."""
@@ -371,7 +357,7 @@ class Perturbed(TorchDispatchMode):
         return row[start : start + count].view(tensor.shape)
 
 
-class DoubleGroupedProducts(TorchDispatchMode):
+class DoubleGroupedProducts(OnOperations):
     """Take grouped matrix products in float64, for which torch has no kernel, group by group; a context manager.
 
     >>> tokens, experts = torch.randn(5, 8).double(), torch.randn(2, 8, 8).double()
@@ -383,14 +369,14 @@ class DoubleGroupedProducts(TorchDispatchMode):
     Backward takes grouped products too, and has to run within. Plain tensors only.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        if func is not torch.ops.aten._grouped_mm.default:
-            return func(*args, **named)
-        given = _read(func, args, named)[0].arguments
+    order, only = Order.PRODUCTS, frozenset({torch.ops.aten._grouped_mm.default})
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Take a product."""
+        given = _read(func, args, kwargs)[0].arguments
         left, right = given["self"], given["mat2"]
-        if left.dtype != torch.float64 or type(left) not in (torch.Tensor, torch.nn.Parameter) or left.is_meta:
-            return func(*args, **named)
+        if left.dtype != torch.float64 or type(left) not in PLAIN or left.is_meta:
+            return proceed(*args, **kwargs)
         made = _grouped_product(left, right, given.get("offs"))
         return made if given.get("bias") is None else made + given["bias"]
 
@@ -504,15 +490,9 @@ def _read(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return AtenCall(signature.name, given), written
 
 
-def _tensors_beside(result: Any, written: Mapping[str, Any]) -> list[Any]:
-    """The tensors that an op returns, unless they are those that it has written."""
-    results = result if isinstance(result, (list, tuple)) else (result,)
-    return [each for each in results if not any(each is other for other in written.values())]
-
-
 def _is_real(value: Any) -> bool:
     """Whether this is a plain tensor that can be changed a little: no whole numbers, no fp8, none without values."""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+    if type(value) not in PLAIN or value.is_meta:
         return False
     return value.is_complex() or (value.is_floating_point() and value.element_size() > 1)
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
+from sim.ops import OnOperations, Order, Proceed, local_part, named_arguments
 from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
@@ -79,7 +79,7 @@ class DrawUse:
     spread: bool = False
 
 
-class NoRandomness(TorchDispatchMode):
+class NoRandomness(OnOperations):
     """Lets random operations draw as they would, and puts what they are on average in place of the result.
 
     So dropout does nothing, and uniform numbers are 1/2; one device and many ranks can be compared. Where both sides
@@ -99,8 +99,9 @@ class NoRandomness(TorchDispatchMode):
         bare: where numbers are drawn that nothing is put in place of, and by which operation.
     """
 
+    order = Order.DRAWS
+
     def __init__(self, path: Callable[[], str], shared: Mapping[DrawPlace, torch.Tensor] | None = None) -> None:
-        super().__init__()
         self.path = path
         self.draws: list[Draw] = []
         self.again: list[Draw] = []
@@ -124,12 +125,12 @@ class NoRandomness(TorchDispatchMode):
         self._steps += 1
         self._followed.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Carry out an operation, without what is random of it."""
         if func is _aten.native_dropout_backward.default and args[2]:
             args = (*args[:2], 1.0)  # all that forward has let through as it is
         if not is_random(func):
-            return self._follow(func, args, kwargs) if self._followed else func(*args, **kwargs)
+            return self._follow(func, args, kwargs, proceed) if self._followed else proceed(*args, **kwargs)
         if func.overloadpacket in _RRELU:
             return self._rrelu(func, types, args, kwargs)
         if mean_of(func) is None:
@@ -139,7 +140,7 @@ class NoRandomness(TorchDispatchMode):
             if isinstance(result, torch.Tensor):
                 numbers = self._numbers(func.overloadpacket.__name__, result)
                 if numbers is not None:
-                    _part_of(result).copy_(numbers)
+                    local_part(result).copy_(numbers)
                     return result
             return put_mean(func, result, args, kwargs)
 
@@ -153,15 +154,15 @@ class NoRandomness(TorchDispatchMode):
 
     def _rrelu(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Multiply what is below 0 by slopes, drawn as uniform numbers are, and leave what each was multiplied by."""
-        given = {each.name: each.default_value for each in func._schema.arguments}
-        given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        given = named_arguments(func, args, kwargs)
         if not given["training"]:
             return func(*args, **kwargs)
         x, noise = given["self"], given["noise"]
         bounds = (torch.empty_like(x), float(given["lower"]), float(given["upper"]))
-        slopes = self.__torch_dispatch__(_aten.uniform_.default, types, bounds, {"generator": given["generator"]})
+        draw, times = _aten.uniform_.default, _aten.mul.Tensor
+        slopes = self.handle(draw, types, bounds, {"generator": given["generator"]}, draw)
         if self._followed:
-            self._follow(_aten.mul.Tensor, (x, slopes), {})
+            self._follow(times, (x, slopes), {}, times)
         noise.copy_(torch.where(x > 0, 1.0, slopes))
         out = x if func is _aten.rrelu_with_noise_.default else given.get("out")
         return x * noise if out is None else out.copy_(x * noise)
@@ -175,7 +176,7 @@ class NoRandomness(TorchDispatchMode):
         kind = (draw.path, op, self.number_of_step)
         number = self._counts[kind] = self._counts.get(kind, -1) + 1
         place = (draw.path, op, number, self.number_of_step)
-        part = _part_of(result)
+        part = local_part(result)
         use = self.uses[place] = DrawUse(part.clone(), draw.state, place=place, spread=draw.spread)
         self._followed.append((result, use))
         numbers = self._shared.get(place)
@@ -185,12 +186,12 @@ class NoRandomness(TorchDispatchMode):
             self._by_state[alike] = numbers
         return numbers
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], proceed: Proceed) -> Any:
         """Carry out an operation, and see what it puts random numbers on."""
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         index = next((at for at, (tensor, _) in enumerate(self._followed) if any(tensor is x for x in given)), None)
         if index is None or torch._C._current_graph_task_id() != -1:
-            return func(*args, **kwargs)
+            return proceed(*args, **kwargs)
         numbers, use = self._followed[index]
         random = {id(tensor) for tensor, _ in self._followed}
         others = [each for each in given if id(each) not in random and each.dim() and each.is_floating_point()]
@@ -199,9 +200,9 @@ class NoRandomness(TorchDispatchMode):
         if other is not numbers and not is_scaled:
             del self._followed[index]
             if use.given is None and _broadcasts(numbers, other):
-                use.given, use.shape = local_of(other).clone(), tuple(_part_of(numbers).shape)
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+                use.given, use.shape = local_of(other).clone(), tuple(local_part(numbers).shape)
+            return proceed(*args, **kwargs)
+        result = proceed(*args, **kwargs)
         if func.overloadpacket not in _IN_PLACE and torch.Tag.pointwise not in func.tags:
             del self._followed[index]  # such as a transpose, after which they lie elsewhere
         elif isinstance(result, torch.Tensor) and result is not numbers:
@@ -328,10 +329,6 @@ def _split_axes(
     return near[0] if len(near) == 1 else None
 
 
-def _part_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _broadcasts(numbers: torch.Tensor, to: torch.Tensor) -> bool:
     """Whether numbers can be put on a tensor as they are, each on one element or on several."""
     sizes = itertools.zip_longest(reversed(numbers.shape), reversed(to.shape), fillvalue=1)
@@ -376,10 +373,7 @@ def put_mean(func: OpOverload, result: Any, args: tuple[Any, ...], kwargs: Mappi
     >>> put_mean(_aten.exponential_.default, torch.zeros(2), (torch.zeros(2), 4.0), {})
     tensor([0.2500, 0.2500])
     """
-    arguments = func._schema.arguments
-    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    given |= {each.name: value for each, value in zip(arguments, args, strict=False)}
-    return _MEANS[func.overloadpacket](result, {**given, **kwargs})
+    return _MEANS[func.overloadpacket](result, named_arguments(func, args, kwargs))
 
 
 def _filled(result: torch.Tensor, value: Any) -> torch.Tensor:

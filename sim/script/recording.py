@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _collective_utils, _decompositions, _dispatch
+from torch.distributed.tensor import _collective_utils, _decompositions, _dispatch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -35,10 +35,11 @@ from sim.kernel.waiting import Waitable
 from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Place, Program, Segment
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
+from sim.ops import Proceed, local_part, tensors_of
 from sim.patches.locks import exchange
 from sim.script.changes import recorded_fsdp, without_compiler_and_workers
 from sim.script.reducer import python_reducer
-from sim.script.values import MOST_ELEMENTS, Values, tensors_in
+from sim.script.values import MOST_ELEMENTS, Values
 
 _MODULE = "sim_module"  # of a node of autograd: the module whose output it made
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -125,10 +126,10 @@ class ScriptRecorder(Recorder):
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def on_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_operation(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Run an operation, write it down, and follow its value."""
         if self._deaf:
-            return func(*args, **kwargs)
+            return proceed(*args, **kwargs)
         if func is _ITEM:
             return self._item(args[0])
         if func is torch.ops.aten.record_stream.default:
@@ -137,7 +138,7 @@ class ScriptRecorder(Recorder):
         is_mean = func is _SQUARES and args[2:] != (0,)  # or a sum; 0: nothing is reduced
         elements = self._elements(args) if is_mean and not self._on_accelerator else None
         try:
-            out = super().on_operation(func, args, kwargs)
+            out = super().on_operation(func, args, kwargs, proceed)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._without_shape(func, args, kwargs)
         if elements is not None:
@@ -211,7 +212,7 @@ class ScriptRecorder(Recorder):
     def _without_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of which the sizes of the result depend on values."""
         name = func._schema.name.rpartition("::")[2]
-        given = tensors_in((args, kwargs))
+        given = tensors_of((args, kwargs))
         known = [self.values.of(tensor) for tensor in given]
         if all(value is not None for value in known) and not any(map(self.values.is_stand_in, given)):
             with _as_outside():
@@ -226,7 +227,7 @@ class ScriptRecorder(Recorder):
         else:
             out, said = _AT_MOST.get(name, _everything)(func, given, args, kwargs)
             results = tree_map_only(torch.Tensor, self._known, out)
-        made = tensors_in(results)
+        made = tensors_of((results,))
         for tensor in made:
             value = self.values.of(tensor)
             if value is not None:
@@ -310,7 +311,7 @@ class ScriptRecorder(Recorder):
         self._cut("optimizer")
         for param in self._parameters():
             if param.grad is not None:
-                self.gradients.add(self.block_of(_local(param.grad)))
+                self.gradients.add(self.block_of(local_part(param.grad)))
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -350,18 +351,18 @@ class ScriptRecorder(Recorder):
     def _own(self) -> None:
         """Note whose the blocks are that stand between steps."""
         for param in self._parameters():
-            self.categories.setdefault(self.block_of(_local(param)), "parameters")
+            self.categories.setdefault(self.block_of(local_part(param)), "parameters")
         for module in list(self._modules):
             for buffer in module._buffers.values():
                 if buffer is not None:
-                    self.categories.setdefault(self.block_of(_local(buffer)), "parameters")
+                    self.categories.setdefault(self.block_of(local_part(buffer)), "parameters")
         for optimizer in list(self._optimizers):
             for param, state in optimizer.state.items():
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor):
-                        self.categories.setdefault(self.block_of(_local(value)), "optimizer")
-                        if isinstance(param, torch.Tensor) and self._is_on_host(_local(param)):
-                            self.on_host.add(self.block_of(_local(value)))  # counters of steps among them
+                        self.categories.setdefault(self.block_of(local_part(value)), "optimizer")
+                        if isinstance(param, torch.Tensor) and self._is_on_host(local_part(param)):
+                            self.on_host.add(self.block_of(local_part(value)))  # counters of steps among them
 
     # -- the program ---------------------------------------------------------------------------------------------
 
@@ -534,11 +535,11 @@ class _ScriptCalls(AcceleratorKernels):
         self._kernels |= {torch.Tensor.numpy: recorder.array_of}
         self._kernels |= {torch.Tensor.pin_memory: _as_it_is}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Call what stands for `func` here."""
-        if func is torch.Tensor.to and self._recorder.move is not None and kwargs and "non_blocking" in kwargs:
+        if func is torch.Tensor.to and self._recorder.move is not None and "non_blocking" in kwargs:
             return self._recorder.move(args[0], kwargs["non_blocking"])
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().handle(func, types, args, kwargs, proceed)
 
 
 # -- stand-ins of sizes --------------------------------------------------------------------------------------------
@@ -661,17 +662,11 @@ def _older_objects_left_out() -> Iterator[None]:
 # -- small things --------------------------------------------------------------------------------------------------
 
 
-def _as_outside() -> Any:
+@contextmanager
+def _as_outside() -> Iterator[None]:
     """Compute with real values: without the modes of the rank's thread."""
-    return _Outside()
-
-
-class _Outside(ExitStack):
-    def __enter__(self) -> _Outside:
-        super().__enter__()
-        self.enter_context(_disable_current_modes())
-        self.enter_context(torch._C.DisableTorchFunction())
-        return self
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _notes(node: Any) -> dict[str, Any]:
@@ -706,10 +701,6 @@ def _as_it_is(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     """Return a tensor that is to be page-locked: here is no device that would care."""
     del args
     return tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _place(phase: str, module: str, *, again: bool = False) -> Place:

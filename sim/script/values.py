@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.core.common.checks import MOST_LISTED
+from sim.ops import tensors_of, written_tensors
 
 MOST_ELEMENTS = MOST_LISTED
 """Elements of the largest tensor whose value is followed: a mesh lists the ranks of a world."""
@@ -26,11 +27,6 @@ _SOURCES = frozenset(
     | {"tril_indices", "triu_indices", "lift_fresh"}
 )
 _KEPT = frozenset({"_amp_foreach_non_finite_check_and_unscale_"})  # no gradient is taken to be infinite
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in arguments or results of an operation."""
-    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
 
 
 class Values:
@@ -67,10 +63,7 @@ class Values:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Work out the values of an operation's results, where those of its arguments are known."""
-        given = _quick(args, [])
-        if kwargs:
-            _quick(kwargs.values(), given)
-        results = _quick((out,), [])
+        given, results = tensors_of((args, kwargs)), tensors_of((out,))
         known = [tensor for tensor in given if self.of(tensor) is not None]
         is_factory = not given and results and results[0].numel() <= MOST_ELEMENTS
         if not known and not is_factory and all(tensor.dim() for tensor in results):
@@ -93,7 +86,7 @@ class Values:
             name = func._schema.name.rpartition("::")[2]
             known_args, known_kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
             try:
-                found = _quick((func(*known_args, **known_kwargs),), [])
+                found = tensors_of((func(*known_args, **known_kwargs),))
             except (RuntimeError, ValueError, IndexError, NotImplementedError):  # of stand-ins: no sizes, say
                 found = [self.stand_in(tensor) for tensor in results]
                 stands_in = True
@@ -103,14 +96,13 @@ class Values:
         for tensor, value in zip(results, found, strict=False):
             if value.shape == tensor.shape:
                 self.set(tensor, value, stands_in=stands_in)
-        if stands_in and func._schema.is_mutable:
-            for tensor in _written(func, args, kwargs):
-                if self.of(tensor) is not None and isinstance(tensor, FakeTensor):
-                    setattr(tensor, _IS_STAND_IN, True)
+        for tensor in written_tensors(func, args, kwargs) if stands_in else ():
+            if self.of(tensor) is not None and isinstance(tensor, FakeTensor):
+                setattr(tensor, _IS_STAND_IN, True)
 
     def _stand_in(self, func: Any, name: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> None:
         """Let what depends on data have its stand-in."""
-        for tensor in _written(func, args, kwargs) if func._schema.is_mutable else ():
+        for tensor in written_tensors(func, args, kwargs):
             value = self.of(tensor)
             if value is None or not isinstance(tensor, FakeTensor):
                 continue
@@ -121,22 +113,3 @@ class Values:
         for tensor in results:
             if not tensor.dim() and self.of(tensor) is None:
                 self.set(tensor, self.stand_in(tensor, truth=name == "all"), stands_in=True)
-
-
-def _quick(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _quick(value, found)
-    return found
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the arguments that an operation writes to."""
-    found: list[torch.Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else (kwargs or {}).get(argument.name)
-            _quick((value,), found)
-    return found

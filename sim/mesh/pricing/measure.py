@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.checks import check_int, read_int
 from hyper_parallel.core.common.errors import InvalidValue
@@ -34,6 +33,7 @@ from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.platform import get_platform
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
 from sim.mesh.pricing.measure_steps import step_samples, timed_steps
+from sim.ops import OnOperations, Order, Proceed
 
 _HEADS = 2
 _ATTENTIONS = ((64, 64, True), (128, 64, True), (256, 64, True), (256, 64, False), (512, 64, True), (256, 128, True))
@@ -222,14 +222,14 @@ def _attentions(clock: _Clock) -> list[Sample]:
     return samples
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(OnOperations):
     """Counts the operations that are kernels, as far as a model of tiny tensors has them."""
 
-    count = 0
+    order, count = Order.COUNT, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         self.count += not getattr(func, "is_view", False)
-        return func(*args, **(kwargs or {}))
+        return proceed(*args, **kwargs)
 
 
 def _small_operations(clock: _Clock) -> list[Sample]:

@@ -28,6 +28,7 @@ from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Place
 from sim.mesh.tracing.compiled import compile_block, compile_pieces
 from sim.mesh.tracing.record import Recorder
+from sim.ops import tensors_of
 
 
 @dataclass
@@ -119,7 +120,7 @@ def follow_block(recorder: Recorder, layer: int, block: nn.Module, *, is_first: 
         if place.phase == "forward":
             recorder.begin(layer)
             recorder.place = place._replace(layer=layer, module="", watched=recorder.is_watched)
-            given = next((t for t in _tensors_in(args) if t.requires_grad), None)
+            given = next((t for t in tensors_of(args) if t.requires_grad), None)
             if is_first and given is not None:
                 given.register_hook(backward_is_through)
         elif place.phase == "backward":
@@ -131,7 +132,7 @@ def follow_block(recorder: Recorder, layer: int, block: nn.Module, *, is_first: 
         recorder.place = place
         if place.phase == "backward":
             return
-        first = next((t for t in _tensors_in(output) if t.requires_grad), None)
+        first = next((t for t in tensors_of((output,)) if t.requires_grad), None)
         if first is not None:
             first.register_hook(backward_begins)
 
@@ -160,16 +161,6 @@ def follow_block(recorder: Recorder, layer: int, block: nn.Module, *, is_first: 
 
         child.register_forward_pre_hook(enters, prepend=True)
         child.register_forward_hook(leaves)
-
-
-def _tensors_in(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, (tuple, list)):
-        return [tensor for each in output for tensor in _tensors_in(each)]
-    if isinstance(output, dict):
-        return [tensor for each in output.values() for tensor in _tensors_in(each)]
-    return []
 
 
 def checkpoint_blocks(

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from sim.mesh.program import Alloc, Free, Op
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.stitch import Chunk, Key, Standing
+from sim.ops import local_part
 
 if TYPE_CHECKING:
     from sim.mesh.job import Job
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 ON_HOST = "offloaded activations"
 """Category of blocks that are in the host's memory."""
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def standing_blocks(
@@ -43,7 +39,7 @@ def standing_blocks(
     found: dict[int, Standing] = {}
 
     def note(tensor: torch.Tensor, category: str, layer: int | None) -> None:
-        block = recorder.block_of(_local(tensor))
+        block = recorder.block_of(local_part(tensor))
         if block and block not in found and recorder.sizes[block]:
             found[block] = Standing(block, recorder.sizes[block], category, layer)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.platform.attention import (
     AttentionKernel,
@@ -19,7 +18,9 @@ from hyper_parallel.platform.attention import (
     host_attention,
     npu_attention,
 )
+from sim.kernel.context import current_context
 from sim.late import fused
+from sim.ops import OnFunctions, Order, Proceed
 
 # Kernels that accelerators have and torch's CPU lacks, for tensors without values -------------------------------------
 #
@@ -35,8 +36,11 @@ from sim.late import fused
 # transformers/sdp_utils_cpp.cpp `check_dropout`; and the same for torch 2.11 to 2.15.)
 
 
-class AcceleratorKernels(TorchFunctionMode):
-    """A mode in which tensors without values are computed with as on an accelerator.
+_BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+class AcceleratorKernels(OnFunctions):
+    """Computes with tensors without values as on an accelerator; on a rank also what backward computes again.
 
         with AcceleratorKernels():
             loss = model(tokens).sum()
@@ -48,8 +52,9 @@ class AcceleratorKernels(TorchFunctionMode):
         norms: False: `rms_norm` stays the operations of a CPU.
     """
 
+    order = Order.KERNELS
+
     def __init__(self, *, norms: bool = True) -> None:
-        super().__init__()
         self._kernels: dict[Any, Callable[..., Any]] = {
             F.dropout: _dropout,
             torch.dropout: _dropout,
@@ -58,117 +63,20 @@ class AcceleratorKernels(TorchFunctionMode):
         if norms:
             self._kernels |= {F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Call the accelerator's kernel, if there is one for this call."""
-        runs = _BACKWARDS.get(func)
-        outputs = None if runs is None else runs(*args, **(kwargs or {}))
-        if outputs is not None:
-            with self:
-                return _run(outputs)
+        if func in _BACKWARDS and (context := current_context()) is not None:
+            # Torch leaves function modes before a backward, which has to compute the same again for a checkpoint.
+            before = context.function_modes
+            context.function_modes = [*before, *([self] if self not in before else [])]
+            try:
+                return proceed(*args, **kwargs)
+            finally:
+                context.function_modes = before
         kernel = self._kernels.get(func)
         if kernel is not None and args and type(args[0]) is FakeTensor:
-            return kernel(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-# -- backward in the mode ----------------------------------------------------------------------------------------------
-#
-# Torch leaves function modes before it runs a backward. What a checkpoint computes once more is to be the same, so that
-# its engine is called here.
-
-
-class _Backward(NamedTuple):
-    """What torch's engine is asked for.
-
-    Attributes:
-        outputs: tensors, or edges of the graph, from which it starts.
-        grads: of these.
-        keep: whether the graph stays for another one.
-        create: whether a graph is made of it.
-        inputs: whose gradients are wanted; none: those of all leaves.
-        allow_unused: whether an input may have none; None: gradients are added to those of the leaves.
-    """
-
-    outputs: tuple[Any, ...]
-    grads: tuple[Any, ...]
-    keep: bool
-    create: bool
-    inputs: tuple[Any, ...]
-    allow_unused: bool | None = None
-
-
-def _of_tensor(
-    tensor: torch.Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> _Backward:
-    return _of_tensors((tensor,), None if gradient is None else (gradient,), retain_graph, create_graph, inputs=inputs)
-
-
-def _of_tensors(
-    tensors: Any,
-    grads: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-    grad_tensors: Any = None,
-) -> _Backward:
-    outputs = _as_tuple(tensors)
-    given = next((each for each in (grads, grad_tensors, grad_variables) if each is not None), None)
-    keep = create_graph if retain_graph is None else retain_graph
-    return _Backward(outputs, _grads_of(outputs, given), keep, create_graph, _as_tuple(inputs))
-
-
-def _of_grad(
-    outputs: Any,
-    inputs: Any,
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    only_inputs: bool = True,
-    allow_unused: bool | None = None,
-    is_grads_batched: bool = False,
-    materialize_grads: bool = False,
-) -> _Backward | None:
-    del only_inputs
-    if is_grads_batched or materialize_grads:
-        return None
-    starts = _as_tuple(outputs)
-    keep = create_graph if retain_graph is None else retain_graph
-    return _Backward(starts, _grads_of(starts, grad_outputs), keep, create_graph, _as_tuple(inputs), bool(allow_unused))
-
-
-_BACKWARDS: MappingProxyType[Any, Callable[..., _Backward | None]] = MappingProxyType(
-    {torch.Tensor.backward: _of_tensor, torch.autograd.backward: _of_tensors, torch.autograd.grad: _of_grad}
-)
-
-
-def _as_tuple(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, torch.Tensor) else tuple(given)
-
-
-def _grads_of(outputs: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
-    known = (given,) if isinstance(given, torch.Tensor) else given or (None,) * len(outputs)
-    return tuple(
-        torch.ones_like(output) if grad is None and getattr(output, "requires_grad", False) else grad
-        for output, grad in zip(outputs, known, strict=True)
-    )
-
-
-def _run(asked: _Backward) -> Any:
-    if asked.allow_unused is None:
-        options: dict[str, Any] = {"allow_unreachable": True, "accumulate_grad": True}
-    else:
-        options = {"allow_unreachable": asked.allow_unused, "accumulate_grad": False}
-    found = torch.autograd.graph._engine_run_backward(
-        asked.outputs, asked.grads, asked.keep, asked.create, asked.inputs, **options
-    )
-    return None if asked.allow_unused is None else found
+            return kernel(*args, **kwargs)
+        return proceed(*args, **kwargs)
 
 
 def _rms_norm(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from sim.ops import named_arguments
+
 # Fused regions: the kernel that a running operation belongs to, where several are one ---------------------------------
 
 
@@ -344,11 +346,8 @@ def attention_shape(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     grad_first = name in _ATTENTION_BACKWARDS and not name.startswith("npu")
     q, k = (args[1], args[2]) if grad_first else (args[0], args[1])
     # Of an NPU's every mode but the first has a causal mask, as here nobody gives another one.
-    is_causal = kwargs.get("sparse_mode", 0) != 0 if name.startswith("npu") else kwargs.get("is_causal")
-    if is_causal is None:
-        names = [argument.name for argument in func._schema.arguments]
-        place = names.index("is_causal") if "is_causal" in names else -1
-        is_causal = bool(args[place]) if 0 <= place < len(args) else False
+    given = named_arguments(func, args, kwargs)
+    is_causal = kwargs.get("sparse_mode", 0) != 0 if name.startswith("npu") else given.get("is_causal")
     if "flash_attention_forward" in name or ("flash_attention_backward" in name and "product" not in name):
         batch, queries, heads, size = q.shape if q.dim() == 4 else (1, *q.shape)
         keys, kv_heads = (k.shape[1], k.shape[2]) if k.dim() == 4 else k.shape[:2]

@@ -17,7 +17,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.redistribute.plan import Plan
@@ -52,6 +51,7 @@ from sim.mesh.tracing.kinds import (
     region,
 )
 from sim.mesh.tracing.lone import Listener
+from sim.ops import OnOperations, Order, Proceed, mode_before_all, tensors_of, written_tensors
 
 _SCALAR = 8  # bytes: what a kernel may read of the host's memory
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -74,15 +74,15 @@ class _Kernel:
         self.several = name.startswith(("_foreach_", "_fused_"))
 
 
-class _Fakes(TorchDispatchMode):
-    """Not a recorder of its own: the mode that hands every operation to its recorder."""
+class _Fakes(OnOperations):
+    """Not a recorder of its own: hands every operation to its recorder, before fake tensors take it for theirs."""
+
+    order = Order.RECORD
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self._recorder.answer is not None:
             self._recorder.on_read()
             return self._recorder.answer
@@ -91,7 +91,7 @@ class _Fakes(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and kind is not torch.Tensor and kind is not torch.nn.Parameter:
                 return NotImplemented  # a DTensor asks again with its local tensors
-        return self._recorder.on_operation(func, args, kwargs)
+        return self._recorder.on_operation(func, args, kwargs, proceed)
 
 
 class RecordedEvent:
@@ -220,8 +220,7 @@ class Recorder(Listener):
     @property
     def is_watched(self) -> bool:
         """Whether another dispatch mode sees operations before this recorder does; inside of one it is not known."""
-        mode = _get_current_dispatch_mode()
-        return mode is not None and not isinstance(mode, _Fakes)
+        return mode_before_all()
 
     def _number_of(self, place: Place) -> int:
         number = self._place_numbers.get(place)
@@ -339,29 +338,30 @@ class Recorder(Listener):
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def on_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_operation(self, func: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Run an operation and write it down."""
         kernel = self._kernels.get(func)
         if kernel is None:
             kernel = self._kernels[func] = _Kernel(func)
         if self._deaf:
-            return func(*args, **kwargs)
+            return proceed(*args, **kwargs)
         if kernel.space == "_c10d_functional":
-            return self._functional(func, kernel, args, kwargs)
-        out = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
+            return self._functional(kernel, args, kwargs, proceed)
+        out = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else proceed(*args, **kwargs)
         kind = kernel.kind
         if kind == "host":
             self._know_all(out)
-            if self.on_host and any(self._is_on_host(t) for t in _tensors(args)):
-                self.on_host.update([self._block(t.untyped_storage()) for t in _tensors((out,))])
+            if self.on_host and any(self._is_on_host(t) for t in tensors_of(args)):
+                self.on_host.update([self._block(t.untyped_storage()) for t in tensors_of((out,))])
             return out
-        given = _tensors(args) + _tensors(kwargs.values()) if kwargs else _tensors(args)
-        results = _tensors((out,))
+        given = tensors_of(args) + tensors_of(kwargs.values()) if kwargs else tensors_of(args)
+        results = tensors_of((out,))
         sources = [self._touch(t) for t in given]
         targets = [self._touch(t) for t in results]
         if self._asleep:
             return out
-        written = _written(func, args, kwargs, results)
+        # Fused optimizers say that they write gradients, which they do only to unscale them.
+        written = written_tensors(func, args, kwargs, but="grads")
         if not written and not targets:
             return out
         known = {touch.block for touch in sources}
@@ -402,7 +402,7 @@ class Recorder(Listener):
         return self._number_of(place._replace(compiled=kernel, recomputes=again, watched=False))
 
     def _know_all(self, out: Any) -> None:
-        for tensor in _tensors((out,)):
+        for tensor in tensors_of((out,)):
             if tensor.device.type != "meta":  # no memory of anybody's
                 self._block(tensor.untyped_storage())
 
@@ -597,7 +597,7 @@ class Recorder(Listener):
             self._waited.add((handle, self.stream))
             self.emit(Wait(handle, self.stream))
 
-    def _functional(self, func: Any, kernel: _Kernel, args: Any, kwargs: Any) -> Any:
+    def _functional(self, kernel: _Kernel, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Carry out one of torch's functional collectives: the fake tensors alone would leave it out."""
         name = kernel.name.rpartition(".")[2]
         if name == "wait_tensor":
@@ -607,7 +607,7 @@ class Recorder(Listener):
             return args[0]
         if name == "_wrap_tensor_autograd":
             return AsyncCollectiveTensor(args[0])  # is waited for where it is used; fake tensors would leave that out
-        out = func(*args, **kwargs)
+        out = proceed(*args, **kwargs)
         group: Any = c10d._resolve_process_group(args[-1])
         given = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
         results = list(out) if isinstance(out, (list, tuple)) else [out]
@@ -697,30 +697,6 @@ def _grouped_mm(
     if offs is not None and mat_a.dim() == mat_b.dim() == 2:  # each group has some of the inner dimension
         sizes = (offs.shape[0], *sizes)
     return mat_a.new_empty(sizes, dtype=out_dtype or mat_a.dtype)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(_tensors(value))
-    return found
-
-
-def _written(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the arguments that an operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    del results
-    found: list[torch.Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        # Fused optimizers say that they write gradients, which they do only to unscale them.
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found.extend(_tensors((value,)))
-    return found
 
 
 def _name(dtype: torch.dtype) -> str:

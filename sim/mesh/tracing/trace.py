@@ -48,6 +48,7 @@ from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.stitch import Recording, UsedPlan, Weight, expand, fullest_seat, kept_layers, sends_end, stitch
+from sim.ops import local_part
 
 Key = tuple[str, int, str]
 _LARGE = float(2**60)
@@ -310,7 +311,7 @@ class StageRun:
         for param in self.built.module.parameters():
             if param.grad is not None:
                 grad = param.grad
-                recorder.gradients.add(recorder.block_of(getattr(grad, "_local_tensor", grad)))
+                recorder.gradients.add(recorder.block_of(local_part(grad)))
 
     def _splits(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups over which weights are split, in their order; a weight of two stages counts once."""

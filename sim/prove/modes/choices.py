@@ -7,24 +7,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.dtensor.layout import Layout
+from sim.ops import OnOperations, Order, Proceed, named_arguments
 from sim.prove.evidence import gap, top
 from sim.prove.infer import explanations, submesh
 from sim.prove.record import local_of
 
 _aten = torch.ops.aten
 
-_CHOOSING = (
-    _aten.topk.default,
-    _aten.sort.default,
-    _aten.sort.stable,
-    _aten.max.dim,
-    _aten.min.dim,
-    _aten.argmax.default,
+_CHOOSING = frozenset({
+    _aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.max.dim, _aten.min.dim, _aten.argmax.default,
     _aten.argmin.default,
-)
+})  # fmt: skip
 
 ChoiceKey: TypeAlias = tuple[str, str, int]
 """Which choice it is: the module's path, the operation, and how many there were before."""
@@ -51,7 +46,7 @@ class Choice(NamedTuple):
         return values if self.is_ordered else values.sort(self.dim).values
 
 
-class Choices(TorchDispatchMode):
+class Choices(OnOperations):
     """Record which candidates `topk`, `sort`, `max` and `argmax` take, or make them take others; a context manager.
 
     >>> with Choices(lambda: "gate") as first:
@@ -66,20 +61,22 @@ class Choices(TorchDispatchMode):
         taken: indices to take, as they were recorded.
     """
 
+    order, only = Order.CHOICES, _CHOOSING
+
     def __init__(self, where: Callable[[], str | None], taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> None:
-        super().__init__()
         self._where, self._taken = where, taken or {}
         self._counts: dict[tuple[str, str], int] = {}
         self.made: dict[ChoiceKey, Choice] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in _CHOOSING or torch._C._current_graph_task_id() != -1:  # backward
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Carry out a choice."""
+        result = proceed(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:  # backward
             return result
         path, given = self._where(), args[0]
         if path is None or not given.is_floating_point() or not given.ndim:
             return result
-        return self._chosen(path, func, local_of(given), {**_options(func, args), **(kwargs or {})}, result)
+        return self._chosen(path, func, local_of(given), named_arguments(func, args, kwargs), result)
 
     def _chosen(self, path: str, func: OpOverload, given: torch.Tensor, options: Mapping[str, Any], result: Any) -> Any:
         name, dim, indices = func._schema.name.partition("::")[2], options.get("dim"), result
@@ -100,12 +97,6 @@ class Choices(TorchDispatchMode):
             result = chosen if isinstance(result, torch.Tensor) else (values, chosen)
         self.made[key] = Choice(given.clone(), taken.clone(), dim, bool(options.get("sorted", True)))
         return result
-
-
-def _options(func: OpOverload, args: Sequence[Any]) -> dict[str, Any]:
-    arguments = func._schema.arguments
-    found = {each.name: each.default_value for each in arguments}
-    return {**found, **{each.name: value for each, value in zip(arguments, args, strict=False)}}
 
 
 def free_choices(

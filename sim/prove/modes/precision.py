@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sim.ops import OnOperations, Order, Proceed
 from sim.prove.bound import AtenCall, rounding_of
 from sim.prove.record import tensors_in
 
@@ -29,7 +29,7 @@ _AS_THEY_ARE = (_aten.view.dtype, _aten.set_.source_Storage, _aten.set_.source_S
 """Ops that read memory as it lies."""
 
 
-class WidePrecision(TorchDispatchMode):
+class WidePrecision(OnOperations):
     """Compute in one dtype what asks for a narrower one; a context manager.
 
     >>> x = torch.full((2,), 1 / 3, dtype=torch.float64)
@@ -49,8 +49,9 @@ class WidePrecision(TorchDispatchMode):
         where: returns the path of the module that is running, None outside of modules.
     """
 
+    order = Order.PRECISION
+
     def __init__(self, dtype: torch.dtype, where: Callable[[], str | None] = lambda: None) -> None:
-        super().__init__()
         self._where = where
         self._cast = WeakTensorKeyDictionary()  # by hand, and nothing was computed from it yet
         self.by_hand: dict[str, torch.dtype] = {}
@@ -59,10 +60,11 @@ class WidePrecision(TorchDispatchMode):
         self._wide |= {pair: dtype.to_complex() for pair, real in _PAIRS.items() if real in self._wide}
         self.narrowed: set[torch.dtype] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        """Carry out an operation in the wide dtype."""
+        named = kwargs
         if not self._wide or func in _AS_THEY_ARE or func.namespace not in ("aten", "prims"):
-            return func(*args, **named)
+            return proceed(*args, **named)
         asked = [value for value in (*args, *named.values()) if isinstance(value, torch.dtype) and value in self._wide]
         if asked:
             args = tuple(self._dtype(value) for value in args)
@@ -70,20 +72,20 @@ class WidePrecision(TorchDispatchMode):
             self.narrowed.update(asked)
         path = self._where()
         if path is None or torch._C._current_graph_task_id() != -1:  # backward
-            return self._run(func, args, named)
+            return self._run(func, args, named, proceed)
         marks = self._marks((args, named))
-        result = self._run(func, args, named)
+        result = self._run(func, args, named, proceed)
         self._follow(path, func, asked, (args, named), marks, result)
         return result
 
-    def _run(self, func: OpOverload, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def _run(self, func: OpOverload, args: tuple[Any, ...], named: Mapping[str, Any], proceed: Proceed) -> Any:
         scaler = _OF_SCALERS.get(func)
         if scaler is not None:
             return scaler(*args, **named)
         if func.is_view or func._schema.is_mutable:
-            return func(*args, **named)
+            return proceed(*args, **named)
         named = {name: self._widened(value) for name, value in named.items()}
-        return self._widened(func(*(self._widened(value) for value in args), **named))
+        return self._widened(proceed(*(self._widened(value) for value in args), **named))
 
     def _marks(self, given: Any) -> list[torch.dtype]:
         """Return what tensors were cast to by hand, unless they have other values since, such as a collective's."""

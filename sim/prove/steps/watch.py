@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
-from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.core.common.torch_compat import own_statistics
 from sim.kernel.context import current_rank
 from sim.observers.races import is_awaited
+from sim.ops import OnFunctions, Order, Proceed
 from sim.prove.bound import Perturbed
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
@@ -560,14 +560,14 @@ class _CalmInSteps(NoRandomness):
         """How many steps came before."""
         return self._watch.number_of_step
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Carry out an operation."""
         backward = torch._C._current_graph_task_id() != -1
         if self._watch.is_for_shapes:
-            return func(*args, **(kwargs or {}))
+            return proceed(*args, **kwargs)
         if not self._watch.is_inside and not backward and not self._watch.calms_all:
-            return self.noted(func, types, args, kwargs or {})  # a checkpoint around all of it draws here, too
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.noted(func, types, args, kwargs)  # a checkpoint around all of it draws here, too
+        return super().handle(func, types, args, kwargs, proceed)
 
 
 class PerturbedSteps(Perturbed):
@@ -583,24 +583,25 @@ class PerturbedSteps(Perturbed):
         super().__init__(seed=seed)
         self._watch = watch
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Run an operation; those of DTensors come once more, as operations on their local tensors."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if not self._watch.record.steps or self._watch.is_updating:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            return proceed(*args, **kwargs)
+        return super().handle(func, types, args, kwargs, proceed)
 
 
-class _Losses(TorchFunctionMode):
+class _Losses(OnFunctions):
     """Sees which scalars are differentiated."""
 
+    order = Order.LOSSES
+
     def __init__(self, watch: LoopWatch) -> None:
-        super().__init__()
         self._watch = watch
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Call `func`."""
         if func is torch.Tensor.backward and args[0].numel() == 1:
             self._watch.on_backward(args[0])
-        return func(*args, **(kwargs or {}))
+        return proceed(*args, **kwargs)
