@@ -460,13 +460,21 @@ class Ring(nn.Module):
         return x
 
 
-def context_parallel(model, mesh, *, turned=True, masked=True):
+def context_parallel(model, mesh, *, turned=True, masked=True, gather=Gather):
     rank, _, group = axis(mesh, "cp")
     model.rotary.first = 4 * rank if turned else 0
     model.first = 4 * rank if masked else 0
-    model.gathered = lambda x: Gather.apply(x, 1, group)
+    model.gathered = lambda x: gather.apply(x, 1, group)
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: summed(grad, group))
+
+
+class Twice(Gather):
+    """Counts a gradient once per rank."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Gather.backward(ctx, grad * ctx.group.size())
 
 
 SEQUENCE = {
@@ -489,6 +497,20 @@ case(
     "rank 1 (cp=1) is wrong, and the other one holds what it should",
     **SEQUENCE,
 )(lambda model, mesh, broken: context_parallel(model, mesh, masked=not broken))
+
+case(
+    "gathered keys and values whose gradients stay on their rank",
+    ("gradient", "rotary", "output"),
+    "no layout explains",
+    **SEQUENCE,
+)(lambda model, mesh, broken: context_parallel(model, mesh, gather=Collect if broken else Gather))
+
+case(
+    "gathered keys and values whose gradients are counted once per rank",
+    ("gradient", "rotary", "output"),
+    "2 times what it should be: counted once per rank of 'cp'",
+    **SEQUENCE,
+)(lambda model, mesh, broken: context_parallel(model, mesh, gather=Twice if broken else Gather))
 
 
 # -- others ------------------------------------------------------------------------------------------------------------

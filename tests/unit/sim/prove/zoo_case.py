@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
-from zoo_kit import Net, tokens
+from zoo_kit import Net, rows, tokens
 
 import sim
 
@@ -71,3 +72,59 @@ def register(cases: list[Case]) -> Callable[..., Any]:
         return add
 
     return case
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step that is right on ranks, and its faults.
+
+    Args:
+        step: called with the model, the batch and a fault, "" for none; one device takes it, too.
+        model: makes the model of one device.
+        batch: of one device; ranks are given their rows.
+        faults: for each, kind and place of the first row that is wrong, and what must stand in its sentence.
+        parallelize: called with the model, the mesh and the fault.
+    """
+
+    step: Callable[..., Any]
+    model: Callable[[], nn.Module]
+    batch: Any
+    faults: dict[str, tuple[str, str, str]]
+    parallelize: Callable[..., Any] = lambda model, mesh, fault: None
+    steps: int = 2
+
+    def verify(self, fault: str = "") -> sim.Report:
+        """Prove some steps, with a fault or without."""
+        return sim.verify_step(
+            partial(self.step, fault=""),
+            self.model,
+            self.batch,
+            "dp=2",
+            rank_step=partial(self.step, fault=fault),
+            parallelize=lambda model, mesh: self.parallelize(model, mesh, fault),
+            shard_batch=rows,
+            optimizer_fn=None,
+            steps=self.steps,
+        )
+
+
+def add_program(programs: dict[str, Program], name: str, model: Any, batch: Any, **options: Any) -> Callable[..., Any]:
+    """Return a decorator that adds a step and its faults to programs; options that a program lacks are the step's."""
+
+    def add(step: Callable[..., Any]) -> Callable[..., Any]:
+        own = {key: options.pop(key) for key in list(options) if key not in Program.__dataclass_fields__}
+        faults = {name: row for name, row, of in getattr(step, "faults", ()) if of is None or of in own.values()}
+        programs[name] = Program(partial(step, **own), model, batch, **{"faults": faults, **options})
+        return step
+
+    return add
+
+
+def fault(name: str, kind: str, place: str, words: str = "", of: Any = None) -> Callable[..., Any]:
+    """Return a decorator that notes a fault of a step; `of`: only where the step has that option."""
+
+    def note(step: Callable[..., Any]) -> Callable[..., Any]:
+        step.faults = [(name, (kind, place, words), of), *getattr(step, "faults", ())]
+        return step
+
+    return note

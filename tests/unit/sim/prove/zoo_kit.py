@@ -295,3 +295,8 @@ def megatron(model, mesh):
     """Split all blocks of a Net."""
     for block in model.blocks:
         split_block(block, *axis(mesh))
+
+
+def rank_of():
+    """This rank, 0 on one device."""
+    return dist.get_rank() if dist.is_initialized() else 0
