@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from zoo_case import Case, register
+from zoo_case import Case, found, register
 from zoo_kit import (
     WIDTH,
     Collect,
@@ -40,42 +40,30 @@ def same(x):
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
-@fault(
-    "no reduction after a row-split weight",
-    ("forward", "blocks.0.mlp.down", "output"),
-    "parts of a sum over tp",
-    "nothing reduced it",
-    hint="all_reduce",
-)
+@fault("no reduction after a row-split weight")
+@found("forward", "blocks.0.mlp.down", "output", "parts of a sum over tp", "nothing reduced it", hint="all_reduce")
 def _(model, mesh):
     model.blocks[0].mlp.leave = same
 
 
-@fault(
-    "an operation of one's own that forgets its all_reduce in backward",
-    ("gradient", "blocks.1.mlp.up", "input"),
-    "parts of a sum over tp",
-    "nothing reduced it",
-    hint="all_reduce",
-)
+@fault("an operation of one's own that forgets its all_reduce in backward")
+@found("gradient", "blocks.1.mlp.up", "input", "parts of a sum over tp", "nothing reduced it", hint="all_reduce")
 def _(model, mesh):
     model.blocks[1].mlp.enter = same
 
 
-@fault(
-    "a bias that every rank adds before the reduction",
-    ("forward", "blocks.1.mlp.down", "output"),
-    "a bias that each of the 2 ranks adds",
-    "after the reduction",
-)
+@fault("a bias that every rank adds before the reduction")
+@found("forward", "blocks.1.mlp.down", "output", "a bias that each of the 2 ranks adds", "after the reduction")
 def _(model, mesh):
     down = model.blocks[1].mlp.down
     down.forward = lambda x: F.linear(x, down.weight, Enter.apply(down.bias, axis(mesh)[2]))
 
 
-@case(
-    "a residual that every rank adds before the reduction",
-    ("forward", "blocks.0", "output"),
+@case("a residual that every rank adds before the reduction")
+@found(
+    "forward",
+    "blocks.0",
+    "output",
     "the reference plus the input of blocks.0.norm2 once more",
     "each of the 2 ranks along 'tp' adds it; add it once, after the reduction",
 )
@@ -92,15 +80,8 @@ def _(model, mesh, broken):
     block.forward = forward
 
 
-@case(
-    "an all_reduce over the wrong group",
-    ("forward", "blocks.0.mlp.down", "output"),
-    "parts of a sum over tp",
-    "nothing reduced it",
-    hint="over tp",
-    mesh="dp=2,tp=2",
-    options={"input_layouts": [("dp", "None")]},
-)
+@case("an all_reduce over the wrong group", mesh="dp=2,tp=2", options={"input_layouts": [("dp", "None")]})
+@found("forward", "blocks.0.mlp.down", "output", "parts of a sum over tp", "nothing reduced it", hint="over tp")
 def _(model, mesh, broken):
     megatron(model, mesh)
     group, rows = mesh["dp" if broken else "tp"].get_group(), mesh["dp"].get_group()
@@ -109,40 +90,33 @@ def _(model, mesh, broken):
         parameter.register_hook(lambda grad: summed(grad, rows))
 
 
-@fault(
-    "a sum that is taken twice",
-    ("forward", "blocks.1.attn", "output"),
-    "2 times what it should be",
-    "counted once per rank of 'tp'",
-)
+@fault("a sum that is taken twice")
+@found("forward", "blocks.1.attn", "output", "2 times what it should be", "counted once per rank of 'tp'")
 def _(model, mesh):
     attn, leave = model.blocks[1].attn, model.blocks[1].attn.leave
     attn.leave = lambda y: leave(leave(y))
 
 
-@fault(
-    "a sum that is divided by the number of ranks",
-    ("forward", "blocks.1.attn", "output"),
-    "1/2 of what it should be",
-    "averaged once too often over 'tp'",
-)
+@fault("a sum that is divided by the number of ranks")
+@found("forward", "blocks.1.attn", "output", "1/2 of what it should be", "averaged once too often over 'tp'")
 def _(model, mesh):
     attn, leave = model.blocks[1].attn, model.blocks[1].attn.leave
     attn.leave = lambda y: leave(y) / 2
 
 
-@fault("gradients that are scaled by 1/tp twice", ("gradient", "blocks.0.attn.o", "weight"), "1/2 of what it should be")
+@fault("gradients that are scaled by 1/tp twice")
+@found("gradient", "blocks.0.attn.o", "weight", "1/2 of what it should be")
 def _(model, mesh):
     model.blocks[0].attn.o.weight.register_hook(lambda grad: grad / 2)
 
 
-@case(
-    "grouped keys and values that go to the wrong heads",
-    ("parameter", "blocks.0.attn.k", "weight"),
+@case("grouped keys and values that go to the wrong heads", mesh="tp=4", model=lambda: Net(bias=False))
+@found(
+    "parameter",
+    "blocks.0.attn.k",
+    "weight",
     "dim 0 is held in 2 pieces",
     "ranks 0, 2 hold piece 0; ranks 1, 3 hold piece 1",
-    mesh="tp=4",
-    model=lambda: Net(bias=False),
 )
 def _(model, mesh, broken):
     rank, size, group = axis(mesh)
@@ -157,9 +131,11 @@ def _(model, mesh, broken):
             each.weight.register_hook(lambda grad, pair=pairs[rank // 2]: summed(grad, pair))
 
 
-@fault(
-    "initial weights from one seed on every shard",
-    ("parameter", "blocks.0.mlp.up", "weight"),
+@fault("initial weights from one seed on every shard")
+@found(
+    "parameter",
+    "blocks.0.mlp.up",
+    "weight",
     "hold the same values where each should hold its own part",
     "the same random seed on every shard?",
 )
@@ -168,12 +144,13 @@ def _(model, mesh):
     nn.init.normal_(model.blocks[0].mlp.up.weight)
 
 
-@case(
-    "a dropout mask that is the same on shards that must differ",
-    ("random", "blocks.0.mlp.drop", "bernoulli"),
+@case("a dropout mask that is the same on shards that must differ", model=lambda: Net(dropout=0.5))
+@found(
+    "random",
+    "blocks.0.mlp.drop",
+    "bernoulli",
     "draws the same numbers on ranks 0-1, which hold different parts over tp",
     hint="a seed that differs along tp",
-    model=lambda: Net(dropout=0.5),
 )
 def _(model, mesh, broken):
     megatron(model, mesh)
@@ -194,13 +171,8 @@ def seeded(module, seed):
     module.forward = forward
 
 
-@case(
-    "shards that were loaded in another order",
-    ("parameter", "blocks.1.mlp.up", "weight"),
-    "the parts of the ranks along 'tp' are in another order: (3, 2, 1, 0)",
-    mesh="tp=4",
-    model=lambda: Net(kv_heads=4),
-)
+@case("shards that were loaded in another order", mesh="tp=4", model=lambda: Net(kv_heads=4))
+@found("parameter", "blocks.1.mlp.up", "weight", "the parts of the ranks along 'tp' are in another order: (3, 2, 1, 0)")
 def _(model, mesh, broken):
     whole = model.blocks[1].mlp.up.weight.detach().clone()
     megatron(model, mesh)
@@ -221,14 +193,8 @@ class Gated(nn.Module):
         return self.down(F.silu(gate) * value)
 
 
-@case(
-    "a fused gate and value that are split in one piece",
-    ("forward", "down", "input"),
-    "no layout explains",
-    hint="computed from both.output, which is right",
-    model=Gated,
-    inputs=(draw(4, 6, WIDTH),),
-)
+@case("a fused gate and value that are split in one piece", model=Gated, inputs=(draw(4, 6, WIDTH),))
+@found("forward", "down", "input", "no layout explains", hint="computed from both.output, which is right")
 def _(model, mesh, broken):
     rank, size, group = axis(mesh)
     weight = model.both.weight.detach()
@@ -264,23 +230,32 @@ def split_vocabulary(model, mesh, *, masked=True, tied=False, joined=None):
     model.head.forward = lambda x: join(head(Enter.apply(x, group)))
 
 
-case(
-    "a split embedding that looks up other ranks' tokens",
-    ("forward", "embed", "output"),
+@case("a split embedding that looks up other ranks' tokens")
+@found(
+    "forward",
+    "embed",
+    "output",
     "all ranks hold the same, and it is wrong",
     hint="computed from embed.input, which is right",
-)(lambda model, mesh, broken: split_vocabulary(model, mesh, masked=not broken))
+)
+def _(model, mesh, broken):
+    split_vocabulary(model, mesh, masked=not broken)
 
-case(
-    "tied weights that are split apart",
-    ("parameter", "head", "weight"),
+
+@case("tied weights that are split apart", model=lambda: Net(tied=True))
+@found(
+    "parameter",
+    "head",
+    "weight",
     "one tensor with embed.weight on one device",
     hint="tie head.weight to embed.weight again",
-    model=lambda: Net(tied=True),
-)(lambda model, mesh, broken: split_vocabulary(model, mesh, tied=not broken))
+)
+def _(model, mesh, broken):
+    split_vocabulary(model, mesh, tied=not broken)
 
 
-@case("logits that are gathered in reversed rank order", ("forward", "head", "output"), "another order: (1, 0)")
+@case("logits that are gathered in reversed rank order")
+@found("forward", "head", "output", "another order: (1, 0)")
 def _(model, mesh, broken):
     _, _, group = axis(mesh)
 
@@ -343,20 +318,23 @@ TRAINED = {
     "inputs": (draw(4, 6, WIDTH), tokens()),
 }
 
-case("a softmax with the largest of this rank's logits only", ("forward", "loss", "output"), "it is wrong", **TRAINED)(
-    lambda model, mesh, broken: split_loss(model, mesh, largest=not broken)
-)
 
-case(
-    "a softmax over this rank's logits only",
-    ("forward", "loss", "output"),
-    "the ranks along 'tp' should hold the same and do not",
-    **TRAINED,
-)(lambda model, mesh, broken: split_loss(model, mesh, sums=not broken))
+@case("a softmax with the largest of this rank's logits only", **TRAINED)
+@found("forward", "loss", "output", "it is wrong")
+def _(model, mesh, broken):
+    split_loss(model, mesh, largest=not broken)
 
-case("label smoothing over this rank's vocabulary only", ("forward", "loss", "output"), "it is wrong", **TRAINED)(
-    lambda model, mesh, broken: split_loss(model, mesh, whole_count=not broken)
-)
+
+@case("a softmax over this rank's logits only", **TRAINED)
+@found("forward", "loss", "output", "the ranks along 'tp' should hold the same and do not")
+def _(model, mesh, broken):
+    split_loss(model, mesh, sums=not broken)
+
+
+@case("label smoothing over this rank's vocabulary only", **TRAINED)
+@found("forward", "loss", "output", "it is wrong")
+def _(model, mesh, broken):
+    split_loss(model, mesh, whole_count=not broken)
 
 
 # -- sequences that are split ------------------------------------------------------------------------------------------
@@ -389,9 +367,11 @@ class Cut(torch.autograd.Function):
     backward = Scatter.backward
 
 
-@case(
-    "the gradient of a norm on a split sequence that nobody adds up",
-    ("gradient", "blocks.1.norm2", "weight"),
+@case("the gradient of a norm on a split sequence that nobody adds up")
+@found(
+    "gradient",
+    "blocks.1.norm2",
+    "weight",
     "parts of a sum over tp: nothing adds up the gradients",
     hint="all_reduce of gradients over tp",
 )
@@ -399,23 +379,20 @@ def _(model, mesh, broken):
     sequence_parallel(model, mesh, reduced=lambda name: not (broken and name == "blocks.1.norm2.weight"))
 
 
-@case(
-    "an all_gather whose backward keeps this rank's part without adding the others'",
-    ("gradient", "blocks.1.mlp.up", "input"),
-    "parts of a sum over tp",
-    on=sequence_parallel,
-)
+@case("an all_gather whose backward keeps this rank's part without adding the others'", on=sequence_parallel)
+@found("gradient", "blocks.1.mlp.up", "input", "parts of a sum over tp")
 def _(model, mesh):
     group = axis(mesh)[2]
     model.blocks[1].mlp.enter = lambda x: Collect.apply(x, 1, group)
 
 
-@case(
-    "an all_gather along the wrong dim",
-    ("forward", "blocks.1.attn.q", "input"),
+@case("an all_gather along the wrong dim", on=sequence_parallel)
+@found(
+    "forward",
+    "blocks.1.attn.q",
+    "input",
     "gathered over 'tp' along dim 0 instead of dim 1",
     hint="computed from blocks.1.attn.input.x, which is right",
-    on=sequence_parallel,
 )
 def _(model, mesh):
     group = axis(mesh)[2]
@@ -484,33 +461,29 @@ SEQUENCE = {
     "options": {"input_layouts": [("None", "cp")]},
 }
 
-case(
-    "rotary positions that start at 0 on every part of the sequence",
-    ("forward", "rotary", "output"),
-    "rank 1 (cp=1) is wrong, and the other one holds what it should",
-    **SEQUENCE,
-)(lambda model, mesh, broken: context_parallel(model, mesh, turned=not broken))
 
-case(
-    "a causal mask of positions within the part of the sequence",
-    ("forward", "out", "input"),
-    "rank 1 (cp=1) is wrong, and the other one holds what it should",
-    **SEQUENCE,
-)(lambda model, mesh, broken: context_parallel(model, mesh, masked=not broken))
+@case("rotary positions that start at 0 on every part of the sequence", **SEQUENCE)
+@found("forward", "rotary", "output", "rank 1 (cp=1) is wrong, and the other one holds what it should")
+def _(model, mesh, broken):
+    context_parallel(model, mesh, turned=not broken)
 
-case(
-    "gathered keys and values whose gradients stay on their rank",
-    ("gradient", "rotary", "output"),
-    "no layout explains",
-    **SEQUENCE,
-)(lambda model, mesh, broken: context_parallel(model, mesh, gather=Collect if broken else Gather))
 
-case(
-    "gathered keys and values whose gradients are counted once per rank",
-    ("gradient", "rotary", "output"),
-    "2 times what it should be: counted once per rank of 'cp'",
-    **SEQUENCE,
-)(lambda model, mesh, broken: context_parallel(model, mesh, gather=Twice if broken else Gather))
+@case("a causal mask of positions within the part of the sequence", **SEQUENCE)
+@found("forward", "out", "input", "rank 1 (cp=1) is wrong, and the other one holds what it should")
+def _(model, mesh, broken):
+    context_parallel(model, mesh, masked=not broken)
+
+
+@case("gathered keys and values whose gradients stay on their rank", **SEQUENCE)
+@found("gradient", "rotary", "output", "rank 0 (cp=0) is wrong, and the other one holds what it should")
+def _(model, mesh, broken):
+    context_parallel(model, mesh, gather=Collect if broken else Gather)
+
+
+@case("gathered keys and values whose gradients are counted once per rank", **SEQUENCE)
+@found("gradient", "rotary", "output", "2 times what it should be: counted once per rank of 'cp'")
+def _(model, mesh, broken):
+    context_parallel(model, mesh, gather=Twice if broken else Gather)
 
 
 # -- others ------------------------------------------------------------------------------------------------------------
@@ -543,14 +516,13 @@ class Routed(nn.Module):
         return self.last(x + self.moe(self.first(x).tanh()))
 
 
-@case(
-    "tokens that go to experts by their number on the rank",
-    ("forward", "moe", "output"),
+@case("tokens that go to experts by their number on the rank", mesh="ep=2", model=Routed, inputs=(draw(4, 6, WIDTH),))
+@found(
+    "forward",
+    "moe",
+    "output",
     "all ranks hold the same, and it is wrong",
     hint="computed from moe.router.output, which is right",
-    mesh="ep=2",
-    model=Routed,
-    inputs=(draw(4, 6, WIDTH),),
 )
 def _(model, mesh, broken):
     rank, size, group = axis(mesh, "ep")
@@ -565,26 +537,23 @@ def _(model, mesh, broken):
     model.moe.experts = experts
 
 
-case(
-    "one rank that breaks ties otherwise than the others",
-    ("forward", "", "output"),
-    "rank 1 (tp=1) is wrong",
-    model=Tied,
-    inputs=(draw(4, 6, WIDTH),),
-)(lambda model, mesh, broken: rounding(model, mesh, ranks=(1,) if broken else (0, 1)))
-
-case(
-    "a choice between candidates that are further apart than rounding",
-    ("forward", "", "output"),
-    "all ranks hold the same, and it is wrong",
-    model=Tied,
-    inputs=(draw(4, 6, WIDTH),),
-)(lambda model, mesh, broken: rounding(model, mesh, off=1e-11 if broken else 1e-15))
+@case("one rank that breaks ties otherwise than the others", model=Tied, inputs=(draw(4, 6, WIDTH),))
+@found("forward", "", "output", "rank 1 (tp=1) is wrong")
+def _(model, mesh, broken):
+    rounding(model, mesh, ranks=(1,) if broken else (0, 1))
 
 
-@fault(
-    "a cast to bfloat16 on one path only",
-    ("forward", "blocks.1.mlp.up", "output"),
+@case("a choice between candidates that are further apart than rounding", model=Tied, inputs=(draw(4, 6, WIDTH),))
+@found("forward", "", "output", "all ranks hold the same, and it is wrong")
+def _(model, mesh, broken):
+    rounding(model, mesh, off=1e-11 if broken else 1e-15)
+
+
+@fault("a cast to bfloat16 on one path only")
+@found(
+    "forward",
+    "blocks.1.mlp.up",
+    "output",
     "computed it in bfloat16 or cast to it by hand, and one device did not",
     hint="autocast",
 )
@@ -595,14 +564,12 @@ def _(model, mesh):
 
 @case(
     "weights cut over two axes in the wrong order",
-    ("parameter", "", "weight"),
-    "declared (dp>tp, -), but the ranks hold (tp>dp, -)",
-    hint="(('tp', 'dp'), 'None')",
     mesh="dp=2,tp=2",
     model=lambda: nn.Linear(WIDTH, 8, bias=False),
     inputs=(draw(4, WIDTH),),
     options={"declared": {"weight": (("dp", "tp"), "None")}},
 )
+@found("parameter", "", "weight", "declared (dp>tp, -), but the ranks hold (tp>dp, -)", hint="(('tp', 'dp'), 'None')")
 def _(model, mesh, broken):
     dp, tp = mesh["dp"], mesh["tp"]
     here = (dp.get_local_rank(), tp.get_local_rank())

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from zoo_case import Case, register
+from zoo_case import Case, found, register
 from zoo_kit import WIDTH, Mlp, axis, draw, summed
 
 from hyper_parallel import Layout, ShardingPlan, custom_shard, shard_module
@@ -55,14 +55,14 @@ def local_plan_of(**local):
     )
 
 
-@case(
-    "parts of a sum that a plan calls whole",
-    ("forward", "mlps.1.down", "output"),
+@case("parts of a sum that a plan calls whole", options={"input_layouts": [("None",)]}, **FEED)
+@found(
+    "forward",
+    "mlps.1.down",
+    "output",
     "parts of a sum over tp",
     "nothing reduced it before mlps.1.output",
     hint="over tp",
-    **FEED,
-    options={"input_layouts": [("None",)]},
 )
 def _(model, mesh, broken):
     pending = Layout.from_device_mesh(mesh)(*WHOLE, partial={"tp": "sum"})
@@ -90,12 +90,12 @@ class Middle(nn.Module):
 PAIR = {"model": Pair, "inputs": INPUTS}
 
 
-@case(
-    "a plan with two axes in the wrong order",
-    ("forward", "mid", "output"),
+@case("a plan with two axes in the wrong order", mesh="dp=2,tp=2", **PAIR)
+@found(
+    "forward",
+    "mid",
+    "output",
     "the 4 pieces of dim 2 are in another order: (0, 2, 1, 3), as if gathered over 'dp' and 'tp'",
-    mesh="dp=2,tp=2",
-    **PAIR,
 )
 def _(model, mesh, broken):
     both = ("dp", "tp")
@@ -108,12 +108,13 @@ def _(model, mesh, broken):
     model.register_forward_pre_hook(lambda module, args: DTensor.from_local(args[0], mesh, [Replicate(), Replicate()]))
 
 
-@case(
-    "custom code whose sum is said to be taken",
-    ("forward", "last", "output"),
+@case("custom code whose sum is said to be taken", **PAIR)
+@found(
+    "forward",
+    "last",
+    "output",
     "declared Replicate over tp, but the ranks hold parts of a sum over tp",
     hint="all_reduce over tp",
-    **PAIR,
 )
 def _(model, mesh, broken):
     layout = Layout.from_device_mesh(mesh)
@@ -129,12 +130,13 @@ def shape(y, w):
     return (*y.shape[:-1], w.shape[0])
 
 
-@case(
-    "custom code that says each rank has the full gradient of what it has only a share of",
-    ("gradient", "last", "input"),
+@case("custom code that says each rank has the full gradient of what it has only a share of", **PAIR)
+@found(
+    "gradient",
+    "last",
+    "input",
     "declared Replicate over tp, but the ranks hold parts of a sum over tp",
     hint="all_reduce over tp",
-    **PAIR,
 )
 def _(model, mesh, broken):
     layout = Layout.from_device_mesh(mesh)
@@ -152,13 +154,9 @@ def _(model, mesh, broken):
     model.register_forward_pre_hook(lambda module, args: DTensor.from_local(args[0], mesh, [Replicate()]))
 
 
-@case(
-    "a part of the rows that from_local calls whole",
-    ("forward", "mid", "output"),
-    "the ranks take it for parts of a tensor of shape (2, 6, 32), and that has (4, 6, 32)",
-    mesh="dp=2",
-    options={"input_layouts": [("dp",)]},
-    **PAIR,
+@case("a part of the rows that from_local calls whole", mesh="dp=2", options={"input_layouts": [("dp",)]}, **PAIR)
+@found(
+    "forward", "mid", "output", "the ranks take it for parts of a tensor of shape (2, 6, 32), and that has (4, 6, 32)"
 )
 def _(model, mesh, broken):
     def forward(y):
@@ -189,33 +187,30 @@ def styles(**changed):
 
 SEQUENCE = {**FEED, "options": {"input_layouts": [("None", "tp")], "declared": {"output": WHOLE}}}
 
-case(
-    "a norm that torch's plan leaves out",
-    ("gradient", "norms.1", "weight"),
+
+@case("a norm that torch's plan leaves out", **SEQUENCE)
+@found(
+    "gradient",
+    "norms.1",
+    "weight",
     "parts of a sum over tp: nothing adds up the gradients",
     hint="all_reduce of gradients over tp",
-    **SEQUENCE,
-)(lambda model, mesh, broken: parallelize_module(model, mesh, styles(**({"norms.1": None} if broken else {}))))
+)
+def _(model, mesh, broken):
+    return parallelize_module(model, mesh, styles(**({"norms.1": None} if broken else {})))
 
 
-@case(
-    "a head that is told that it gets the whole sequence",
-    ("forward", "head", "input"),
-    "the ranks take it for parts of a tensor of shape (4, 3, 16), and that has (4, 6, 16)",
-    **SEQUENCE,
+@case("a head that is told that it gets the whole sequence", **SEQUENCE)
+@found(
+    "forward", "head", "input", "the ranks take it for parts of a tensor of shape (4, 3, 16), and that has (4, 6, 16)"
 )
 def _(model, mesh, broken):
     wrong = {"head": ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
     parallelize_module(model, mesh, styles(**(wrong if broken else {})))
 
 
-@case(
-    "shards that were loaded from a transposed weight",
-    ("parameter", "mlps.0.up", "weight"),
-    "declared (tp, -), and rank",
-    "x the bound",
-    **FEED,
-)
+@case("shards that were loaded from a transposed weight", **FEED)
+@found("parameter", "mlps.0.up", "weight", "declared (tp, -), and rank", "x the bound")
 def _(model, mesh, broken):
     rank, size, _ = axis(mesh)
     plan = {"mlps.0.up": ColwiseParallel(), "mlps.0.down": RowwiseParallel()}

@@ -53,20 +53,30 @@ class Case:
         return sim.verify_plan(self.model, self.inputs, self.mesh, parallelize=parallelize, **options)
 
 
+def found(kind: str, module: str, tensor: str, *words: str, hint: str = "") -> Callable[..., Any]:
+    """Return a decorator that notes which row is the first that is wrong, and what it says."""
+
+    def note(apply: Callable[..., Any]) -> Callable[..., Any]:
+        apply.row = {"kind": kind, "module": module, "tensor": tensor, "words": words, "hint": hint}
+        return apply
+
+    return note
+
+
 def register(cases: list[Case]) -> Callable[..., Any]:
-    """Return a decorator that makes a case of a function and adds it to a list.
+    """Return a decorator that makes a case of a function that `found` has decorated, and adds it to a list.
 
     `on`: makes the model parallel, and rightly; the function is then the fault alone.
     """
 
-    def case(name: str, place: tuple[str, str, str], *words: str, on: Any = None, **options: Any) -> Callable[..., Any]:
+    def case(name: str, on: Any = None, **options: Any) -> Callable[..., Any]:
         def add(apply: Callable[..., Any]) -> Callable[..., Any]:
             def on_top(model: nn.Module, mesh: Any, broken: bool) -> None:
                 on(model, mesh)
                 if broken:
                     apply(model, mesh)
 
-            cases.append(Case(name, on_top if on else apply, *place, words, **options))
+            cases.append(Case(name, on_top if on else apply, **apply.row, **options))
             return apply
 
         return add
