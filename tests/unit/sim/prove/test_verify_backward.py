@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo_kit import Enter, Leave, Net, average, draw, megatron, rows, squared, tokens, with_averages
+from zoo_kit import Enter, Leave, Net, average, draw, megatron, rows, same, squared, tokens, with_averages
 
 import sim
 from sim.prove.steps.watch import LOSS, LoopWatch
@@ -20,10 +20,6 @@ pytestmark = pytest.mark.tier("test")
 
 def proved(parallelize, mesh="tp=2", **options):
     return sim.verify_step(squared, Net, tokens(), mesh, parallelize=parallelize, optimizer_fn=None, steps=1, **options)
-
-
-def same(x):
-    return x
 
 
 @pytest.mark.tier("full")

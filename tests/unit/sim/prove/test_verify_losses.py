@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import Collect, Gather, Leave, draw, rows
-
-import sim
+from zoo_kit import Collect, Gather, Leave, Pair, draw, given, proved_plan, proved_step
 
 pytestmark = pytest.mark.tier("test")
 
@@ -22,32 +22,12 @@ def on_ranks():
     return dist.is_initialized()
 
 
-def group():
-    return dist.group.WORLD
-
-
 def added(values):
     return Leave.apply(values, None) if on_ranks() else values
 
 
 def itself(values):
     return values
-
-
-def given():
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, WIDTH, (ROWS,), generator=generator)
-    labels[:3] = -100
-    return torch.randn(ROWS, WIDTH, generator=generator), labels
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, labels):
-        return self.second(torch.tanh(self.first(x)))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -76,17 +56,15 @@ def ignoring(output, x, labels, all_of=added):
     return all_of(lost) / all_of((labels >= 0).sum().to(lost.dtype))
 
 
-def clip(output, x, labels, all_of=added):
+def clip(output, x, labels, all_of=added, gather=Gather):
     """Each row beside all others, both ways."""
     theirs, outputs, first = x, output, 0
     if on_ranks() and all_of is added:
-        theirs, outputs = Gather.apply(x, 0, group()), Gather.apply(output, 0, group())
+        theirs, outputs = (gather.apply(each, 0, dist.group.WORLD) for each in (x, output))
         first = dist.get_rank() * len(x)
     own = torch.arange(len(x)) + first
-    both = F.cross_entropy(output @ theirs.T, own, reduction="sum") + F.cross_entropy(
-        x @ outputs.T, own, reduction="sum"
-    )
-    return all_of(both) / len(theirs)
+    pairs = (output @ theirs.T, x @ outputs.T)
+    return all_of(sum(F.cross_entropy(each, own, reduction="sum") for each in pairs)) / len(theirs)
 
 
 LOSSES = [dice, grpo, ignoring, clip]
@@ -103,15 +81,7 @@ def averaged(model, mesh):
 
 
 def plan(loss_of, parallelize, **options):
-    return sim.verify_plan(
-        Pair,
-        given(),
-        "dp=2",
-        parallelize=parallelize,
-        input_layouts=[("dp", "None"), ("dp",)],
-        loss_fn=loss_of,
-        **options,
-    )
+    return proved_plan(parallelize, Pair, given(3), loss_fn=loss_of, **options)
 
 
 def step(loss_of, parallelize, **options):
@@ -120,14 +90,7 @@ def step(loss_of, parallelize, **options):
         loss.backward()
         return loss
 
-    return sim.verify_step(take, Pair, given(), "dp=2", shard_batch=rows, parallelize=parallelize, **options)
-
-
-@pytest.mark.parametrize("prove", [plan, step])
-@pytest.mark.parametrize("loss_of", LOSSES)
-def test_losses_of_all_rows_are_right(prove, loss_of):
-    report = prove(loss_of, summed)
-    assert report.ok, report
+    return proved_step(parallelize, Pair, given(3), step=take, **options)
 
 
 @pytest.mark.parametrize("prove", [plan, step])
@@ -147,7 +110,9 @@ def test_losses_of_a_ranks_own_rows_are_no_means(prove, loss_of, parallelize):
 
 @pytest.mark.parametrize("prove", [plan, step])
 @pytest.mark.parametrize("loss_of", LOSSES)
-def test_losses_of_all_rows_whose_gradients_are_averaged(prove, loss_of):
+def test_losses_of_all_rows_are_right_where_their_gradients_are_added_up(prove, loss_of):
+    report = prove(loss_of, summed)
+    assert report.ok, report
     report = prove(loss_of, averaged)
     assert report.first.kind == "gradient", report
     assert report.first.tensor in ("weight", "bias"), report.first
@@ -158,16 +123,7 @@ def test_losses_of_all_rows_whose_gradients_are_averaged(prove, loss_of):
 def test_gathered_rows_whose_gradients_stay_on_their_rank(prove):
     """The loss is right, and backward forgets what other ranks' rows say of this rank's."""
 
-    def cut(output, x, labels):
-        theirs, outputs, first = x, output, 0
-        if on_ranks():
-            theirs, outputs = Collect.apply(x, 0, group()), Collect.apply(output, 0, group())
-            first = dist.get_rank() * len(x)
-        own = torch.arange(len(x)) + first
-        both = F.cross_entropy(output @ theirs.T, own, reduction="sum")
-        return added(both + F.cross_entropy(x @ outputs.T, own, reduction="sum")) / len(theirs)
-
-    report = prove(cut, summed)
+    report = prove(partial(clip, gather=Collect), summed)
     assert report.first.kind == "gradient", report
     assert (report.first.module, report.first.tensor) in {("second", "output"), ("", "output")}, report.first
     assert not any(words in report.first.sentence for words in UNTRUE), report.first
@@ -225,7 +181,7 @@ def routing(fault):
         loss.backward()
         return loss
 
-    return sim.verify_step(take, Routed, given(), "dp=2", shard_batch=rows, parallelize=parallelize)
+    return proved_step(parallelize, Routed, given(3), step=take)
 
 
 @pytest.mark.parametrize(("fault", "place"), [(None, ""), ("capacity", "moe.output"), ("balance", "the model's loss")])
@@ -236,18 +192,6 @@ def test_experts_with_a_capacity_and_a_balance(fault, place):
     if fault:
         assert report.first.place.removesuffix(" of step 1") == place, report
         assert not any(words in report.first.sentence for words in UNTRUE), report.first
-
-
-class Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x / 2
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 class Counted(nn.Module):
@@ -269,7 +213,7 @@ class Counted(nn.Module):
         made = torch.zeros_like(made).index_copy(0, order, made).view(-1, 2, 8)
         share, chance = counts / ids.numel(), chances.mean(0)
         if self.group is not None:
-            share, chance = Mean.apply(share, self.group), Mean.apply(chance, self.group)
+            share, chance = (Leave.apply(each / 2, self.group) for each in (share, chance))
         return (made * best[..., None]).sum(1).square().mean() + 0.04 * (share * chance).sum()
 
 
@@ -279,8 +223,7 @@ def test_an_auxiliary_loss_of_local_tokens_is_found(is_local):
         model.group = None if is_local else mesh.get_group()
         return DistributedDataParallel(model, process_group=mesh.get_group())
 
-    options = {"input_layouts": [("dp", "None")], "optimizer_fn": None}
-    report = sim.verify_plan(Counted, (draw(24, 8),), "dp=2", parallelize=parallel, **options)
+    report = proved_plan(parallel, Counted, (draw(24, 8),), optimizer_fn=None)
     assert report.ok is not is_local
     if is_local:
         assert report.first.tensor == "output"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import Enter, Leave, Tied, average, draw, right, rounding, rows, squared, with_averages
+from zoo_kit import Dropping, Enter, Gather, Leave, Tied, average, draw, right, rounding, rows, squared, with_averages
 
 import sim
 from hyper_parallel import fully_shard, hsdp
@@ -34,15 +34,25 @@ def batch(rows=ROWS, length=LENGTH):
     return ids[:, :-1], ids[:, 1:]
 
 
+def attended(q, k, v, seen=None):
+    """Let heads of queries attend to those of keys and values, of which there may be fewer: causally, or as is seen."""
+    q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (q, k, v))
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None).transpose(1, 2).flatten(2)
+
+
 class Attention(nn.Module):
+    """Attention in which `group` heads of queries share one of keys and values."""
+
+    group = 1
+
     def __init__(self):
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH // each) for each in (1, self.group, self.group))
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x):
-        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.o(attended(self.q(x), self.k(x), self.v(x)))
 
 
 class Block(nn.Module):
@@ -94,7 +104,6 @@ def test_a_step_changes_what_the_step_before_has_left():
     assert [LoopComparison._changes(loops, number) for number in (0, 1)] == [{"w": 2.0}, {"w": 1.0}]
 
 
-@pytest.mark.tier("test")
 def test_a_fault_in_backward_is_named_where_the_loss_is_scaled():
     def rank_step(model, batch, by=2.0**40):
         twice = model.blocks[0].mlp.register_full_backward_hook(lambda module, grads, _: (grads[0] * 2,))
@@ -251,10 +260,7 @@ class FusedAttention(nn.Module):
         self.group = group
 
     def forward(self, x):
-        given = self.qkv(Enter.apply(x, self.group)).chunk(3, -1)
-        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in given)
-        y = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return Leave.apply(y, self.group)
+        return Leave.apply(self.out(attended(*self.qkv(Enter.apply(x, self.group)).chunk(3, -1))), self.group)
 
 
 def fused(model, mesh):
@@ -283,27 +289,8 @@ def test_fused_and_renamed_weights_are_right(names):
     assert any("blocks.0.attn.qkv.weight is" in note for note in report.notes) == (names is None)
 
 
-class GroupedAttention(nn.Module):
-    """Causal attention in which `group` heads of queries share one of keys and values."""
-
-    group = 2
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH // each) for each in (1, self.group, self.group))
-        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.attend(x, self.q(x), self.k(x), self.v(x))
-
-    def attend(self, x, *given):
-        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in given)
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class FusedInOrder(GroupedAttention):
-    """The same, with one weight for all of q, then all of k and v."""
+class FusedInOrder(Attention):
+    """One weight for all of q, then all of k and v."""
 
     def __init__(self):
         super().__init__()
@@ -311,14 +298,14 @@ class FusedInOrder(GroupedAttention):
         del self.q, self.k, self.v
 
     def forward(self, x):
-        return self.attend(x, *self.qkv(x).split([WIDTH, WIDTH // self.group, WIDTH // self.group], -1))
+        return self.o(attended(*self.qkv(x).split([WIDTH, WIDTH // self.group, WIDTH // self.group], -1)))
 
 
-class InTurns(GroupedAttention):
+class InTurns(nn.Module):
     """Megatron's order: the queries of each group, its keys and its values, and so on."""
 
     def __init__(self, attention, group, turned=lambda weight: weight):
-        nn.Module.__init__(self)
+        super().__init__()
         rank, size, heads = group.rank(), group.size(), HEADS // attention.group
         self.parted = (WIDTH // HEADS * attention.group, WIDTH // HEADS, WIDTH // HEADS)
         held = attention.state_dict()
@@ -332,11 +319,11 @@ class InTurns(GroupedAttention):
             setattr(self.qkv, kind, nn.Parameter(turned(torch.cat(turns).chunk(size)[rank].clone())))
         self.o = nn.Linear(WIDTH // size, WIDTH, bias=False)
         self.o.weight = nn.Parameter(held["o.weight"].chunk(size, 1)[rank].clone())
-        self.group_of_ranks = group
+        self.group_of_ranks, self.group = group, attention.group
 
     def forward(self, x):
         given = self.qkv(Enter.apply(x, self.group_of_ranks)).unflatten(-1, (-1, sum(self.parted)))
-        y = self.attend(x, *(part.flatten(-2) for part in given.split(self.parted, -1)))
+        y = self.o(attended(*(part.flatten(-2) for part in given.split(self.parted, -1))))
         return Leave.apply(y, self.group_of_ranks)
 
 
@@ -356,7 +343,7 @@ def in_turns(model, mesh, **options):
 
 
 @pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("kind", [GroupedAttention, FusedInOrder])
+@pytest.mark.parametrize("kind", [Attention, FusedInOrder])
 @pytest.mark.parametrize("mesh", ["tp=1", "tp=2"])
 def test_weights_whose_heads_take_turns_are_right(kind, group, mesh):
     report = right(verify(mesh, grouped(kind, group), parallelize=in_turns, steps=2))
@@ -374,7 +361,7 @@ def test_weights_whose_heads_take_turns_are_right(kind, group, mesh):
         assert f"q.weight by {2 * group} rows in turn + " in said[0], said
 
 
-@pytest.mark.parametrize("kind", [GroupedAttention, FusedInOrder])
+@pytest.mark.parametrize("kind", [Attention, FusedInOrder])
 def test_heads_that_take_turns_in_the_weight_and_not_in_forward(kind):
     def plain(model, mesh):
         in_turns(model, mesh)
@@ -382,7 +369,7 @@ def test_heads_that_take_turns_in_the_weight_and_not_in_forward(kind):
             block.attn.forward = partial(FusedInOrder.forward, block.attn)
 
     report = verify("tp=1", grouped(kind), parallelize=plain)
-    at = ("attn.o", "input") if kind is GroupedAttention else ("attn.qkv", "output")
+    at = ("attn.o", "input") if kind is Attention else ("attn.qkv", "output")
     assert (report.first.module, report.first.tensor) == (f"blocks.0.{at[0]}", at[1]), report.first
 
 
@@ -390,7 +377,7 @@ def test_rows_in_an_order_that_is_no_turn_are_no_names():
     def mixed(weight):
         return weight[torch.randperm(len(weight), generator=torch.Generator().manual_seed(1))]
 
-    first = verify("tp=1", grouped(GroupedAttention), parallelize=partial(in_turns, turned=mixed)).first
+    first = verify("tp=1", grouped(Attention), parallelize=partial(in_turns, turned=mixed)).first
     assert (first.kind, first.place) == ("parameter", "blocks.0.attn.q.weight"), first
 
 
@@ -467,10 +454,7 @@ class OwnAttention(nn.Module):
         self.group = group
 
     def forward(self, x):
-        given = self.in_proj(x).chunk(3, -1)
-        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in given)
-        y = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return Leave.apply(y, self.group)
+        return Leave.apply(self.out(attended(*self.in_proj(x).chunk(3, -1))), self.group)
 
 
 class OwnGpt(Gpt):
@@ -739,22 +723,6 @@ def interleaved(batch, mesh):
     return tuple(each[:, mesh.get_rank() :: mesh.size()] for each in batch)
 
 
-class Gathered(torch.autograd.Function):
-    """All ranks' tokens; backward adds up what the ranks give."""
-
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad.chunk(dist.get_world_size(), 1)[dist.get_rank()]
-
-
 class ContextAttention(nn.Module):
     def __init__(self, attention, places):
         super().__init__()
@@ -762,29 +730,18 @@ class ContextAttention(nn.Module):
         self.places = places
 
     def forward(self, x):
-        q, k, v = self.q(x), Gathered.apply(self.k(x)), Gathered.apply(self.v(x))
-        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (q, k, v))
-        every = torch.cat(self.places)
-        seen = self.places[dist.get_rank()][:, None] >= every
-        return self.o(F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2))
+        k, v = (Gather.apply(each(x), 1, dist.group.WORLD) for each in (self.k, self.v))
+        seen = self.places[dist.get_rank()][:, None] >= torch.cat(self.places)
+        return self.o(attended(self.q(x), k, v, seen))
 
 
 def contextual(cut, shifted=False):
     """Context parallelism over tokens that `cut` gives out."""
 
     def parallelize(model, mesh):
-        class At:
-            def __init__(self, rank):
-                self.rank = rank
-
-            def size(self):
-                return mesh.size()
-
-            def get_rank(self):
-                return self.rank
-
         numbers = (torch.arange(LENGTH)[None],)
-        places = [cut(numbers, At(rank))[0][0] for rank in range(mesh.size())]
+        at = [SimpleNamespace(size=mesh.size, get_rank=partial(int, rank)) for rank in range(mesh.size())]
+        places = [cut(numbers, each)[0][0] for each in at]
         for block in model.blocks:
             block.attn = ContextAttention(block.attn, places)
         mine = places[mesh.get_rank()]
@@ -824,28 +781,21 @@ def test_positions_that_every_rank_counts_from_0(cut):
 class Masked(nn.Module):
     """Attends where a mask says, and adds an offset that is given."""
 
-    def __init__(self):
+    def __init__(self, picky=False):
         super().__init__()
-        self.attn, self.keeps, self.doubles, self.picky, self.kept = Attention(), True, False, False, None
+        self.attn, self.keeps, self.doubles, self.picky, self.kept = Attention(), True, False, picky, None
 
     def forward(self, x, mask, offset):
         if self.picky and not mask.all():
             raise ValueError("no masks, please\nat all")
-        q, k, v = (
-            each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for each in (self.attn.q, self.attn.k, self.attn.v)
-        )
-        scores = q @ k.transpose(-1, -2)
-        scores = scores.masked_fill(~mask[:, None, None], -1e30) if self.keeps else scores
-        y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        seen = mask[:, None, None] if self.keeps else torch.ones_like(mask)[:, None, None]
+        y = attended(self.attn.q(x), self.attn.k(x), self.attn.v(x), seen)
         return self.attn.o(y) + offset * (2 if self.doubles else 1)
 
 
 def verify_masked(kind=None, **options):
     def model():
-        made = Masked()
-        made.picky = kind == "picky"
-        return made
+        return Masked(picky=kind == "picky")
 
     def wrong(model, mesh):
         model.keeps, model.doubles = kind != "keeps", kind == "doubles"
@@ -938,11 +888,8 @@ def test_a_mask_that_only_one_rank_ignores(wrong):
     class Pooled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.head, self.ignores = (
-                nn.Embedding(int(ids.max()) + 1, WIDTH),
-                nn.Linear(WIDTH, WIDTH),
-                False,
-            )
+            self.embed, self.head = nn.Embedding(int(ids.max()) + 1, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.ignores = False
 
         def forward(self, input_ids, attention_mask):
             mask = torch.ones_like(attention_mask) if self.ignores else attention_mask
@@ -996,29 +943,13 @@ def flat(model, batch, op=dist.ReduceOp.AVG, updated=(0, 1), optimizer=sgd):
     return loss.detach()
 
 
-def sharded(model, batch):
-    """Each rank steps over its half of a flat copy, and gives it to the other."""
-    loss, held, rank = step(model, batch), list(model.parameters()), dist.get_rank()
-    whole = torch.cat([each.detach().flatten() for each in held])
-    grad = F.pad(torch.cat([each.grad.flatten() for each in held]), (0, len(whole) % 2))
-    part = nn.Parameter(F.pad(whole, (0, len(whole) % 2)).chunk(2)[rank].clone())
-    part.grad = torch.empty_like(part)
-    dist.reduce_scatter_tensor(part.grad, grad, op=dist.ReduceOp.AVG)
-    sgd([part]).step()
-    dist.all_gather_into_tensor(new := torch.empty_like(grad), part.detach())
-    for each, piece in zip(held, new[: len(whole)].split([each.numel() for each in held]), strict=True):
-        each.data = piece.view_as(each)
-    model.zero_grad()
-    return loss.detach()
-
-
 def copies(rank_step, **options):
     options = {"step": by_itself, "shard_batch": rows, "optimizer_fn": None, **options}
     return verify("dp=2", rank_step=rank_step, **options)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize("rank_step", [flat, partial(flat, optimizer=None), sharded])
+@pytest.mark.parametrize("rank_step", [flat, partial(flat, optimizer=None)])
 def test_an_optimizer_over_copies_is_proved_by_the_weights(rank_step, steps):
     report = right(copies(rank_step, steps=steps, step=by_itself if steps else flat))
     assert {row.verdict for row in report.rows if row.kind == "update"} == {"exact", "rounding"}
@@ -1330,7 +1261,6 @@ def test_a_report_that_is_wrong_already_has_no_sensitivity():
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"step": 3}, TypeError, "step is a int, not a function"),
         ({"model": Gpt()}, TypeError, "model_fn is a Gpt, not a function"),
         ({"names": {"head.wieght": "head.weight"}}, sim.RankFailed, ""),
         ({"dtype": torch.int64}, TypeError, "no floating-point dtype"),
@@ -1344,25 +1274,9 @@ def test_bad_arguments(options, kind, text):
         verify("dp=2", **options)
 
 
-class Dropping(nn.Module):
-    """A layer whose activations are computed again, the generator restored or not."""
-
-    def __init__(self, restored, functional=False):
-        super().__init__()
-        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-        self.restored, self.functional = restored, functional
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=self.restored)
-
-    def inner(self, x):
-        x = torch.tanh(self.layer(x))
-        return F.dropout(x, 0.5) if self.functional else self.drop(x)
-
-
 def recomputed(first, second, functional=False, **options):
     def model():
-        layers = [Dropping(restored, functional) for restored in (first, second)]
+        layers = [Dropping(WIDTH, functional, preserve_rng_state=restored) for restored in (first, second)]
         return nn.Sequential(*layers, nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
 
     options = {"rank_step": with_averages(squared), **options}
@@ -1388,7 +1302,7 @@ def test_masks_that_are_drawn_again_otherwise_are_found_where_they_are(first, se
 
 def test_masks_that_only_one_rank_draws_otherwise_are_found():
     def forgetful(model, mesh):
-        model[1].restored = dist.get_rank() == 0
+        model[1].options["preserve_rng_state"] = dist.get_rank() == 0
 
     report = recomputed(True, True, parallelize=forgetful)
     assert report.first.sentence == "backward computes it again with other random numbers, on rank 1", report

@@ -36,7 +36,7 @@ from zoo_kit import (
     draw,
     megatron,
     rounding,
-    share,
+    split_mlp,
     take,
     tokens,
 )
@@ -660,17 +660,7 @@ class Several(nn.Module):
 
 
 def two_ways(model, mesh):
-    return megatron_mlp(model.mlp, mesh)
-
-
-def megatron_mlp(mlp, mesh):
-    rank, size, group = axis(mesh)
-    take(mlp.up, "weight", 0, rank, size)
-    take(mlp.up, "bias", 0, rank, size)
-    take(mlp.down, "weight", 1, rank, size)
-    share(mlp.down, size, group)
-    mlp.enter = lambda x: Enter.apply(x, group)
-    mlp.leave = lambda y: Leave.apply(y, group)
+    return split_mlp(model.mlp, *axis(mesh))
 
 
 SEVERAL = {"x": X.clone().requires_grad_(), "kind": torch.arange(4), "options": {"scale": draw(WIDTH, seed=3)}}

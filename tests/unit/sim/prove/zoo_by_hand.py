@@ -22,6 +22,7 @@ from zoo_kit import (
     draw,
     megatron,
     rounding,
+    same,
     split_block,
     summed,
     take,
@@ -31,10 +32,6 @@ from zoo_kit import (
 CASES: list[Case] = []
 case = register(CASES)
 fault = partial(case, on=megatron)
-
-
-def same(x):
-    return x
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def register(cases: list[Case]) -> Callable[..., Any]:
                 if broken:
                     apply(model, mesh)
 
-            cases.append(Case(name, on_top if on else apply, **apply.row, **options))
+            cases.append(Case(name, on_top if on else apply, **{**apply.row, **options}))
             return apply
 
         return add
