@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo_kit import Enter, Leave, Net, average, draw, megatron, rows, same, squared, tokens, with_averages
+from zoo_kit import Enter, Leave, Net, average, draw, made_of, megatron, rows, same, squared, tokens, with_averages
 
 import sim
 from sim.prove.steps.watch import LOSS, LoopWatch
@@ -117,13 +117,9 @@ for _ in range(2):
 # -- keyword arguments -------------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4) + 0.1)
-
-    def forward(self, x, *, scale, bias=None):
-        return x @ self.weight * scale + (0 if bias is None else bias)
+@made_of(lambda: {"weight": nn.Parameter(torch.eye(4) + 0.1)})
+def mixed(self, x, *, scale, bias=None):
+    return x @ self.weight * scale + (0 if bias is None else bias)
 
 
 class Named(nn.Module):
@@ -131,7 +127,7 @@ class Named(nn.Module):
 
     def __init__(self, factor=1.0):
         super().__init__()
-        self.first, self.mixed, self.factor = nn.Linear(4, 4), Mixed(), factor
+        self.first, self.mixed, self.factor = nn.Linear(4, 4), mixed(), factor
 
     def forward(self, x):
         y = self.first(input=x)
@@ -166,13 +162,9 @@ def test_a_keyword_on_one_side_and_a_place_on_the_other_are_the_same():
 
 
 def test_an_all_reduce_that_the_backward_of_a_keyword_argument_lacks():
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
-
-        def forward(self, x):
-            return self.down(self.up(input=self.first(x)).relu())
+    @made_of(lambda: {"first": nn.Linear(4, 4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4, bias=False)})
+    def wide(self, x):
+        return self.down(self.up(input=self.first(x)).relu())
 
     def split(model, mesh, enters):
         rank, group = mesh.get_local_rank(), mesh.get_group()
@@ -184,7 +176,7 @@ def test_an_all_reduce_that_the_backward_of_a_keyword_argument_lacks():
     for enters in (True, False):
         report = sim.verify_step(
             squared,
-            Wide,
+            wide,
             draw(4, 4),
             "tp=2",
             parallelize=lambda model, mesh, enters=enters: split(model, mesh, enters),
@@ -198,16 +190,11 @@ def test_an_all_reduce_that_the_backward_of_a_keyword_argument_lacks():
 # -- what both sides cast by hand --------------------------------------------------------------------------------------
 
 
-class Casting(nn.Module):
+@made_of(lambda: {"first": nn.Linear(16, 16), "last": nn.Linear(16, 4)})
+def casting(self, x):
     """Computes a part in bfloat16, by hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        y = self.first(x).bfloat16()
-        return self.last((y * y.sigmoid()).to(x.dtype))
+    y = self.first(x).bfloat16()
+    return self.last((y * y.sigmoid()).to(x.dtype))
 
 
 @pytest.mark.parametrize("prove", ["step", "plan"])
@@ -221,9 +208,9 @@ def test_casts_that_both_sides_have_are_right(fault, prove):
     options = {"parallelize": scaled, "optimizer_fn": None, "steps": 1}
     if prove == "step":
         options |= {"rank_step": with_averages(squared), "shard_batch": rows}
-        report = sim.verify_step(squared, Casting, draw(4, 16), "dp=2", **options)
+        report = sim.verify_step(squared, casting, draw(4, 16), "dp=2", **options)
     else:
-        report = sim.verify_plan(Casting, (draw(4, 16),), "dp=2", **options)
+        report = sim.verify_plan(casting, (draw(4, 16),), "dp=2", **options)
     assert report.ok != fault, report
     assert any("says bfloat16, whose rounding is not compared" in note for note in report.notes)
     if fault:

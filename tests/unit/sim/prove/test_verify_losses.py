@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import Collect, Gather, Leave, Pair, draw, given, proved_plan, proved_step
+from zoo_kit import Collect, Gather, Leave, Pair, draw, given, made_of, proved_plan, proved_step
 
 pytestmark = pytest.mark.tier("test")
 
@@ -154,13 +154,9 @@ class Capacity(nn.Module):
         return sum((kept * chances)[:, at, None] * expert(x) for at, expert in enumerate(self.experts))
 
 
-class Routed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.moe, self.last = nn.Linear(WIDTH, WIDTH), Capacity(), nn.Linear(WIDTH, 2)
-
-    def forward(self, x, labels):
-        return self.last(x + self.moe(torch.tanh(self.first(x))))
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "moe": Capacity(), "last": nn.Linear(WIDTH, 2)})
+def routed(self, x, labels):
+    return self.last(x + self.moe(torch.tanh(self.first(x))))
 
 
 def counted_before(counts):
@@ -181,7 +177,7 @@ def routing(fault):
         loss.backward()
         return loss
 
-    return proved_step(parallelize, Routed, given(3), step=take)
+    return proved_step(parallelize, routed, given(3), step=take)
 
 
 @pytest.mark.parametrize(("fault", "place"), [(None, ""), ("capacity", "moe.output"), ("balance", "the model's loss")])
@@ -194,27 +190,26 @@ def test_experts_with_a_capacity_and_a_balance(fault, place):
         assert not any(words in report.first.sentence for words in UNTRUE), report.first
 
 
-class Counted(nn.Module):
+@made_of(
+    lambda: {
+        "group": None,
+        "router": nn.Linear(8, 4, bias=False),
+        "weight": nn.Parameter(torch.randn(4, 8, 8) / 3),
+    }
+)
+def counted_model(self, x):
     """Grouped products of counted tokens, and an auxiliary loss of shares and probabilities."""
-
-    group = None
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.weight = nn.Linear(8, 4, bias=False), nn.Parameter(torch.randn(4, 8, 8) / 3)
-
-    def forward(self, x):
-        chances = self.router(x).softmax(-1)
-        best, ids = chances.topk(2, -1)
-        order = ids.flatten().argsort(stable=True)
-        counts = torch.histc(ids.flatten().float(), bins=4, min=0, max=3)
-        ends = counts.cumsum(0).to(torch.int32)
-        made = torch._grouped_mm(x.repeat_interleave(2, 0)[order], self.weight, offs=ends)
-        made = torch.zeros_like(made).index_copy(0, order, made).view(-1, 2, 8)
-        share, chance = counts / ids.numel(), chances.mean(0)
-        if self.group is not None:
-            share, chance = (Leave.apply(each / 2, self.group) for each in (share, chance))
-        return (made * best[..., None]).sum(1).square().mean() + 0.04 * (share * chance).sum()
+    chances = self.router(x).softmax(-1)
+    best, ids = chances.topk(2, -1)
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.histc(ids.flatten().float(), bins=4, min=0, max=3)
+    ends = counts.cumsum(0).to(torch.int32)
+    made = torch._grouped_mm(x.repeat_interleave(2, 0)[order], self.weight, offs=ends)
+    made = torch.zeros_like(made).index_copy(0, order, made).view(-1, 2, 8)
+    share, chance = counts / ids.numel(), chances.mean(0)
+    if self.group is not None:
+        share, chance = (Leave.apply(each / 2, self.group) for each in (share, chance))
+    return (made * best[..., None]).sum(1).square().mean() + 0.04 * (share * chance).sum()
 
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["of all tokens", "of local tokens"])
@@ -223,7 +218,7 @@ def test_an_auxiliary_loss_of_local_tokens_is_found(is_local):
         model.group = None if is_local else mesh.get_group()
         return DistributedDataParallel(model, process_group=mesh.get_group())
 
-    report = proved_plan(parallel, Counted, (draw(24, 8),), optimizer_fn=None)
+    report = proved_plan(parallel, counted_model, (draw(24, 8),), optimizer_fn=None)
     assert report.ok is not is_local
     if is_local:
         assert report.first.tensor == "output"

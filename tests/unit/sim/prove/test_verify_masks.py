@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import average, proved_plan, proved_step, right
+from zoo_kit import average, made_of, proved_plan, proved_step, right
 
 from hyper_parallel import fully_shard
 from sim.prove.randomness import is_random, mean_of
@@ -194,13 +194,9 @@ def test_draws_in_another_order_are_told_by_what_they_are_put_on():
     is_right(plan(data_parallel(turned), stack(both)))
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.kind = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), F.dropout
-
-    def forward(self, x):
-        return self.down(self.kind(torch.tanh(self.up(x)), 0.5))
+@made_of(lambda: {"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH), "kind": F.dropout})
+def mlp(self, x):
+    return self.down(self.kind(torch.tanh(self.up(x)), 0.5))
 
 
 def split(model, mesh, local=True):
@@ -213,24 +209,20 @@ def test_masks_of_activations_that_are_split_over_tp(local):
         torch.manual_seed(7 + (mesh.get_local_rank() if local else 0))
         return split(model, mesh, local)
 
-    report = plan(seeded, Mlp, "tp=2")
+    report = plan(seeded, mlp, "tp=2")
     is_right(report)
     assert any(row.verdict == "rounding" for row in report.rows)
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x.view(ROWS // 2 if len(x) == ROWS else 1, 2, WIDTH)).chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).flatten(0, 1)
+@made_of(lambda: {"qkv": nn.Linear(WIDTH, 3 * WIDTH)})
+def attention_model(self, x):
+    q, k, v = self.qkv(x.view(ROWS // 2 if len(x) == ROWS else 1, 2, WIDTH)).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).flatten(0, 1)
 
 
 def test_masks_of_split_activations_are_right_in_steps():
-    is_right(step(split, Mlp, "tp=2"))
-    is_right(step(model=lambda: nn.Sequential(Attention(), nn.Linear(WIDTH, 4)), rank_step=averaged))
+    is_right(step(split, mlp, "tp=2"))
+    is_right(step(model=lambda: nn.Sequential(attention_model(), nn.Linear(WIDTH, 4)), rank_step=averaged))
 
 
 def wrapped(model, mesh):
@@ -246,7 +238,7 @@ def test_masks_of_attention_and_of_whole_rows():
         def forward(self, x):
             return x * x.new_empty(len(x), 1).bernoulli_(0.5) + torch.randn_like(x).mul(0.1)
 
-    is_right(plan(wrapped, lambda: nn.Sequential(Attention(), Rows())))
+    is_right(plan(wrapped, lambda: nn.Sequential(attention_model(), Rows())))
 
 
 def test_what_cannot_be_shared_stays_at_its_mean():
@@ -280,15 +272,11 @@ def test_a_proof_without_random_numbers_takes_no_further_step(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_masks_of_tokens_in_zig_zag(wrong):
-    class Tokens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.drop, self.chosen = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), None
-
-        def forward(self, x):
-            x = x if self.chosen is None else x[:, self.chosen]
-            y = self.first(x)
-            return x + self.drop(y) if self.chosen is None or not wrong else self.drop(x) + y
+    @made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "drop": nn.Dropout(0.5), "chosen": None})
+    def tokens(self, x):
+        x = x if self.chosen is None else x[:, self.chosen]
+        y = self.first(x)
+        return x + self.drop(y) if self.chosen is None or not wrong else self.drop(x) + y
 
     def zig_zag(model, mesh):
         rank = mesh.get_local_rank()
@@ -297,7 +285,7 @@ def test_masks_of_tokens_in_zig_zag(wrong):
         return DistributedDataParallel(model)
 
     x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0))
-    made = lambda: nn.Sequential(Tokens(), nn.Linear(WIDTH, 4))  # noqa: E731
+    made = lambda: nn.Sequential(tokens(), nn.Linear(WIDTH, 4))  # noqa: E731
     report = plan(zig_zag, made, "cp=2", x, loss_fn=lambda output, x: output.square().mean())
     if wrong:
         assert not report.ok, report
@@ -427,7 +415,7 @@ def test_a_part_of_a_mask_that_is_drawn_whole(wrong, prove):
         model.kind = kind
         return split(model, mesh)
 
-    report = prove(drawn_whole, Mlp, "tp=2")
+    report = prove(drawn_whole, mlp, "tp=2")
     if wrong:
         assert report.first.tensor.partition(" of step ")[0].endswith("with random numbers"), report
     else:
@@ -548,25 +536,20 @@ def test_masks_of_a_schedule_that_asks_for_shapes():
 # -- ranks that draw for some rows -------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
+@made_of(lambda: {"experts": nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2))})
+def experts(self, x):
     """Rows of a positive first element go to one expert, the others to another."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2))
-
-    def forward(self, x):
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            chosen = (x[:, 0] > 0) == bool(number)
-            out[chosen] = expert(x[chosen])
-        return out
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(self.experts):
+        chosen = (x[:, 0] > 0) == bool(number)
+        out[chosen] = expert(x[chosen])
+    return out
 
 
 def test_experts_that_get_no_rows_of_a_rank_draw_nothing():
     x = X.clone()
     x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    is_right(step(unused, Experts, x=x))
+    is_right(step(unused, experts, x=x))
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
@@ -618,20 +601,16 @@ def test_masks_of_scripts(change, words, tmp_path):
 
 @pytest.mark.parametrize("upper", [1 / 3, 0.5])
 def test_slopes_that_are_drawn(upper):
-    class Slopes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.upper = nn.Linear(WIDTH, WIDTH), 1 / 3
-
-        def forward(self, x):
-            x = F.rrelu(self.layer(x), 1 / 8, self.upper, training=True)
-            return F.rrelu_(x.sin(), training=True)
+    @made_of(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "upper": 1 / 3})
+    def slopes(self, x):
+        x = F.rrelu(self.layer(x), 1 / 8, self.upper, training=True)
+        return F.rrelu_(x.sin(), training=True)
 
     def wider(model, mesh):
         model.upper = upper
         return DistributedDataParallel(model)
 
-    report = plan(wider, Slopes)
+    report = plan(wider, slopes)
     if upper == 1 / 3:
         is_right(report)
     else:

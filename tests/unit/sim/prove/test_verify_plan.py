@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from zoo_kit import Enter, Leave, Mlp, axis, draw, right, rows, same, split_mlp, squared, take
+from zoo_kit import Enter, Leave, Mlp, axis, draw, made_of, right, rows, same, split_mlp, squared, take
 
 import sim
 from hyper_parallel import checkpoint_blocks, fully_shard
@@ -285,19 +285,10 @@ def test_swapped_outputs_of_the_same_values_are_found_by_their_gradients(swaps):
         assert report.first.place.startswith("the gradient of heads."), report.first
 
 
-class Fused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.heads = 4
-        self.qkv = nn.Linear(8, 24, bias=False)
-        self.out = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 2)).permute(2, 0, 3, 1, 4)
-        return self.leave(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
-
-    def leave(self, y):
-        return y
+@made_of(lambda: {"heads": 4, "qkv": nn.Linear(8, 24, bias=False), "out": nn.Linear(8, 8, bias=False), "leave": same})
+def fused_model(self, x):
+    q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 2)).permute(2, 0, 3, 1, 4)
+    return self.leave(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
 
 
 def fused(model, mesh, blocks=True, factor=1.0):
@@ -315,7 +306,7 @@ def fused(model, mesh, blocks=True, factor=1.0):
 
 
 def test_fused_weights_are_right_when_each_of_them_is_split():
-    report = right(verify(fused, model=Fused))
+    report = right(verify(fused, model=fused_model))
     held = [row for row in report.rows if row.module == "qkv" and row.tensor == "weight"]
     assert [row.kind for row in held] == ["parameter", "gradient", "update"]
     assert held[0].verdict == "private"
@@ -323,12 +314,12 @@ def test_fused_weights_are_right_when_each_of_them_is_split():
 
 
 def test_fused_weights_that_are_split_as_if_they_were_one():
-    report = verify(lambda m, mesh: fused(m, mesh, blocks=False), model=Fused)
+    report = verify(lambda m, mesh: fused(m, mesh, blocks=False), model=fused_model)
     assert place(report) == ("forward", "out", "input")
 
 
 def test_gradients_are_compared_in_the_order_in_which_fused_weights_are_held():
-    report = verify(lambda m, mesh: fused(m, mesh, factor=1 + 1e-9), model=Fused)
+    report = verify(lambda m, mesh: fused(m, mesh, factor=1 + 1e-9), model=fused_model)
     assert place(report) == ("gradient", "qkv", "weight")
 
 
@@ -355,20 +346,16 @@ def test_experts_that_get_other_tokens_on_each_rank_are_right():
 
 @pytest.mark.tier("full")
 def test_inputs_by_name_outputs_in_containers_and_losses_of_the_model():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, x, *, target=None, scale=1):
-            y = self.net(x) * scale
-            return {"y": y, "parts": [y.tanh(), y.mean()]} if target is None else F.mse_loss(y, target)
+    @made_of(lambda: {"net": Net()})
+    def named(self, x, *, target=None, scale=1):
+        y = self.net(x) * scale
+        return {"y": y, "parts": [y.tanh(), y.mean()]} if target is None else F.mse_loss(y, target)
 
     target = torch.zeros(4, 6, 5)
     for inputs in ({"x": X, "scale": 2}, {"x": X, "target": target, "scale": 2}):
         layouts = {name: ("dp",) for name in inputs if name != "scale"}
-        right(verify(ddp, "dp=2", Named, inputs, input_layouts=layouts))
-    assert place(verify(lambda m, mesh: None, "dp=2", Named, inputs, input_layouts=layouts))[0] == "gradient"
+        right(verify(ddp, "dp=2", named, inputs, input_layouts=layouts))
+    assert place(verify(lambda m, mesh: None, "dp=2", named, inputs, input_layouts=layouts))[0] == "gradient"
 
 
 def test_faults_are_found_in_float32_too():
@@ -637,22 +624,17 @@ def test_a_gradient_of_a_mean_over_ranks_has_a_bound_that_is_told():
     assert "the gradient of up.output" in {row.place for row in report.not_proved}, str(report)
 
 
-class Rescaled(nn.Module):
+@made_of(lambda: {"inp": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8, affine=False), "out": nn.Linear(8, 2)})
+def rescaled(self, x):
     """A bias whose gradient is zero but for rounding."""
-
-    def __init__(self):
-        super().__init__()
-        self.inp, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.out(self.norm(self.inp(x)))
+    return self.out(self.norm(self.inp(x)))
 
 
 def test_what_a_second_step_leaves_open_is_told():
     def signed(parameters):
         return torch.optim.AdamW(parameters, lr=0.1, eps=1e-30)
 
-    report = right(verify(nothing, model=Rescaled, inputs=(draw(12, 8),), optimizer_fn=signed))
+    report = right(verify(nothing, model=rescaled, inputs=(draw(12, 8),), optimizer_fn=signed))
     assert any("is compared, but for inp.output in step 2" in note for note in report.notes), report.notes
 
 

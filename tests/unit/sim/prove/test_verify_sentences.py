@@ -13,7 +13,20 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import Dropping, Enter, Leave, Pair, given, proved_plan, proved_step, right, squared, take, with_averages
+from zoo_kit import (
+    Dropping,
+    Enter,
+    Leave,
+    Pair,
+    given,
+    made_of,
+    proved_plan,
+    proved_step,
+    right,
+    squared,
+    take,
+    with_averages,
+)
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
@@ -60,13 +73,9 @@ def test_a_loss_that_compares_rows_is_not_called_a_mean():
 # -- batch norms -------------------------------------------------------------------------------------------------------
 
 
-class Normalised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)
-
-    def forward(self, x, labels):
-        return self.last(self.norm(self.first(x)))
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH), "last": nn.Linear(WIDTH, 2)})
+def normalised(self, x, labels):
+    return self.last(self.norm(self.first(x)))
 
 
 @pytest.mark.parametrize("fault", ["own rows", "no norm"])
@@ -75,7 +84,7 @@ def test_a_batch_norm_of_a_ranks_own_rows_in_a_step(fault):
         model.norm.forward = lambda x: 2 * x * model.norm.weight + model.norm.bias
 
     parallelize = without if fault == "no norm" else None
-    report = proved_step(parallelize, Normalised, given(), rank_step=with_averages(squared))
+    report = proved_step(parallelize, normalised, given(), rank_step=with_averages(squared))
     assert (report.first.module, report.first.tensor) == ("norm", "output"), report
     said = "each rank along dp normalises with the mean and the variance of its own rows, not of all"
     assert (report.first.sentence == said) == (fault == "own rows")
@@ -208,13 +217,15 @@ def test_a_row_of_long_names_and_layouts_is_one_line():
 # -- tokens in an order of their own -----------------------------------------------------------------------------------
 
 
-class Tokens(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.first, self.second = nn.Embedding(30, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, ids):
-        return self.second(torch.tanh(self.first(self.embed(ids))))
+@made_of(
+    lambda: {
+        "embed": nn.Embedding(30, WIDTH),
+        "first": nn.Linear(WIDTH, WIDTH),
+        "second": nn.Linear(WIDTH, WIDTH),
+    }
+)
+def tokens(self, ids):
+    return self.second(torch.tanh(self.first(self.embed(ids))))
 
 
 def zigzag(ids):
@@ -234,7 +245,7 @@ def contextual(model, mesh, cut=zigzag, averages=True, doubled=False):
 def verify_tokens(**options):
     ids = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
     return proved_plan(
-        partial(contextual, **options), Tokens, (ids,), "cp=2", loss_fn=lambda out, ids: out.square().mean()
+        partial(contextual, **options), tokens, (ids,), "cp=2", loss_fn=lambda out, ids: out.square().mean()
     )
 
 

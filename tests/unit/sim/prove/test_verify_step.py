@@ -17,7 +17,21 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import Dropping, Enter, Gather, Leave, Tied, average, draw, right, rounding, rows, squared, with_averages
+from zoo_kit import (
+    Dropping,
+    Enter,
+    Gather,
+    Leave,
+    Tied,
+    average,
+    draw,
+    made_of,
+    right,
+    rounding,
+    rows,
+    squared,
+    with_averages,
+)
 
 import sim
 from hyper_parallel import fully_shard, hsdp
@@ -55,21 +69,17 @@ class Attention(nn.Module):
         return self.o(attended(self.q(x), self.k(x), self.v(x)))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = x + self.attn(self.norm(x))
-        return x + torch.tanh(self.mlp(x))
+@made_of(lambda: {"norm": nn.LayerNorm(WIDTH), "attn": Attention(), "mlp": nn.Linear(WIDTH, WIDTH)})
+def block_model(self, x):
+    x = x + self.attn(self.norm(x))
+    return x + torch.tanh(self.mlp(x))
 
 
 class Gpt(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.place = nn.Embedding(16, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(block_model() for _ in range(2))
         self.head = nn.Linear(WIDTH, 16)
 
     def forward(self, ids):
@@ -1232,19 +1242,14 @@ def test_a_fault_that_changes_nothing_counts_as_neither():
     assert {row.outcome for row in found.rows if row.place.startswith("all_reduce")} == {"none"}
 
 
-class Pooling(nn.Module):
+@made_of(lambda: {"score": nn.Linear(WIDTH, 1), "head": nn.Linear(WIDTH, WIDTH, bias=False)})
+def pooling(self, x):
     """Tokens weighed by a softmax, to which the bias of the scores adds nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.score, self.head = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.head((self.score(x).softmax(1) * x).sum(1))
+    return self.head((self.score(x).softmax(1) * x).sum(1))
 
 
 def test_twice_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
-    found = sim.verify_step(squared, Pooling, torch.randn(2, 3, WIDTH), "dp=2").sensitivity()
+    found = sim.verify_step(squared, pooling, torch.randn(2, 3, WIDTH), "dp=2").sensitivity()
     outcomes = {(row.place, row.kind): row.outcome for row in found.rows}
     assert outcomes["gradient of score.bias", "wrong scale"] == "none", found
     assert outcomes["gradient of score.weight", "wrong scale"] == "found"

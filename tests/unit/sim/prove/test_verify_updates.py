@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import draw, rows, squared, with_averages
+from zoo_kit import draw, made_of, rows, squared, with_averages
 
 import sim
 from sim.prove.steps.updates import UpdateReplay, UpdateStarts
@@ -21,15 +21,10 @@ pytestmark = pytest.mark.tier("test")
 WIDTH = 4
 
 
-class Pooling(nn.Module):
+@made_of(lambda: {"score": nn.Linear(WIDTH, 2), "head": nn.Linear(WIDTH, WIDTH)})
+def pooling(self, x):
     """Rows weighed by a softmax, to which the bias of the scores adds nothing: its gradient is rounding."""
-
-    def __init__(self):
-        super().__init__()
-        self.score, self.head = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.head((self.score(x).softmax(1).mean(-1, keepdim=True) * x).sum(1))
+    return self.head((self.score(x).softmax(1).mean(-1, keepdim=True) * x).sum(1))
 
 
 def on_ranks():
@@ -88,7 +83,7 @@ def one_by_one(params):
 
 def proved_plan(optimizer_fn, wrap=lambda model, mesh: DistributedDataParallel(model), **options):
     return sim.verify_plan(
-        Pooling,
+        pooling,
         (draw(4, 3, WIDTH),),
         "dp=2",
         parallelize=wrap,
@@ -101,7 +96,7 @@ def proved_plan(optimizer_fn, wrap=lambda model, mesh: DistributedDataParallel(m
 
 def proved_step(optimizer_fn, **options):
     options |= {"rank_step": with_averages(squared), "shard_batch": rows, "optimizer_fn": optimizer_fn}
-    return sim.verify_step(squared, Pooling, draw(4, 3, WIDTH), "dp=2", **options)
+    return sim.verify_step(squared, pooling, draw(4, 3, WIDTH), "dp=2", **options)
 
 
 FAULTS = [

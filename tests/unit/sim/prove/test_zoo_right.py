@@ -34,8 +34,10 @@ from zoo_kit import (
     Tied,
     axis,
     draw,
+    made_of,
     megatron,
     rounding,
+    same,
     split_mlp,
     take,
     tokens,
@@ -565,23 +567,18 @@ def test_gradients_that_add_up_over_micro_batches():
     is_right(partial(Net, 1), (tokens(8),), "dp=2", parallelize=ddp, input_layouts=[("dp",)], loss_fn=loss)
 
 
-class Rms(nn.Module):
+@made_of(lambda: {"weight": nn.Parameter(torch.ones(WIDTH))})
+def rms(self, x):
     """A norm that computes in float32, whatever it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        y = x.to(torch.float32)
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * y.to(x.dtype)
+    y = x.to(torch.float32)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return self.weight * y.to(x.dtype)
 
 
 def normed():
     model = Net()
     for block in model.blocks:
-        block.norm1, block.norm2 = Rms(), Rms()
+        block.norm1, block.norm2 = rms(), rms()
     return model
 
 
@@ -599,30 +596,26 @@ def test_all_of_it_in_less(dtype, parallelize):
     is_right(partial(Net, 1), (IDS,), "tp=2", parallelize=parallelize, dtype=dtype, also=PENDING_OR_PRIVATE)
 
 
-class Experts(nn.Module):
+@made_of(
+    lambda: {
+        "router": nn.Linear(WIDTH, 4, bias=False),
+        "up": nn.Parameter(torch.randn(4, WIDTH, 8) / 4),
+        "down": nn.Parameter(torch.randn(4, 8, WIDTH) / 4),
+        "first": 0,
+        "enter": same,
+        "leave": same,
+    }
+)
+def experts(self, x):
     """Each token goes to the 2 best of 4 experts; a rank has some of the experts, and adds up what they return."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, 8) / 4), nn.Parameter(torch.randn(4, 8, WIDTH) / 4)
-        self.first = 0
-
-    def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        share = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, chosen, weights)
-        share, x, out = self.enter(share), self.enter(x), torch.zeros_like(x)
-        for index, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
-            mine = share[..., self.first + index]
-            row = mine.nonzero(as_tuple=True)
-            out = out.index_put(row, mine[row].unsqueeze(-1) * (F.silu(x[row] @ up) @ down), accumulate=True)
-        return self.leave(out)
-
-    def enter(self, x):
-        return x
-
-    def leave(self, y):
-        return y
+    weights, chosen = self.router(x).softmax(-1).topk(2)
+    share = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, chosen, weights)
+    share, x, out = self.enter(share), self.enter(x), torch.zeros_like(x)
+    for index, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+        mine = share[..., self.first + index]
+        row = mine.nonzero(as_tuple=True)
+        out = out.index_put(row, mine[row].unsqueeze(-1) * (F.silu(x[row] @ up) @ down), accumulate=True)
+    return self.leave(out)
 
 
 def test_experts_of_the_best():
@@ -634,8 +627,8 @@ def test_experts_of_the_best():
         model.enter = lambda x: Enter.apply(x, group)
         model.leave = lambda y: Leave.apply(y, group)
 
-    is_right(Experts, (X,), "ep=2", parallelize=parallel)
-    is_right(Experts, (X,), "ep=4", parallelize=parallel)
+    is_right(experts, (X,), "ep=2", parallelize=parallel)
+    is_right(experts, (X,), "ep=4", parallelize=parallel)
 
 
 class Several(nn.Module):
@@ -697,40 +690,30 @@ def test_a_batch_of_one():
     is_right(Net, (IDS[:1, :1],), "tp=2", parallelize=megatron, also=PENDING)
 
 
-class Normalised(nn.Module):
+@made_of(lambda: {"norm": nn.BatchNorm1d(WIDTH), "linear": nn.Linear(WIDTH, 4)})
+def normalised(self, x):
     """Batch normalisation by statistics that were kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        return self.linear(self.norm(x)).square().mean()
+    return self.linear(self.norm(x)).square().mean()
 
 
 def test_buffers_in_evaluation():
     how = {"parallelize": ddp, "input_layouts": [("dp",)], "train": False}
-    is_right(Normalised, (draw(8, WIDTH),), "dp=2", **how, also=PENDING)
+    is_right(normalised, (draw(8, WIDTH),), "dp=2", **how, also=PENDING)
 
 
-class Cancelling(nn.Module):
+@made_of(lambda: {"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH, bias=False)})
+def cancelling(self, x):
     """What remains of large sums."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        large = 1e6 * self.up(x)
-        y = self.down(large)
-        return (y + 1e9) - 1e9 - y.mean(-1, keepdim=True)
+    large = 1e6 * self.up(x)
+    y = self.down(large)
+    return (y + 1e9) - 1e9 - y.mean(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sums_that_cancel(dtype):
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     is_right(
-        Cancelling,
+        cancelling,
         (X,),
         "tp=4",
         parallelize=lambda m, mesh: parallelize_module(m, mesh, plan),

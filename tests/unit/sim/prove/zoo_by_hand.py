@@ -20,6 +20,7 @@ from zoo_kit import (
     Tied,
     axis,
     draw,
+    made_of,
     megatron,
     rounding,
     same,
@@ -177,20 +178,14 @@ def _(model, mesh, broken):
         model.blocks[1].mlp.up.weight = nn.Parameter(whole.chunk(4)[3 - axis(mesh)[0]].clone())
 
 
-class Gated(nn.Module):
+@made_of(lambda: {"both": nn.Linear(WIDTH, 4 * WIDTH, bias=False), "down": nn.Linear(2 * WIDTH, WIDTH, bias=False)})
+def gated(self, x):
     """A feed-forward whose gate and value are one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.both = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        gate, value = self.both(x).chunk(2, -1)
-        return self.down(F.silu(gate) * value)
+    gate, value = self.both(x).chunk(2, -1)
+    return self.down(F.silu(gate) * value)
 
 
-@case("a fused gate and value that are split in one piece", model=Gated, inputs=(draw(4, 6, WIDTH),))
+@case("a fused gate and value that are split in one piece", model=gated, inputs=(draw(4, 6, WIDTH),))
 @found("forward", "down", "input", "no layout explains", hint="computed from both.output, which is right")
 def _(model, mesh, broken):
     rank, size, group = axis(mesh)
@@ -272,16 +267,10 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=self.smoothing)
 
 
-class Trained(nn.Module):
+@made_of(lambda: {"head": nn.Linear(WIDTH, 24, bias=False), "loss": Loss()})
+def trained(self, x, targets):
     """A head and its loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 24, bias=False)
-        self.loss = Loss()
-
-    def forward(self, x, targets):
-        return self.loss(self.head(x), targets)
+    return self.loss(self.head(x), targets)
 
 
 def split_loss(model, mesh, *, largest=True, sums=True, whole_count=True):
@@ -311,7 +300,7 @@ def split_loss(model, mesh, *, largest=True, sums=True, whole_count=True):
 
 TRAINED = {
     "hint": "computed from loss.input.logits, which is right",
-    "model": Trained,
+    "model": trained,
     "inputs": (draw(4, 6, WIDTH), tokens()),
 }
 
@@ -410,28 +399,24 @@ class Rotary(nn.Module):
         ).flatten(-2)
 
 
-class Ring(nn.Module):
+@made_of(
+    lambda: {
+        "first": 0,
+        "rotary": Rotary(),
+        "qkv": nn.Linear(WIDTH, 3 * WIDTH),
+        "out": nn.Linear(WIDTH, WIDTH),
+        "gathered": same,
+    }
+)
+def ring(self, x):
     """One head of causal attention over a sequence that may be split."""
-
-    first = 0
-
-    def __init__(self):
-        super().__init__()
-        self.rotary = Rotary()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        q, k = self.rotary(q), self.rotary(k)
-        k, v = self.gathered(k), self.gathered(v)
-        rows = self.first + torch.arange(q.shape[1])
-        future = rows[:, None] < torch.arange(k.shape[1])
-        weights = (q @ k.transpose(1, 2) / 4).masked_fill(future, -1e30).softmax(-1)
-        return self.out(weights @ v)
-
-    def gathered(self, x):
-        return x
+    q, k, v = self.qkv(x).chunk(3, -1)
+    q, k = self.rotary(q), self.rotary(k)
+    k, v = self.gathered(k), self.gathered(v)
+    rows = self.first + torch.arange(q.shape[1])
+    future = rows[:, None] < torch.arange(k.shape[1])
+    weights = (q @ k.transpose(1, 2) / 4).masked_fill(future, -1e30).softmax(-1)
+    return self.out(weights @ v)
 
 
 def context_parallel(model, mesh, *, turned=True, masked=True, gather=Gather):
@@ -452,7 +437,7 @@ class Twice(Gather):
 
 
 SEQUENCE = {
-    "model": Ring,
+    "model": ring,
     "inputs": (draw(2, 8, WIDTH),),
     "mesh": "cp=2",
     "options": {"input_layouts": [("None", "cp")]},
@@ -502,18 +487,13 @@ class Experts(nn.Module):
         return sum((chosen == expert)[..., None] * (x @ weight) for expert, weight in enumerate(self.weight))
 
 
-class Routed(nn.Module):
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "moe": Experts(), "last": nn.Linear(WIDTH, WIDTH)})
+def routed(self, x):
     """Experts between two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.moe, self.last = nn.Linear(WIDTH, WIDTH), Experts(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(x + self.moe(self.first(x).tanh()))
+    return self.last(x + self.moe(self.first(x).tanh()))
 
 
-@case("tokens that go to experts by their number on the rank", mesh="ep=2", model=Routed, inputs=(draw(4, 6, WIDTH),))
+@case("tokens that go to experts by their number on the rank", mesh="ep=2", model=routed, inputs=(draw(4, 6, WIDTH),))
 @found(
     "forward",
     "moe",

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from zoo_case import Case, found, register
-from zoo_kit import WIDTH, Mlp, axis, draw, summed
+from zoo_kit import WIDTH, Mlp, axis, draw, made_of, summed
 
 from hyper_parallel import Layout, ShardingPlan, custom_shard, shard_module
 
@@ -25,28 +25,27 @@ INPUTS = (draw(4, 6, WIDTH),)
 WHOLE = ("None", "None", "None")
 
 
-class Feed(nn.Module):
+@made_of(
+    lambda: {
+        "norms": nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2)),
+        "mlps": nn.ModuleList(Mlp(bias=False) for _ in range(2)),
+        "head": nn.Linear(WIDTH, 8),
+    }
+)
+def feed(self, x):
     """Two normalised feed-forwards, added back, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.mlps = nn.ModuleList(Mlp(bias=False) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x):
-        for norm, mlp in zip(self.norms, self.mlps, strict=True):
-            x = x + mlp(norm(x))
-        return self.head(x)
+    for norm, mlp in zip(self.norms, self.mlps, strict=True):
+        x = x + mlp(norm(x))
+    return self.head(x)
 
 
-FEED = {"model": Feed, "inputs": INPUTS}
+FEED = {"model": feed, "inputs": INPUTS}
 SPLIT = {"mlps.*.up.weight": ("tp", "None"), "mlps.*.down.weight": ("None", "tp")}
 REST = {"norms.*.*": ("None",), "head.weight": ("None", "None"), "head.bias": ("None",)}
 
 
 def local_plan_of(**local):
-    """The plan of a Feed, with what its modules are said to return."""
+    """The plan of a feed, with what its modules are said to return."""
     return ShardingPlan(
         plan={**SPLIT, **REST},
         input_plan={"input": WHOLE, "mlps.*.input": WHOLE},
@@ -173,7 +172,7 @@ def _(model, mesh, broken):
 
 
 def styles(**changed):
-    """Torch's plan of a Feed whose sequence is split between the split modules."""
+    """Torch's plan of a feed whose sequence is split between the split modules."""
     plan = {}
     for index in range(2):
         plan[f"norms.{index}"] = SequenceParallel(use_local_output=True)

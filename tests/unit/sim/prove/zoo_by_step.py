@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from zoo_case import Program, add_program, fault
-from zoo_kit import Collect, Gather, average, draw, rank_of, squared, summed
+from zoo_kit import Collect, Gather, average, draw, made_of, rank_of, squared, summed
 
 PROGRAMS: dict[str, Program] = {}
 program = partial(add_program, PROGRAMS)
@@ -231,15 +231,10 @@ def _(model, batch, fault):
 # -- losses that see the rows of all ranks -----------------------------------------------------------------------------
 
 
-class Towers(nn.Module):
+@made_of(lambda: {"one": tower(), "other": tower(), "scale": nn.Parameter(torch.tensor(1.5))})
+def towers(self, x):
     """Two views of a row, each through a tower of its own, and a temperature."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other, self.scale = tower(), tower(), nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):
-        return F.normalize(self.one(x), dim=-1), F.normalize(self.other(x.sin()), dim=-1)
+    return F.normalize(self.one(x), dim=-1), F.normalize(self.other(x.sin()), dim=-1)
 
 
 def contrasted(model, mine, theirs, first):
@@ -253,7 +248,7 @@ def summing(module, op=SUM):
             dist.all_reduce(parameter.grad, op=op)
 
 
-@program("negatives gathered with their gradient", Towers, X)
+@program("negatives gathered with their gradient", towers, X)
 @fault("a gradient that stays on its rank", "gradient", "the gradient of the model's output.1 of step 1")
 @fault("gradients that are averaged", "gradient", "the gradient of other.2.bias of step 1", "1/2")
 @fault("own negatives", "forward", "the model's loss of step 1", "neither the mean nor the sum")
@@ -271,7 +266,7 @@ def _(model, batch, fault):
     return loss
 
 
-@program("negatives gathered without their gradient", Towers, X)
+@program("negatives gathered without their gradient", towers, X)
 @fault("rows that are not put back", "gradient", "the gradient of other.2.bias of step 1")
 @fault("a gradient that counts once per rank", "gradient", "the gradient of other.2.bias of step 1", "2 times")
 @fault("rows put back in another place", "forward", "the model's loss of step 1", "neither the mean nor")

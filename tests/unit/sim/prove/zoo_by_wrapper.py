@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from zoo_case import Case, found, register
-from zoo_kit import WIDTH, Net, axis, draw, megatron, summed, tokens
+from zoo_kit import WIDTH, Net, axis, draw, made_of, megatron, same, summed, tokens
 
 from hyper_parallel import fully_shard, hsdp
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy as Policy
@@ -361,35 +361,22 @@ def _(model, mesh, broken):
     return nn.parallel.DistributedDataParallel(model, init_sync=False)
 
 
-class Scaled(nn.Module):
+@made_of(lambda: {"size": torch.ones(()), "all": same})
+def scaled(self, x):
     """Divides by a running size of what it sees, as of the step before."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("size", torch.ones(()))
-
-    def forward(self, x):
-        y = x / self.size.clone()
-        with torch.no_grad():
-            self.size.mul_(0.9).add_(0.1 * self.all(x.detach().abs().mean()))
-        return y
-
-    def all(self, x):
-        return x
+    y = x / self.size.clone()
+    with torch.no_grad():
+        self.size.mul_(0.9).add_(0.1 * self.all(x.detach().abs().mean()))
+    return y
 
 
-class Buffered(nn.Module):
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "scale": scaled(), "last": nn.Linear(WIDTH, WIDTH)})
+def buffered(self, x):
     """Two layers with a buffer between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.scale, self.last = nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(self.scale(self.first(x)))
+    return self.last(self.scale(self.first(x)))
 
 
-BUFFERED = {"mesh": "dp=2", "model": Buffered, "inputs": (draw(4, WIDTH),)}
+BUFFERED = {"mesh": "dp=2", "model": buffered, "inputs": (draw(4, WIDTH),)}
 
 
 def average(x):
@@ -426,21 +413,16 @@ def _(model, mesh, broken):
     return unsynced(model)
 
 
-class Normed(nn.Module):
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH), "last": nn.Linear(WIDTH, WIDTH)})
+def normed(self, x):
     """Two layers with batch norm between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)))
+    return self.last(self.norm(self.first(x)))
 
 
 @case(
     "batch norm with the statistics of this rank's rows",
     mesh="dp=2",
-    model=Normed,
+    model=normed,
     inputs=(draw(8, WIDTH),),
     options=ROWS,
 )

@@ -28,6 +28,7 @@ class Case:
         mesh: the axes.
         options: of `verify_plan`.
         varied: called with `broken`, returns more of them.
+        on: what alone makes the model parallel where it is not broken; other cases may have the same.
     """
 
     name: str
@@ -42,6 +43,17 @@ class Case:
     mesh: str = "tp=2"
     options: dict[str, Any] = field(default_factory=dict)
     varied: Callable[[bool], dict[str, Any]] = lambda broken: {}
+    on: Any = None
+
+    @property
+    def program(self) -> Any:
+        """What tells programs apart that are not broken."""
+        options = {**self.options, **self.varied(False)}
+        return (
+            (self.on, self.model, self.mesh, *((key, id(value)) for key, value in options.items()))
+            if self.on
+            else self.name
+        )
 
     def verify(self, broken: bool) -> sim.Report:
         """Prove the model, with its fault or without."""
@@ -76,7 +88,7 @@ def register(cases: list[Case]) -> Callable[..., Any]:
                 if broken:
                     apply(model, mesh)
 
-            cases.append(Case(name, on_top if on else apply, **{**apply.row, **options}))
+            cases.append(Case(name, on_top if on else apply, on=on, **{**apply.row, **options}))
             return apply
 
         return add

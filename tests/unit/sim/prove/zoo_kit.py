@@ -23,6 +23,31 @@ def tokens(rows=4, length=6, vocab=VOCAB, seed=0):
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def made_of(parts):
+    """Return a decorator that makes a class of modules of its forward.
+
+    >>> @made_of(lambda: {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+    ... def narrow(self, x):
+    ...     return self.down(self.up(x).relu())
+    >>> narrow()(torch.ones(2, 4)).shape
+    torch.Size([2, 4])
+
+    Args:
+        parts: called for each module, returns what it has, by name; tensors are buffers.
+    """
+
+    def make(forward):
+        def init(self):
+            nn.Module.__init__(self)
+            for name, part in parts().items():
+                is_buffer = isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter)
+                self.register_buffer(name, part) if is_buffer else setattr(self, name, part)
+
+        return type(forward.__name__, (nn.Module,), {"__init__": init, "forward": forward, "__doc__": forward.__doc__})
+
+    return make
+
+
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
