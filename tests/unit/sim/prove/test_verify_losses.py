@@ -197,7 +197,7 @@ def test_experts_with_a_capacity_and_a_balance(fault, place):
         "weight": nn.Parameter(torch.randn(4, 8, 8) / 3),
     }
 )
-def counted_model(self, x):
+def balanced(self, x):
     """Grouped products of counted tokens, and an auxiliary loss of shares and probabilities."""
     chances = self.router(x).softmax(-1)
     best, ids = chances.topk(2, -1)
@@ -218,7 +218,7 @@ def test_an_auxiliary_loss_of_local_tokens_is_found(is_local):
         model.group = None if is_local else mesh.get_group()
         return DistributedDataParallel(model, process_group=mesh.get_group())
 
-    report = proved_plan(parallel, counted_model, (draw(24, 8),), optimizer_fn=None)
+    report = proved_plan(parallel, balanced, (draw(24, 8),), optimizer_fn=None)
     assert report.ok is not is_local
     if is_local:
         assert report.first.tensor == "output"

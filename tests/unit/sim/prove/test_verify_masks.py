@@ -215,14 +215,14 @@ def test_masks_of_activations_that_are_split_over_tp(local):
 
 
 @made_of(lambda: {"qkv": nn.Linear(WIDTH, 3 * WIDTH)})
-def attention_model(self, x):
+def attends(self, x):
     q, k, v = self.qkv(x.view(ROWS // 2 if len(x) == ROWS else 1, 2, WIDTH)).chunk(3, -1)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).flatten(0, 1)
 
 
 def test_masks_of_split_activations_are_right_in_steps():
     is_right(step(split, mlp, "tp=2"))
-    is_right(step(model=lambda: nn.Sequential(attention_model(), nn.Linear(WIDTH, 4)), rank_step=averaged))
+    is_right(step(model=lambda: nn.Sequential(attends(), nn.Linear(WIDTH, 4)), rank_step=averaged))
 
 
 def wrapped(model, mesh):
@@ -238,7 +238,7 @@ def test_masks_of_attention_and_of_whole_rows():
         def forward(self, x):
             return x * x.new_empty(len(x), 1).bernoulli_(0.5) + torch.randn_like(x).mul(0.1)
 
-    is_right(plan(wrapped, lambda: nn.Sequential(attention_model(), Rows())))
+    is_right(plan(wrapped, lambda: nn.Sequential(attends(), Rows())))
 
 
 def test_what_cannot_be_shared_stays_at_its_mean():
@@ -362,18 +362,13 @@ def test_another_scale_in_the_second_step_alone(off):
         assert report.first.place == "0.output with random numbers in step 2"
 
 
-class Skipped(nn.Module):
+@made_of(lambda p=0.5: {"layers": nn.ModuleList(Residual(p=p) for _ in range(3)), "forgets": False})
+def skipped(self, x):
     """Layers that are left out by chance; `forgets`: always taken."""
-
-    def __init__(self, p=0.5):
-        super().__init__()
-        self.layers, self.forgets = nn.ModuleList(Residual(p=p) for _ in range(3)), False
-
-    def forward(self, x):
-        for layer in self.layers:
-            if torch.rand(()) < 0.51 or self.forgets:  # on average it is taken
-                x = layer(x)
-        return x
+    for layer in self.layers:
+        if torch.rand(()) < 0.51 or self.forgets:  # on average it is taken
+            x = layer(x)
+    return x
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -381,12 +376,12 @@ def test_layers_that_are_left_out_by_chance(apart):
     def seeded(model, mesh):
         torch.manual_seed(9 + (mesh.get_rank() if apart else 0))
 
-    replicated = plan(seeded, Skipped, "tp=2")
+    replicated = plan(seeded, skipped, "tp=2")
     if apart:
         assert replicated.first.sentence == "rand draws different numbers on ranks 0-1, which hold the same over tp"
     else:
         is_right(replicated)
-        is_right(plan(unused, Skipped))  # each rank leaves them out for its own rows
+        is_right(plan(unused, skipped))  # each rank leaves them out for its own rows
 
 
 def test_layers_that_ranks_always_take_are_found():
@@ -394,7 +389,7 @@ def test_layers_that_ranks_always_take_are_found():
         model.forgets = True
         return DistributedDataParallel(model)
 
-    report = plan(forgetful, partial(Skipped, p=0.0), seed=1)
+    report = plan(forgetful, partial(skipped, p=0.0), seed=1)
     assert report.first.tensor.endswith(" with random numbers"), report
 
 
@@ -428,15 +423,15 @@ def test_draws_apart_of_what_ranks_hold_alike_are_found_in_steps():
         torch.manual_seed(mesh.get_rank())
         return model
 
-    for model, name in ((Skipped, "rand"), (None, "bernoulli_")):
+    for model, name in ((skipped, "rand"), (None, "bernoulli_")):
         said = f"{name} draws different numbers on ranks 0-1, which hold the same over tp"
         assert step(apart, model, "tp=2").first.sentence == said
-    assert step(None, Skipped, "tp=2").ok
+    assert step(None, skipped, "tp=2").ok
 
 
 @pytest.mark.tier("full")
 def test_layers_that_are_left_out_of_micro_batches():
-    report = right(step(model=Skipped, step=partial(averaged, parts=2)))
+    report = right(step(model=skipped, step=partial(averaged, parts=2)))
     assert "random numbers of the model (rand) are taken at their mean" in "".join(report.notes)
 
 

@@ -29,21 +29,16 @@ STYLES = {"up": ColwiseParallel, "down": RowwiseParallel}
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Block(nn.Module):
+@made_of(lambda dropout=0.0: {"norm": nn.LayerNorm(8), "mlp": Mlp(8, 16, dropout=dropout)})
+def block(self, x):
     """Norm and a feed-forward, added back."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(8), Mlp(8, 16, dropout=dropout)
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
+    return x + self.mlp(self.norm(x))
 
 
 class Net(nn.Module):
     def __init__(self, blocks=2, dropout=0.0):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(block(dropout) for _ in range(blocks))
         self.head = nn.Linear(8, 5)
 
     def forward(self, x):
@@ -286,7 +281,7 @@ def test_swapped_outputs_of_the_same_values_are_found_by_their_gradients(swaps):
 
 
 @made_of(lambda: {"heads": 4, "qkv": nn.Linear(8, 24, bias=False), "out": nn.Linear(8, 8, bias=False), "leave": same})
-def fused_model(self, x):
+def qkv_attention(self, x):
     q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 2)).permute(2, 0, 3, 1, 4)
     return self.leave(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
 
@@ -306,7 +301,7 @@ def fused(model, mesh, blocks=True, factor=1.0):
 
 
 def test_fused_weights_are_right_when_each_of_them_is_split():
-    report = right(verify(fused, model=fused_model))
+    report = right(verify(fused, model=qkv_attention))
     held = [row for row in report.rows if row.module == "qkv" and row.tensor == "weight"]
     assert [row.kind for row in held] == ["parameter", "gradient", "update"]
     assert held[0].verdict == "private"
@@ -314,12 +309,12 @@ def test_fused_weights_are_right_when_each_of_them_is_split():
 
 
 def test_fused_weights_that_are_split_as_if_they_were_one():
-    report = verify(lambda m, mesh: fused(m, mesh, blocks=False), model=fused_model)
+    report = verify(lambda m, mesh: fused(m, mesh, blocks=False), model=qkv_attention)
     assert place(report) == ("forward", "out", "input")
 
 
 def test_gradients_are_compared_in_the_order_in_which_fused_weights_are_held():
-    report = verify(lambda m, mesh: fused(m, mesh, factor=1 + 1e-9), model=fused_model)
+    report = verify(lambda m, mesh: fused(m, mesh, factor=1 + 1e-9), model=qkv_attention)
     assert place(report) == ("gradient", "qkv", "weight")
 
 

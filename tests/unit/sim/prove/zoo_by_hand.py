@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from zoo_case import Case, found, register
+from zoo_case import Case, found, register, says
 from zoo_kit import (
     WIDTH,
     Collect,
@@ -58,10 +58,8 @@ def _(model, mesh):
 
 
 @case("a residual that every rank adds before the reduction")
-@found(
-    "forward",
-    "blocks.0",
-    "output",
+@found("forward", "blocks.0", "output")
+@says(
     "the reference plus the input of blocks.0.norm2 once more",
     "each of the 2 ranks along 'tp' adds it; add it once, after the reduction",
 )
@@ -109,13 +107,8 @@ def _(model, mesh):
 
 
 @case("grouped keys and values that go to the wrong heads", mesh="tp=4", model=lambda: Net(bias=False))
-@found(
-    "parameter",
-    "blocks.0.attn.k",
-    "weight",
-    "dim 0 is held in 2 pieces",
-    "ranks 0, 2 hold piece 0; ranks 1, 3 hold piece 1",
-)
+@found("parameter", "blocks.0.attn.k", "weight")
+@says("dim 0 is held in 2 pieces", "ranks 0, 2 hold piece 0; ranks 1, 3 hold piece 1")
 def _(model, mesh, broken):
     rank, size, group = axis(mesh)
     for block in model.blocks:
@@ -130,26 +123,16 @@ def _(model, mesh, broken):
 
 
 @fault("initial weights from one seed on every shard")
-@found(
-    "parameter",
-    "blocks.0.mlp.up",
-    "weight",
-    "hold the same values where each should hold its own part",
-    "the same random seed on every shard?",
-)
+@found("parameter", "blocks.0.mlp.up", "weight")
+@says("hold the same values where each should hold its own part", "the same random seed on every shard?")
 def _(model, mesh):
     torch.manual_seed(1)
     nn.init.normal_(model.blocks[0].mlp.up.weight)
 
 
 @case("a dropout mask that is the same on shards that must differ", model=lambda: Net(dropout=0.5))
-@found(
-    "random",
-    "blocks.0.mlp.drop",
-    "bernoulli",
-    "draws the same numbers on ranks 0-1, which hold different parts over tp",
-    hint="a seed that differs along tp",
-)
+@found("random", "blocks.0.mlp.drop", "bernoulli")
+@says("draws the same numbers on ranks 0-1, which hold different parts over tp", hint="a seed that differs along tp")
 def _(model, mesh, broken):
     megatron(model, mesh)
     for index, block in enumerate(model.blocks):
@@ -223,25 +206,15 @@ def split_vocabulary(model, mesh, *, masked=True, tied=False, joined=None):
 
 
 @case("a split embedding that looks up other ranks' tokens")
-@found(
-    "forward",
-    "embed",
-    "output",
-    "all ranks hold the same, and it is wrong",
-    hint="computed from embed.input, which is right",
-)
+@found("forward", "embed", "output")
+@says("all ranks hold the same, and it is wrong", hint="computed from embed.input, which is right")
 def _(model, mesh, broken):
     split_vocabulary(model, mesh, masked=not broken)
 
 
 @case("tied weights that are split apart", model=lambda: Net(tied=True))
-@found(
-    "parameter",
-    "head",
-    "weight",
-    "one tensor with embed.weight on one device",
-    hint="tie head.weight to embed.weight again",
-)
+@found("parameter", "head", "weight")
+@says("one tensor with embed.weight on one device", hint="tie head.weight to embed.weight again")
 def _(model, mesh, broken):
     split_vocabulary(model, mesh, tied=not broken)
 
@@ -354,13 +327,8 @@ class Cut(torch.autograd.Function):
 
 
 @case("the gradient of a norm on a split sequence that nobody adds up")
-@found(
-    "gradient",
-    "blocks.1.norm2",
-    "weight",
-    "parts of a sum over tp: nothing adds up the gradients",
-    hint="all_reduce of gradients over tp",
-)
+@found("gradient", "blocks.1.norm2", "weight")
+@says("parts of a sum over tp: nothing adds up the gradients", hint="all_reduce of gradients over tp")
 def _(model, mesh, broken):
     sequence_parallel(model, mesh, reduced=lambda name: not (broken and name == "blocks.1.norm2.weight"))
 
@@ -373,13 +341,8 @@ def _(model, mesh):
 
 
 @case("an all_gather along the wrong dim", on=sequence_parallel)
-@found(
-    "forward",
-    "blocks.1.attn.q",
-    "input",
-    "gathered over 'tp' along dim 0 instead of dim 1",
-    hint="computed from blocks.1.attn.input.x, which is right",
-)
+@found("forward", "blocks.1.attn.q", "input")
+@says("gathered over 'tp' along dim 0 instead of dim 1", hint="computed from blocks.1.attn.input.x, which is right")
 def _(model, mesh):
     group = axis(mesh)[2]
     model.blocks[1].attn.enter = lambda x: Gather.apply(x, 0, group)
@@ -494,13 +457,8 @@ def routed(self, x):
 
 
 @case("tokens that go to experts by their number on the rank", mesh="ep=2", model=routed, inputs=(draw(4, 6, WIDTH),))
-@found(
-    "forward",
-    "moe",
-    "output",
-    "all ranks hold the same, and it is wrong",
-    hint="computed from moe.router.output, which is right",
-)
+@found("forward", "moe", "output")
+@says("all ranks hold the same, and it is wrong", hint="computed from moe.router.output, which is right")
 def _(model, mesh, broken):
     rank, size, group = axis(mesh, "ep")
     take(model.moe, "weight", 0, rank, size)
@@ -527,13 +485,8 @@ def _(model, mesh, broken):
 
 
 @fault("a cast to bfloat16 on one path only")
-@found(
-    "forward",
-    "blocks.1.mlp.up",
-    "output",
-    "computed it in bfloat16 or cast to it by hand, and one device did not",
-    hint="autocast",
-)
+@found("forward", "blocks.1.mlp.up", "output")
+@says("computed it in bfloat16 or cast to it by hand, and one device did not", hint="autocast")
 def _(model, mesh):
     up = model.blocks[1].mlp.up
     up.forward = lambda x: F.linear(x.bfloat16(), up.weight.bfloat16(), up.bias.bfloat16()).to(x.dtype)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from zoo_case import Case, found, register
+from zoo_case import Case, found, register, says
 from zoo_kit import WIDTH, Mlp, axis, draw, made_of, summed
 
 from hyper_parallel import Layout, ShardingPlan, custom_shard, shard_module
@@ -55,14 +55,8 @@ def local_plan_of(**local):
 
 
 @case("parts of a sum that a plan calls whole", options={"input_layouts": [("None",)]}, **FEED)
-@found(
-    "forward",
-    "mlps.1.down",
-    "output",
-    "parts of a sum over tp",
-    "nothing reduced it before mlps.1.output",
-    hint="over tp",
-)
+@found("forward", "mlps.1.down", "output")
+@says("parts of a sum over tp", "nothing reduced it before mlps.1.output", hint="over tp")
 def _(model, mesh, broken):
     pending = Layout.from_device_mesh(mesh)(*WHOLE, partial={"tp": "sum"})
     shard_module(model, mesh, local_plan_of(local_plan={"mlps.0": pending, "mlps.1": WHOLE if broken else pending}))
@@ -90,12 +84,8 @@ PAIR = {"model": Pair, "inputs": INPUTS}
 
 
 @case("a plan with two axes in the wrong order", mesh="dp=2,tp=2", **PAIR)
-@found(
-    "forward",
-    "mid",
-    "output",
-    "the 4 pieces of dim 2 are in another order: (0, 2, 1, 3), as if gathered over 'dp' and 'tp'",
-)
+@found("forward", "mid", "output")
+@says("the 4 pieces of dim 2 are in another order: (0, 2, 1, 3), as if gathered over 'dp' and 'tp'")
 def _(model, mesh, broken):
     both = ("dp", "tp")
     plan = ShardingPlan(
@@ -108,13 +98,8 @@ def _(model, mesh, broken):
 
 
 @case("custom code whose sum is said to be taken", **PAIR)
-@found(
-    "forward",
-    "last",
-    "output",
-    "declared Replicate over tp, but the ranks hold parts of a sum over tp",
-    hint="all_reduce over tp",
-)
+@found("forward", "last", "output")
+@says("declared Replicate over tp, but the ranks hold parts of a sum over tp", hint="all_reduce over tp")
 def _(model, mesh, broken):
     layout = Layout.from_device_mesh(mesh)
     shard_module(model, mesh, ShardingPlan(plan={"first.weight": ("tp", "None"), "last.weight": ("None", "tp")}))
@@ -130,13 +115,8 @@ def shape(y, w):
 
 
 @case("custom code that says each rank has the full gradient of what it has only a share of", **PAIR)
-@found(
-    "gradient",
-    "last",
-    "input",
-    "declared Replicate over tp, but the ranks hold parts of a sum over tp",
-    hint="all_reduce over tp",
-)
+@found("gradient", "last", "input")
+@says("declared Replicate over tp, but the ranks hold parts of a sum over tp", hint="all_reduce over tp")
 def _(model, mesh, broken):
     layout = Layout.from_device_mesh(mesh)
     shard_module(model, mesh, ShardingPlan(plan={"first.weight": ("None", "None"), "last.weight": ("tp", "None")}))
@@ -154,9 +134,8 @@ def _(model, mesh, broken):
 
 
 @case("a part of the rows that from_local calls whole", mesh="dp=2", options={"input_layouts": [("dp",)]}, **PAIR)
-@found(
-    "forward", "mid", "output", "the ranks take it for parts of a tensor of shape (2, 6, 32), and that has (4, 6, 32)"
-)
+@found("forward", "mid", "output")
+@says("the ranks take it for parts of a tensor of shape (2, 6, 32), and that has (4, 6, 32)")
 def _(model, mesh, broken):
     def forward(y):
         return DTensor.from_local(F.gelu(y), mesh, [Replicate() if broken else Shard(0)])
@@ -188,21 +167,15 @@ SEQUENCE = {**FEED, "options": {"input_layouts": [("None", "tp")], "declared": {
 
 
 @case("a norm that torch's plan leaves out", **SEQUENCE)
-@found(
-    "gradient",
-    "norms.1",
-    "weight",
-    "parts of a sum over tp: nothing adds up the gradients",
-    hint="all_reduce of gradients over tp",
-)
+@found("gradient", "norms.1", "weight")
+@says("parts of a sum over tp: nothing adds up the gradients", hint="all_reduce of gradients over tp")
 def _(model, mesh, broken):
     return parallelize_module(model, mesh, styles(**({"norms.1": None} if broken else {})))
 
 
 @case("a head that is told that it gets the whole sequence", **SEQUENCE)
-@found(
-    "forward", "head", "input", "the ranks take it for parts of a tensor of shape (4, 3, 16), and that has (4, 6, 16)"
-)
+@found("forward", "head", "input")
+@says("the ranks take it for parts of a tensor of shape (4, 3, 16), and that has (4, 6, 16)")
 def _(model, mesh, broken):
     wrong = {"head": ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
     parallelize_module(model, mesh, styles(**(wrong if broken else {})))

@@ -44,6 +44,10 @@ def tower(out=WIDTH):
     return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, out))
 
 
+def nets(**widths):
+    return lambda: nn.ModuleDict({name: tower(out) for name, out in widths.items()})
+
+
 def flat(tensors):
     return torch.cat([each.detach().flatten() for each in tensors])
 
@@ -58,24 +62,42 @@ def sgd(module, lr=0.1):
     module.zero_grad()
 
 
+@program("micro-batches, weights that are clamped", tower, X)
+@fault("losses that are added up whole", "forward", "the model's loss of step 1", "4 times what it should be")
+@fault("another rate on the ranks", "update", "0.weight of step 1", "ranks 0-1 step with lr=0.2")
+@fault("a bias that the optimizer forgets", "update", "2.bias of step 1")
+@fault("weights that one rank does not clamp", "update", "2.weight of step 1", "rank 1 (dp=1) is wrong")
+def _(model, batch, fault):
+    parts, total = batch.chunk(2) if parallel() else [batch], 0.0
+    for part in parts:
+        loss = model(part).square().mean() / (1 if "whole" in fault else len(parts))
+        loss.backward()
+        total += loss.detach()
+    average(model)
+    named = model.named_parameters()
+    held = [each for name, each in named if name != "2.bias" or "forgets" not in fault]
+    torch.optim.SGD(held, lr=0.2 if "rate" in fault else 0.1).step()
+    model.zero_grad()
+    if not on_last(fault, "clamp"):
+        model[2].weight.data.clamp_(-0.1, 0.1)
+    return total
+
+
 # -- ZeRO over flat buffers --------------------------------------------------------------------------------------------
 
 
-class Flat(nn.Module):
-    """A net, and the momentum of all its weights in one buffer, of which a rank has its half."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = tower()
-        self.register_buffer("momentum", torch.zeros(sum(each.numel() for each in self.net.parameters())))
+@made_of(lambda name, *rows: {"net": (net := tower()), name: torch.zeros(*rows, flat(net.parameters()).numel())})
+def beside(self, x):
+    """A net, and a buffer as long as all its weights, of one row or several."""
+    return self.net(x)
 
 
 def halved(model, mesh, fault):
     model.momentum = model.momentum.chunk(2)[mesh.get_rank()].clone()
 
 
-@program("ZeRO-1", Flat, X, parallelize=halved, stage=1)
-@program("ZeRO-2", Flat, X, parallelize=halved, stage=2)
+@program("ZeRO-1", partial(beside, "momentum"), X, parallelize=halved, stage=1)
+@program("ZeRO-2", partial(beside, "momentum"), X, parallelize=halved, stage=2)
 @fault("gradients of the rank's own rows", "update", "net.0.weight of step 1")
 @fault("both ranks step over the first half", "update", "net.0.bias of step 1")
 @fault("halves gathered in another order", "update", "net.0.weight of step 1")
@@ -343,15 +365,7 @@ def _(model, batch, fault):
     return loss
 
 
-class Gan(nn.Module):
-    """A generator and a discriminator."""
-
-    def __init__(self):
-        super().__init__()
-        self.maker, self.judge = tower(), tower(1)
-
-
-@program("a GAN", Gan, (X, draw(ROWS, WIDTH, seed=1)))
+@program("a GAN", nets(maker=WIDTH, judge=1), (X, draw(ROWS, WIDTH, seed=1)))
 @fault("a generator whose gradients are not averaged", "gradient", "the gradient of maker.2.bias", "nothing reduced it")
 @fault("gradients of the first loss left in the second", "gradient", "the gradient of judge.2.bias")
 @fault("a generator that the second loss trains", "update", "maker.0.weight")
@@ -359,37 +373,33 @@ class Gan(nn.Module):
 @fault("another rate of the discriminator, in its first step", "update", "judge.0.weight of step 1", "lr=0.2")
 def _(model, batch, fault):
     real, noise = batch
-    first = F.softplus(-model.judge(model.maker(noise))).mean()
+    first = F.softplus(-model["judge"](model["maker"](noise))).mean()
     first.backward()
     if "not averaged" not in fault:
-        average(model.maker)
-    sgd(model.maker)
+        average(model["maker"])
+    sgd(model["maker"])
     if "left" not in fault:
-        model.judge.zero_grad()
-    made = model.maker(noise)
+        model["judge"].zero_grad()
+    made = model["maker"](noise)
     second = (
-        F.softplus(-model.judge(real)).mean()
-        + F.softplus(model.judge(made if "loss trains" in fault else made.detach())).mean()
+        F.softplus(-model["judge"](real)).mean()
+        + F.softplus(model["judge"](made if "loss trains" in fault else made.detach())).mean()
     )
     second.backward()
-    average(model.judge)
-    sgd(model.judge, lr=0.2 if "rate" in fault and rank_of() else 0.1)
+    average(model["judge"])
+    sgd(model["judge"], lr=0.2 if "rate" in fault and rank_of() else 0.1)
     if "loss trains" in fault:
-        average(model.maker)
-        sgd(model.maker)
+        average(model["maker"])
+        sgd(model["maker"])
     model.zero_grad()
     return (first + second).detach()
 
 
-class Agent(nn.Module):
-    """A policy of three actions, and the value of a state."""
-
-    def __init__(self):
-        super().__init__()
-        self.actor, self.critic = tower(3), tower(1)
-
-
-@program("an actor and a critic", Agent, (X, torch.arange(ROWS) % 3, draw(ROWS, seed=2)))
+@program(
+    "an actor and a critic",
+    nets(actor=3, critic=1),
+    (X, torch.arange(ROWS) % 3, draw(ROWS, seed=2)),
+)
 @fault("advantages by the rank's own mean", "forward", "the model's loss of step 1")
 @fault("a critic that the policy's loss trains", "gradient", "the gradient of critic.2.output of step 1")
 @fault(
@@ -397,17 +407,17 @@ class Agent(nn.Module):
 )
 def _(model, batch, fault):
     state, action, reward = batch
-    value = model.critic(state)[:, 0]
+    value = model["critic"](state)[:, 0]
     better = reward - (value if "trains" in fault else value.detach())
     sums = torch.stack([better.detach().sum(), better.detach().square().sum()])
     middle, square = (added(sums) if "own mean" not in fault else sums * (2 if parallel() else 1)) / ROWS
     better = (better - middle) / (square - middle.square()).sqrt()
-    chance = model.actor(state).log_softmax(-1).gather(-1, action[:, None])[:, 0]
+    chance = model["actor"](state).log_softmax(-1).gather(-1, action[:, None])[:, 0]
     loss = F.mse_loss(value, reward) - (better * chance).mean()
     loss.backward()
     average(model)
     if on_last(fault, "leaves"):
-        model.critic.zero_grad()
+        model["critic"].zero_grad()
     sgd(model)
     return loss.detach()
 
@@ -447,16 +457,8 @@ def _(model, batch, fault):
 # -- what ranks send less of, or less often ----------------------------------------------------------------------------
 
 
-class Compressed(nn.Module):
-    """A net whose gradients are sent in part; what is not sent is kept for the next step, by each of two workers."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = tower()
-        self.register_buffer("kept", torch.zeros(2, sum(each.numel() for each in self.net.parameters())))
-
-
 def own_row(model, mesh, fault):
+    """Keep this worker's row of what is not sent yet."""
     model.kept = model.kept[mesh.get_rank()][None].clone()
 
 
@@ -465,7 +467,7 @@ def largest(grad, count=9):
     return torch.zeros_like(grad).scatter(0, (at := grad.abs().topk(count).indices), grad[at])
 
 
-@program("the largest gradients, the rest next time", Compressed, X, parallelize=own_row)
+@program("the largest gradients, the rest next time", partial(beside, "kept", 2), X, parallelize=own_row)
 @fault("a rest that one rank forgets", "buffer", "kept of step 1", "rank 1 (dp=1)")
 @fault("a rest that one rank does not add", "update", "net.0.weight of step 2")
 @fault("the largest of the mean", "update", "net.0.weight of step 1")

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
-from zoo_case import Case, found, register
+from zoo_case import Case, found, register, says
 from zoo_kit import WIDTH, Net, axis, draw, made_of, megatron, same, summed, tokens
 
 from hyper_parallel import fully_shard, hsdp
@@ -249,13 +249,9 @@ def clip(params, broken):
 
 
 @case("gradients that are clipped by the norm of this rank's shards", mesh="dp=2", varied=optimizer(clip))
-@found(
-    "update",
-    "embed",
-    "weight",
-    "declared (dp, -), and rank 1 holds",
-    "x the bound",
-    hint="its gradient is right: look at what the optimizer does",
+@found("update", "embed", "weight")
+@says(
+    "declared (dp, -), and rank 1 holds", "x the bound", hint="its gradient is right: look at what the optimizer does"
 )
 def _(model, mesh, broken):
     return units(fully_shard, model, mesh)
@@ -268,10 +264,8 @@ def decay(params, broken):
 
 
 @case("weight decay on one rank only", mesh="dp=2", varied=optimizer(decay))
-@found(
-    "update",
-    "embed",
-    "weight",
+@found("update", "embed", "weight")
+@says(
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="its gradient is right: look at what the optimizer does",
 )
@@ -287,10 +281,8 @@ def skip(params, broken):
 
 
 @case("norm weights that are updated on one rank only", mesh="dp=2", varied=optimizer(skip))
-@found(
-    "update",
-    "blocks.0.norm1",
-    "weight",
+@found("update", "blocks.0.norm1", "weight")
+@says(
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="its gradient is right: look at what the optimizer does",
 )
@@ -339,12 +331,8 @@ def _(model, mesh, broken):
 
 
 @case("the same rows on all ranks along dp", mesh="dp=2")
-@found(
-    "forward",
-    "",
-    "input ids",
-    "the ranks along 'dp' hold the same values where each should hold its own part: all hold the first one's",
-)
+@found("forward", "", "input ids")
+@says("the ranks along 'dp' hold the same values where each should hold its own part: all hold the first one's")
 def _(model, mesh, broken):
     rank = 0 if broken else mesh.get_local_rank()
     model.register_forward_pre_hook(lambda module, args: args[0].chunk(2)[rank])
@@ -384,10 +372,8 @@ def average(x):
 
 
 @case("a buffer that is not broadcast", options=ROWS, **BUFFERED)
-@found(
-    "buffer",
-    "scale",
-    "size",
+@found("buffer", "scale", "size")
+@says(
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="a broadcast of it, or the same change on all ranks",
 )
@@ -399,10 +385,8 @@ def _(model, mesh, broken):
 
 
 @case("a replicated buffer that one rank changes in place", options=ROWS, **BUFFERED)
-@found(
-    "buffer",
-    "scale",
-    "size after forward",
+@found("buffer", "scale", "size after forward")
+@says(
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="a broadcast of it, or the same change on all ranks",
 )
@@ -426,13 +410,8 @@ def normed(self, x):
     inputs=(draw(8, WIDTH),),
     options=ROWS,
 )
-@found(
-    "forward",
-    "norm",
-    "output",
-    "each rank along dp normalises with the mean and the variance of its own rows, not of all",
-    hint="SyncBatchNorm",
-)
+@found("forward", "norm", "output")
+@says("each rank along dp normalises with the mean and the variance of its own rows, not of all", hint="SyncBatchNorm")
 def _(model, mesh, broken):
     norm = model.norm
 
@@ -455,13 +434,8 @@ def _(model, mesh, broken):
 @case(
     "a block that is computed again with other dropout masks", mesh="dp=2", model=lambda: Net(dropout=0.5), options=ROWS
 )
-@found(
-    "random",
-    "blocks.1.drop",
-    "bernoulli",
-    "backward computes it again with other random numbers, on ranks 0-1",
-    hint="preserve_rng_state=True",
-)
+@found("random", "blocks.1.drop", "bernoulli")
+@says("backward computes it again with other random numbers, on ranks 0-1", hint="preserve_rng_state=True")
 def _(model, mesh, broken):
     for index, block in enumerate(model.blocks):
         forgets = broken and index == 1

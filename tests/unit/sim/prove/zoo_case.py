@@ -66,10 +66,21 @@ class Case:
 
 
 def found(kind: str, module: str, tensor: str, *words: str, hint: str = "") -> Callable[..., Any]:
-    """Return a decorator that notes which row is the first that is wrong, and what it says."""
+    """Return a decorator that notes which row is the first that is wrong, and what it says, if `says` does not."""
 
     def note(apply: Callable[..., Any]) -> Callable[..., Any]:
-        apply.row = {"kind": kind, "module": module, "tensor": tensor, "words": words, "hint": hint}
+        says(*words, hint=hint)(apply) if words else None
+        apply.row |= {"kind": kind, "module": module, "tensor": tensor}
+        return apply
+
+    return note
+
+
+def says(*words: str, hint: str = "") -> Callable[..., Any]:
+    """Return a decorator that notes what the first row that is wrong says."""
+
+    def note(apply: Callable[..., Any]) -> Callable[..., Any]:
+        apply.row = {"words": words, "hint": hint}
         return apply
 
     return note

@@ -33,13 +33,13 @@ def made_of(parts):
     torch.Size([2, 4])
 
     Args:
-        parts: called for each module, returns what it has, by name; tensors are buffers.
+        parts: called with what a module is made with, returns what it has, by name; tensors are buffers.
     """
 
     def make(forward):
-        def init(self):
+        def init(self, *args, **options):
             nn.Module.__init__(self)
-            for name, part in parts().items():
+            for name, part in parts(*args, **options).items():
                 is_buffer = isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter)
                 self.register_buffer(name, part) if is_buffer else setattr(self, name, part)
 
