@@ -373,24 +373,24 @@ def _(model, batch, fault):
 @fault("another rate of the discriminator, in its first step", "update", "judge.0.weight of step 1", "lr=0.2")
 def _(model, batch, fault):
     real, noise = batch
-    first = F.softplus(-model["judge"](model["maker"](noise))).mean()
+    maker, judge = model["maker"], model["judge"]
+    made_by, judged_by = kept(model, lambda: [torch.optim.SGD(each.parameters(), lr=0.1) for each in (maker, judge)])
+    if "rate" in fault and rank_of():
+        judged_by.param_groups[0]["lr"] = 0.2
+    first = F.softplus(-judge(maker(noise))).mean()
     first.backward()
     if "not averaged" not in fault:
-        average(model["maker"])
-    sgd(model["maker"])
-    if "left" not in fault:
-        model["judge"].zero_grad()
-    made = model["maker"](noise)
-    second = (
-        F.softplus(-model["judge"](real)).mean()
-        + F.softplus(model["judge"](made if "loss trains" in fault else made.detach())).mean()
-    )
+        average(maker)
+    made_by.step()
+    (maker if "left" in fault else model).zero_grad()
+    made = maker(noise) if "loss trains" in fault else maker(noise).detach()
+    second = F.softplus(-judge(real)).mean() + F.softplus(judge(made)).mean()
     second.backward()
-    average(model["judge"])
-    sgd(model["judge"], lr=0.2 if "rate" in fault and rank_of() else 0.1)
+    average(judge)
+    judged_by.step()
     if "loss trains" in fault:
-        average(model["maker"])
-        sgd(model["maker"])
+        average(maker)
+        made_by.step()
     model.zero_grad()
     return (first + second).detach()
 
