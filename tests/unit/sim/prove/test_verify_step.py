@@ -25,6 +25,7 @@ from zoo_kit import (
     average,
     draw,
     made_of,
+    proved_step,
     right,
     rounding,
     rows,
@@ -98,8 +99,9 @@ def step(model, batch):
     return loss
 
 
-def verify(mesh, model=Gpt, **options):
-    return sim.verify_step(options.pop("step", step), model, options.pop("batch", batch()), mesh, **options)
+def verify(mesh, model=Gpt, parallelize=None, **options):
+    options = {"step": step, "batch": batch(), **options}
+    return proved_step(parallelize, model, options.pop("batch"), mesh, **options)
 
 
 def test_a_bound_beside_which_the_tensor_is_small_proves_nothing():
@@ -119,12 +121,12 @@ def test_a_fault_in_backward_is_named_where_the_loss_is_scaled():
         loss = loss_of(model(batch[0]), batch[1])
         (loss * by).backward()
         twice.remove()
+        average(model)
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= by * dist.get_world_size()
+            parameter.grad /= by
         return loss.detach()
 
-    report = verify("dp=3", batch=batch(rows=6), shard_batch=rows, rank_step=rank_step)
+    report = verify("dp=3", batch=batch(rows=6), rank_step=rank_step)
     assert report.first.place == "the gradient of blocks.0.mlp.input"
     assert report.first.sentence == "every part is 2 times what it should be"
 
@@ -182,7 +184,7 @@ def test_mixed_precision_is_right_in_any_form(dtype):
         {"parallelize": compressed},
         {"step": scaled},
     ):
-        right(verify("dp=2", shard_batch=rows, dtype=dtype, **options))
+        right(verify("dp=2", dtype=dtype, **options))
 
 
 @pytest.mark.tier("full")
@@ -193,7 +195,7 @@ def test_faults_in_mixed_precision_are_found():
         ({"parallelize": partial(compressed, share=False)}, scale),
         ({"step": scaled, "rank_step": partial(scaled, average=False)}, "parts of an average over dp"),
     ):
-        first = verify("dp=2", shard_batch=rows, **options).first
+        first = verify("dp=2", **options).first
         assert first.kind == "gradient"
         assert words in first.sentence
 
@@ -905,7 +907,7 @@ def flat(model, batch, op=dist.ReduceOp.AVG, updated=(0, 1), optimizer=sgd):
 
 
 def copies(rank_step, **options):
-    options = {"step": by_itself, "shard_batch": rows, "optimizer_fn": None, **options}
+    options = {"step": by_itself, "optimizer_fn": None, **options}
     return verify("dp=2", rank_step=rank_step, **options)
 
 
@@ -942,12 +944,12 @@ def test_a_step_that_trains_nothing_is_not_proved():
             return loss_of(model(batch[0]), batch[1])
 
     for steps in (None, 2):
-        report = verify("dp=2", step=looks, shard_batch=rows, steps=steps)
+        report = verify("dp=2", step=looks, steps=steps)
         assert (report.ok, [row.place for row in report.not_proved]) == (False, ["weights"])
         assert str(report).startswith("it is not proved that the model on dp=2 computes")
         assert report.not_proved[0].sentence == "no gradient and no update was compared"
     frozen = {"step": looks, "model": lambda: Gpt().requires_grad_(False)}
-    assert verify("dp=2", shard_batch=rows, **frozen).ok  # there is nothing to train
+    assert verify("dp=2", **frozen).ok  # there is nothing to train
 
 
 @pytest.mark.parametrize("has_loss", [True, False])
@@ -959,7 +961,7 @@ def test_a_wrong_forward_of_a_model_without_training_is_no_private_matter(has_lo
     def off(model, mesh):
         model.head.register_forward_hook(lambda module, args, output: output * 1.5)
 
-    report = verify("dp=2", step=looks, model=lambda: Gpt().requires_grad_(False), parallelize=off, shard_batch=rows)
+    report = verify("dp=2", step=looks, model=lambda: Gpt().requires_grad_(False), parallelize=off)
     assert report.first.place == "the model's output", str(report)
 
 
@@ -973,7 +975,7 @@ def test_a_loss_that_no_rank_returns_is_said():
             parameter.grad = grad
         del outputs
 
-    report = right(verify("dp=2", rank_step=silent, shard_batch=rows, steps=1))
+    report = right(verify("dp=2", rank_step=silent, steps=1))
     assert "the loss is not compared, as no rank has differentiated or returned one" in report.notes
 
 
@@ -1071,7 +1073,7 @@ def reduced(model, batch, parts=1, fault=False):
 )
 def test_statistics_of_own_rows_are_private(norm, parts, ok):
     one = partial(reduced, parts=parts)
-    report = verify("dp=2", step=one, model=lambda: normed(norm()), rank_step=reduced, shard_batch=rows, steps=1)
+    report = verify("dp=2", step=one, model=lambda: normed(norm()), rank_step=reduced, steps=1)
     assert report.ok is ok, str(report)
     statistics = [row for row in report.rows if row.tensor == "running_mean"]
     assert [row.verdict for row in statistics] == ["private" if ok else "bug"]
@@ -1094,7 +1096,12 @@ def test_statistics_that_are_synchronised_are_compared(fault):
         norm.load_state_dict(model.norm.state_dict())
         model.norm = norm
 
-    how = {"step": reduced, "rank_step": partial(reduced, fault=fault), "parallelize": synchronised}
+    how = {
+        "step": reduced,
+        "rank_step": partial(reduced, fault=fault),
+        "parallelize": synchronised,
+        "shard_batch": None,
+    }
     report = verify("dp=2", model=lambda: normed(nn.BatchNorm1d(WIDTH)), steps=1, **how)
     assert report.ok is not fault, str(report)
     if fault:
@@ -1180,7 +1187,7 @@ def test_twice_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
 
 @pytest.mark.tier("full")
 def test_a_report_that_is_wrong_already_has_no_sensitivity():
-    report = verify("dp=2", shard_batch=rows)
+    report = verify("dp=2")
     with pytest.raises(ValueError, match="the program is wrong already"):
         report.sensitivity()
 

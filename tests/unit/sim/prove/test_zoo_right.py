@@ -36,6 +36,7 @@ from zoo_kit import (
     draw,
     made_of,
     megatron,
+    right,
     rounding,
     same,
     split_mlp,
@@ -61,8 +62,9 @@ IDS, LABELS = tokens(seed=0), tokens(seed=1)
 
 def is_right(model, inputs, mesh, *, also=(), near=0.5, **options):
     """Verify a model, and that the report leaves nothing out."""
-    report = sim.verify_plan(model, inputs, mesh, **options)
-    assert report.ok, str(report)
+    if "dp" in mesh and "plan" not in options and isinstance(inputs, tuple):
+        options = {"input_layouts": [("dp",)] * len(inputs), **options}
+    report = right(sim.verify_plan(model, inputs, mesh, **options))
     odd = [row for row in report.rows if row.verdict not in ("exact", "rounding", *also)]
     assert not odd, "\n".join(f"{row.verdict}: {row}" for row in odd)
     close = [row for row in report.rows if row.verdict in ("exact", "rounding") and row.ratio >= near]
@@ -333,7 +335,6 @@ def test_plain_tensors_split_over_both_axes():
         (IDS,),
         "dp=2,tp=2",
         parallelize=parallel,
-        input_layouts=[("dp",)],
         also=PENDING,
         loss_fn=of_own,
     )
@@ -416,7 +417,7 @@ def widest(report):
 @pytest.mark.parametrize("name", POLICIES)
 def test_mixed_precision_of_sharded_parameters(name, wrap, dtype):
     policy = (MixedPrecisionPolicy if wrap is fsdp2 else Policy)(**POLICIES[name])
-    how = {"parallelize": each(wrap, mp_policy=policy), "input_layouts": [("dp",)], "loss_fn": of_own, "dtype": dtype}
+    how = {"parallelize": each(wrap, mp_policy=policy), "loss_fn": of_own, "dtype": dtype}
     report = is_right(partial(Net, 1), (tokens(4),), "dp=2", **how)
     low = str(POLICIES[name]["reduce_dtype" if "param_dtype" not in POLICIES[name] else "param_dtype"])[6:]
     wide = str(dtype)[6:]
@@ -436,7 +437,7 @@ class Cast(Net):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_autocast(dtype):
     is_right(partial(Cast, 1), (IDS,), "tp=2", parallelize=megatron, dtype=dtype, also=PENDING)
-    how = {"parallelize": each(fsdp2), "input_layouts": [("dp",)], "loss_fn": of_own, "dtype": dtype}
+    how = {"parallelize": each(fsdp2), "loss_fn": of_own, "dtype": dtype}
     is_right(partial(Cast, 1), (IDS,), "dp=2", **how)
 
 
@@ -483,7 +484,7 @@ def test_rows_may_be_split_where_something_is_chosen():
         model.take = lambda scores: own(scores * (1 + 1e-15 * turn))
         return ddp(model, mesh)
 
-    loss = {"loss_fn": lambda y, x: y.square().mean(), "input_layouts": [("dp",)]}
+    loss = {"loss_fn": lambda y, x: y.square().mean()}
     report = is_right(Tied, (X,), "dp=2", parallelize=rows, **loss)
     assert any("topk of the model" in note for note in report.notes), report.notes
 
@@ -503,7 +504,7 @@ def test_tensor_parallel_within_data_parallel(wrap):
         own = y.square().mean()
         return own / 2 if dist.is_initialized() and wrap is fully_shard else own
 
-    how = {"parallelize": parallel, "input_layouts": [("dp",)], "loss_fn": loss}
+    how = {"parallelize": parallel, "loss_fn": loss}
     is_right(Mlp, (X,), "dp=2,tp=2", **how, also=PENDING)
 
 
@@ -529,7 +530,7 @@ def test_plain_tensors_within_data_parallel(wrap):
             return ddp(model, mesh, process_group=mesh["dp"].get_group())
         return wrap(model, mesh["dp"])
 
-    how = {"parallelize": parallel, "input_layouts": [("dp",)], "loss_fn": of_own}
+    how = {"parallelize": parallel, "loss_fn": of_own}
     is_right(partial(Net, 1), (IDS,), "dp=2,tp=2", **how, also=PENDING)
 
 
@@ -564,7 +565,7 @@ def test_gradients_that_add_up_over_micro_batches():
         parts = zip(logits.chunk(2), ids.chunk(2), strict=True)
         return sum(of_own(*part) for part in parts) / 2
 
-    is_right(partial(Net, 1), (tokens(8),), "dp=2", parallelize=ddp, input_layouts=[("dp",)], loss_fn=loss)
+    is_right(partial(Net, 1), (tokens(8),), "dp=2", parallelize=ddp, loss_fn=loss)
 
 
 @made_of(lambda: {"weight": nn.Parameter(torch.ones(WIDTH))})
@@ -587,7 +588,7 @@ def test_a_part_in_float32(mesh):
     if mesh == "tp=2":
         is_right(normed, (IDS,), mesh, parallelize=megatron, also=PENDING)
     else:
-        is_right(normed, (IDS,), mesh, parallelize=each(fully_shard), input_layouts=[("dp",)], loss_fn=of_own)
+        is_right(normed, (IDS,), mesh, parallelize=each(fully_shard), loss_fn=of_own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -697,7 +698,7 @@ def normalised(self, x):
 
 
 def test_buffers_in_evaluation():
-    how = {"parallelize": ddp, "input_layouts": [("dp",)], "train": False}
+    how = {"parallelize": ddp, "train": False}
     is_right(normalised, (draw(8, WIDTH),), "dp=2", **how, also=PENDING)
 
 
@@ -737,7 +738,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     """The key's bias has no gradient but rounding, and Adam divides it by its own size."""
-    is_right(Block, (X,), "dp=2", parallelize=ddp, input_layouts=[("dp",)], optimizer_fn=OPTIMIZERS[name], steps=3)
+    is_right(Block, (X,), "dp=2", parallelize=ddp, optimizer_fn=OPTIMIZERS[name], steps=3)
 
 
 def test_optimizers_of_groups_and_clipped_gradients():
@@ -755,7 +756,6 @@ def test_optimizers_of_groups_and_clipped_gradients():
         (X,),
         "dp=2",
         parallelize=lambda m, mesh: fsdp2(m, mesh=mesh),
-        input_layouts=[("dp",)],
         optimizer_fn=optimizer,
     )
 
