@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import Collect, Gather, Leave, Pair, draw, given, made_of, proved_plan, proved_step
+from zoo_kit import Collect, Gather, Leave, Pair, ddp, draw, given, made_of, proved_plan, proved_step
 
 pytestmark = pytest.mark.tier("test")
 
@@ -76,10 +76,6 @@ def summed(model, mesh):
         parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
 
 
-def averaged(model, mesh):
-    return DistributedDataParallel(model)
-
-
 def plan(loss_of, parallelize, **options):
     return proved_plan(parallelize, Pair, given(3), loss_fn=loss_of, **options)
 
@@ -95,7 +91,7 @@ def step(loss_of, parallelize, **options):
 
 @pytest.mark.parametrize("prove", [plan, step])
 @pytest.mark.parametrize("loss_of", LOSSES)
-@pytest.mark.parametrize("parallelize", [summed, averaged])
+@pytest.mark.parametrize("parallelize", [summed, ddp])
 def test_losses_of_a_ranks_own_rows_are_no_means(prove, loss_of, parallelize):
     def own(*args):
         return loss_of(*args, all_of=itself if on_ranks() else added)
@@ -113,7 +109,7 @@ def test_losses_of_a_ranks_own_rows_are_no_means(prove, loss_of, parallelize):
 def test_losses_of_all_rows_are_right_where_their_gradients_are_added_up(prove, loss_of):
     report = prove(loss_of, summed)
     assert report.ok, report
-    report = prove(loss_of, averaged)
+    report = prove(loss_of, ddp)
     assert report.first.kind == "gradient", report
     assert report.first.tensor in ("weight", "bias"), report.first
     assert "1/2 of what it should be: averaged once too often over 'dp'" in report.first.sentence, report.first
@@ -191,11 +187,7 @@ def test_experts_with_a_capacity_and_a_balance(fault, place):
 
 
 @made_of(
-    lambda: {
-        "group": None,
-        "router": nn.Linear(8, 4, bias=False),
-        "weight": nn.Parameter(torch.randn(4, 8, 8) / 3),
-    }
+    lambda: {"group": None, "router": nn.Linear(8, 4, bias=False), "weight": nn.Parameter(torch.randn(4, 8, 8) / 3)}
 )
 def balanced(self, x):
     """Grouped products of counted tokens, and an auxiliary loss of shares and probabilities."""

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import average, made_of, proved_plan, proved_step, right
+from zoo_kit import average, ddp, made_of, proved_plan, proved_step, right
 
 from hyper_parallel import fully_shard
 from sim.prove.randomness import is_random, mean_of
@@ -225,12 +225,7 @@ def test_masks_of_split_activations_are_right_in_steps():
     is_right(step(model=lambda: nn.Sequential(attends(), nn.Linear(WIDTH, 4)), rank_step=averaged))
 
 
-def wrapped(model, mesh):
-    return DistributedDataParallel(model)
-
-
-def unused(model, mesh):
-    return DistributedDataParallel(model, find_unused_parameters=True)
+unused = partial(ddp, find_unused_parameters=True)
 
 
 def test_masks_of_attention_and_of_whole_rows():
@@ -238,7 +233,7 @@ def test_masks_of_attention_and_of_whole_rows():
         def forward(self, x):
             return x * x.new_empty(len(x), 1).bernoulli_(0.5) + torch.randn_like(x).mul(0.1)
 
-    is_right(plan(wrapped, lambda: nn.Sequential(attends(), Rows())))
+    is_right(plan(ddp, lambda: nn.Sequential(attends(), Rows())))
 
 
 def test_what_cannot_be_shared_stays_at_its_mean():
@@ -641,7 +636,7 @@ def test_any_random_operation_is_right(name):
         def forward(self, x):
             return DRAWS[name](self.layer(x))
 
-    assert plan(wrapped, Drawn).ok
+    assert plan(ddp, Drawn).ok
 
 
 def test_every_random_operation_of_torch_has_a_mean_or_draws_nothing_here():

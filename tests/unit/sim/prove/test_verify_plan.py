@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from zoo_kit import Enter, Leave, Mlp, axis, draw, made_of, right, rows, same, split_mlp, squared, take
+from zoo_kit import Enter, Leave, Mlp, axis, ddp, draw, made_of, right, rows, same, split_mlp, squared, take
 
 import sim
 from hyper_parallel import checkpoint_blocks, fully_shard
@@ -111,10 +111,6 @@ def fsdp(model, mesh):
     for block in model.blocks:
         fsdp2(block, mesh=mesh)
     fsdp2(model, mesh=mesh)
-
-
-def ddp(model, mesh):
-    return nn.parallel.DistributedDataParallel(model)
 
 
 # -- wrong models --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from zoo_kit import (
     Enter,
     Leave,
     Pair,
+    ddp,
     given,
     made_of,
     proved_plan,
@@ -39,11 +40,7 @@ pytestmark = pytest.mark.tier("test")
 ROWS, WIDTH = 8, 6
 
 
-def replicated(model, mesh):
-    return DistributedDataParallel(model)
-
-
-def verify(parallelize=replicated, **options):
+def verify(parallelize=ddp, **options):
     options = {"loss_fn": lambda output, x, labels: F.cross_entropy(output, labels), **options}
     return proved_plan(parallelize, Pair, given(), **options)
 
@@ -218,11 +215,7 @@ def test_a_row_of_long_names_and_layouts_is_one_line():
 
 
 @made_of(
-    lambda: {
-        "embed": nn.Embedding(30, WIDTH),
-        "first": nn.Linear(WIDTH, WIDTH),
-        "second": nn.Linear(WIDTH, WIDTH),
-    }
+    lambda: {"embed": nn.Embedding(30, WIDTH), "first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)}
 )
 def tokens(self, ids):
     return self.second(torch.tanh(self.first(self.embed(ids))))
@@ -333,7 +326,7 @@ def test_a_recomputation_that_draws_other_masks_is_found(use_reentrant):
     x = torch.randn(ROWS, WIDTH, requires_grad=use_reentrant)
 
     def report(**options):
-        return proved_plan(replicated, lambda: Dropping(WIDTH, use_reentrant=use_reentrant, **options), (x,))
+        return proved_plan(ddp, lambda: Dropping(WIDTH, use_reentrant=use_reentrant, **options), (x,))
 
     assert report().ok, report()
     wrong = report(preserve_rng_state=False)
@@ -356,7 +349,7 @@ def test_a_recomputation_that_draws_other_masks_in_the_second_step_is_found(step
     def model():
         return nn.Sequential(Dropping(WIDTH), Later(WIDTH))
 
-    report = sim.verify_plan(model, (torch.randn(ROWS, WIDTH),), "dp=2", parallelize=replicated, steps=steps)
+    report = sim.verify_plan(model, (torch.randn(ROWS, WIDTH),), "dp=2", parallelize=ddp, steps=steps)
     assert report.ok == (steps == 1), report
     if steps == 2:
         assert (report.first.module, report.first.tensor) == ("1.drop", "bernoulli in step 2"), report
@@ -367,7 +360,7 @@ def test_a_mask_that_nothing_draws_again_is_not_the_one_that_differs():
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Dropping(WIDTH, preserve_rng_state=False))
 
     x = torch.randn(ROWS, WIDTH)
-    report = sim.verify_plan(model, (x,), "dp=2", parallelize=replicated)
+    report = sim.verify_plan(model, (x,), "dp=2", parallelize=ddp)
     assert (report.first.module, report.first.kind) == ("2.drop", "random"), report
 
 
@@ -382,7 +375,7 @@ def test_a_dropout_of_the_same_shape_before_a_checkpoint_is_not_to_blame(use_ree
     if step:
         report = sim.verify_step(lambda model, x: model(x).square().mean(), model, x, "dp=2", steps=1)
     else:
-        report = sim.verify_plan(model, (x,), "dp=2", parallelize=replicated)
+        report = sim.verify_plan(model, (x,), "dp=2", parallelize=ddp)
     assert (report.first.kind, report.first.module.partition(".")[0]) == ("random", "1"), report
 
 

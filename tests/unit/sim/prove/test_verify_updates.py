@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import draw, made_of, proved_plan, proved_step, squared, with_averages
+from zoo_kit import ddp, draw, made_of, proved_plan, proved_step, squared, with_averages
 
 from sim.prove.steps.updates import UpdateReplay, UpdateStarts
 from sim.script.options import Launch
@@ -80,7 +79,7 @@ def one_by_one(params):
     return grouped(params, foreach=not on_ranks())
 
 
-def by_plan(optimizer_fn, wrap=lambda model, mesh: DistributedDataParallel(model), **options):
+def by_plan(optimizer_fn, wrap=ddp, **options):
     options |= {"loss_fn": lambda output, x: output.square().mean(), "optimizer_fn": optimizer_fn}
     return proved_plan(wrap, pooling, (draw(4, 3, WIDTH),), **options)
 

@@ -330,14 +330,7 @@ def test_plain_tensors_split_over_both_axes():
         for parameter in model.parameters():
             parameter.register_hook(lambda grad: _mean(grad, group))
 
-    is_right(
-        partial(Net, 1),
-        (IDS,),
-        "dp=2,tp=2",
-        parallelize=parallel,
-        also=PENDING,
-        loss_fn=of_own,
-    )
+    is_right(partial(Net, 1), (IDS,), "dp=2,tp=2", parallelize=parallel, also=PENDING, loss_fn=of_own)
 
 
 def _mean(grad, group):
@@ -492,32 +485,23 @@ def test_rows_may_be_split_where_something_is_chosen():
 # -- several axes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [fsdp2, fully_shard])
-def test_tensor_parallel_within_data_parallel(wrap):
+@pytest.mark.tier("test")
+@pytest.mark.parametrize(
+    ("wrap", "mesh", "data"),
+    [(fsdp2, "dp=2,tp=2", "dp"), (fully_shard, "dp=2,tp=2", "dp"), (fsdp2, "r=2,s=2,tp=2", ("r", "s"))],
+)
+def test_tensor_parallel_within_data_parallel(wrap, mesh, data):
     """Each rank's loss is divided by the ranks along dp, where the engine adds gradients of DTensors up."""
 
     def parallel(model, mesh):
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        wrap(model, mesh=mesh["dp"])
+        wrap(model, mesh=mesh[data])
 
     def loss(y, x):
         own = y.square().mean()
         return own / 2 if dist.is_initialized() and wrap is fully_shard else own
 
-    how = {"parallelize": parallel, "loss_fn": loss}
-    is_right(Mlp, (X,), "dp=2,tp=2", **how, also=PENDING)
-
-
-def test_three_axes():
-    def parallel(model, mesh):
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fsdp2(model, mesh=mesh["r", "s"])
-
-    def loss(y, x):
-        return y.square().mean()
-
-    how = {"parallelize": parallel, "input_layouts": [(("r", "s"),)], "loss_fn": loss}
-    is_right(Mlp, (X,), "r=2,s=2,tp=2", **how, also=PENDING)
+    is_right(Mlp, (X,), mesh, parallelize=parallel, input_layouts=[(data,)], loss_fn=loss, also=PENDING)
 
 
 @pytest.mark.parametrize("wrap", [ddp, each(fsdp2), each(fully_shard)])
@@ -548,16 +532,13 @@ class Checkpointed(Net):
 
 
 def test_activations_that_are_computed_again():
-    is_right(Checkpointed, (IDS,), "tp=2", parallelize=megatron, also=PENDING)
-
-
-def test_a_wrapper_that_computes_again():
-    def parallel(model, mesh):
+    def wrapped(model, mesh):
         megatron(model, mesh)
         for index, block in enumerate(model.blocks):
             model.blocks[index] = checkpoint_wrapper(block)
 
-    is_right(Net, (IDS,), "tp=2", parallelize=parallel, also=PENDING)
+    is_right(Checkpointed, (IDS,), "tp=2", parallelize=megatron, also=PENDING)
+    is_right(Net, (IDS,), "tp=2", parallelize=wrapped, also=PENDING)
 
 
 def test_gradients_that_add_up_over_micro_batches():
@@ -751,13 +732,7 @@ def test_optimizers_of_groups_and_clipped_gradients():
         made.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(params, 0.01) and None)
         return made
 
-    is_right(
-        Block,
-        (X,),
-        "dp=2",
-        parallelize=lambda m, mesh: fsdp2(m, mesh=mesh),
-        optimizer_fn=optimizer,
-    )
+    is_right(Block, (X,), "dp=2", parallelize=lambda m, mesh: fsdp2(m, mesh=mesh), optimizer_fn=optimizer)
 
 
 # -- models of transformers --------------------------------------------------------------------------------------------

@@ -395,11 +395,7 @@ def _(model, batch, fault):
     return (first + second).detach()
 
 
-@program(
-    "an actor and a critic",
-    nets(actor=3, critic=1),
-    (X, torch.arange(ROWS) % 3, draw(ROWS, seed=2)),
-)
+@program("an actor and a critic", nets(actor=3, critic=1), (X, torch.arange(ROWS) % 3, draw(ROWS, seed=2)))
 @fault("advantages by the rank's own mean", "forward", "the model's loss of step 1")
 @fault("a critic that the policy's loss trains", "gradient", "the gradient of critic.2.output of step 1")
 @fault(

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from zoo_case import Case, found, register, says
-from zoo_kit import WIDTH, Net, axis, draw, made_of, megatron, same, summed, tokens
+from zoo_kit import WIDTH, Net, axis, ddp, draw, made_of, megatron, same, summed, tokens
 
 from hyper_parallel import fully_shard, hsdp
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy as Policy
@@ -32,10 +32,6 @@ def mean(logits, ids):
 
 
 TRAINED = {"mesh": "dp=2", "options": {**ROWS, "loss_fn": mean}}
-
-
-def ddp(model):
-    return nn.parallel.DistributedDataParallel(model)
 
 
 def unsynced(model, **options):

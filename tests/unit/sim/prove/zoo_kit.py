@@ -183,6 +183,10 @@ def same(x):
     return x
 
 
+def ddp(model, mesh=None, **options):
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
 def right(report):
     """Return a report, which proves the program."""
     assert report.ok, str(report)
