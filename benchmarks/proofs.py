@@ -190,10 +190,7 @@ def _models() -> dict[str, Proof]:
         "hand-written GPT, tp=2": lambda: steps.verify("tp=2", parallelize=steps.fused),
         "hand-written GPT, pp=2": lambda: steps.verify("pp=2", parallelize=steps.staged, rank_step=steps.by_hand()),
         "hand-written GPT, cp=2": lambda: steps.verify(
-            "cp=2",
-            parallelize=steps.contextual(steps.zigzag),
-            rank_step=steps.with_averages(steps.step),
-            shard_batch=steps.zigzag,
+            "cp=2", parallelize=steps.contextual(steps.zigzag), rank_step=steps.averaged, shard_batch=steps.zigzag
         ),
     }
 

@@ -99,6 +99,9 @@ def step(model, batch):
     return loss
 
 
+averaged = with_averages(step)
+
+
 def verify(mesh, model=Gpt, parallelize=None, **options):
     options = {"step": step, "batch": batch(), **options}
     return proved_step(parallelize, model, options.pop("batch"), mesh, **options)
@@ -729,7 +732,7 @@ def contextual(cut, shifted=False):
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_context_parallelism_in_any_order_is_right(cut):
-    report = right(verify("cp=2", parallelize=contextual(cut), rank_step=with_averages(step), shard_batch=cut))
+    report = right(verify("cp=2", parallelize=contextual(cut), rank_step=averaged, shard_batch=cut))
     verdicts = {
         row.verdict for row in report.rows if row.module in ("embed", "blocks.0", "head") and row.tensor == "output"
     }
@@ -739,7 +742,7 @@ def test_context_parallelism_in_any_order_is_right(cut):
 @pytest.mark.tier("full", each=2)
 @pytest.mark.parametrize("cut", [zigzag, interleaved])
 def test_positions_that_every_rank_counts_from_0(cut):
-    report = verify("cp=2", parallelize=contextual(cut, shifted=True), rank_step=with_averages(step), shard_batch=cut)
+    report = verify("cp=2", parallelize=contextual(cut, shifted=True), rank_step=averaged, shard_batch=cut)
     assert (report.first.module, report.first.tensor) == ("place", "input"), str(report)
 
 
