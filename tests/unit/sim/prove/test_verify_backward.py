@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo_kit import Enter, Leave, Net, average, draw, megatron, rows, squared, tokens, with_averages
+from zoo_kit import (
+    Enter,
+    Leave,
+    Net,
+    average,
+    draw,
+    made_of,
+    megatron,
+    proved_plan,
+    proved_step,
+    right,
+    same,
+    squared,
+    take,
+    tokens,
+    with_averages,
+)
 
 import sim
 from sim.prove.steps.watch import LOSS, LoopWatch
@@ -18,12 +35,9 @@ from sim.script.verify import verify_script
 pytestmark = pytest.mark.tier("test")
 
 
-def proved(parallelize, mesh="tp=2", **options):
-    return sim.verify_step(squared, Net, tokens(), mesh, parallelize=parallelize, optimizer_fn=None, steps=1, **options)
-
-
-def same(x):
-    return x
+def proved(parallelize, mesh="tp=2", model=Net, x=None, **options):
+    x = tokens() if model is Net else x
+    return proved_step(parallelize, model, x, mesh, **{"optimizer_fn": None, "steps": 1, **options})
 
 
 @pytest.mark.tier("full")
@@ -39,18 +53,6 @@ def test_an_all_reduce_that_backward_lacks_is_missed_where_it_should_be():
     assert "in the backward of its module" in first.suggestion
 
 
-class Scaled(torch.autograd.Function):
-    """Doubles what goes backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
 @pytest.mark.parametrize("micro", [1, 2])
 def test_what_backward_doubles_is_found_among_rows_that_ranks_share(micro):
     """The mean over a rank's own rows makes all gradients of activations as many times larger as there are ranks."""
@@ -64,10 +66,14 @@ def test_what_backward_doubles_is_found_among_rows_that_ranks_share(micro):
         return sum(each.detach() for each in losses)
 
     def doubled(model, mesh):
-        plain = model.blocks[0].attn.forward
-        model.blocks[0].attn.forward = lambda x: plain(Scaled.apply(x))
+        def twice(x):
+            x = x.view_as(x)
+            x.register_hook(lambda grad: grad * 2)
+            return plain(x)
 
-    first = proved(doubled, "dp=2", rank_step=step, shard_batch=rows).first
+        plain, model.blocks[0].attn.forward = model.blocks[0].attn.forward, twice
+
+    first = proved(doubled, "dp=2", rank_step=step).first
     assert first.place == "the gradient of blocks.0.attn.input", first
     assert "2 times what it should be" in first.sentence
     assert "from the gradient of blocks.0.attn." in first.suggestion
@@ -77,7 +83,7 @@ def test_a_fault_of_one_parameter_alone_is_none_of_an_activation():
     def hooked(model, mesh):
         model.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * 2)
 
-    first = proved(hooked, "dp=2", rank_step=with_averages(squared), shard_batch=rows).first
+    first = proved(hooked, "dp=2", rank_step=with_averages(squared)).first
     assert first.place == "the gradient of blocks.0.mlp.up.weight", first
 
 
@@ -90,7 +96,7 @@ def test_gradients_that_nobody_averages_are_none_of_an_activation(micro):
         sum(losses).backward()
         return sum(losses).detach()
 
-    first = sim.verify_step(step, Net, tokens(), "dp=2", shard_batch=rows, optimizer_fn=None, steps=1).first
+    first = proved(None, "dp=2", step=step).first
     assert first.place == "the gradient of head.weight", first
 
 
@@ -121,25 +127,16 @@ for _ in range(2):
 # -- keyword arguments -------------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4) + 0.1)
-
-    def forward(self, x, *, scale, bias=None):
-        return x @ self.weight * scale + (0 if bias is None else bias)
+@made_of(lambda: {"weight": nn.Parameter(torch.eye(4) + 0.1)})
+def mixed(self, x, *, scale, bias=None):
+    return x @ self.weight * scale + (0 if bias is None else bias)
 
 
-class Named(nn.Module):
+@made_of(lambda factor=1.0: {"first": nn.Linear(4, 4), "mixed": mixed(), "factor": factor})
+def named(self, x):
     """Calls modules with names."""
-
-    def __init__(self, factor=1.0):
-        super().__init__()
-        self.first, self.mixed, self.factor = nn.Linear(4, 4), Mixed(), factor
-
-    def forward(self, x):
-        y = self.first(input=x)
-        return self.mixed(y, scale=y.mean() * self.factor, bias=x)
+    y = self.first(input=x)
+    return self.mixed(y, scale=y.mean() * self.factor, bias=x)
 
 
 @pytest.mark.parametrize("given", [("scale",), ("bias",), ()])
@@ -150,8 +147,7 @@ def test_keyword_arguments_are_compared(given):
         if given == ("bias",):
             model.forward = lambda x: model.mixed((y := model.first(input=x)), scale=y.mean(), bias=x * 1.001)
 
-    x = draw(4, 4)
-    report = sim.verify_step(squared, Named, x, "tp=2", parallelize=parallelize, optimizer_fn=None, steps=1)
+    report = proved(parallelize, model=named, x=draw(4, 4))
     assert report.ok == (not given), report
     if given:
         assert report.first.place in (f"mixed.input.{given[0]}", "mixed.input.2"), report.first
@@ -164,37 +160,24 @@ def test_a_keyword_on_one_side_and_a_place_on_the_other_are_the_same():
     def by_place(model, mesh):
         model.forward = lambda x: model.mixed((y := model.first(x)), scale=y.mean(), bias=x)
 
-    report = sim.verify_step(squared, Named, draw(4, 4), "tp=2", parallelize=by_place, optimizer_fn=None, steps=1)
-    assert report.ok, report
+    report = right(proved(by_place, model=named, x=draw(4, 4)))
     assert ("first", "input") in {(row.module, row.tensor) for row in report.rows if row.kind == "forward"}
 
 
 def test_an_all_reduce_that_the_backward_of_a_keyword_argument_lacks():
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
-
-        def forward(self, x):
-            return self.down(self.up(input=self.first(x)).relu())
+    @made_of(lambda: {"first": nn.Linear(4, 4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4, bias=False)})
+    def wide(self, x):
+        return self.down(self.up(input=self.first(x)).relu())
 
     def split(model, mesh, enters):
         rank, group = mesh.get_local_rank(), mesh.get_group()
         for owner, name, dim in ((model.up, "weight", 0), (model.up, "bias", 0), (model.down, "weight", 1)):
-            setattr(owner, name, nn.Parameter(getattr(owner, name).detach().chunk(2, dim)[rank].clone()))
+            take(owner, name, dim, rank, 2)
         enter = (lambda x: Enter.apply(x, group)) if enters else same
         model.forward = lambda x: Leave.apply(model.down(model.up(input=enter(model.first(x))).relu()), group)
 
     for enters in (True, False):
-        report = sim.verify_step(
-            squared,
-            Wide,
-            draw(4, 4),
-            "tp=2",
-            parallelize=lambda model, mesh, enters=enters: split(model, mesh, enters),
-            optimizer_fn=None,
-            steps=1,
-        )
+        report = proved(partial(split, enters=enters), model=wide, x=draw(4, 4))
         assert report.ok == enters, report
     assert report.first.place == "the gradient of up.input", report
 
@@ -202,16 +185,11 @@ def test_an_all_reduce_that_the_backward_of_a_keyword_argument_lacks():
 # -- what both sides cast by hand --------------------------------------------------------------------------------------
 
 
-class Casting(nn.Module):
+@made_of(lambda: {"first": nn.Linear(16, 16), "last": nn.Linear(16, 4)})
+def casting(self, x):
     """Computes a part in bfloat16, by hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        y = self.first(x).bfloat16()
-        return self.last((y * y.sigmoid()).to(x.dtype))
+    y = self.first(x).bfloat16()
+    return self.last((y * y.sigmoid()).to(x.dtype))
 
 
 @pytest.mark.parametrize("prove", ["step", "plan"])
@@ -222,12 +200,10 @@ def test_casts_that_both_sides_have_are_right(fault, prove):
             plain = model.first.forward
             model.first.forward = lambda x: plain(x) * (1 + 1e-4 * mesh.get_local_rank())
 
-    options = {"parallelize": scaled, "optimizer_fn": None, "steps": 1}
     if prove == "step":
-        options |= {"rank_step": with_averages(squared), "shard_batch": rows}
-        report = sim.verify_step(squared, Casting, draw(4, 16), "dp=2", **options)
+        report = proved(scaled, "dp=2", casting, draw(4, 16), rank_step=with_averages(squared))
     else:
-        report = sim.verify_plan(Casting, (draw(4, 16),), "dp=2", **options)
+        report = sim.verify_plan(casting, (draw(4, 16),), "dp=2", parallelize=scaled, optimizer_fn=None, steps=1)
     assert report.ok != fault, report
     assert any("says bfloat16, whose rounding is not compared" in note for note in report.notes)
     if fault:
@@ -267,10 +243,6 @@ def two_layers():
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
 
-def mean_square(output, x):
-    return output.square().mean()
-
-
 def bucketed(model, forgotten, *, is_flat):
     """Average gradients, two in a bucket, while backward goes on; wait for all but one, and copy them back.
 
@@ -304,16 +276,11 @@ def bucketed(model, forgotten, *, is_flat):
 
 
 def plan_of_buckets(parallelize, **options):
-    x = draw(4, 6)
-    return sim.verify_plan(
-        two_layers, (x,), "dp=2", parallelize=parallelize, loss_fn=mean_square, input_layouts=[("dp",)], **options
-    )
+    return proved_plan(parallelize, two_layers, (draw(4, 6),), loss_fn=lambda y, x: y.square().mean(), **options)
 
 
 def step_of_buckets(parallelize, **options):
-    return sim.verify_step(
-        squared, two_layers, draw(4, 6), "dp=2", parallelize=parallelize, shard_batch=rows, **options
-    )
+    return proved_step(parallelize, two_layers, draw(4, 6), **options)
 
 
 @pytest.mark.parametrize("optimizer_fn", [None, True])
@@ -362,7 +329,7 @@ def test_a_loss_that_is_never_waited_for(waits):
         return loss
 
     def prove():
-        return sim.verify_step(squared, two_layers, draw(4, 6), "dp=2", rank_step=step, shard_batch=rows)
+        return step_of_buckets(None, rank_step=step)
 
     if waits:
         assert prove().ok

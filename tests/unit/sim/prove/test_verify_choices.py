@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo_kit import Tied, draw, rounding, squared
+from zoo_kit import Tied, draw, made_of, rounding, squared
 
 import sim
 from sim.script.options import Launch
@@ -62,13 +62,9 @@ def test_what_a_later_step_of_ones_own_chooses_near_a_tie_is_free(options, ok):
 def test_what_a_stage_of_a_pipeline_chooses_near_a_tie_is_free(off):
     """The ranks of the other stage choose nothing."""
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 16), Frozen()
-
-        def forward(self, x):
-            return self.last(self.first(x))
+    @made_of(lambda: {"first": nn.Linear(16, 16), "last": Frozen()})
+    def two(self, x):
+        return self.last(self.first(x))
 
     def stage(model, mesh):
         delattr(model, "first" if mesh.get_local_rank() else "last")
@@ -91,7 +87,7 @@ def test_what_a_stage_of_a_pipeline_chooses_near_a_tie_is_free(off):
         dist.send(got.grad, 0)
         return loss
 
-    report = sim.verify_step(squared, Two, X, "pp=2", parallelize=stage, rank_step=staged, steps=2)
+    report = sim.verify_step(squared, two, X, "pp=2", parallelize=stage, rank_step=staged, steps=2)
     assert report.ok == (off == 1e-15), report
     assert report.ok == any("topk of last, candidates lie" in note for note in report.notes), report.notes
 

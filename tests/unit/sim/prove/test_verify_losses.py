@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import Collect, Gather, Leave, draw, rows
-
-import sim
+from zoo_kit import Collect, Gather, Leave, Pair, ddp, draw, given, made_of, proved_plan, proved_step
 
 pytestmark = pytest.mark.tier("test")
 
@@ -22,32 +22,12 @@ def on_ranks():
     return dist.is_initialized()
 
 
-def group():
-    return dist.group.WORLD
-
-
 def added(values):
     return Leave.apply(values, None) if on_ranks() else values
 
 
 def itself(values):
     return values
-
-
-def given():
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, WIDTH, (ROWS,), generator=generator)
-    labels[:3] = -100
-    return torch.randn(ROWS, WIDTH, generator=generator), labels
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, labels):
-        return self.second(torch.tanh(self.first(x)))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -76,17 +56,15 @@ def ignoring(output, x, labels, all_of=added):
     return all_of(lost) / all_of((labels >= 0).sum().to(lost.dtype))
 
 
-def clip(output, x, labels, all_of=added):
+def clip(output, x, labels, all_of=added, gather=Gather):
     """Each row beside all others, both ways."""
     theirs, outputs, first = x, output, 0
     if on_ranks() and all_of is added:
-        theirs, outputs = Gather.apply(x, 0, group()), Gather.apply(output, 0, group())
+        theirs, outputs = (gather.apply(each, 0, dist.group.WORLD) for each in (x, output))
         first = dist.get_rank() * len(x)
     own = torch.arange(len(x)) + first
-    both = F.cross_entropy(output @ theirs.T, own, reduction="sum") + F.cross_entropy(
-        x @ outputs.T, own, reduction="sum"
-    )
-    return all_of(both) / len(theirs)
+    pairs = (output @ theirs.T, x @ outputs.T)
+    return all_of(sum(F.cross_entropy(each, own, reduction="sum") for each in pairs)) / len(theirs)
 
 
 LOSSES = [dice, grpo, ignoring, clip]
@@ -98,20 +76,8 @@ def summed(model, mesh):
         parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
 
 
-def averaged(model, mesh):
-    return DistributedDataParallel(model)
-
-
 def plan(loss_of, parallelize, **options):
-    return sim.verify_plan(
-        Pair,
-        given(),
-        "dp=2",
-        parallelize=parallelize,
-        input_layouts=[("dp", "None"), ("dp",)],
-        loss_fn=loss_of,
-        **options,
-    )
+    return proved_plan(parallelize, Pair, given(3), loss_fn=loss_of, **options)
 
 
 def step(loss_of, parallelize, **options):
@@ -120,19 +86,12 @@ def step(loss_of, parallelize, **options):
         loss.backward()
         return loss
 
-    return sim.verify_step(take, Pair, given(), "dp=2", shard_batch=rows, parallelize=parallelize, **options)
+    return proved_step(parallelize, Pair, given(3), step=take, **options)
 
 
 @pytest.mark.parametrize("prove", [plan, step])
 @pytest.mark.parametrize("loss_of", LOSSES)
-def test_losses_of_all_rows_are_right(prove, loss_of):
-    report = prove(loss_of, summed)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize("prove", [plan, step])
-@pytest.mark.parametrize("loss_of", LOSSES)
-@pytest.mark.parametrize("parallelize", [summed, averaged])
+@pytest.mark.parametrize("parallelize", [summed, ddp])
 def test_losses_of_a_ranks_own_rows_are_no_means(prove, loss_of, parallelize):
     def own(*args):
         return loss_of(*args, all_of=itself if on_ranks() else added)
@@ -147,8 +106,10 @@ def test_losses_of_a_ranks_own_rows_are_no_means(prove, loss_of, parallelize):
 
 @pytest.mark.parametrize("prove", [plan, step])
 @pytest.mark.parametrize("loss_of", LOSSES)
-def test_losses_of_all_rows_whose_gradients_are_averaged(prove, loss_of):
-    report = prove(loss_of, averaged)
+def test_losses_of_all_rows_are_right_where_their_gradients_are_added_up(prove, loss_of):
+    report = prove(loss_of, summed)
+    assert report.ok, report
+    report = prove(loss_of, ddp)
     assert report.first.kind == "gradient", report
     assert report.first.tensor in ("weight", "bias"), report.first
     assert "1/2 of what it should be: averaged once too often over 'dp'" in report.first.sentence, report.first
@@ -158,16 +119,7 @@ def test_losses_of_all_rows_whose_gradients_are_averaged(prove, loss_of):
 def test_gathered_rows_whose_gradients_stay_on_their_rank(prove):
     """The loss is right, and backward forgets what other ranks' rows say of this rank's."""
 
-    def cut(output, x, labels):
-        theirs, outputs, first = x, output, 0
-        if on_ranks():
-            theirs, outputs = Collect.apply(x, 0, group()), Collect.apply(output, 0, group())
-            first = dist.get_rank() * len(x)
-        own = torch.arange(len(x)) + first
-        both = F.cross_entropy(output @ theirs.T, own, reduction="sum")
-        return added(both + F.cross_entropy(x @ outputs.T, own, reduction="sum")) / len(theirs)
-
-    report = prove(cut, summed)
+    report = prove(partial(clip, gather=Collect), summed)
     assert report.first.kind == "gradient", report
     assert (report.first.module, report.first.tensor) in {("second", "output"), ("", "output")}, report.first
     assert not any(words in report.first.sentence for words in UNTRUE), report.first
@@ -198,13 +150,9 @@ class Capacity(nn.Module):
         return sum((kept * chances)[:, at, None] * expert(x) for at, expert in enumerate(self.experts))
 
 
-class Routed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.moe, self.last = nn.Linear(WIDTH, WIDTH), Capacity(), nn.Linear(WIDTH, 2)
-
-    def forward(self, x, labels):
-        return self.last(x + self.moe(torch.tanh(self.first(x))))
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "moe": Capacity(), "last": nn.Linear(WIDTH, 2)})
+def routed(self, x, labels):
+    return self.last(x + self.moe(torch.tanh(self.first(x))))
 
 
 def counted_before(counts):
@@ -225,7 +173,7 @@ def routing(fault):
         loss.backward()
         return loss
 
-    return sim.verify_step(take, Routed, given(), "dp=2", shard_batch=rows, parallelize=parallelize)
+    return proved_step(parallelize, routed, given(3), step=take)
 
 
 @pytest.mark.parametrize(("fault", "place"), [(None, ""), ("capacity", "moe.output"), ("balance", "the model's loss")])
@@ -238,39 +186,22 @@ def test_experts_with_a_capacity_and_a_balance(fault, place):
         assert not any(words in report.first.sentence for words in UNTRUE), report.first
 
 
-class Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x / 2
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class Counted(nn.Module):
+@made_of(
+    lambda: {"group": None, "router": nn.Linear(8, 4, bias=False), "weight": nn.Parameter(torch.randn(4, 8, 8) / 3)}
+)
+def balanced(self, x):
     """Grouped products of counted tokens, and an auxiliary loss of shares and probabilities."""
-
-    group = None
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.weight = nn.Linear(8, 4, bias=False), nn.Parameter(torch.randn(4, 8, 8) / 3)
-
-    def forward(self, x):
-        chances = self.router(x).softmax(-1)
-        best, ids = chances.topk(2, -1)
-        order = ids.flatten().argsort(stable=True)
-        counts = torch.histc(ids.flatten().float(), bins=4, min=0, max=3)
-        ends = counts.cumsum(0).to(torch.int32)
-        made = torch._grouped_mm(x.repeat_interleave(2, 0)[order], self.weight, offs=ends)
-        made = torch.zeros_like(made).index_copy(0, order, made).view(-1, 2, 8)
-        share, chance = counts / ids.numel(), chances.mean(0)
-        if self.group is not None:
-            share, chance = Mean.apply(share, self.group), Mean.apply(chance, self.group)
-        return (made * best[..., None]).sum(1).square().mean() + 0.04 * (share * chance).sum()
+    chances = self.router(x).softmax(-1)
+    best, ids = chances.topk(2, -1)
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.histc(ids.flatten().float(), bins=4, min=0, max=3)
+    ends = counts.cumsum(0).to(torch.int32)
+    made = torch._grouped_mm(x.repeat_interleave(2, 0)[order], self.weight, offs=ends)
+    made = torch.zeros_like(made).index_copy(0, order, made).view(-1, 2, 8)
+    share, chance = counts / ids.numel(), chances.mean(0)
+    if self.group is not None:
+        share, chance = (each + (added(each) / 2 - each).detach() for each in (share, chance))
+    return (made * best[..., None]).sum(1).square().mean() + 0.04 * (share * chance).sum()
 
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["of all tokens", "of local tokens"])
@@ -279,8 +210,7 @@ def test_an_auxiliary_loss_of_local_tokens_is_found(is_local):
         model.group = None if is_local else mesh.get_group()
         return DistributedDataParallel(model, process_group=mesh.get_group())
 
-    options = {"input_layouts": [("dp", "None")], "optimizer_fn": None}
-    report = sim.verify_plan(Counted, (draw(24, 8),), "dp=2", parallelize=parallel, **options)
+    report = proved_plan(parallel, balanced, (draw(24, 8),), optimizer_fn=None)
     assert report.ok is not is_local
     if is_local:
         assert report.first.tensor == "output"

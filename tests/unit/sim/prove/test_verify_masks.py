@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +14,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo_kit import average, right, rows, squared
+from zoo_kit import average, ddp, made_of, proved_plan, proved_step, right
 
-import sim
 from hyper_parallel import fully_shard
 from sim.prove.randomness import is_random, mean_of
 from sim.script.options import Launch
@@ -29,10 +30,10 @@ X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
 class Residual(nn.Module):
     """A branch that is dropped and added; `how` says what the ranks do otherwise."""
 
-    def __init__(self, p=0.5, preserve_rng_state=None):
+    def __init__(self, how=None, p=0.5, preserve=None):
         super().__init__()
         self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.p, self.preserve, self.how = p, preserve_rng_state, Residual.right
+        self.p, self.preserve, self.how = p, preserve, how or Residual.right
 
     def forward(self, x):
         if self.preserve is None:
@@ -46,6 +47,10 @@ class Residual(nn.Module):
         return x + F.dropout(self.branch(x), self.p)
 
 
+def stack(how=None, **options):
+    return lambda: nn.Sequential(Residual(how, **options), nn.Linear(WIDTH, 4))
+
+
 def data_parallel(how=Residual.right, wrap=DistributedDataParallel, **changes):
     def parallelize(model, mesh):
         for name, value in {"how": how, **changes}.items():
@@ -55,14 +60,25 @@ def data_parallel(how=Residual.right, wrap=DistributedDataParallel, **changes):
     return parallelize
 
 
-def verify(model, mesh="dp=2", **options):
-    if "dp" in mesh:
-        options = {"input_layouts": [("dp", "None")], **options}
-    return sim.verify_plan(model, (X,), mesh, optimizer_fn=None, **options)
+by_hand = partial(data_parallel, wrap=lambda model: model)
 
 
-def residual(parallelize, **options):
-    return verify(lambda: nn.Sequential(Residual(**options), nn.Linear(WIDTH, 4)), parallelize=parallelize)
+def plan(parallelize=None, model=None, mesh="dp=2", x=X, **options):
+    return proved_plan(parallelize, model or stack(), (x,), mesh, **{"optimizer_fn": None, **options})
+
+
+def step(parallelize=None, model=None, mesh="dp=2", x=X, **options):
+    return proved_step(parallelize, model or stack(), x, mesh, **{"optimizer_fn": None, **options})
+
+
+def averaged(model, batch, parts=1):
+    total = 0.0
+    for part in batch.chunk(parts):
+        loss = model(part).square().mean() / parts
+        loss.backward()
+        total += loss.detach()
+    average(model)
+    return total
 
 
 def is_right(report):
@@ -70,16 +86,29 @@ def is_right(report):
     assert not [note for note in report.notes if "random numbers" in note], report.notes
 
 
-def is_wrong(report, module="0"):
+def is_wrong(report, module="0", words=""):
     assert not report.ok, report
     assert (report.first.module, report.first.tensor[-20:]) == (module, " with random numbers"), report
     assert report.first.sentence.startswith("it is right with means in the place of random numbers, and wrong with")
+    assert words in report.first.sentence
 
 
 @pytest.mark.parametrize("preserve", [None, True])
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 def test_masks_of_shards_of_a_batch_are_right(wrap, preserve):
-    is_right(residual(data_parallel(wrap=wrap), preserve_rng_state=preserve))
+    is_right(plan(data_parallel(wrap=wrap), stack(preserve=preserve)))
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard, pytest.param(torchs_fully_shard, id="FSDP2")])
+def test_masks_of_wrapped_models_are_right_in_steps(wrap):
+    report = step(data_parallel(wrap=wrap))
+    is_right(report)
+    assert report.notes[0] == "a second step (rows in another order) is compared"
+
+
+@pytest.mark.parametrize("preserve", [None, True])
+def test_masks_of_micro_batches_are_right(preserve):
+    is_right(step(by_hand(), stack(preserve=preserve), rank_step=partial(averaged, parts=2)))
 
 
 def on_the_input(self, x):
@@ -90,17 +119,27 @@ def on_the_sum(self, x):
     return F.dropout(x + self.branch(x), self.p)
 
 
+WRONG = {
+    "on the input": ({"how": on_the_input}, "those of 0 (bernoulli) are put on the model's input"),
+    "on the sum": ({"how": on_the_sum}, "those of 0 (bernoulli) are put on 0.output"),
+    "scaled otherwise": ({"p": 0.3}, "wrong with those of one device"),
+}
+
+
 @pytest.mark.parametrize("preserve", [None, True])
-@pytest.mark.parametrize(("how", "tensor"), [(on_the_input, "the model's input"), (on_the_sum, "0.output")])
-def test_a_mask_on_another_tensor_is_found(how, tensor, preserve):
-    report = residual(data_parallel(how), preserve_rng_state=preserve)
-    is_wrong(report)
-    assert report.first.place == "0.output with random numbers"
-    assert f"those of 0 (bernoulli) are put on {tensor}" in report.first.sentence
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mask_on_another_tensor_or_scaled_otherwise_is_found(name, preserve):
+    changes, words = WRONG[name]
+    report = plan(data_parallel(**changes), stack(preserve=preserve))
+    is_wrong(report, words=words)
+    assert report.first.place == "0.output with random numbers" or name == "scaled otherwise"
 
 
-def test_masks_that_are_scaled_otherwise_are_found():
-    is_wrong(residual(data_parallel(p=0.3)))
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_wrong_masks_are_found_in_steps(name, parts):
+    changes, words = WRONG[name]
+    is_wrong(step(by_hand(**changes), rank_step=partial(averaged, parts=parts), steps=1), words=words)
 
 
 class Drawn(torch.autograd.Function):
@@ -119,40 +158,29 @@ class Drawn(torch.autograd.Function):
             return grad * torch.empty_like(grad).bernoulli_(0.5) * 2, None
 
 
+@pytest.mark.parametrize("prove", [plan, step])
 @pytest.mark.parametrize("shift", [0, 3])
-def test_masks_that_a_function_draws_again_by_itself(shift):
+def test_masks_that_a_function_draws_again_by_itself(shift, prove):
     def drawn(self, x, shift=0):
         return x + Drawn.apply(self.branch(x), shift)
 
-    class Redrawing(Residual):
-        right = drawn
-
-        def __init__(self):
-            super().__init__()
-            self.how = drawn
-
-    parallelize = data_parallel(lambda self, x: drawn(self, x, shift))
-    report = verify(lambda: nn.Sequential(Redrawing(), nn.Linear(WIDTH, 4)), parallelize=parallelize)
+    how, of_step = partial(drawn, shift=shift), prove is step
+    parallelize, options = (by_hand, {"rank_step": averaged}) if of_step else (data_parallel, {})
+    report = prove(parallelize(how), stack(drawn), **options)
     if shift:
         assert not report.ok, report
-        assert (report.first.kind, report.first.tensor[-20:]) == ("gradient", " with random numbers")
+        assert report.first.kind == "gradient"
+        assert report.first.tensor.partition(" of step ")[0].endswith(" with random numbers"), report
     else:
         is_right(report)
 
 
-def commuting(self, x):
-    return torch.relu(F.dropout(self.branch(x), self.p))
-
-
 def test_what_commutes_with_a_mask_is_right():
-    class Relu(Residual):
-        def __init__(self):
-            super().__init__()
-            self.act = nn.ReLU()
-            self.how = lambda self, x: F.dropout(self.act(self.branch(x)), self.p)
+    def commuting(self, x):
+        return torch.relu(F.dropout(self.branch(x), self.p))
 
-    model = lambda: nn.Sequential(Relu(), nn.Linear(WIDTH, 4))  # noqa: E731
-    assert verify(model, parallelize=data_parallel(commuting)).ok
+    act = nn.ReLU()
+    assert plan(data_parallel(commuting), stack(lambda self, x: F.dropout(act(self.branch(x)), self.p))).ok
 
 
 def test_draws_in_another_order_are_told_by_what_they_are_put_on():
@@ -163,45 +191,41 @@ def test_draws_in_another_order_are_told_by_what_they_are_put_on():
         branch = F.dropout(self.branch(x), 0.5)
         return F.dropout(x, 0.5) + branch
 
-    class Both(Residual):
-        def __init__(self):
-            super().__init__()
-            self.how = both
-
-    model = lambda: nn.Sequential(Both(), nn.Linear(WIDTH, 4))  # noqa: E731
-    is_right(verify(model, parallelize=data_parallel(turned)))
+    is_right(plan(data_parallel(turned), stack(both)))
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.kind = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), F.dropout
+@made_of(lambda: {"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH), "kind": F.dropout})
+def mlp(self, x):
+    return self.down(self.kind(torch.tanh(self.up(x)), 0.5))
 
-    def forward(self, x):
-        return self.down(self.kind(torch.tanh(self.up(x)), 0.5))
+
+def split(model, mesh, local=True):
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel()})
 
 
 @pytest.mark.parametrize("local", [False, True])
 def test_masks_of_activations_that_are_split_over_tp(local):
-    def split(model, mesh):
+    def seeded(model, mesh):
         torch.manual_seed(7 + (mesh.get_local_rank() if local else 0))
-        return parallelize_module(
-            model, mesh, {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel()}
-        )
+        return split(model, mesh, local)
 
-    report = verify(Mlp, "tp=2", parallelize=split)
+    report = plan(seeded, mlp, "tp=2")
     is_right(report)
     assert any(row.verdict == "rounding" for row in report.rows)
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+@made_of(lambda: {"qkv": nn.Linear(WIDTH, 3 * WIDTH)})
+def attends(self, x):
+    q, k, v = self.qkv(x.view(ROWS // 2 if len(x) == ROWS else 1, 2, WIDTH)).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).flatten(0, 1)
 
-    def forward(self, x):
-        q, k, v = self.qkv(x.view(ROWS // 2 if len(x) == ROWS else 1, 2, WIDTH)).chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).flatten(0, 1)
+
+def test_masks_of_split_activations_are_right_in_steps():
+    is_right(step(split, mlp, "tp=2"))
+    is_right(step(model=lambda: nn.Sequential(attends(), nn.Linear(WIDTH, 4)), rank_step=averaged))
+
+
+unused = partial(ddp, find_unused_parameters=True)
 
 
 def test_masks_of_attention_and_of_whole_rows():
@@ -209,17 +233,14 @@ def test_masks_of_attention_and_of_whole_rows():
         def forward(self, x):
             return x * x.new_empty(len(x), 1).bernoulli_(0.5) + torch.randn_like(x).mul(0.1)
 
-    report = verify(
-        lambda: nn.Sequential(Attention(), Rows()), parallelize=lambda model, mesh: DistributedDataParallel(model)
-    )
-    is_right(report)
+    is_right(plan(ddp, lambda: nn.Sequential(attends(), Rows())))
 
 
 def test_what_cannot_be_shared_stays_at_its_mean():
     def tripled(self, x):
         return x + F.dropout(self.branch(x) * 3, self.p) / 3  # no tensor that one device has
 
-    report = right(residual(data_parallel(tripled)))
+    report = right(plan(data_parallel(tripled)))
     said = "random numbers of 0 (bernoulli) are taken at their mean: nothing tells which part of those of one device"
     assert any(note.startswith(said) for note in report.notes), report.notes
 
@@ -230,10 +251,7 @@ def test_a_model_that_draws_more_where_its_values_are_others():
             x = F.dropout(x, 0.5)
             return x + F.dropout(x[x[:, 0] != 0], 0.5).sum()
 
-    report = verify(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed()), "tp=2", parallelize=lambda model, mesh: model
-    )
-    assert report.ok, report
+    report = right(plan(lambda model, mesh: model, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed()), "tp=2"))
     assert "random numbers are taken at their mean, as others are drawn where they are not" in report.notes
 
 
@@ -244,20 +262,16 @@ def test_a_proof_without_random_numbers_takes_no_further_step(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(verify_module, "shared_draws", never)
-    assert residual(data_parallel(), p=0.0).ok
+    assert plan(data_parallel(p=0.0), stack(p=0.0)).ok
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_masks_of_tokens_in_zig_zag(wrong):
-    class Tokens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.drop, self.chosen = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), None
-
-        def forward(self, x):
-            x = x if self.chosen is None else x[:, self.chosen]
-            y = self.first(x)
-            return x + self.drop(y) if self.chosen is None or not wrong else self.drop(x) + y
+    @made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "drop": nn.Dropout(0.5), "chosen": None})
+    def tokens(self, x):
+        x = x if self.chosen is None else x[:, self.chosen]
+        y = self.first(x)
+        return x + self.drop(y) if self.chosen is None or not wrong else self.drop(x) + y
 
     def zig_zag(model, mesh):
         rank = mesh.get_local_rank()
@@ -266,8 +280,8 @@ def test_masks_of_tokens_in_zig_zag(wrong):
         return DistributedDataParallel(model)
 
     x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0))
-    options = {"parallelize": zig_zag, "loss_fn": lambda output, x: output.square().mean(), "optimizer_fn": None}
-    report = sim.verify_plan(lambda: nn.Sequential(Tokens(), nn.Linear(WIDTH, 4)), (x,), "cp=2", **options)
+    made = lambda: nn.Sequential(tokens(), nn.Linear(WIDTH, 4))  # noqa: E731
+    report = plan(zig_zag, made, "cp=2", x, loss_fn=lambda output, x: output.square().mean())
     if wrong:
         assert not report.ok, report
         assert report.first.tensor.endswith("with random numbers"), report
@@ -277,6 +291,8 @@ def test_masks_of_tokens_in_zig_zag(wrong):
 
 # -- what is drawn, or not ---------------------------------------------------------------------------------------------
 
+NO_RANK = "one device draws random numbers here, and no rank does"
+
 
 @pytest.mark.parametrize(("ranks", "who"), [((0, 1), "no rank does"), ((1,), "not rank 1")])
 def test_dropout_that_ranks_lack_is_found(ranks, who):
@@ -284,15 +300,29 @@ def test_dropout_that_ranks_lack_is_found(ranks, who):
         model[0].p = 0.0 if mesh.get_rank() in ranks else 0.5
         return DistributedDataParallel(model)
 
-    first = residual(lacking).first
+    first = plan(lacking).first
     assert (first.module, first.tensor, first.kind) == ("0", "bernoulli", "random")
     assert first.sentence == f"one device draws random numbers here, and {who}"
 
 
 def test_dropout_that_only_ranks_have_is_found():
-    first = residual(data_parallel(p=0.5), p=0.0).first
+    first = plan(data_parallel(p=0.5), stack(p=0.0)).first
     assert first.sentence == "ranks 0-1 draw random numbers here, and one device does not"
-    assert residual(data_parallel(p=0.0), p=0.0).ok
+    assert plan(data_parallel(p=0.0), stack(p=0.0)).ok
+
+
+def test_dropout_that_ranks_lack_is_found_in_steps():
+    def late(self, x):
+        self.count = getattr(self, "count", 0) + 1
+        return x + (F.dropout(self.branch(x), self.p) if self.count == 1 else self.branch(x))
+
+    assert step(by_hand(p=0.0), rank_step=averaged).first.sentence == NO_RANK
+    assert step(by_hand(late), rank_step=averaged).first.sentence == f"{NO_RANK}, in step 2"
+    assert step(by_hand(late), rank_step=averaged, steps=1).ok
+
+
+def drawing(self, x):
+    return x + self.branch(x) * torch.empty_like(x).bernoulli_(0.5) * 2
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -304,18 +334,11 @@ def test_masks_of_the_second_step(forgets):
             self.training = False  # and the mask is that of the first step for ever
         return x + self.branch(x) * self.kept * 2
 
-    class Drawing(Residual):
-        def __init__(self):
-            super().__init__()
-            self.how = lambda self, x: x + self.branch(x) * torch.empty_like(x).bernoulli_(0.5) * 2
-
-    model = lambda: nn.Sequential(Drawing(), nn.Linear(WIDTH, 4))  # noqa: E731
-    options = {"parallelize": data_parallel(kept), "input_layouts": [("dp", "None")]}
-    report = sim.verify_plan(model, (X,), "dp=2", **options)
+    report = plan(data_parallel(kept), stack(drawing), optimizer_fn=True)
     if forgets:
         assert not report.ok
-        assert report.first.sentence == "one device draws random numbers here, and no rank does, in step 2"
-        assert sim.verify_plan(model, (X,), "dp=2", steps=1, **options).ok
+        assert report.first.sentence == f"{NO_RANK}, in step 2"
+        assert plan(data_parallel(kept), stack(drawing), optimizer_fn=True, steps=1).ok
     else:
         is_right(report)
         assert report.notes[0] == "a second step (rows in another order) is compared"
@@ -328,35 +351,19 @@ def test_another_scale_in_the_second_step_alone(off):
         mask = torch.empty_like(x).bernoulli_(0.5)
         return x + self.branch(x) * (mask.square() / 0.5 if off and self.count == 2 else mask) / 0.5
 
-    class Drawing(Residual):
-        def __init__(self):
-            super().__init__()
-            self.how = late
-
-    def right(self, x):
-        return x + self.branch(x) * torch.empty_like(x).bernoulli_(0.5) / 0.5
-
-    model = lambda: nn.Sequential(Drawing(), nn.Linear(WIDTH, 4))  # noqa: E731
-    report = sim.verify_plan(
-        model, (X,), "dp=2", parallelize=data_parallel(right), input_layouts=[("dp", "None")], seed=1
-    )
+    report = plan(data_parallel(drawing), stack(late), optimizer_fn=True, seed=1)
     assert report.ok is not off, report
     if off:
         assert report.first.place == "0.output with random numbers in step 2"
 
 
-class Skipped(nn.Module):
+@made_of(lambda p=0.5: {"layers": nn.ModuleList(Residual(p=p) for _ in range(3)), "forgets": False})
+def skipped(self, x):
     """Layers that are left out by chance; `forgets`: always taken."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.forgets = nn.ModuleList(Residual() for _ in range(3)), False
-
-    def forward(self, x):
-        for layer in self.layers:
-            if torch.rand(()) < 0.51 or self.forgets:  # on average it is taken
-                x = layer(x)
-        return x
+    for layer in self.layers:
+        if torch.rand(()) < 0.51 or self.forgets:  # on average it is taken
+            x = layer(x)
+    return x
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -364,132 +371,30 @@ def test_layers_that_are_left_out_by_chance(apart):
     def seeded(model, mesh):
         torch.manual_seed(9 + (mesh.get_rank() if apart else 0))
 
-    replicated = verify(Skipped, "tp=2", parallelize=seeded)
+    replicated = plan(seeded, skipped, "tp=2")
     if apart:
         assert replicated.first.sentence == "rand draws different numbers on ranks 0-1, which hold the same over tp"
     else:
         is_right(replicated)
-
-
-def test_layers_that_each_rank_leaves_out_for_its_own_rows():
-    is_right(verify(Skipped, parallelize=data_parallel_unused))
-
-
-def data_parallel_unused(model, mesh):
-    return DistributedDataParallel(model, find_unused_parameters=True)
+        is_right(plan(unused, skipped))  # each rank leaves them out for its own rows
 
 
 def test_layers_that_ranks_always_take_are_found():
     def forgetful(model, mesh):
-        for layer in model.layers:
-            layer.p = 0.0
         model.forgets = True
         return DistributedDataParallel(model)
 
-    def model():
-        made = Skipped()
-        for layer in made.layers:
-            layer.p = 0.0
-        return made
-
-    report = verify(model, parallelize=forgetful, seed=1)
+    report = plan(forgetful, partial(skipped, p=0.0), seed=1)
     assert report.first.tensor.endswith(" with random numbers"), report
 
 
 # -- steps of one's own ------------------------------------------------------------------------------------------------
 
 
-def averaged(model, batch, parts=1):
-    total = 0.0
-    for part in batch.chunk(parts):
-        loss = model(part).square().mean() / parts
-        loss.backward()
-        total += loss.detach()
-    average(model)
-    return total
-
-
-def stepped(parallelize=None, mesh="dp=2", model=None, **options):
-    made = model or (lambda: nn.Sequential(Residual(), nn.Linear(WIDTH, 4)))
-    split = {"shard_batch": rows} if "dp" in mesh else {}
-    options = {"parallelize": parallelize, **split, **options}
-    return sim.verify_step(squared, made, X, mesh, optimizer_fn=None, **options)
-
-
-def by_hand(how=Residual.right, **changes):
-    return data_parallel(how, wrap=lambda model: model, **changes)
-
-
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard, pytest.param(torchs_fully_shard, id="FSDP2")])
-def test_masks_of_wrapped_models_are_right_in_steps(wrap):
-    report = stepped(data_parallel(wrap=wrap))
-    is_right(report)
-    assert report.notes[0] == "a second step (rows in another order) is compared"
-
-
-@pytest.mark.parametrize("preserve", [None, True])
-def test_masks_of_micro_batches_are_right(preserve):
-    model = lambda: nn.Sequential(Residual(preserve_rng_state=preserve), nn.Linear(WIDTH, 4))  # noqa: E731
-    is_right(stepped(by_hand(), rank_step=lambda model, batch: averaged(model, batch, 2), model=model))
-
-
-def test_masks_of_split_activations_are_right_in_steps():
-    def split(model, mesh):
-        return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-    is_right(stepped(split, "tp=2", Mlp))
-    is_right(stepped(model=lambda: nn.Sequential(Attention(), nn.Linear(WIDTH, 4)), rank_step=averaged))
-
-
-@pytest.mark.parametrize(
-    ("apply", "words"),
-    [
-        (by_hand(on_the_input), "those of 0 (bernoulli) are put on the model's input"),
-        (by_hand(on_the_sum), "those of 0 (bernoulli) are put on 0.output"),
-        (by_hand(p=0.3), "wrong with those of one device"),
-    ],
-)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_wrong_masks_are_found_in_steps(apply, words, parts):
-    report = stepped(apply, rank_step=lambda model, batch: averaged(model, batch, parts), steps=1)
-    is_wrong(report)
-    assert words in report.first.sentence
-
-
-def test_dropout_that_ranks_lack_is_found_in_steps():
-    def late(self, x):
-        self.count = getattr(self, "count", 0) + 1
-        return x + (F.dropout(self.branch(x), self.p) if self.count == 1 else self.branch(x))
-
-    no_rank = "one device draws random numbers here, and no rank does"
-    assert stepped(by_hand(p=0.0), rank_step=averaged).first.sentence == no_rank
-    assert stepped(by_hand(late), rank_step=averaged).first.sentence == f"{no_rank}, in step 2"
-    assert stepped(by_hand(late), rank_step=averaged, steps=1).ok
-
-
-@pytest.mark.parametrize("shift", [0, 3])
-def test_masks_that_a_step_draws_again(shift):
-    def drawn(self, x, shift=0):
-        return x + Drawn.apply(self.branch(x), shift)
-
-    class Redrawing(Residual):
-        def __init__(self):
-            super().__init__()
-            self.how = drawn
-
-    model = lambda: nn.Sequential(Redrawing(), nn.Linear(WIDTH, 4))  # noqa: E731
-    report = stepped(by_hand(lambda self, x: drawn(self, x, shift)), rank_step=averaged, model=model)
-    if shift:
-        assert report.first.kind == "gradient", report
-        assert "with random numbers" in report.first.tensor
-    else:
-        is_right(report)
-
-
-@pytest.mark.parametrize("in_a_step", [False, True])
+@pytest.mark.parametrize("prove", [plan, step])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_part_of_a_mask_that_is_drawn_whole(wrong, in_a_step):
-    def split(model, mesh):
+def test_a_part_of_a_mask_that_is_drawn_whole(wrong, prove):
+    def drawn_whole(model, mesh):
         rank = mesh.get_local_rank()
 
         def kind(x, p):
@@ -498,9 +403,9 @@ def test_a_part_of_a_mask_that_is_drawn_whole(wrong, in_a_step):
             return x * numbers[:, start : start + WIDTH] / (1 - p)
 
         model.kind = kind
-        return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return split(model, mesh)
 
-    report = stepped(split, "tp=2", Mlp) if in_a_step else verify(Mlp, "tp=2", parallelize=split)
+    report = prove(drawn_whole, mlp, "tp=2")
     if wrong:
         assert report.first.tensor.partition(" of step ")[0].endswith("with random numbers"), report
     else:
@@ -513,35 +418,21 @@ def test_draws_apart_of_what_ranks_hold_alike_are_found_in_steps():
         torch.manual_seed(mesh.get_rank())
         return model
 
-    report = stepped(apart, "tp=2", Skipped)
-    assert report.first.sentence == "rand draws different numbers on ranks 0-1, which hold the same over tp"
-    assert stepped(None, "tp=2", Skipped).ok
-    masks = stepped(apart, "tp=2")
-    assert masks.first.sentence == "bernoulli_ draws different numbers on ranks 0-1, which hold the same over tp"
+    for model, name in ((skipped, "rand"), (None, "bernoulli_")):
+        said = f"{name} draws different numbers on ranks 0-1, which hold the same over tp"
+        assert step(apart, model, "tp=2").first.sentence == said
+    assert step(None, skipped, "tp=2").ok
 
 
 @pytest.mark.tier("full")
 def test_layers_that_are_left_out_of_micro_batches():
-    def accumulated(model, batch):
-        total = 0.0
-        for part in batch.chunk(2):
-            loss = squared_share(model, part)
-            total += loss
-        average(model)
-        return total
-
-    def squared_share(model, part):
-        loss = model(part).square().mean() / 2
-        loss.backward()
-        return loss.detach()
-
-    report = right(sim.verify_step(accumulated, Skipped, X, "dp=2", shard_batch=rows, optimizer_fn=None))
+    report = right(step(model=skipped, step=partial(averaged, parts=2)))
     assert "random numbers of the model (rand) are taken at their mean" in "".join(report.notes)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_noise_that_a_step_draws_by_itself(wrong):
-    def step(model, batch):
+    def noisy(model, batch):
         times = torch.randint(1, 10, (len(batch),))
         noise = torch.randn_like(batch)
         share = (times.to(batch) / 10).sqrt()[:, None]
@@ -551,15 +442,14 @@ def test_noise_that_a_step_draws_by_itself(wrong):
         loss.backward()
         return loss
 
-    def averaged(model, batch):
-        loss = step(model, batch)
+    def rounding(model, batch):
+        loss = noisy(model, batch)
         for parameter in model.parameters():
             parameter.grad += torch.rand_like(parameter.grad) - 0.5  # rounds at random: nothing, on average
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
         return loss
 
-    model = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
-    report = sim.verify_step(step, model, X, "dp=2", rank_step=averaged, shard_batch=rows)
+    report = step(None, lambda: nn.Linear(WIDTH, WIDTH), step=noisy, rank_step=rounding, optimizer_fn=True)
     left = [note for note in report.notes if "random numbers" in note]
     if wrong:
         assert "with random numbers" in report.first.tensor, report
@@ -580,6 +470,10 @@ class Half(nn.Module):
 
     def forward(self, x):
         return getattr(self, str(self.rank))(x)
+
+
+def two():
+    return nn.Sequential(Residual(), Residual())
 
 
 @pytest.mark.parametrize("p", [0.5, 0.3])
@@ -606,11 +500,46 @@ def test_masks_of_stages_and_micro_batches(p):
             total += loss.detach()
         return total if stage.rank else None
 
-    report = stepped(staged, "pp=2", lambda: nn.Sequential(Residual(), Residual()), rank_step=take)
+    report = step(staged, two, "pp=2", rank_step=take)
     if p == 0.5:
         is_right(report)
     else:
         is_wrong(report, "1")
+
+
+def test_masks_of_a_schedule_that_asks_for_shapes():
+    def scheduled(model, mesh):
+        rank = mesh.get_rank()
+        stage = PipelineStage(Half(model, rank), rank, 2, torch.device("cpu"), group=mesh.get_group())
+        return ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.square().mean())
+
+    def take(schedule, batch):
+        losses = []
+        if not dist.get_rank():
+            return schedule.step(batch)
+        schedule.step(target=batch, losses=losses)
+        return torch.stack(losses).mean()
+
+    is_right(step(scheduled, two, "pp=2", rank_step=take))
+
+
+# -- ranks that draw for some rows -------------------------------------------------------------------------------------
+
+
+@made_of(lambda: {"experts": nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2))})
+def experts(self, x):
+    """Rows of a positive first element go to one expert, the others to another."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(self.experts):
+        chosen = (x[:, 0] > 0) == bool(number)
+        out[chosen] = expert(x[chosen])
+    return out
+
+
+def test_experts_that_get_no_rows_of_a_rank_draw_nothing():
+    x = X.clone()
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    is_right(step(unused, experts, x=x))
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
@@ -662,20 +591,16 @@ def test_masks_of_scripts(change, words, tmp_path):
 
 @pytest.mark.parametrize("upper", [1 / 3, 0.5])
 def test_slopes_that_are_drawn(upper):
-    class Slopes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.upper = nn.Linear(WIDTH, WIDTH), 1 / 3
-
-        def forward(self, x):
-            x = F.rrelu(self.layer(x), 1 / 8, self.upper, training=True)
-            return F.rrelu_(x.sin(), training=True)
+    @made_of(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "upper": 1 / 3})
+    def slopes(self, x):
+        x = F.rrelu(self.layer(x), 1 / 8, self.upper, training=True)
+        return F.rrelu_(x.sin(), training=True)
 
     def wider(model, mesh):
         model.upper = upper
         return DistributedDataParallel(model)
 
-    report = verify(Slopes, parallelize=wider)
+    report = plan(wider, slopes)
     if upper == 1 / 3:
         is_right(report)
     else:
@@ -711,7 +636,7 @@ def test_any_random_operation_is_right(name):
         def forward(self, x):
             return DRAWS[name](self.layer(x))
 
-    assert verify(Drawn, parallelize=lambda model, mesh: DistributedDataParallel(model)).ok
+    assert plan(ddp, Drawn).ok
 
 
 def test_every_random_operation_of_torch_has_a_mean_or_draws_nothing_here():
@@ -731,49 +656,6 @@ def test_what_has_no_mean_is_named(monkeypatch):
     import sim.prove.randomness as randomness_module
 
     monkeypatch.setattr(randomness_module, "mean_of", lambda func: None)
-    report = residual(data_parallel())
+    report = plan(data_parallel())
     assert not report.ok
     assert "random numbers of 0 (bernoulli_) are drawn as they are, by each for itself" in report.notes
-
-
-# -- ranks that draw for some rows, or in stages -----------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """Rows of a positive first element go to one expert, the others to another."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2))
-
-    def forward(self, x):
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            chosen = (x[:, 0] > 0) == bool(number)
-            out[chosen] = expert(x[chosen])
-        return out
-
-
-def test_experts_that_get_no_rows_of_a_rank_draw_nothing():
-    x = X.clone()
-    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    report = sim.verify_step(
-        squared, Experts, x, "dp=2", shard_batch=rows, parallelize=data_parallel_unused, optimizer_fn=None
-    )
-    is_right(report)
-
-
-def test_masks_of_a_schedule_that_asks_for_shapes():
-    def scheduled(model, mesh):
-        rank = mesh.get_rank()
-        stage = PipelineStage(Half(model, rank), rank, 2, torch.device("cpu"), group=mesh.get_group())
-        return ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.square().mean())
-
-    def take(schedule, batch):
-        losses = []
-        if not dist.get_rank():
-            return schedule.step(batch)
-        schedule.step(target=batch, losses=losses)
-        return torch.stack(losses).mean()
-
-    is_right(stepped(scheduled, "pp=2", lambda: nn.Sequential(Residual(), Residual()), rank_step=take))

@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
-from zoo_kit import draw, rows, squared, with_averages
+from zoo_kit import ddp, draw, made_of, proved_plan, proved_step, squared, with_averages
 
-import sim
 from sim.prove.steps.updates import UpdateReplay, UpdateStarts
 from sim.script.options import Launch
 from sim.script.verify import verify_script
@@ -21,15 +19,10 @@ pytestmark = pytest.mark.tier("test")
 WIDTH = 4
 
 
-class Pooling(nn.Module):
+@made_of(lambda: {"score": nn.Linear(WIDTH, 2), "head": nn.Linear(WIDTH, WIDTH)})
+def pooling(self, x):
     """Rows weighed by a softmax, to which the bias of the scores adds nothing: its gradient is rounding."""
-
-    def __init__(self):
-        super().__init__()
-        self.score, self.head = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.head((self.score(x).softmax(1).mean(-1, keepdim=True) * x).sum(1))
+    return self.head((self.score(x).softmax(1).mean(-1, keepdim=True) * x).sum(1))
 
 
 def on_ranks():
@@ -86,22 +79,14 @@ def one_by_one(params):
     return grouped(params, foreach=not on_ranks())
 
 
-def proved_plan(optimizer_fn, wrap=lambda model, mesh: DistributedDataParallel(model), **options):
-    return sim.verify_plan(
-        Pooling,
-        (draw(4, 3, WIDTH),),
-        "dp=2",
-        parallelize=wrap,
-        input_layouts=[("dp",)],
-        loss_fn=lambda output, x: output.square().mean(),
-        optimizer_fn=optimizer_fn,
-        **options,
-    )
+def by_plan(optimizer_fn, wrap=ddp, **options):
+    options |= {"loss_fn": lambda output, x: output.square().mean(), "optimizer_fn": optimizer_fn}
+    return proved_plan(wrap, pooling, (draw(4, 3, WIDTH),), **options)
 
 
-def proved_step(optimizer_fn, **options):
-    options |= {"rank_step": with_averages(squared), "shard_batch": rows, "optimizer_fn": optimizer_fn}
-    return sim.verify_step(squared, Pooling, draw(4, 3, WIDTH), "dp=2", **options)
+def by_step(optimizer_fn, **options):
+    options |= {"rank_step": with_averages(squared), "optimizer_fn": optimizer_fn}
+    return proved_step(None, pooling, draw(4, 3, WIDTH), **options)
 
 
 FAULTS = [
@@ -112,20 +97,20 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("proved", [proved_plan, proved_step])
+@pytest.mark.parametrize("proved", [by_plan, by_step])
 @pytest.mark.parametrize(("fault", "words", "number"), FAULTS)
 def test_a_fault_of_the_optimizer_alone_is_found(proved, fault, words, number):
     report = proved(fault, steps=2)
     first = report.first
     assert first is not None, report
-    after = ("bias", f"bias after step {number}") if proved is proved_plan else (f"bias of step {number}",)
+    after = ("bias", f"bias after step {number}") if proved is by_plan else (f"bias of step {number}",)
     assert (first.kind, first.module) == ("update", "score"), first
     assert first.tensor in after
     assert first.sentence == f"{words}, from the same gradient"
     assert "options and state" in first.suggestion
 
 
-@pytest.mark.parametrize("proved", [proved_plan, proved_step])
+@pytest.mark.parametrize("proved", [by_plan, by_step])
 @pytest.mark.parametrize("right", [grouped, fused, one_by_one])
 def test_right_optimizers_are_right(proved, right):
     report = proved(right, steps=3)
@@ -139,7 +124,7 @@ def zero(params):
 
 
 def test_states_that_are_sharded_over_the_ranks_are_right():
-    for proved in (proved_plan, proved_step):
+    for proved in (by_plan, by_step):
         report = proved(zero, steps=3)
         assert report.ok, report
 
@@ -162,7 +147,7 @@ def test_states_of_another_ranks_shard(fault):
     def wrap(model, mesh):
         return fully_shard(model, mesh=mesh)
 
-    report = proved_plan(swapped, wrap, steps=2)
+    report = by_plan(swapped, wrap, steps=2)
     assert report.ok != fault, report
     if fault:
         assert (report.first.kind, "after step 2" in report.first.tensor) == ("update", True), report

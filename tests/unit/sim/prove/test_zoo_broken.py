@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 import zoo_by_hand
 import zoo_by_plan
+import zoo_by_step
 import zoo_by_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from zoo_kit import Net
@@ -17,7 +18,9 @@ from hyper_parallel.models.plans import llama_plan
 
 pytestmark = pytest.mark.tier("test")
 
-ZOO = [pytest.param(case, id=case.name) for case in (*zoo_by_hand.CASES, *zoo_by_plan.CASES, *zoo_by_wrapper.CASES)]
+CASES = (*zoo_by_hand.CASES, *zoo_by_plan.CASES, *zoo_by_wrapper.CASES)
+ZOO = [pytest.param(case, id=case.name) for case in CASES]
+RIGHT = [pytest.param(case, id=case.name) for case in {case.program: case for case in CASES}.values()]
 
 
 @pytest.mark.parametrize("case", ZOO)
@@ -32,12 +35,45 @@ def test_the_fault_is_found(case):
     assert all(len(line) <= 120 for line in str(report).splitlines())
 
 
-@pytest.mark.parametrize("case", ZOO)
+@pytest.mark.parametrize("case", RIGHT)
 def test_all_is_well_without_the_fault(case):
     report = case.verify(broken=False)
     assert report.ok, str(report)
     close = [row for row in report.rows if row.verdict in ("exact", "rounding") and row.ratio >= 0.5]
     assert not close, "\n".join(map(str, close))
+
+
+# -- steps of one's own ------------------------------------------------------------------------------------------------
+
+
+def steps(of_faults):
+    """Return programs, or each of their faults; the first and every fifth program is of the tier `test`."""
+    for number, (name, program) in enumerate(zoo_by_step.PROGRAMS.items()):
+        for fault in program.faults if of_faults else ("",):
+            marks = [pytest.mark.tier("full" if number % 5 else "test")]
+            missing = zoo_by_step.NOT_FOUND.get(fault) or zoo_by_step.NOT_PROVED.get(name)
+            marks += [pytest.mark.xfail(strict=True, reason=missing)] if missing else []
+            yield pytest.param(program, fault, marks=marks, id=f"{name}: {fault}" if fault else name)
+
+
+@pytest.mark.parametrize(("program", "fault"), list(steps(of_faults=True)))
+def test_the_fault_of_a_step_is_found(program, fault):
+    kind, place, words = program.faults[fault]
+    report = program.verify(fault)
+    assert not report.ok, f"nothing was found\n{report.table(verbose=True)}"
+    assert (report.first.kind, report.first.verdict) == (kind, "bug"), str(report)
+    assert report.first.place.startswith(place), str(report)
+    assert words in report.first.sentence, str(report)
+
+
+@pytest.mark.parametrize(("program", "fault"), list(steps(of_faults=False)))
+def test_a_step_is_right_without_faults(program, fault):
+    report = program.verify(fault)
+    assert report.ok, str(report)
+    assert {row.verdict for row in report.rows} <= {"exact", "rounding"}, str(report)
+    for number in (1, program.steps):
+        kinds = {row.kind for row in report.rows if row.tensor.endswith(f"of step {number}")}
+        assert {"forward", "update"} <= kinds, str(report)
 
 
 # -- what cannot even be built -----------------------------------------------------------------------------------------

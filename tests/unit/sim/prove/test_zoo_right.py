@@ -34,9 +34,12 @@ from zoo_kit import (
     Tied,
     axis,
     draw,
+    made_of,
     megatron,
+    right,
     rounding,
-    share,
+    same,
+    split_mlp,
     take,
     tokens,
 )
@@ -59,8 +62,9 @@ IDS, LABELS = tokens(seed=0), tokens(seed=1)
 
 def is_right(model, inputs, mesh, *, also=(), near=0.5, **options):
     """Verify a model, and that the report leaves nothing out."""
-    report = sim.verify_plan(model, inputs, mesh, **options)
-    assert report.ok, str(report)
+    if "dp" in mesh and "plan" not in options and isinstance(inputs, tuple):
+        options = {"input_layouts": [("dp",)] * len(inputs), **options}
+    report = right(sim.verify_plan(model, inputs, mesh, **options))
     odd = [row for row in report.rows if row.verdict not in ("exact", "rounding", *also)]
     assert not odd, "\n".join(f"{row.verdict}: {row}" for row in odd)
     close = [row for row in report.rows if row.verdict in ("exact", "rounding") and row.ratio >= near]
@@ -326,15 +330,7 @@ def test_plain_tensors_split_over_both_axes():
         for parameter in model.parameters():
             parameter.register_hook(lambda grad: _mean(grad, group))
 
-    is_right(
-        partial(Net, 1),
-        (IDS,),
-        "dp=2,tp=2",
-        parallelize=parallel,
-        input_layouts=[("dp",)],
-        also=PENDING,
-        loss_fn=of_own,
-    )
+    is_right(partial(Net, 1), (IDS,), "dp=2,tp=2", parallelize=parallel, also=PENDING, loss_fn=of_own)
 
 
 def _mean(grad, group):
@@ -414,7 +410,7 @@ def widest(report):
 @pytest.mark.parametrize("name", POLICIES)
 def test_mixed_precision_of_sharded_parameters(name, wrap, dtype):
     policy = (MixedPrecisionPolicy if wrap is fsdp2 else Policy)(**POLICIES[name])
-    how = {"parallelize": each(wrap, mp_policy=policy), "input_layouts": [("dp",)], "loss_fn": of_own, "dtype": dtype}
+    how = {"parallelize": each(wrap, mp_policy=policy), "loss_fn": of_own, "dtype": dtype}
     report = is_right(partial(Net, 1), (tokens(4),), "dp=2", **how)
     low = str(POLICIES[name]["reduce_dtype" if "param_dtype" not in POLICIES[name] else "param_dtype"])[6:]
     wide = str(dtype)[6:]
@@ -434,7 +430,7 @@ class Cast(Net):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_autocast(dtype):
     is_right(partial(Cast, 1), (IDS,), "tp=2", parallelize=megatron, dtype=dtype, also=PENDING)
-    how = {"parallelize": each(fsdp2), "input_layouts": [("dp",)], "loss_fn": of_own, "dtype": dtype}
+    how = {"parallelize": each(fsdp2), "loss_fn": of_own, "dtype": dtype}
     is_right(partial(Cast, 1), (IDS,), "dp=2", **how)
 
 
@@ -481,7 +477,7 @@ def test_rows_may_be_split_where_something_is_chosen():
         model.take = lambda scores: own(scores * (1 + 1e-15 * turn))
         return ddp(model, mesh)
 
-    loss = {"loss_fn": lambda y, x: y.square().mean(), "input_layouts": [("dp",)]}
+    loss = {"loss_fn": lambda y, x: y.square().mean()}
     report = is_right(Tied, (X,), "dp=2", parallelize=rows, **loss)
     assert any("topk of the model" in note for note in report.notes), report.notes
 
@@ -489,32 +485,23 @@ def test_rows_may_be_split_where_something_is_chosen():
 # -- several axes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [fsdp2, fully_shard])
-def test_tensor_parallel_within_data_parallel(wrap):
+@pytest.mark.tier("test")
+@pytest.mark.parametrize(
+    ("wrap", "mesh", "data"),
+    [(fsdp2, "dp=2,tp=2", "dp"), (fully_shard, "dp=2,tp=2", "dp"), (fsdp2, "r=2,s=2,tp=2", ("r", "s"))],
+)
+def test_tensor_parallel_within_data_parallel(wrap, mesh, data):
     """Each rank's loss is divided by the ranks along dp, where the engine adds gradients of DTensors up."""
 
     def parallel(model, mesh):
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        wrap(model, mesh=mesh["dp"])
+        wrap(model, mesh=mesh[data])
 
     def loss(y, x):
         own = y.square().mean()
         return own / 2 if dist.is_initialized() and wrap is fully_shard else own
 
-    how = {"parallelize": parallel, "input_layouts": [("dp",)], "loss_fn": loss}
-    is_right(Mlp, (X,), "dp=2,tp=2", **how, also=PENDING)
-
-
-def test_three_axes():
-    def parallel(model, mesh):
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fsdp2(model, mesh=mesh["r", "s"])
-
-    def loss(y, x):
-        return y.square().mean()
-
-    how = {"parallelize": parallel, "input_layouts": [(("r", "s"),)], "loss_fn": loss}
-    is_right(Mlp, (X,), "r=2,s=2,tp=2", **how, also=PENDING)
+    is_right(Mlp, (X,), mesh, parallelize=parallel, input_layouts=[(data,)], loss_fn=loss, also=PENDING)
 
 
 @pytest.mark.parametrize("wrap", [ddp, each(fsdp2), each(fully_shard)])
@@ -527,7 +514,7 @@ def test_plain_tensors_within_data_parallel(wrap):
             return ddp(model, mesh, process_group=mesh["dp"].get_group())
         return wrap(model, mesh["dp"])
 
-    how = {"parallelize": parallel, "input_layouts": [("dp",)], "loss_fn": of_own}
+    how = {"parallelize": parallel, "loss_fn": of_own}
     is_right(partial(Net, 1), (IDS,), "dp=2,tp=2", **how, also=PENDING)
 
 
@@ -545,16 +532,13 @@ class Checkpointed(Net):
 
 
 def test_activations_that_are_computed_again():
-    is_right(Checkpointed, (IDS,), "tp=2", parallelize=megatron, also=PENDING)
-
-
-def test_a_wrapper_that_computes_again():
-    def parallel(model, mesh):
+    def wrapped(model, mesh):
         megatron(model, mesh)
         for index, block in enumerate(model.blocks):
             model.blocks[index] = checkpoint_wrapper(block)
 
-    is_right(Net, (IDS,), "tp=2", parallelize=parallel, also=PENDING)
+    is_right(Checkpointed, (IDS,), "tp=2", parallelize=megatron, also=PENDING)
+    is_right(Net, (IDS,), "tp=2", parallelize=wrapped, also=PENDING)
 
 
 def test_gradients_that_add_up_over_micro_batches():
@@ -562,26 +546,21 @@ def test_gradients_that_add_up_over_micro_batches():
         parts = zip(logits.chunk(2), ids.chunk(2), strict=True)
         return sum(of_own(*part) for part in parts) / 2
 
-    is_right(partial(Net, 1), (tokens(8),), "dp=2", parallelize=ddp, input_layouts=[("dp",)], loss_fn=loss)
+    is_right(partial(Net, 1), (tokens(8),), "dp=2", parallelize=ddp, loss_fn=loss)
 
 
-class Rms(nn.Module):
+@made_of(lambda: {"weight": nn.Parameter(torch.ones(WIDTH))})
+def rms(self, x):
     """A norm that computes in float32, whatever it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        y = x.to(torch.float32)
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * y.to(x.dtype)
+    y = x.to(torch.float32)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return self.weight * y.to(x.dtype)
 
 
 def normed():
     model = Net()
     for block in model.blocks:
-        block.norm1, block.norm2 = Rms(), Rms()
+        block.norm1, block.norm2 = rms(), rms()
     return model
 
 
@@ -590,7 +569,7 @@ def test_a_part_in_float32(mesh):
     if mesh == "tp=2":
         is_right(normed, (IDS,), mesh, parallelize=megatron, also=PENDING)
     else:
-        is_right(normed, (IDS,), mesh, parallelize=each(fully_shard), input_layouts=[("dp",)], loss_fn=of_own)
+        is_right(normed, (IDS,), mesh, parallelize=each(fully_shard), loss_fn=of_own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -599,30 +578,26 @@ def test_all_of_it_in_less(dtype, parallelize):
     is_right(partial(Net, 1), (IDS,), "tp=2", parallelize=parallelize, dtype=dtype, also=PENDING_OR_PRIVATE)
 
 
-class Experts(nn.Module):
+@made_of(
+    lambda: {
+        "router": nn.Linear(WIDTH, 4, bias=False),
+        "up": nn.Parameter(torch.randn(4, WIDTH, 8) / 4),
+        "down": nn.Parameter(torch.randn(4, 8, WIDTH) / 4),
+        "first": 0,
+        "enter": same,
+        "leave": same,
+    }
+)
+def experts(self, x):
     """Each token goes to the 2 best of 4 experts; a rank has some of the experts, and adds up what they return."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, 8) / 4), nn.Parameter(torch.randn(4, 8, WIDTH) / 4)
-        self.first = 0
-
-    def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        share = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, chosen, weights)
-        share, x, out = self.enter(share), self.enter(x), torch.zeros_like(x)
-        for index, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
-            mine = share[..., self.first + index]
-            row = mine.nonzero(as_tuple=True)
-            out = out.index_put(row, mine[row].unsqueeze(-1) * (F.silu(x[row] @ up) @ down), accumulate=True)
-        return self.leave(out)
-
-    def enter(self, x):
-        return x
-
-    def leave(self, y):
-        return y
+    weights, chosen = self.router(x).softmax(-1).topk(2)
+    share = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, chosen, weights)
+    share, x, out = self.enter(share), self.enter(x), torch.zeros_like(x)
+    for index, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+        mine = share[..., self.first + index]
+        row = mine.nonzero(as_tuple=True)
+        out = out.index_put(row, mine[row].unsqueeze(-1) * (F.silu(x[row] @ up) @ down), accumulate=True)
+    return self.leave(out)
 
 
 def test_experts_of_the_best():
@@ -634,8 +609,8 @@ def test_experts_of_the_best():
         model.enter = lambda x: Enter.apply(x, group)
         model.leave = lambda y: Leave.apply(y, group)
 
-    is_right(Experts, (X,), "ep=2", parallelize=parallel)
-    is_right(Experts, (X,), "ep=4", parallelize=parallel)
+    is_right(experts, (X,), "ep=2", parallelize=parallel)
+    is_right(experts, (X,), "ep=4", parallelize=parallel)
 
 
 class Several(nn.Module):
@@ -660,17 +635,7 @@ class Several(nn.Module):
 
 
 def two_ways(model, mesh):
-    return megatron_mlp(model.mlp, mesh)
-
-
-def megatron_mlp(mlp, mesh):
-    rank, size, group = axis(mesh)
-    take(mlp.up, "weight", 0, rank, size)
-    take(mlp.up, "bias", 0, rank, size)
-    take(mlp.down, "weight", 1, rank, size)
-    share(mlp.down, size, group)
-    mlp.enter = lambda x: Enter.apply(x, group)
-    mlp.leave = lambda y: Leave.apply(y, group)
+    return split_mlp(model.mlp, *axis(mesh))
 
 
 SEVERAL = {"x": X.clone().requires_grad_(), "kind": torch.arange(4), "options": {"scale": draw(WIDTH, seed=3)}}
@@ -707,40 +672,30 @@ def test_a_batch_of_one():
     is_right(Net, (IDS[:1, :1],), "tp=2", parallelize=megatron, also=PENDING)
 
 
-class Normalised(nn.Module):
+@made_of(lambda: {"norm": nn.BatchNorm1d(WIDTH), "linear": nn.Linear(WIDTH, 4)})
+def normalised(self, x):
     """Batch normalisation by statistics that were kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        return self.linear(self.norm(x)).square().mean()
+    return self.linear(self.norm(x)).square().mean()
 
 
 def test_buffers_in_evaluation():
-    how = {"parallelize": ddp, "input_layouts": [("dp",)], "train": False}
-    is_right(Normalised, (draw(8, WIDTH),), "dp=2", **how, also=PENDING)
+    how = {"parallelize": ddp, "train": False}
+    is_right(normalised, (draw(8, WIDTH),), "dp=2", **how, also=PENDING)
 
 
-class Cancelling(nn.Module):
+@made_of(lambda: {"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH, bias=False)})
+def cancelling(self, x):
     """What remains of large sums."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        large = 1e6 * self.up(x)
-        y = self.down(large)
-        return (y + 1e9) - 1e9 - y.mean(-1, keepdim=True)
+    large = 1e6 * self.up(x)
+    y = self.down(large)
+    return (y + 1e9) - 1e9 - y.mean(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sums_that_cancel(dtype):
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     is_right(
-        Cancelling,
+        cancelling,
         (X,),
         "tp=4",
         parallelize=lambda m, mesh: parallelize_module(m, mesh, plan),
@@ -764,7 +719,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     """The key's bias has no gradient but rounding, and Adam divides it by its own size."""
-    is_right(Block, (X,), "dp=2", parallelize=ddp, input_layouts=[("dp",)], optimizer_fn=OPTIMIZERS[name], steps=3)
+    is_right(Block, (X,), "dp=2", parallelize=ddp, optimizer_fn=OPTIMIZERS[name], steps=3)
 
 
 def test_optimizers_of_groups_and_clipped_gradients():
@@ -777,14 +732,7 @@ def test_optimizers_of_groups_and_clipped_gradients():
         made.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(params, 0.01) and None)
         return made
 
-    is_right(
-        Block,
-        (X,),
-        "dp=2",
-        parallelize=lambda m, mesh: fsdp2(m, mesh=mesh),
-        input_layouts=[("dp",)],
-        optimizer_fn=optimizer,
-    )
+    is_right(Block, (X,), "dp=2", parallelize=lambda m, mesh: fsdp2(m, mesh=mesh), optimizer_fn=optimizer)
 
 
 # -- models of transformers --------------------------------------------------------------------------------------------

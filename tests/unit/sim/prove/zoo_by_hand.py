@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from zoo_case import Case, register
+from zoo_case import Case, found, register, says
 from zoo_kit import (
     WIDTH,
     Collect,
@@ -20,8 +20,10 @@ from zoo_kit import (
     Tied,
     axis,
     draw,
+    made_of,
     megatron,
     rounding,
+    same,
     split_block,
     summed,
     take,
@@ -33,49 +35,31 @@ case = register(CASES)
 fault = partial(case, on=megatron)
 
 
-def same(x):
-    return x
-
-
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
-@fault(
-    "no reduction after a row-split weight",
-    ("forward", "blocks.0.mlp.down", "output"),
-    "parts of a sum over tp",
-    "nothing reduced it",
-    hint="all_reduce",
-)
+@fault("no reduction after a row-split weight")
+@found("forward", "blocks.0.mlp.down", "output", "parts of a sum over tp", "nothing reduced it", hint="all_reduce")
 def _(model, mesh):
     model.blocks[0].mlp.leave = same
 
 
-@fault(
-    "an operation of one's own that forgets its all_reduce in backward",
-    ("gradient", "blocks.1.mlp.up", "input"),
-    "parts of a sum over tp",
-    "nothing reduced it",
-    hint="all_reduce",
-)
+@fault("an operation of one's own that forgets its all_reduce in backward")
+@found("gradient", "blocks.1.mlp.up", "input", "parts of a sum over tp", "nothing reduced it", hint="all_reduce")
 def _(model, mesh):
     model.blocks[1].mlp.enter = same
 
 
-@fault(
-    "a bias that every rank adds before the reduction",
-    ("forward", "blocks.1.mlp.down", "output"),
-    "a bias that each of the 2 ranks adds",
-    "after the reduction",
-)
+@fault("a bias that every rank adds before the reduction")
+@found("forward", "blocks.1.mlp.down", "output", "a bias that each of the 2 ranks adds", "after the reduction")
 def _(model, mesh):
     down = model.blocks[1].mlp.down
     down.forward = lambda x: F.linear(x, down.weight, Enter.apply(down.bias, axis(mesh)[2]))
 
 
-@case(
-    "a residual that every rank adds before the reduction",
-    ("forward", "blocks.0", "output"),
+@case("a residual that every rank adds before the reduction")
+@found("forward", "blocks.0", "output")
+@says(
     "the reference plus the input of blocks.0.norm2 once more",
     "each of the 2 ranks along 'tp' adds it; add it once, after the reduction",
 )
@@ -92,15 +76,8 @@ def _(model, mesh, broken):
     block.forward = forward
 
 
-@case(
-    "an all_reduce over the wrong group",
-    ("forward", "blocks.0.mlp.down", "output"),
-    "parts of a sum over tp",
-    "nothing reduced it",
-    hint="over tp",
-    mesh="dp=2,tp=2",
-    options={"input_layouts": [("dp", "None")]},
-)
+@case("an all_reduce over the wrong group", mesh="dp=2,tp=2", options={"input_layouts": [("dp", "None")]})
+@found("forward", "blocks.0.mlp.down", "output", "parts of a sum over tp", "nothing reduced it", hint="over tp")
 def _(model, mesh, broken):
     megatron(model, mesh)
     group, rows = mesh["dp" if broken else "tp"].get_group(), mesh["dp"].get_group()
@@ -109,41 +86,29 @@ def _(model, mesh, broken):
         parameter.register_hook(lambda grad: summed(grad, rows))
 
 
-@fault(
-    "a sum that is taken twice",
-    ("forward", "blocks.1.attn", "output"),
-    "2 times what it should be",
-    "counted once per rank of 'tp'",
-)
+@fault("a sum that is taken twice")
+@found("forward", "blocks.1.attn", "output", "2 times what it should be", "counted once per rank of 'tp'")
 def _(model, mesh):
     attn, leave = model.blocks[1].attn, model.blocks[1].attn.leave
     attn.leave = lambda y: leave(leave(y))
 
 
-@fault(
-    "a sum that is divided by the number of ranks",
-    ("forward", "blocks.1.attn", "output"),
-    "1/2 of what it should be",
-    "averaged once too often over 'tp'",
-)
+@fault("a sum that is divided by the number of ranks")
+@found("forward", "blocks.1.attn", "output", "1/2 of what it should be", "averaged once too often over 'tp'")
 def _(model, mesh):
     attn, leave = model.blocks[1].attn, model.blocks[1].attn.leave
     attn.leave = lambda y: leave(y) / 2
 
 
-@fault("gradients that are scaled by 1/tp twice", ("gradient", "blocks.0.attn.o", "weight"), "1/2 of what it should be")
+@fault("gradients that are scaled by 1/tp twice")
+@found("gradient", "blocks.0.attn.o", "weight", "1/2 of what it should be")
 def _(model, mesh):
     model.blocks[0].attn.o.weight.register_hook(lambda grad: grad / 2)
 
 
-@case(
-    "grouped keys and values that go to the wrong heads",
-    ("parameter", "blocks.0.attn.k", "weight"),
-    "dim 0 is held in 2 pieces",
-    "ranks 0, 2 hold piece 0; ranks 1, 3 hold piece 1",
-    mesh="tp=4",
-    model=lambda: Net(bias=False),
-)
+@case("grouped keys and values that go to the wrong heads", mesh="tp=4", model=lambda: Net(bias=False))
+@found("parameter", "blocks.0.attn.k", "weight")
+@says("dim 0 is held in 2 pieces", "ranks 0, 2 hold piece 0; ranks 1, 3 hold piece 1")
 def _(model, mesh, broken):
     rank, size, group = axis(mesh)
     for block in model.blocks:
@@ -157,24 +122,17 @@ def _(model, mesh, broken):
             each.weight.register_hook(lambda grad, pair=pairs[rank // 2]: summed(grad, pair))
 
 
-@fault(
-    "initial weights from one seed on every shard",
-    ("parameter", "blocks.0.mlp.up", "weight"),
-    "hold the same values where each should hold its own part",
-    "the same random seed on every shard?",
-)
+@fault("initial weights from one seed on every shard")
+@found("parameter", "blocks.0.mlp.up", "weight")
+@says("hold the same values where each should hold its own part", "the same random seed on every shard?")
 def _(model, mesh):
     torch.manual_seed(1)
     nn.init.normal_(model.blocks[0].mlp.up.weight)
 
 
-@case(
-    "a dropout mask that is the same on shards that must differ",
-    ("random", "blocks.0.mlp.drop", "bernoulli"),
-    "draws the same numbers on ranks 0-1, which hold different parts over tp",
-    hint="a seed that differs along tp",
-    model=lambda: Net(dropout=0.5),
-)
+@case("a dropout mask that is the same on shards that must differ", model=lambda: Net(dropout=0.5))
+@found("random", "blocks.0.mlp.drop", "bernoulli")
+@says("draws the same numbers on ranks 0-1, which hold different parts over tp", hint="a seed that differs along tp")
 def _(model, mesh, broken):
     megatron(model, mesh)
     for index, block in enumerate(model.blocks):
@@ -194,13 +152,8 @@ def seeded(module, seed):
     module.forward = forward
 
 
-@case(
-    "shards that were loaded in another order",
-    ("parameter", "blocks.1.mlp.up", "weight"),
-    "the parts of the ranks along 'tp' are in another order: (3, 2, 1, 0)",
-    mesh="tp=4",
-    model=lambda: Net(kv_heads=4),
-)
+@case("shards that were loaded in another order", mesh="tp=4", model=lambda: Net(kv_heads=4))
+@found("parameter", "blocks.1.mlp.up", "weight", "the parts of the ranks along 'tp' are in another order: (3, 2, 1, 0)")
 def _(model, mesh, broken):
     whole = model.blocks[1].mlp.up.weight.detach().clone()
     megatron(model, mesh)
@@ -208,27 +161,15 @@ def _(model, mesh, broken):
         model.blocks[1].mlp.up.weight = nn.Parameter(whole.chunk(4)[3 - axis(mesh)[0]].clone())
 
 
-class Gated(nn.Module):
+@made_of(lambda: {"both": nn.Linear(WIDTH, 4 * WIDTH, bias=False), "down": nn.Linear(2 * WIDTH, WIDTH, bias=False)})
+def gated(self, x):
     """A feed-forward whose gate and value are one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.both = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        gate, value = self.both(x).chunk(2, -1)
-        return self.down(F.silu(gate) * value)
+    gate, value = self.both(x).chunk(2, -1)
+    return self.down(F.silu(gate) * value)
 
 
-@case(
-    "a fused gate and value that are split in one piece",
-    ("forward", "down", "input"),
-    "no layout explains",
-    hint="computed from both.output, which is right",
-    model=Gated,
-    inputs=(draw(4, 6, WIDTH),),
-)
+@case("a fused gate and value that are split in one piece", model=gated, inputs=(draw(4, 6, WIDTH),))
+@found("forward", "down", "input", "no layout explains", hint="computed from both.output, which is right")
 def _(model, mesh, broken):
     rank, size, group = axis(mesh)
     weight = model.both.weight.detach()
@@ -264,23 +205,22 @@ def split_vocabulary(model, mesh, *, masked=True, tied=False, joined=None):
     model.head.forward = lambda x: join(head(Enter.apply(x, group)))
 
 
-case(
-    "a split embedding that looks up other ranks' tokens",
-    ("forward", "embed", "output"),
-    "all ranks hold the same, and it is wrong",
-    hint="computed from embed.input, which is right",
-)(lambda model, mesh, broken: split_vocabulary(model, mesh, masked=not broken))
-
-case(
-    "tied weights that are split apart",
-    ("parameter", "head", "weight"),
-    "one tensor with embed.weight on one device",
-    hint="tie head.weight to embed.weight again",
-    model=lambda: Net(tied=True),
-)(lambda model, mesh, broken: split_vocabulary(model, mesh, tied=not broken))
+@case("a split embedding that looks up other ranks' tokens")
+@found("forward", "embed", "output")
+@says("all ranks hold the same, and it is wrong", hint="computed from embed.input, which is right")
+def _(model, mesh, broken):
+    split_vocabulary(model, mesh, masked=not broken)
 
 
-@case("logits that are gathered in reversed rank order", ("forward", "head", "output"), "another order: (1, 0)")
+@case("tied weights that are split apart", model=lambda: Net(tied=True))
+@found("parameter", "head", "weight")
+@says("one tensor with embed.weight on one device", hint="tie head.weight to embed.weight again")
+def _(model, mesh, broken):
+    split_vocabulary(model, mesh, tied=not broken)
+
+
+@case("logits that are gathered in reversed rank order")
+@found("forward", "head", "output", "another order: (1, 0)")
 def _(model, mesh, broken):
     _, _, group = axis(mesh)
 
@@ -300,16 +240,10 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=self.smoothing)
 
 
-class Trained(nn.Module):
+@made_of(lambda: {"head": nn.Linear(WIDTH, 24, bias=False), "loss": Loss()})
+def trained(self, x, targets):
     """A head and its loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 24, bias=False)
-        self.loss = Loss()
-
-    def forward(self, x, targets):
-        return self.loss(self.head(x), targets)
+    return self.loss(self.head(x), targets)
 
 
 def split_loss(model, mesh, *, largest=True, sums=True, whole_count=True):
@@ -339,24 +273,27 @@ def split_loss(model, mesh, *, largest=True, sums=True, whole_count=True):
 
 TRAINED = {
     "hint": "computed from loss.input.logits, which is right",
-    "model": Trained,
+    "model": trained,
     "inputs": (draw(4, 6, WIDTH), tokens()),
 }
 
-case("a softmax with the largest of this rank's logits only", ("forward", "loss", "output"), "it is wrong", **TRAINED)(
-    lambda model, mesh, broken: split_loss(model, mesh, largest=not broken)
-)
 
-case(
-    "a softmax over this rank's logits only",
-    ("forward", "loss", "output"),
-    "the ranks along 'tp' should hold the same and do not",
-    **TRAINED,
-)(lambda model, mesh, broken: split_loss(model, mesh, sums=not broken))
+@case("a softmax with the largest of this rank's logits only", **TRAINED)
+@found("forward", "loss", "output", "it is wrong")
+def _(model, mesh, broken):
+    split_loss(model, mesh, largest=not broken)
 
-case("label smoothing over this rank's vocabulary only", ("forward", "loss", "output"), "it is wrong", **TRAINED)(
-    lambda model, mesh, broken: split_loss(model, mesh, whole_count=not broken)
-)
+
+@case("a softmax over this rank's logits only", **TRAINED)
+@found("forward", "loss", "output", "the ranks along 'tp' should hold the same and do not")
+def _(model, mesh, broken):
+    split_loss(model, mesh, sums=not broken)
+
+
+@case("label smoothing over this rank's vocabulary only", **TRAINED)
+@found("forward", "loss", "output", "it is wrong")
+def _(model, mesh, broken):
+    split_loss(model, mesh, whole_count=not broken)
 
 
 # -- sequences that are split ------------------------------------------------------------------------------------------
@@ -389,34 +326,23 @@ class Cut(torch.autograd.Function):
     backward = Scatter.backward
 
 
-@case(
-    "the gradient of a norm on a split sequence that nobody adds up",
-    ("gradient", "blocks.1.norm2", "weight"),
-    "parts of a sum over tp: nothing adds up the gradients",
-    hint="all_reduce of gradients over tp",
-)
+@case("the gradient of a norm on a split sequence that nobody adds up")
+@found("gradient", "blocks.1.norm2", "weight")
+@says("parts of a sum over tp: nothing adds up the gradients", hint="all_reduce of gradients over tp")
 def _(model, mesh, broken):
     sequence_parallel(model, mesh, reduced=lambda name: not (broken and name == "blocks.1.norm2.weight"))
 
 
-@case(
-    "an all_gather whose backward keeps this rank's part without adding the others'",
-    ("gradient", "blocks.1.mlp.up", "input"),
-    "parts of a sum over tp",
-    on=sequence_parallel,
-)
+@case("an all_gather whose backward keeps this rank's part without adding the others'", on=sequence_parallel)
+@found("gradient", "blocks.1.mlp.up", "input", "parts of a sum over tp")
 def _(model, mesh):
     group = axis(mesh)[2]
     model.blocks[1].mlp.enter = lambda x: Collect.apply(x, 1, group)
 
 
-@case(
-    "an all_gather along the wrong dim",
-    ("forward", "blocks.1.attn.q", "input"),
-    "gathered over 'tp' along dim 0 instead of dim 1",
-    hint="computed from blocks.1.attn.input.x, which is right",
-    on=sequence_parallel,
-)
+@case("an all_gather along the wrong dim", on=sequence_parallel)
+@found("forward", "blocks.1.attn.q", "input")
+@says("gathered over 'tp' along dim 0 instead of dim 1", hint="computed from blocks.1.attn.input.x, which is right")
 def _(model, mesh):
     group = axis(mesh)[2]
     model.blocks[1].attn.enter = lambda x: Gather.apply(x, 0, group)
@@ -436,59 +362,73 @@ class Rotary(nn.Module):
         ).flatten(-2)
 
 
-class Ring(nn.Module):
+@made_of(
+    lambda: {
+        "first": 0,
+        "rotary": Rotary(),
+        "qkv": nn.Linear(WIDTH, 3 * WIDTH),
+        "out": nn.Linear(WIDTH, WIDTH),
+        "gathered": same,
+    }
+)
+def ring(self, x):
     """One head of causal attention over a sequence that may be split."""
-
-    first = 0
-
-    def __init__(self):
-        super().__init__()
-        self.rotary = Rotary()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        q, k = self.rotary(q), self.rotary(k)
-        k, v = self.gathered(k), self.gathered(v)
-        rows = self.first + torch.arange(q.shape[1])
-        future = rows[:, None] < torch.arange(k.shape[1])
-        weights = (q @ k.transpose(1, 2) / 4).masked_fill(future, -1e30).softmax(-1)
-        return self.out(weights @ v)
-
-    def gathered(self, x):
-        return x
+    q, k, v = self.qkv(x).chunk(3, -1)
+    q, k = self.rotary(q), self.rotary(k)
+    k, v = self.gathered(k), self.gathered(v)
+    rows = self.first + torch.arange(q.shape[1])
+    future = rows[:, None] < torch.arange(k.shape[1])
+    weights = (q @ k.transpose(1, 2) / 4).masked_fill(future, -1e30).softmax(-1)
+    return self.out(weights @ v)
 
 
-def context_parallel(model, mesh, *, turned=True, masked=True):
+def context_parallel(model, mesh, *, turned=True, masked=True, gather=Gather):
     rank, _, group = axis(mesh, "cp")
     model.rotary.first = 4 * rank if turned else 0
     model.first = 4 * rank if masked else 0
-    model.gathered = lambda x: Gather.apply(x, 1, group)
+    model.gathered = lambda x: gather.apply(x, 1, group)
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: summed(grad, group))
 
 
+class Twice(Gather):
+    """Counts a gradient once per rank."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Gather.backward(ctx, grad * ctx.group.size())
+
+
 SEQUENCE = {
-    "model": Ring,
+    "model": ring,
     "inputs": (draw(2, 8, WIDTH),),
     "mesh": "cp=2",
     "options": {"input_layouts": [("None", "cp")]},
 }
 
-case(
-    "rotary positions that start at 0 on every part of the sequence",
-    ("forward", "rotary", "output"),
-    "rank 1 (cp=1) is wrong, and the other one holds what it should",
-    **SEQUENCE,
-)(lambda model, mesh, broken: context_parallel(model, mesh, turned=not broken))
 
-case(
-    "a causal mask of positions within the part of the sequence",
-    ("forward", "out", "input"),
-    "rank 1 (cp=1) is wrong, and the other one holds what it should",
-    **SEQUENCE,
-)(lambda model, mesh, broken: context_parallel(model, mesh, masked=not broken))
+@case("rotary positions that start at 0 on every part of the sequence", **SEQUENCE)
+@found("forward", "rotary", "output", "rank 1 (cp=1) is wrong, and the other one holds what it should")
+def _(model, mesh, broken):
+    context_parallel(model, mesh, turned=not broken)
+
+
+@case("a causal mask of positions within the part of the sequence", **SEQUENCE)
+@found("forward", "out", "input", "rank 1 (cp=1) is wrong, and the other one holds what it should")
+def _(model, mesh, broken):
+    context_parallel(model, mesh, masked=not broken)
+
+
+@case("gathered keys and values whose gradients stay on their rank", **SEQUENCE)
+@found("gradient", "rotary", "output", "rank 0 (cp=0) is wrong, and the other one holds what it should")
+def _(model, mesh, broken):
+    context_parallel(model, mesh, gather=Collect if broken else Gather)
+
+
+@case("gathered keys and values whose gradients are counted once per rank", **SEQUENCE)
+@found("gradient", "rotary", "output", "2 times what it should be: counted once per rank of 'cp'")
+def _(model, mesh, broken):
+    context_parallel(model, mesh, gather=Twice if broken else Gather)
 
 
 # -- others ------------------------------------------------------------------------------------------------------------
@@ -510,26 +450,15 @@ class Experts(nn.Module):
         return sum((chosen == expert)[..., None] * (x @ weight) for expert, weight in enumerate(self.weight))
 
 
-class Routed(nn.Module):
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "moe": Experts(), "last": nn.Linear(WIDTH, WIDTH)})
+def routed(self, x):
     """Experts between two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.moe, self.last = nn.Linear(WIDTH, WIDTH), Experts(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(x + self.moe(self.first(x).tanh()))
+    return self.last(x + self.moe(self.first(x).tanh()))
 
 
-@case(
-    "tokens that go to experts by their number on the rank",
-    ("forward", "moe", "output"),
-    "all ranks hold the same, and it is wrong",
-    hint="computed from moe.router.output, which is right",
-    mesh="ep=2",
-    model=Routed,
-    inputs=(draw(4, 6, WIDTH),),
-)
+@case("tokens that go to experts by their number on the rank", mesh="ep=2", model=routed, inputs=(draw(4, 6, WIDTH),))
+@found("forward", "moe", "output")
+@says("all ranks hold the same, and it is wrong", hint="computed from moe.router.output, which is right")
 def _(model, mesh, broken):
     rank, size, group = axis(mesh, "ep")
     take(model.moe, "weight", 0, rank, size)
@@ -543,29 +472,21 @@ def _(model, mesh, broken):
     model.moe.experts = experts
 
 
-case(
-    "one rank that breaks ties otherwise than the others",
-    ("forward", "", "output"),
-    "rank 1 (tp=1) is wrong",
-    model=Tied,
-    inputs=(draw(4, 6, WIDTH),),
-)(lambda model, mesh, broken: rounding(model, mesh, ranks=(1,) if broken else (0, 1)))
-
-case(
-    "a choice between candidates that are further apart than rounding",
-    ("forward", "", "output"),
-    "all ranks hold the same, and it is wrong",
-    model=Tied,
-    inputs=(draw(4, 6, WIDTH),),
-)(lambda model, mesh, broken: rounding(model, mesh, off=1e-11 if broken else 1e-15))
+@case("one rank that breaks ties otherwise than the others", model=Tied, inputs=(draw(4, 6, WIDTH),))
+@found("forward", "", "output", "rank 1 (tp=1) is wrong")
+def _(model, mesh, broken):
+    rounding(model, mesh, ranks=(1,) if broken else (0, 1))
 
 
-@fault(
-    "a cast to bfloat16 on one path only",
-    ("forward", "blocks.1.mlp.up", "output"),
-    "computed it in bfloat16 or cast to it by hand, and one device did not",
-    hint="autocast",
-)
+@case("a choice between candidates that are further apart than rounding", model=Tied, inputs=(draw(4, 6, WIDTH),))
+@found("forward", "", "output", "all ranks hold the same, and it is wrong")
+def _(model, mesh, broken):
+    rounding(model, mesh, off=1e-11 if broken else 1e-15)
+
+
+@fault("a cast to bfloat16 on one path only")
+@found("forward", "blocks.1.mlp.up", "output")
+@says("computed it in bfloat16 or cast to it by hand, and one device did not", hint="autocast")
 def _(model, mesh):
     up = model.blocks[1].mlp.up
     up.forward = lambda x: F.linear(x.bfloat16(), up.weight.bfloat16(), up.bias.bfloat16()).to(x.dtype)
@@ -573,14 +494,12 @@ def _(model, mesh):
 
 @case(
     "weights cut over two axes in the wrong order",
-    ("parameter", "", "weight"),
-    "declared (dp>tp, -), but the ranks hold (tp>dp, -)",
-    hint="(('tp', 'dp'), 'None')",
     mesh="dp=2,tp=2",
     model=lambda: nn.Linear(WIDTH, 8, bias=False),
     inputs=(draw(4, WIDTH),),
     options={"declared": {"weight": (("dp", "tp"), "None")}},
 )
+@found("parameter", "", "weight", "declared (dp>tp, -), but the ranks hold (tp>dp, -)", hint="(('tp', 'dp'), 'None')")
 def _(model, mesh, broken):
     dp, tp = mesh["dp"], mesh["tp"]
     here = (dp.get_local_rank(), tp.get_local_rank())

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from zoo_case import Case, register
-from zoo_kit import WIDTH, Mlp, axis, draw, summed
+from zoo_case import Case, found, register, says
+from zoo_kit import WIDTH, Mlp, axis, draw, made_of, summed
 
 from hyper_parallel import Layout, ShardingPlan, custom_shard, shard_module
 
@@ -25,28 +25,27 @@ INPUTS = (draw(4, 6, WIDTH),)
 WHOLE = ("None", "None", "None")
 
 
-class Feed(nn.Module):
+@made_of(
+    lambda: {
+        "norms": nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2)),
+        "mlps": nn.ModuleList(Mlp(bias=False) for _ in range(2)),
+        "head": nn.Linear(WIDTH, 8),
+    }
+)
+def feed(self, x):
     """Two normalised feed-forwards, added back, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.mlps = nn.ModuleList(Mlp(bias=False) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x):
-        for norm, mlp in zip(self.norms, self.mlps, strict=True):
-            x = x + mlp(norm(x))
-        return self.head(x)
+    for norm, mlp in zip(self.norms, self.mlps, strict=True):
+        x = x + mlp(norm(x))
+    return self.head(x)
 
 
-FEED = {"model": Feed, "inputs": INPUTS}
+FEED = {"model": feed, "inputs": INPUTS}
 SPLIT = {"mlps.*.up.weight": ("tp", "None"), "mlps.*.down.weight": ("None", "tp")}
 REST = {"norms.*.*": ("None",), "head.weight": ("None", "None"), "head.bias": ("None",)}
 
 
 def local_plan_of(**local):
-    """The plan of a Feed, with what its modules are said to return."""
+    """The plan of a feed, with what its modules are said to return."""
     return ShardingPlan(
         plan={**SPLIT, **REST},
         input_plan={"input": WHOLE, "mlps.*.input": WHOLE},
@@ -55,15 +54,9 @@ def local_plan_of(**local):
     )
 
 
-@case(
-    "parts of a sum that a plan calls whole",
-    ("forward", "mlps.1.down", "output"),
-    "parts of a sum over tp",
-    "nothing reduced it before mlps.1.output",
-    hint="over tp",
-    **FEED,
-    options={"input_layouts": [("None",)]},
-)
+@case("parts of a sum that a plan calls whole", options={"input_layouts": [("None",)]}, **FEED)
+@found("forward", "mlps.1.down", "output")
+@says("parts of a sum over tp", "nothing reduced it before mlps.1.output", hint="over tp")
 def _(model, mesh, broken):
     pending = Layout.from_device_mesh(mesh)(*WHOLE, partial={"tp": "sum"})
     shard_module(model, mesh, local_plan_of(local_plan={"mlps.0": pending, "mlps.1": WHOLE if broken else pending}))
@@ -90,13 +83,9 @@ class Middle(nn.Module):
 PAIR = {"model": Pair, "inputs": INPUTS}
 
 
-@case(
-    "a plan with two axes in the wrong order",
-    ("forward", "mid", "output"),
-    "the 4 pieces of dim 2 are in another order: (0, 2, 1, 3), as if gathered over 'dp' and 'tp'",
-    mesh="dp=2,tp=2",
-    **PAIR,
-)
+@case("a plan with two axes in the wrong order", mesh="dp=2,tp=2", **PAIR)
+@found("forward", "mid", "output")
+@says("the 4 pieces of dim 2 are in another order: (0, 2, 1, 3), as if gathered over 'dp' and 'tp'")
 def _(model, mesh, broken):
     both = ("dp", "tp")
     plan = ShardingPlan(
@@ -108,13 +97,9 @@ def _(model, mesh, broken):
     model.register_forward_pre_hook(lambda module, args: DTensor.from_local(args[0], mesh, [Replicate(), Replicate()]))
 
 
-@case(
-    "custom code whose sum is said to be taken",
-    ("forward", "last", "output"),
-    "declared Replicate over tp, but the ranks hold parts of a sum over tp",
-    hint="all_reduce over tp",
-    **PAIR,
-)
+@case("custom code whose sum is said to be taken", **PAIR)
+@found("forward", "last", "output")
+@says("declared Replicate over tp, but the ranks hold parts of a sum over tp", hint="all_reduce over tp")
 def _(model, mesh, broken):
     layout = Layout.from_device_mesh(mesh)
     shard_module(model, mesh, ShardingPlan(plan={"first.weight": ("tp", "None"), "last.weight": ("None", "tp")}))
@@ -129,13 +114,9 @@ def shape(y, w):
     return (*y.shape[:-1], w.shape[0])
 
 
-@case(
-    "custom code that says each rank has the full gradient of what it has only a share of",
-    ("gradient", "last", "input"),
-    "declared Replicate over tp, but the ranks hold parts of a sum over tp",
-    hint="all_reduce over tp",
-    **PAIR,
-)
+@case("custom code that says each rank has the full gradient of what it has only a share of", **PAIR)
+@found("gradient", "last", "input")
+@says("declared Replicate over tp, but the ranks hold parts of a sum over tp", hint="all_reduce over tp")
 def _(model, mesh, broken):
     layout = Layout.from_device_mesh(mesh)
     shard_module(model, mesh, ShardingPlan(plan={"first.weight": ("None", "None"), "last.weight": ("tp", "None")}))
@@ -152,14 +133,9 @@ def _(model, mesh, broken):
     model.register_forward_pre_hook(lambda module, args: DTensor.from_local(args[0], mesh, [Replicate()]))
 
 
-@case(
-    "a part of the rows that from_local calls whole",
-    ("forward", "mid", "output"),
-    "the ranks take it for parts of a tensor of shape (2, 6, 32), and that has (4, 6, 32)",
-    mesh="dp=2",
-    options={"input_layouts": [("dp",)]},
-    **PAIR,
-)
+@case("a part of the rows that from_local calls whole", mesh="dp=2", options={"input_layouts": [("dp",)]}, **PAIR)
+@found("forward", "mid", "output")
+@says("the ranks take it for parts of a tensor of shape (2, 6, 32), and that has (4, 6, 32)")
 def _(model, mesh, broken):
     def forward(y):
         return DTensor.from_local(F.gelu(y), mesh, [Replicate() if broken else Shard(0)])
@@ -175,7 +151,7 @@ def _(model, mesh, broken):
 
 
 def styles(**changed):
-    """Torch's plan of a Feed whose sequence is split between the split modules."""
+    """Torch's plan of a feed whose sequence is split between the split modules."""
     plan = {}
     for index in range(2):
         plan[f"norms.{index}"] = SequenceParallel(use_local_output=True)
@@ -189,33 +165,24 @@ def styles(**changed):
 
 SEQUENCE = {**FEED, "options": {"input_layouts": [("None", "tp")], "declared": {"output": WHOLE}}}
 
-case(
-    "a norm that torch's plan leaves out",
-    ("gradient", "norms.1", "weight"),
-    "parts of a sum over tp: nothing adds up the gradients",
-    hint="all_reduce of gradients over tp",
-    **SEQUENCE,
-)(lambda model, mesh, broken: parallelize_module(model, mesh, styles(**({"norms.1": None} if broken else {}))))
+
+@case("a norm that torch's plan leaves out", **SEQUENCE)
+@found("gradient", "norms.1", "weight")
+@says("parts of a sum over tp: nothing adds up the gradients", hint="all_reduce of gradients over tp")
+def _(model, mesh, broken):
+    return parallelize_module(model, mesh, styles(**({"norms.1": None} if broken else {})))
 
 
-@case(
-    "a head that is told that it gets the whole sequence",
-    ("forward", "head", "input"),
-    "the ranks take it for parts of a tensor of shape (4, 3, 16), and that has (4, 6, 16)",
-    **SEQUENCE,
-)
+@case("a head that is told that it gets the whole sequence", **SEQUENCE)
+@found("forward", "head", "input")
+@says("the ranks take it for parts of a tensor of shape (4, 3, 16), and that has (4, 6, 16)")
 def _(model, mesh, broken):
     wrong = {"head": ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
     parallelize_module(model, mesh, styles(**(wrong if broken else {})))
 
 
-@case(
-    "shards that were loaded from a transposed weight",
-    ("parameter", "mlps.0.up", "weight"),
-    "declared (tp, -), and rank",
-    "x the bound",
-    **FEED,
-)
+@case("shards that were loaded from a transposed weight", **FEED)
+@found("parameter", "mlps.0.up", "weight", "declared (tp, -), and rank", "x the bound")
 def _(model, mesh, broken):
     rank, size, _ = axis(mesh)
     plan = {"mlps.0.up": ColwiseParallel(), "mlps.0.down": RowwiseParallel()}

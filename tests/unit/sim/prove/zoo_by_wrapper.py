@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
-from zoo_case import Case, register
-from zoo_kit import WIDTH, Net, axis, draw, megatron, summed, tokens
+from zoo_case import Case, found, register, says
+from zoo_kit import WIDTH, Net, axis, ddp, draw, made_of, megatron, same, summed, tokens
 
 from hyper_parallel import fully_shard, hsdp
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy as Policy
@@ -34,10 +34,6 @@ def mean(logits, ids):
 TRAINED = {"mesh": "dp=2", "options": {**ROWS, "loss_fn": mean}}
 
 
-def ddp(model):
-    return nn.parallel.DistributedDataParallel(model)
-
-
 def unsynced(model, **options):
     """DDP that leaves buffers alone."""
     with warnings.catch_warnings():
@@ -54,17 +50,18 @@ def units(wrap, model, mesh):
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 
-case(
+
+@case(
     "a loss that is divided by dp where gradients are averaged too",
-    ("gradient", "embed", "weight"),
-    "1/2 of what it should be",
-    "averaged once too often over 'dp'",
     mesh="dp=2",
     varied=lambda broken: {
         "input_layouts": ROWS["input_layouts"],
         "loss_fn": lambda y, ids: mean(y, ids) / (dist.get_world_size() if broken and dist.is_initialized() else 1),
     },
-)(lambda model, mesh, broken: ddp(model))
+)
+@found("gradient", "embed", "weight", "1/2 of what it should be", "averaged once too often over 'dp'")
+def _(model, mesh, broken):
+    return ddp(model)
 
 
 class Averaged(torch.autograd.Function):
@@ -86,13 +83,10 @@ def undivided(model, mesh):
 
 case(
     "a loss that is averaged over dp, and gradients that are added up",
-    ("gradient", "head", "output"),
-    "2 times what it should be",
-    "counted once per rank of 'dp'",
     mesh="dp=2",
     options={**ROWS, "loss_fn": lambda y, ids: Averaged.apply(mean(y, ids)) if dist.is_initialized() else mean(y, ids)},
     on=partial(units, fsdp2),
-)(undivided)
+)(found("gradient", "head", "output", "2 times what it should be", "counted once per rank of 'dp'")(undivided))
 
 
 def padded(broken):
@@ -110,57 +104,47 @@ def padded(broken):
     return {**ROWS, "loss_fn": loss}
 
 
-case(
+@case(
     "a mean of local means where ranks have different numbers of tokens",
-    ("forward", "", "loss"),
-    "neither the mean nor the sum of the ranks' losses is that of the whole batch",
     mesh="dp=2",
     inputs=(torch.cat([tokens(2), tokens(2) * torch.tensor([1, 0, 1, 0, 0, 0])]),),
     varied=padded,
-)(lambda model, mesh, broken: ddp(model))
+)
+@found("forward", "", "loss", "neither the mean nor the sum of the ranks' losses is that of the whole batch")
+def _(model, mesh, broken):
+    return ddp(model)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@case(
-    "a last backward without synchronisation",
-    ("gradient", "embed", "weight"),
-    "nothing adds up the gradients",
-    hint="over dp",
-    **TRAINED,
-)
+@case("a last backward without synchronisation", **TRAINED)
+@found("gradient", "embed", "weight", "nothing adds up the gradients", hint="over dp")
 def _(model, mesh, broken):
     model = ddp(model)
     model.require_backward_grad_sync = not broken
     return model
 
 
-case(
+@case(
     "replicas of shards whose gradients are not reduced",
-    ("gradient", "blocks.1.norm1", "weight"),
-    "no rank has a gradient, and one device has",
     mesh="replicate=2,shard=2",
     options={"input_layouts": [(("replicate", "shard"), "None")], "loss_fn": mean},
     on=partial(units, fsdp2),
-)(lambda model, mesh: model.blocks[1].set_requires_all_reduce(False))
-
-case(
-    "shards along the axis on which the data is the same",
-    ("gradient", "embed", "weight"),
-    "parts of an average over dp: nothing adds up the gradients",
-    hint="over dp",
-    mesh="dp=2,tp=2",
-    options={**ROWS, "loss_fn": mean},
-)(lambda model, mesh, broken: units(fsdp2, model, mesh["tp" if broken else "dp"]))
-
-
-@case(
-    "a block that is in no unit, and whose gradients stay on their rank",
-    ("gradient", "blocks.1.norm2", "weight"),
-    "over dp",
-    **TRAINED,
 )
+@found("gradient", "blocks.1.norm1", "weight", "no rank has a gradient, and one device has")
+def _(model, mesh):
+    model.blocks[1].set_requires_all_reduce(False)
+
+
+@case("shards along the axis on which the data is the same", mesh="dp=2,tp=2", options={**ROWS, "loss_fn": mean})
+@found("gradient", "embed", "weight", "parts of an average over dp: nothing adds up the gradients", hint="over dp")
+def _(model, mesh, broken):
+    return units(fsdp2, model, mesh["tp" if broken else "dp"])
+
+
+@case("a block that is in no unit, and whose gradients stay on their rank", **TRAINED)
+@found("gradient", "blocks.1.norm2", "weight", "over dp")
 def _(model, mesh, broken):
     norm = model.blocks[1].norm2
     ignored = list(norm.parameters()) if broken else []
@@ -178,22 +162,15 @@ def mixed(wrap, model, mesh):
     units(partial(wrap, mp_policy=policy), model, mesh)
 
 
-case(
-    "gradients of bfloat16 units that are added up, where a mean is meant",
-    ("gradient", "embed", "weight"),
-    "2 times what it should be",
-    **TRAINED,
-    on=partial(mixed, fsdp2),
-)(undivided)
+case("gradients of bfloat16 units that are added up, where a mean is meant", on=partial(mixed, fsdp2), **TRAINED)(
+    found("gradient", "embed", "weight", "2 times what it should be")(undivided)
+)
 
 
 @case(
-    "gradients of a bfloat16 unit on one rank that are a hundredth too large",
-    ("gradient", "blocks.1.norm1", "weight"),
-    "rank 1 (dp=1) is wrong",
-    **TRAINED,
-    on=partial(mixed, fully_shard),
+    "gradients of a bfloat16 unit on one rank that are a hundredth too large", on=partial(mixed, fully_shard), **TRAINED
 )
+@found("gradient", "blocks.1.norm1", "weight", "rank 1 (dp=1) is wrong")
 def _(model, mesh):
     if dist.get_rank() == 1:
         for parameter in model.blocks[1].parameters():
@@ -209,24 +186,15 @@ class Cast(Net):
 
 
 @case(
-    "no reduction after a row-split weight, under autocast",
-    ("forward", "blocks.0.mlp.down", "output"),
-    "parts of a sum over tp",
-    "nothing reduced it",
-    hint="all_reduce",
-    model=Cast,
-    options={"dtype": torch.float32},
-    on=megatron,
+    "no reduction after a row-split weight, under autocast", model=Cast, options={"dtype": torch.float32}, on=megatron
 )
+@found("forward", "blocks.0.mlp.down", "output", "parts of a sum over tp", "nothing reduced it", hint="all_reduce")
 def _(model, mesh):
     model.blocks[0].mlp.leave = lambda y: y
 
 
-@case(
-    "a bfloat16 all_reduce that also divides",
-    ("forward", "blocks.1.mlp", "output"),
-    "averaged once too often over 'tp'",
-)
+@case("a bfloat16 all_reduce that also divides")
+@found("forward", "blocks.1.mlp", "output", "averaged once too often over 'tp'")
 def _(model, mesh, broken):
     megatron(model, mesh)
     group, size = axis(mesh)[2], axis(mesh)[1]
@@ -276,15 +244,13 @@ def clip(params, broken):
         grad.mul_(0.1 / square.sqrt())
 
 
-case(
-    "gradients that are clipped by the norm of this rank's shards",
-    ("update", "embed", "weight"),
-    "declared (dp, -), and rank 1 holds",
-    "x the bound",
-    hint="its gradient is right: look at what the optimizer does",
-    mesh="dp=2",
-    varied=optimizer(clip),
-)(lambda model, mesh, broken: units(fully_shard, model, mesh))
+@case("gradients that are clipped by the norm of this rank's shards", mesh="dp=2", varied=optimizer(clip))
+@found("update", "embed", "weight")
+@says(
+    "declared (dp, -), and rank 1 holds", "x the bound", hint="its gradient is right: look at what the optimizer does"
+)
+def _(model, mesh, broken):
+    return units(fully_shard, model, mesh)
 
 
 def decay(params, broken):
@@ -293,14 +259,14 @@ def decay(params, broken):
             parameter.data.mul_(0.9)
 
 
-case(
-    "weight decay on one rank only",
-    ("update", "embed", "weight"),
+@case("weight decay on one rank only", mesh="dp=2", varied=optimizer(decay))
+@found("update", "embed", "weight")
+@says(
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="its gradient is right: look at what the optimizer does",
-    mesh="dp=2",
-    varied=optimizer(decay),
-)(lambda model, mesh, broken: ddp(model))
+)
+def _(model, mesh, broken):
+    return ddp(model)
 
 
 def skip(params, broken):
@@ -310,14 +276,14 @@ def skip(params, broken):
                 parameter.grad = None
 
 
-case(
-    "norm weights that are updated on one rank only",
-    ("update", "blocks.0.norm1", "weight"),
+@case("norm weights that are updated on one rank only", mesh="dp=2", varied=optimizer(skip))
+@found("update", "blocks.0.norm1", "weight")
+@says(
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="its gradient is right: look at what the optimizer does",
-    mesh="dp=2",
-    varied=optimizer(skip),
-)(lambda model, mesh, broken: ddp(model))
+)
+def _(model, mesh, broken):
+    return ddp(model)
 
 
 class Masters(torch.optim.SGD):
@@ -343,8 +309,6 @@ class Masters(torch.optim.SGD):
 
 @case(
     "a step on a copy of the weights that is never written back",
-    ("update", "embed", "weight"),
-    "no rank has changed it, one device has",
     mesh="dp=2",
     varied=lambda broken: {
         **ROWS,
@@ -352,6 +316,7 @@ class Masters(torch.optim.SGD):
         "optimizer_fn": lambda params: Masters(params, not (broken and dist.is_initialized())),
     },
 )
+@found("update", "embed", "weight", "no rank has changed it, one device has")
 def _(model, mesh, broken):
     for block in model.blocks:
         hsdp(block, threshold=0)
@@ -361,12 +326,9 @@ def _(model, mesh, broken):
 # -- what ranks hold and see -------------------------------------------------------------------------------------------
 
 
-@case(
-    "the same rows on all ranks along dp",
-    ("forward", "", "input ids"),
-    "the ranks along 'dp' hold the same values where each should hold its own part: all hold the first one's",
-    mesh="dp=2",
-)
+@case("the same rows on all ranks along dp", mesh="dp=2")
+@found("forward", "", "input ids")
+@says("the ranks along 'dp' hold the same values where each should hold its own part: all hold the first one's")
 def _(model, mesh, broken):
     rank = 0 if broken else mesh.get_local_rank()
     model.register_forward_pre_hook(lambda module, args: args[0].chunk(2)[rank])
@@ -374,12 +336,8 @@ def _(model, mesh, broken):
         parameter.register_hook(summed)
 
 
-@case(
-    "weights that one rank has loaded in another order",
-    ("parameter", "blocks.0.mlp.up", "weight"),
-    "rank 1 (dp=1)",
-    **TRAINED,
-)
+@case("weights that one rank has loaded in another order", **TRAINED)
+@found("parameter", "blocks.0.mlp.up", "weight", "rank 1 (dp=1)")
 def _(model, mesh, broken):
     if broken and dist.get_rank() == 1:
         first, second = (block.mlp.up.weight for block in model.blocks)
@@ -387,48 +345,33 @@ def _(model, mesh, broken):
     return nn.parallel.DistributedDataParallel(model, init_sync=False)
 
 
-class Scaled(nn.Module):
+@made_of(lambda: {"size": torch.ones(()), "all": same})
+def scaled(self, x):
     """Divides by a running size of what it sees, as of the step before."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("size", torch.ones(()))
-
-    def forward(self, x):
-        y = x / self.size.clone()
-        with torch.no_grad():
-            self.size.mul_(0.9).add_(0.1 * self.all(x.detach().abs().mean()))
-        return y
-
-    def all(self, x):
-        return x
+    y = x / self.size.clone()
+    with torch.no_grad():
+        self.size.mul_(0.9).add_(0.1 * self.all(x.detach().abs().mean()))
+    return y
 
 
-class Buffered(nn.Module):
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "scale": scaled(), "last": nn.Linear(WIDTH, WIDTH)})
+def buffered(self, x):
     """Two layers with a buffer between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.scale, self.last = nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(self.scale(self.first(x)))
+    return self.last(self.scale(self.first(x)))
 
 
-BUFFERED = {"mesh": "dp=2", "model": Buffered, "inputs": (draw(4, WIDTH),)}
+BUFFERED = {"mesh": "dp=2", "model": buffered, "inputs": (draw(4, WIDTH),)}
 
 
 def average(x):
     return summed(x) / dist.get_world_size()
 
 
-@case(
-    "a buffer that is not broadcast",
-    ("buffer", "scale", "size"),
+@case("a buffer that is not broadcast", options=ROWS, **BUFFERED)
+@found("buffer", "scale", "size")
+@says(
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="a broadcast of it, or the same change on all ranks",
-    options=ROWS,
-    **BUFFERED,
 )
 def _(model, mesh, broken):
     if broken and dist.get_rank() == 1:
@@ -437,13 +380,11 @@ def _(model, mesh, broken):
     return unsynced(model, init_sync=False)
 
 
-@case(
-    "a replicated buffer that one rank changes in place",
-    ("buffer", "scale", "size after forward"),
+@case("a replicated buffer that one rank changes in place", options=ROWS, **BUFFERED)
+@found("buffer", "scale", "size after forward")
+@says(
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
     hint="a broadcast of it, or the same change on all ranks",
-    options=ROWS,
-    **BUFFERED,
 )
 def _(model, mesh, broken):
     model.scale.all = average
@@ -452,27 +393,21 @@ def _(model, mesh, broken):
     return unsynced(model)
 
 
-class Normed(nn.Module):
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH), "last": nn.Linear(WIDTH, WIDTH)})
+def normed(self, x):
     """Two layers with batch norm between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)))
+    return self.last(self.norm(self.first(x)))
 
 
 @case(
     "batch norm with the statistics of this rank's rows",
-    ("forward", "norm", "output"),
-    "each rank along dp normalises with the mean and the variance of its own rows, not of all",
-    hint="SyncBatchNorm",
     mesh="dp=2",
-    model=Normed,
+    model=normed,
     inputs=(draw(8, WIDTH),),
     options=ROWS,
 )
+@found("forward", "norm", "output")
+@says("each rank along dp normalises with the mean and the variance of its own rows, not of all", hint="SyncBatchNorm")
 def _(model, mesh, broken):
     norm = model.norm
 
@@ -493,14 +428,10 @@ def _(model, mesh, broken):
 
 
 @case(
-    "a block that is computed again with other dropout masks",
-    ("random", "blocks.1.drop", "bernoulli"),
-    "backward computes it again with other random numbers, on ranks 0-1",
-    hint="preserve_rng_state=True",
-    mesh="dp=2",
-    model=lambda: Net(dropout=0.5),
-    options=ROWS,
+    "a block that is computed again with other dropout masks", mesh="dp=2", model=lambda: Net(dropout=0.5), options=ROWS
 )
+@found("random", "blocks.1.drop", "bernoulli")
+@says("backward computes it again with other random numbers, on ranks 0-1", hint="preserve_rng_state=True")
 def _(model, mesh, broken):
     for index, block in enumerate(model.blocks):
         forgets = broken and index == 1

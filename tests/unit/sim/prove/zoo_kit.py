@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sim
 
 WIDTH, VOCAB = 16, 24
 
@@ -18,6 +21,31 @@ def draw(*shape, seed=0):
 def tokens(rows=4, length=6, vocab=VOCAB, seed=0):
     """Ids of tokens."""
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def made_of(parts):
+    """Return a decorator that makes a class of modules of its forward.
+
+    >>> @made_of(lambda: {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+    ... def narrow(self, x):
+    ...     return self.down(self.up(x).relu())
+    >>> narrow()(torch.ones(2, 4)).shape
+    torch.Size([2, 4])
+
+    Args:
+        parts: called with what a module is made with, returns what it has, by name; tensors are buffers.
+    """
+
+    def make(forward):
+        def init(self, *args, **options):
+            nn.Module.__init__(self)
+            for name, part in parts(*args, **options).items():
+                is_buffer = isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter)
+                self.register_buffer(name, part) if is_buffer else setattr(self, name, part)
+
+        return type(forward.__name__, (nn.Module,), {"__init__": init, "forward": forward, "__doc__": forward.__doc__})
+
+    return make
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -138,6 +166,27 @@ def average(model):
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
 
+def proved_plan(parallelize, model, inputs, mesh="dp=2", **options):
+    """Prove a plan; along dp, each rank has its rows of all inputs."""
+    if "dp" in mesh and isinstance(inputs, tuple):
+        options = {"input_layouts": [("dp",)] * len(inputs), **options}
+    return sim.verify_plan(model, inputs, mesh, parallelize=parallelize, **options)
+
+
+def proved_step(parallelize, model, batch, mesh="dp=2", step=squared, **options):
+    """Prove a step; along dp, each rank has its rows of the batch."""
+    options = {"shard_batch": rows if "dp" in mesh else None, **options}
+    return sim.verify_step(step, model, batch, mesh, parallelize=parallelize, **options)
+
+
+def same(x):
+    return x
+
+
+def ddp(model, mesh=None, **options):
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
 def right(report):
     """Return a report, which proves the program."""
     assert report.ok, str(report)
@@ -246,18 +295,59 @@ def axis(mesh, name="tp"):
     return mesh.get_local_rank(), mesh.size(), mesh.get_group()
 
 
+def split_part(part, firsts, last, rank, size, group):
+    """Split a module by hand: some weights by what comes out, the last one by what goes in; a collective each way."""
+    for first in firsts:
+        take(first, "weight", 0, rank, size)
+        take(first, "bias", 0, rank, size)
+    take(last, "weight", 1, rank, size)
+    share(last, size, group)
+    part.enter, part.leave = lambda x: Enter.apply(x, group), lambda y: Leave.apply(y, group)
+
+
+def split_mlp(mlp, rank, size, group):
+    split_part(mlp, (mlp.up,), mlp.down, rank, size, group)
+
+
 def split_block(block, rank, size, group):
     """Megatron by hand: heads and inner width split, two collectives each way."""
-    for name in ("q", "k", "v"):
-        take(getattr(block.attn, name), "weight", 0, rank, size)
-        take(getattr(block.attn, name), "bias", 0, rank, size)
-    take(block.mlp.up, "weight", 0, rank, size)
-    take(block.mlp.up, "bias", 0, rank, size)
-    for part, last in ((block.attn, block.attn.o), (block.mlp, block.mlp.down)):
-        take(last, "weight", 1, rank, size)
-        share(last, size, group)
-        part.enter = lambda x: Enter.apply(x, group)
-        part.leave = lambda y: Leave.apply(y, group)
+    split_part(block.attn, (block.attn.q, block.attn.k, block.attn.v), block.attn.o, rank, size, group)
+    split_mlp(block.mlp, rank, size, group)
+
+
+class Pair(nn.Module):
+    """Two layers on the rows of `given`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, labels):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def given(ignored=0):
+    """Eight rows of six numbers, and a label of each; some of them are -100."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 6, (8,), generator=generator)
+    labels[:ignored] = -100
+    return torch.randn(8, 6, generator=generator), labels
+
+
+class Dropping(nn.Module):
+    """A layer and its dropout, computed again in backward, with the generator restored or not."""
+
+    def __init__(self, width, functional=False, **options):
+        super().__init__()
+        self.layer, self.drop, self.functional = nn.Linear(width, width), nn.Dropout(0.5), functional
+        self.options = {"use_reentrant": False, **options}
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, **self.options)
+
+    def inner(self, x):
+        x = torch.tanh(self.layer(x))
+        return F.dropout(x, 0.5) if self.functional else self.drop(x)
 
 
 class Tied(nn.Module):
@@ -281,11 +371,7 @@ class Tied(nn.Module):
 def rounding(model, mesh, off=1e-15, ranks=(0, 1)):
     """Split the Mlp of a `Tied`, and let some ranks score in another order of sums, or much too differently."""
     rank, size, group = axis(mesh)
-    take(model.mlp.up, "weight", 0, rank, size)
-    take(model.mlp.up, "bias", 0, rank, size)
-    take(model.mlp.down, "weight", 1, rank, size)
-    share(model.mlp.down, size, group)
-    model.mlp.enter, model.mlp.leave = lambda x: Enter.apply(x, group), lambda y: Leave.apply(y, group)
+    split_mlp(model.mlp, rank, size, group)
     if rank in ranks:
         own, turn = model.take, torch.tensor([0, 1, 2, 0], dtype=torch.float64)
         model.take = lambda scores: own(scores * (1 + off * turn))
@@ -295,3 +381,8 @@ def megatron(model, mesh):
     """Split all blocks of a Net."""
     for block in model.blocks:
         split_block(block, *axis(mesh))
+
+
+def rank_of():
+    """This rank, 0 on one device."""
+    return dist.get_rank() if dist.is_initialized() else 0
