@@ -7,11 +7,10 @@ host issues them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 COMPUTE = 0
 """The stream that operations are queued on unless the engine says otherwise."""
@@ -246,63 +245,3 @@ class Program:
         """Yield the segments of a step with the micro-batch of each."""
         for key, batch in self.order:
             yield self.segments[key], batch
-
-    def to_json(self) -> str:
-        """Return the program as text that `from_json` reads back: it equals this one."""
-        data = vars(self) | {
-            "groups": [(axis, _ranks_as_data(ranks)) for axis, ranks in self.groups],
-            "categories": list(self.categories.items()),
-            "on_host": sorted(self.on_host),
-            "segments": [
-                (key, segment.name, segment.stage, segment.variant, [(type(e).__name__, *e) for e in segment.events])
-                for key, segment in self.segments.items()
-            ],
-        }
-        return json.dumps(data, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Program:
-        """Return the program of which `to_json` is the text.
-
-        Raises:
-            ValueError, TypeError, KeyError, IndexError: it is not such a text.
-        """
-        data = json.loads(text)
-        return cls(
-            rank=data["rank"],
-            like=data["like"],
-            world_size=data["world_size"],
-            groups=[CommGroup(axis, _ranks_read(ranks)) for axis, ranks in data["groups"]],
-            places=[Place(*place) for place in data["places"]],
-            categories=dict(data["categories"]),
-            segments={
-                tuple(key): Segment(name, stage, variant, [_event_read(*event) for event in events])
-                for key, name, stage, variant, events in data["segments"]
-            },
-            order=[(tuple(key), batch) for key, batch in data["order"]],
-            stages=tuple(data["stages"]),
-            on_host=frozenset(data["on_host"]),
-            held=tuple([(size, ranks) for size, ranks in data["held"]]),
-        )
-
-
-def _ranks_as_data(ranks: Sequence[int]) -> Any:
-    if isinstance(ranks, range):  # there may be a hundred thousand
-        return {"range": [ranks.start, ranks.stop, ranks.step]}
-    return {"list" if isinstance(ranks, list) else "tuple": [*ranks]}
-
-
-def _ranks_read(data: Any) -> Sequence[int]:
-    ((kind, ranks),) = data.items()
-    return range(*ranks) if kind == "range" else list(ranks) if kind == "list" else tuple(ranks)
-
-
-_EVENTS = MappingProxyType({kind.__name__: kind for kind in (Comm, Wait, EventRecord, Await, HostWait, Alloc, Free)})
-
-
-def _event_read(kind: str, *of: Any) -> Event:
-    if kind != "Op":
-        return _EVENTS[kind](*of)
-    name, sort, flops, reads, writes, dtype, shape, stream, place = of
-    read, written = (tuple([Touch(*touch) for touch in touches]) for touches in (reads, writes))
-    return Op(name, sort, flops, read, written, dtype, tuple(shape), stream, place)
