@@ -11,7 +11,7 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -152,7 +152,7 @@ class StageRun:
         # Of tensors without values torch cannot tell that they are detached.
         warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")
         kernels = AcceleratorKernels(norms=job.recipe.norm == "fused")
-        with recorder.recording(), kernels, _collecting(), self._naming():
+        with recorder.recording(), kernels, _collecting(), job.model.naming():
             recorder.place = Place("build")
             built = self.built = self.build()
             (job.recipe.routing or Routing()).give_to(built.module, lambda: recorder.emit(HostWait(COMPUTE)))
@@ -234,10 +234,6 @@ class StageRun:
         """Return the programs of all ranks, as they are."""
         del job
         return programs
-
-    def _naming(self) -> Any:
-        naming = getattr(self.job.model, "naming", None)
-        return nullcontext() if naming is None else naming()
 
     def _variant(self, index: int) -> str:
         if self.job.microbatches == 1:
@@ -385,7 +381,7 @@ class StageRun:
 
     def plain_loss(self, inputs: Any) -> torch.Tensor:
         """Compute the loss of a micro-batch, outside of a pipeline."""
-        output = _call(self.job.model, self.built.module, inputs)
+        output = self.job.model.call(self.built.module, inputs)
         return self.start_loss(output, inputs)
 
     def start_loss(self, output: Any, targets: Any) -> torch.Tensor:
@@ -750,11 +746,6 @@ def _build_meshes(dims: ParallelDims) -> None:
     if dims.ep_enabled:
         dims.mesh_over(*dims.expert_axes)
         dims.data_mesh(experts=True)
-
-
-def _call(spec: Any, module: nn.Module, inputs: Any) -> Any:
-    call = getattr(spec, "call", None)
-    return module(*inputs) if call is None else call(module, inputs)
 
 
 def _layer_of(built: Built, unit: Any) -> int | None:
