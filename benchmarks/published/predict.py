@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import pickle
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -143,14 +142,14 @@ def programs_of(case: Case, folder: str | Path | None) -> list[Program]:
     if folder is None:
         return trace(job_of(case))
     said = (case.model, case.dims, case.batch, case.seq_len, case.recipe, _ring_kernel(case), _tracer())
-    path = Path(folder) / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.pickle"
-    with suppress(Exception):  # whatever a file that is cut off or of another kind raises
-        kept: list[Program] = pickle.loads(path.read_bytes())
-        return kept
+    path = Path(folder) / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
+        if programs := [Program.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]:
+            return programs
     programs = trace(job_of(case))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(pickle.dumps(programs))
+    partial.write_text("".join(f"{program.to_json()}\n" for program in programs), encoding="utf-8")
     partial.replace(path)
     return programs
 

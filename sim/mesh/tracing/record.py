@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from sim.mesh.tracing.kernels import fused_attention
 from sim.mesh.tracing.kinds import (
     attention_shape,
     count_flops,
+    having,
     kind_of,
     matmul_shape,
     memory_kind,
@@ -257,32 +258,17 @@ class Recorder(Listener):
         self.cut()
         return found
 
-    @contextmanager
-    def asleep(self) -> Iterator[None]:
+    def asleep(self) -> AbstractContextManager[None]:
         """Leave out the operations and communication of the block; memory goes on being followed."""
-        before, self._asleep = self._asleep, True
-        try:
-            yield
-        finally:
-            self._asleep = before
+        return having(self, _asleep=True)
 
-    @contextmanager
-    def answering(self, answer: float) -> Iterator[None]:
+    def answering(self, answer: float) -> AbstractContextManager[None]:
         """Say that a tensor's value is `answer` where the block asks for one."""
-        before, self.answer = self.answer, answer
-        try:
-            yield
-        finally:
-            self.answer = before
+        return having(self, answer=answer)
 
-    @contextmanager
-    def borrowing(self) -> Iterator[None]:
+    def borrowing(self) -> AbstractContextManager[None]:
         """Count no memory for what is made in the block: it is that of somebody else, who outlives it."""
-        before, self._borrows = self._borrows, True
-        try:
-            yield
-        finally:
-            self._borrows = before
+        return having(self, _borrows=True)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -299,38 +285,21 @@ class Recorder(Listener):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Let torch tell, in the whole process, what no mode of it does."""
-        resize = torch.UntypedStorage.resize_
+        resize, shape_of = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage: Any, size: int) -> Any:
             result = resize(storage, size)
             self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        try:
-            with self._without_shapes_of_dtensors():
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-    @contextmanager
-    def _without_shapes_of_dtensors(self) -> Iterator[None]:
-        """Leave out what torch computes on full tensors without values, to find the shape of a DTensor's result."""
-        name = "_propagate_tensor_meta_non_cached"
-        original = getattr(ShardingPropagator, name)
-
         def propagate(*args: Any, **kwargs: Any) -> Any:
-            before, self._deaf = self._deaf, True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._deaf = before
+            """Leave out what is computed on full tensors without values, to find the shape of a DTensor's result."""
+            with having(self, _deaf=True):
+                return shape_of(*args, **kwargs)
 
-        setattr(ShardingPropagator, name, propagate)
-        try:
+        shapes = having(ShardingPropagator, _propagate_tensor_meta_non_cached=propagate)
+        with having(torch.UntypedStorage, resize_=resize_), shapes:
             yield
-        finally:
-            setattr(ShardingPropagator, name, original)
 
     def on_read(self) -> None:
         """Let the host wait for a value, which it reads."""
@@ -632,11 +601,8 @@ class Recorder(Listener):
     @contextmanager
     def use_stream(self, stream: Any) -> Iterator[Any]:
         """Queue the operations of the block on `stream`."""
-        before, self.stream = self.stream, stream.number
-        try:
+        with having(self, stream=stream.number):
             yield stream
-        finally:
-            self.stream = before
 
     def new_event(self) -> RecordedEvent:
         """Return an event, not yet recorded on any stream."""

@@ -47,7 +47,17 @@ from sim.mesh.tracing.fusion import fuse
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.record import Recorder
-from sim.mesh.tracing.stitch import Recording, UsedPlan, Weight, expand, fullest_seat, kept_layers, sends_end, stitch
+from sim.mesh.tracing.stitch import (
+    Recording,
+    UsedPlan,
+    Weight,
+    expand,
+    fullest_seat,
+    kept_layers,
+    sends_end,
+    stitch,
+    variant_of,
+)
 
 Key = tuple[str, int, str]
 _LARGE = float(2**60)
@@ -235,13 +245,6 @@ class StageRun:
         del job
         return programs
 
-    def _variant(self, index: int) -> str:
-        if self.job.microbatches == 1:
-            return "only"
-        if index == 0:
-            return "first"
-        return "last" if index == self.count - 1 else "steady"
-
     def close(self, name: str, variant: str) -> None:
         """End a segment: what has been recorded since the last one's end."""
         self.segments[name, self.part.index, variant] = self.recorder.chunks()
@@ -279,13 +282,13 @@ class StageRun:
         if self.index == 0:
             self.close("begin", "only")
         else:
-            self.close("backward", self._variant(self.index - 1))
+            self.close("backward", variant_of(self.index - 1, self.count))
         self.recorder.place = Place("forward")
 
     def _share(self, logits: Any, targets: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch, after which comes its backward."""
         loss = self.start_loss(logits, targets)
-        self.close("forward", self._variant(self.index))
+        self.close("forward", variant_of(self.index, self.count))
         self.recorder.place = Place("backward")
         self.index += 1
         return loss
@@ -296,7 +299,7 @@ class StageRun:
         if self.job.dims.pp_enabled:
             self.close("reduce", "only")
         else:
-            self.close("backward", self._variant(self.count - 1))
+            self.close("backward", variant_of(self.count - 1, self.count))
         self._note_gradients()
         recorder.answer = _LARGE  # a norm that is above every limit: gradients are scaled down
 
@@ -367,7 +370,7 @@ class StageRun:
         job, recorder, spec = self.job, self.recorder, self.job.model
         self.close("begin", "only")
         for index in range(self.count):
-            variant, is_last = self._variant(index), index == self.count - 1
+            variant, is_last = variant_of(index, self.count), index == self.count - 1
             self.communicate(is_last or job.recipe.parallel.reduce_each)
             recorder.place = Place("forward")
             inputs = spec.inputs(job.micro_batch, job.local_seq_len)
@@ -424,7 +427,7 @@ class StageRun:
             targets.append(expected)
             losses.append(stage.run_forward(index, args))
             del args, expected
-            self.close("forward", self._variant(index))
+            self.close("forward", variant_of(index, self.count))
         for index in range(self.count):
             self.run_backward(stage, index, losses[index])
         stage.wait_for_sends()
@@ -442,13 +445,13 @@ class StageRun:
         name = "backward"
         stage.run_backward(index, loss, is_last=is_last)
         if stage.splits_backward:
-            self.close("backward_input", self._variant(index))
+            self.close("backward_input", variant_of(index, self.count))
             name = "backward_weight"
             stage.run_backward_weight(index, is_last=is_last)
         if is_last:
             recorder.place = Place("reduce")
             stage.perform_reduce_grad(1)
-        self.close(name, self._variant(index))
+        self.close(name, variant_of(index, self.count))
 
     def make_stage(self) -> RecordedStage:
         """Make the pipeline's stage, ready for its first micro-batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -386,7 +385,7 @@ class TestReplay:
         assert found.host_bytes == 12 * MIB
         assert found.by_category == {"activations": 3 * MIB}
         assert everything.peak_allocated == 12 * MIB
-        assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
+        assert Program.from_json(made.to_json()) == made
 
     def test_the_curve_has_the_peak(self) -> None:
         made = program([Alloc(1, 30 * MIB, 0)], [Alloc(4, 8 * MIB, 0), Free(4), Free(1)], batches=5, ahead=2)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import pickle
 import statistics
 from dataclasses import replace
 from functools import cache
@@ -831,7 +830,7 @@ def test_traces_are_kept_as_text_and_come_back_as_they_were(tmp_path, monkeypatc
     assert again[0].groups[-1].ranks == range(0, 100_000, 2)
     assert len(traced) == 1
     (kept,) = tmp_path.iterdir()
-    for broken in (b"", b"[]", b'{"rank": 1}', kept.read_bytes()[:-100], b"\x00"):
-        kept.write_bytes(broken)
+    for broken in ("", "[]", "{}", '{"rank": 1}', kept.read_text()[:-100], "\x00"):
+        kept.write_text(broken)
         assert predict.programs_of(published, tmp_path) == programs
-    assert pickle.loads(kept.read_bytes()) == programs
+    assert kept.read_text().count("\n") == len(programs)
