@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,10 +62,11 @@ class AcceleratorKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the accelerator's kernel, if there is one for this call."""
         runs = _BACKWARDS.get(func)
-        outputs = None if runs is None else runs(*args, **(kwargs or {}))
-        if outputs is not None:
+        run = None if runs is None else runs(*args, **(kwargs or {}))
+        if run is not None:
             with self:
-                return _run(outputs)
+                found = run()
+            return found if func is torch.autograd.grad else None
         kernel = self._kernels.get(func)
         if kernel is not None and args and type(args[0]) is FakeTensor:
             return kernel(*args, **(kwargs or {}))
@@ -74,27 +76,9 @@ class AcceleratorKernels(TorchFunctionMode):
 # -- backward in the mode ----------------------------------------------------------------------------------------------
 #
 # Torch leaves function modes before it runs a backward. What a checkpoint computes once more is to be the same, so that
-# its engine is called here.
+# its engine is called here, with the arguments that torch would call it with.
 
-
-class _Backward(NamedTuple):
-    """What torch's engine is asked for.
-
-    Attributes:
-        outputs: tensors, or edges of the graph, from which it starts.
-        grads: of these.
-        keep: whether the graph stays for another one.
-        create: whether a graph is made of it.
-        inputs: whose gradients are wanted; none: those of all leaves.
-        allow_unused: whether an input may have none; None: gradients are added to those of the leaves.
-    """
-
-    outputs: tuple[Any, ...]
-    grads: tuple[Any, ...]
-    keep: bool
-    create: bool
-    inputs: tuple[Any, ...]
-    allow_unused: bool | None = None
+_engine = torch.autograd.graph._engine_run_backward
 
 
 def _of_tensor(
@@ -103,7 +87,7 @@ def _of_tensor(
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
-) -> _Backward:
+) -> Callable[[], Any]:
     return _of_tensors((tensor,), None if gradient is None else (gradient,), retain_graph, create_graph, inputs=inputs)
 
 
@@ -115,11 +99,12 @@ def _of_tensors(
     grad_variables: Any = None,
     inputs: Any = None,
     grad_tensors: Any = None,
-) -> _Backward:
+) -> Callable[[], Any]:
     outputs = _as_tuple(tensors)
     given = next((each for each in (grads, grad_tensors, grad_variables) if each is not None), None)
     keep = create_graph if retain_graph is None else retain_graph
-    return _Backward(outputs, _grads_of(outputs, given), keep, create_graph, _as_tuple(inputs))
+    asked = outputs, _grads_of(outputs, given), keep, create_graph, _as_tuple(inputs)
+    return partial(_engine, *asked, allow_unreachable=True, accumulate_grad=True)
 
 
 def _of_grad(
@@ -132,16 +117,17 @@ def _of_grad(
     allow_unused: bool | None = None,
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
-) -> _Backward | None:
+) -> Callable[[], Any] | None:
     del only_inputs
     if is_grads_batched or materialize_grads:
         return None
     starts = _as_tuple(outputs)
     keep = create_graph if retain_graph is None else retain_graph
-    return _Backward(starts, _grads_of(starts, grad_outputs), keep, create_graph, _as_tuple(inputs), bool(allow_unused))
+    asked = starts, _grads_of(starts, grad_outputs), keep, create_graph, _as_tuple(inputs)
+    return partial(_engine, *asked, allow_unreachable=bool(allow_unused), accumulate_grad=False)
 
 
-_BACKWARDS: MappingProxyType[Any, Callable[..., _Backward | None]] = MappingProxyType(
+_BACKWARDS: MappingProxyType[Any, Callable[..., Callable[[], Any] | None]] = MappingProxyType(
     {torch.Tensor.backward: _of_tensor, torch.autograd.backward: _of_tensors, torch.autograd.grad: _of_grad}
 )
 
@@ -158,17 +144,6 @@ def _grads_of(outputs: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
         torch.ones_like(output) if grad is None and getattr(output, "requires_grad", False) else grad
         for output, grad in zip(outputs, known, strict=True)
     )
-
-
-def _run(asked: _Backward) -> Any:
-    if asked.allow_unused is None:
-        options: dict[str, Any] = {"allow_unreachable": True, "accumulate_grad": True}
-    else:
-        options = {"allow_unreachable": asked.allow_unused, "accumulate_grad": False}
-    found = torch.autograd.graph._engine_run_backward(
-        asked.outputs, asked.grads, asked.keep, asked.create, asked.inputs, **options
-    )
-    return None if asked.allow_unused is None else found
 
 
 def _rms_norm(
