@@ -189,7 +189,7 @@ class Recorder(Listener):
         self.stream = COMPUTE
         self._place = 0
         self._place_numbers: dict[Place, int] = {self.places[0]: 0}
-        self._group_numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._group_numbers: dict[CommGroup, int] = {}
         self._kernels: dict[Any, _Kernel] = {}
         self._blocks: dict[int, int] = {}  # by storage
         self._lives: dict[int, weakref.ref[Any]] = {}
@@ -225,11 +225,7 @@ class Recorder(Listener):
         return mode is not None and not isinstance(mode, _Fakes)
 
     def _number_of(self, place: Place) -> int:
-        number = self._place_numbers.get(place)
-        if number is None:
-            number = self._place_numbers[place] = len(self.places)
-            self.places.append(place)
-        return number
+        return _numbered(place, self._place_numbers, self.places)
 
     def emit(self, event: Event) -> None:
         """Append an event."""
@@ -499,11 +495,7 @@ class Recorder(Listener):
     # -- communication -------------------------------------------------------------------------------------------
 
     def _group(self, axis: str, ranks: tuple[int, ...]) -> int:
-        number = self._group_numbers.get((axis, ranks))
-        if number is None:
-            number = self._group_numbers[axis, ranks] = len(self.groups)
-            self.groups.append(CommGroup(axis, ranks))
-        return number
+        return _numbered(CommGroup(axis, ranks), self._group_numbers, self.groups)
 
     @property
     def latest_handle(self) -> int:
@@ -624,6 +616,14 @@ _OVERWRITES = frozenset(
     {"aten.fill_", "aten.zero_", "aten.copy_", "aten.normal_", "aten.uniform_", "aten.bernoulli_"}
     | {"aten._foreach_copy_", "aten._foreach_zero_"}
 )
+
+
+def _numbered(each: Any, numbers: dict[Any, int], known: list[Any]) -> int:
+    """Return the place of something in a list that it is added to when it is new."""
+    if (number := numbers.get(each)) is None:
+        number = numbers[each] = len(known)
+        known.append(each)
+    return number
 
 
 def _issue(group: Any, name: str, source: torch.Tensor, result: torch.Tensor, args: Sequence[Any]) -> dist.Work:
