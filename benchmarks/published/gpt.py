@@ -463,12 +463,7 @@ class GPTSpec(ModelSpec):
         return self.config.flops_per_token(seq_len)
 
     def build(
-        self,
-        seq_len: int,
-        layers: Collection[int] | None = None,
-        *,
-        embed: bool = True,
-        head: bool = True,
+        self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
     ) -> nn.Module:
         """Make the model, or a stage of it; see `ModelSpec.build`."""
         model = GPT(dataclasses.replace(self.config, max_seq_len=max(seq_len, self.config.max_seq_len)))

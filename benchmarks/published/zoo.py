@@ -311,15 +311,8 @@ def mla_plan(
 
     Heads are split over tp; the narrow vectors are computed on all its ranks.
     """
-    plan = moe_plan(
-        model,
-        mesh,
-        tp=tp,
-        dp=dp,
-        etp=etp,
-        sequence_parallel=sequence_parallel,
-        reshard_inputs=reshard_inputs,
-    )
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "reshard_inputs": reshard_inputs}
+    plan = moe_plan(model, mesh, tp=tp, dp=dp, etp=etp, **options)
     config = model.config if isinstance(model, MLALlama) else model
     streams = Streams.on("cannot plan the latent attention", mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     axis, at = streams.tp or "None", "layers.*.attention."
