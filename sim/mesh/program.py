@@ -269,7 +269,7 @@ _KINDS = MappingProxyType({kind.__name__: kind for kind in (*_OURS, list, tuple,
 
 
 def _as_data(value: Any) -> Any:
-    """Return a value for JSON: what has parts as the name of its kind, and these."""
+    """Return a value for JSON: a collection or an event as the name of its kind, then its parts."""
     kind = type(value)
     if kind in (Program, Segment):
         return [kind.__name__, *map(_as_data, vars(value).values())]

@@ -244,7 +244,7 @@ def _checkpointed(policy: ActivationPolicy, layers: int) -> int:
 def _guess_of_block(shape: Shape, candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
     """Return bytes of a token that a block keeps at each level of checkpointing, and works with in its backward.
 
-    Without checkpointing it is what goes into norms, matrix products, attention and the activation; over tp, what is
+    Without checkpointing it is the inputs of norms, matrix products, attention and the activation; over tp, what is
     gathered for products. A norm operation by operation keeps two copies in float32. A compiler makes the activation
     again.
 
