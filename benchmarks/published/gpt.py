@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.published.zoo import FusedAttention, dropped
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Positions
-from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss, reshard_gathered
-from sim.mesh.models import ConfigSpec, short_count
+from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, reshard_gathered
+from sim.mesh.models import short_count
 from sim.mesh.recipe import Recipe
+from sim.mesh.spec import ModelSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -437,7 +438,7 @@ def _add_places(plan: ShardingPlan, streams: Streams) -> None:
 
 
 @dataclass(frozen=True)
-class GPTSpec(ConfigSpec):
+class GPTSpec(ModelSpec):
     """A `GPT`, for `sim.mesh.estimate`."""
 
     name: str
@@ -462,12 +463,7 @@ class GPTSpec(ConfigSpec):
         return self.config.flops_per_token(seq_len)
 
     def build(
-        self,
-        seq_len: int,
-        layers: Collection[int] | None = None,
-        *,
-        embed: bool = True,
-        head: bool = True,
+        self, seq_len: int, layers: Collection[int] | None = None, *, embed: bool = True, head: bool = True
     ) -> nn.Module:
         """Make the model, or a stage of it; see `ModelSpec.build`."""
         model = GPT(dataclasses.replace(self.config, max_seq_len=max(seq_len, self.config.max_seq_len)))
@@ -480,10 +476,6 @@ class GPTSpec(ConfigSpec):
             return gpt_plan(module, mesh)
         along, again = recipe.sequence_parallel, recipe.parallel.reshard_inputs
         return gpt_plan(module, mesh, sequence_parallel=along, reshard_inputs=again)
-
-    def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
-        """Return the mean cross-entropy, of targets that are shaped as the tokens."""
-        return llama_loss(output, inputs[0])
 
 
 def gpt_tiny() -> GPTSpec:

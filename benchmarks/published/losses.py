@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.loss import Logits, target_places, vocab_parallel_cross_entropy
-from sim.mesh.tracing.compiled import compile_like
+from sim.mesh.tracing.compiled import CompiledLike
 from sim.mesh.tracing.kinds import one_kernel
 
 __all__ = ["KINDS", "Loss", "fuse_head"]
@@ -95,7 +95,7 @@ def _in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled() -> Function:
-    function: Function = compile_like(_eager)
+    function: Function = CompiledLike(_eager)
     return function
 
 

@@ -16,16 +16,14 @@ from benchmarks.published.float8 import use_float8
 from benchmarks.published.losses import Loss, fuse_head
 from benchmarks.published.megatron import MegatronConventions
 from benchmarks.published.replicated import Replicated
-from benchmarks.published.zoo import MLALlama, split_experts, use_kernels
+from benchmarks.published.zoo import split_llama, use_kernels
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.checks import check_choice
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.context_parallel.api import context_parallel
-from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.models.moe import MoELlama
-from hyper_parallel.models.moe_plan import moe_plan
 from hyper_parallel.trainer.parallelize import in_dtype
 from sim.mesh.job import Job
+from sim.mesh.models import LlamaSpec
 from sim.mesh.program import Comm, CommGroup, Place, Program, Wait
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.build import Built, checkpoint_blocks, follow_block, shard_weights
@@ -64,13 +62,8 @@ class PublishedRun(StageRun):
         param = recipe.precision.dtype("param")
         dtype = param if whole else recipe.precision.dtype("master")
         in_dtype(module, lambda _: dtype, buffers=dtype if whole or param == torch.float64 else None)
-        if isinstance(module, MoELlama) and not isinstance(module, MLALlama) and not recipe.sequence_parallel:
-            split_experts(module, dims, recipe)
-            if dims.tp_enabled:
-                mesh = dims.get_mesh("tp")
-                shard_module(module, mesh, moe_plan(module, mesh, sequence_parallel=False))
-        else:
-            spec.split(module, dims, recipe)
+        split = split_llama if type(spec) is LlamaSpec else spec.split
+        split(module, dims, recipe)
         if recipe.fused_loss and spec.vocab_size is not None:
             fuse_head(module)
         if dims.cp_enabled and self.kept:

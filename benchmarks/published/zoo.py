@@ -18,8 +18,8 @@ from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Block
 from hyper_parallel.models.moe import MoEBlock, MoEConfig, MoELlama
-from hyper_parallel.models.moe_plan import moe_plan
-from hyper_parallel.models.plans import MeshLike, Streams, add_entries
+from hyper_parallel.models.moe_plan import moe_plan, parallelize_moe
+from hyper_parallel.models.plans import MeshLike, Streams, add_entries, llama_plan
 from sim.mesh.models import LlamaSpec
 
 __all__ = [
@@ -311,15 +311,8 @@ def mla_plan(
 
     Heads are split over tp; the narrow vectors are computed on all its ranks.
     """
-    plan = moe_plan(
-        model,
-        mesh,
-        tp=tp,
-        dp=dp,
-        etp=etp,
-        sequence_parallel=sequence_parallel,
-        reshard_inputs=reshard_inputs,
-    )
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "reshard_inputs": reshard_inputs}
+    plan = moe_plan(model, mesh, tp=tp, dp=dp, etp=etp, **options)
     config = model.config if isinstance(model, MLALlama) else model
     streams = Streams.on("cannot plan the latent attention", mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     axis, at = streams.tp or "None", "layers.*.attention."
@@ -373,6 +366,24 @@ def split_experts(module: MoELlama, dims: ParallelDims, recipe: Any) -> None:
         etp = dims.etp if dims.tp_enabled else None
         on_nodes = recipe.parallel.ranks_per_node
         expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp, ranks_per_node=on_nodes)
+
+
+def split_llama(module: Any, dims: ParallelDims, recipe: Any) -> None:
+    """Split tensors and experts of a `Llama` or `MoELlama` over tp and ep, in place."""
+    along, parallel = recipe.sequence_parallel, recipe.parallel
+    said: dict[str, Any] = {"reshard_inputs": parallel.reshard_inputs, "chunks": parallel.tp_chunks}
+    if not isinstance(module, MoELlama):
+        if dims.tp_enabled:
+            mesh = dims.get_mesh("tp")
+            shard_module(module, mesh, llama_plan(module, mesh, sequence_parallel=along, **said))
+    elif not along:
+        split_experts(module, dims, recipe)
+        if dims.tp_enabled:
+            mesh = dims.get_mesh("tp")
+            shard_module(module, mesh, moe_plan(module, mesh, sequence_parallel=False))
+    elif dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
+        said |= {"ep": dims.expert_axes, "ranks_per_node": parallel.ranks_per_node}
+        parallelize_moe(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **said)
 
 
 # --model benchmarks.published.zoo:deepseek_v3

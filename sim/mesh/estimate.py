@@ -287,19 +287,12 @@ def estimate_run(
 
 def estimate_job(job: Job, hardware: str | Path | Machine, calibration: Calibration | None = None) -> Estimate:
     """Trace a job, and estimate it on a hardware; see `estimate`."""
-    found = find_machine(hardware)
-    job = job_on(job, found, calibration)
+    found, recipe = find_machine(hardware), job.recipe
+    if found.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
+        recipe = dataclasses.replace(recipe, norm="eager")
+    job = dataclasses.replace(job, recipe=recipe, ring_kernel=ring_kernel_of(found, calibration), machine=found)
     with collector_paused():
         return price(trace(job), job, found, calibration)
-
-
-def job_on(job: Job, hardware: Machine, calibration: Calibration | None = None) -> Job:
-    """Return a job as a hardware runs it: with its plans and kernels, where a trace depends on which they are."""
-    recipe = job.recipe
-    if hardware.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
-        recipe = dataclasses.replace(recipe, norm="eager")
-    ring_kernel = ring_kernel_of(hardware, calibration)
-    return dataclasses.replace(job, recipe=recipe, ring_kernel=ring_kernel, machine=hardware)
 
 
 def price(programs: list[Program], job: Job, hardware: Machine, calibration: Calibration | None = None) -> Estimate:

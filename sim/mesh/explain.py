@@ -73,22 +73,19 @@ def _time(estimate: Any) -> str:
 
 
 def _memory(estimate: Any) -> str:
-    fullest = max(estimate.memory.classes, key=lambda one: one.peak_reserved)
+    fullest = estimate.memory.fullest
     alike = f", as {fullest.like - 1:,} more ranks" if fullest.like > 1 else ""
     lines = [f"Where the memory goes, on rank {fullest.rank}{alike}, at its peak in {fullest.at}:"]
     for name, amount in sorted(fullest.by_category.items(), key=lambda pair: -pair[1]):
         if amount >= _SHOWN * fullest.peak_allocated:
-            lines.append(_item(f"{percent(amount / fullest.peak_allocated)} {name}: {gib(amount)}, {_meaning(name)}"))
+            share, meaning = percent(amount / fullest.peak_allocated), _MEANINGS.get(name, "other tensors")
+            lines.append(_item(f"{share} {name}: {gib(amount)}, {meaning}"))
     lost = fullest.peak_reserved - fullest.peak_allocated
     line = f"{gib(fullest.peak_allocated)} in all; the allocator reserves {gib(lost)} more"
     lines.append(_item(f"{line}, in pieces that did not fit what was asked for"))
     if fullest.context_bytes:
         lines.append(_item(f"{gib(fullest.context_bytes)} outside of torch: the driver's context and communicators"))
     return "\n".join(lines)
-
-
-def _meaning(category: str) -> str:
-    return _MEANINGS.get(category, "other tensors")
 
 
 def _bound(estimate: Any) -> str:
@@ -194,7 +191,7 @@ class _Advisor:
         self.estimate = estimate
         self.dims, self.recipe, self.batch = estimate.dims, estimate.recipe, estimate.batch
         self.parts = self.recipe.train.accumulate
-        self.fullest = max(estimate.memory.classes, key=lambda one: one.peak_reserved)
+        self.fullest = estimate.memory.fullest
         used = estimate.memory.reserved + self.fullest.context_bytes
         self.used = used / estimate.hardware.memory_bytes
         self.step = estimate.time.step.value

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
 from hyper_parallel.core.machine.toml_file import read_toml
-from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.models.moe_plan import moe_plan, parallelize_moe
-from hyper_parallel.models.plans import MeshLike, llama_loss, llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
-from sim.mesh.recipe import Recipe
 from sim.mesh.spec import Custom, CustomSpec, ModelSpec
 
 _FILE = Path(__file__).parent / "data" / "models.toml"
@@ -117,44 +112,8 @@ def short_count(number: int) -> str:
     return str(number)
 
 
-class ConfigSpec(ModelSpec):
-    """A model whose sizes its config tells, with Llama's names."""
-
-    config: Any
-
-    @property
-    def num_parameters(self) -> int:
-        """All of them."""
-        return int(self.config.num_parameters())
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Those that a token uses."""
-        return self.num_parameters
-
-    @property
-    def num_layers(self) -> int:
-        """Blocks of the whole model."""
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each block: those of a kind do the same."""
-        return ("dense",) * self.num_layers
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Different tokens."""
-        return int(self.config.vocab_size)
-
-    @property
-    def hidden_size(self) -> int | None:
-        """Width of what goes from block to block."""
-        return int(self.config.hidden_size)
-
-
 @dataclass(frozen=True)
-class LlamaSpec(ConfigSpec):
+class LlamaSpec(ModelSpec):
     """A `Llama`, with experts a `MoELlama`."""
 
     name: str
@@ -191,25 +150,3 @@ class LlamaSpec(ConfigSpec):
         """Make the model, or a stage of it; see `ModelSpec.build`."""
         whole: Llama = (MoELlama if self.family == "moe" else Llama)(self.at(seq_len))
         return whole.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
-
-    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
-        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
-        said: dict[str, Any] = {}
-        if recipe is not None:
-            said = {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": recipe.parallel.reshard_inputs}
-            said |= {"chunks": recipe.parallel.tp_chunks}
-        plan: Callable[..., ShardingPlan] = moe_plan if self.family == "moe" else llama_plan
-        return plan(module, mesh, **said)
-
-    def split(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> None:
-        """Split tensors and experts of a model that `build` has made over the ranks of its built mesh, in place."""
-        if not isinstance(module, MoELlama):
-            super().split(module, dims, recipe)
-        elif dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
-            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": recipe.parallel.reshard_inputs}
-            options |= {"chunks": recipe.parallel.tp_chunks, "ranks_per_node": recipe.parallel.ranks_per_node}
-            parallelize_moe(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
-
-    def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
-        """Return the mean cross-entropy, of targets that are shaped as the tokens."""
-        return llama_loss(output, inputs[0])

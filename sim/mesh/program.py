@@ -249,16 +249,7 @@ class Program:
 
     def to_json(self) -> str:
         """Return the program as text that `from_json` reads back: it equals this one."""
-        data = vars(self) | {
-            "groups": [(axis, _ranks_as_data(ranks)) for axis, ranks in self.groups],
-            "categories": list(self.categories.items()),
-            "on_host": sorted(self.on_host),
-            "segments": [
-                (key, segment.name, segment.stage, segment.variant, [(type(e).__name__, *e) for e in segment.events])
-                for key, segment in self.segments.items()
-            ],
-        }
-        return json.dumps(data, separators=(",", ":"))
+        return json.dumps(_as_data(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Program:
@@ -267,42 +258,33 @@ class Program:
         Raises:
             ValueError, TypeError, KeyError, IndexError: it is not such a text.
         """
-        data = json.loads(text)
-        return cls(
-            rank=data["rank"],
-            like=data["like"],
-            world_size=data["world_size"],
-            groups=[CommGroup(axis, _ranks_read(ranks)) for axis, ranks in data["groups"]],
-            places=[Place(*place) for place in data["places"]],
-            categories=dict(data["categories"]),
-            segments={
-                tuple(key): Segment(name, stage, variant, [_event_read(*event) for event in events])
-                for key, name, stage, variant, events in data["segments"]
-            },
-            order=[(tuple(key), batch) for key, batch in data["order"]],
-            stages=tuple(data["stages"]),
-            on_host=frozenset(data["on_host"]),
-            held=tuple([(size, ranks) for size, ranks in data["held"]]),
-        )
+        found = _read(json.loads(text))
+        if not isinstance(found, cls):
+            raise TypeError(f"the text is one of a {type(found).__name__}")
+        return found
 
 
-def _ranks_as_data(ranks: Sequence[int]) -> Any:
-    if isinstance(ranks, range):  # there may be a hundred thousand
-        return {"range": [ranks.start, ranks.stop, ranks.step]}
-    return {"list" if isinstance(ranks, list) else "tuple": [*ranks]}
+_OURS = (Program, Segment, CommGroup, Place, Touch, Op, Comm, Wait, EventRecord, Await, HostWait, Alloc, Free)
+_KINDS = MappingProxyType({kind.__name__: kind for kind in (*_OURS, list, tuple, frozenset, dict)})
 
 
-def _ranks_read(data: Any) -> Sequence[int]:
-    ((kind, ranks),) = data.items()
-    return range(*ranks) if kind == "range" else list(ranks) if kind == "list" else tuple(ranks)
+def _as_data(value: Any) -> Any:
+    """Return a value for JSON: a collection or an event as the name of its kind, then its parts."""
+    kind = type(value)
+    if kind in (Program, Segment):
+        return [kind.__name__, *map(_as_data, vars(value).values())]
+    if kind is range:  # there may be a hundred thousand
+        return ["range", value.start, value.stop, value.step]
+    if kind.__name__ in _KINDS:
+        return [kind.__name__, *map(_as_data, value.items() if kind is dict else value)]
+    return value
 
 
-_EVENTS = MappingProxyType({kind.__name__: kind for kind in (Comm, Wait, EventRecord, Await, HostWait, Alloc, Free)})
-
-
-def _event_read(kind: str, *of: Any) -> Event:
-    if kind != "Op":
-        return _EVENTS[kind](*of)
-    name, sort, flops, reads, writes, dtype, shape, stream, place = of
-    read, written = (tuple([Touch(*touch) for touch in touches]) for touches in (reads, writes))
-    return Op(name, sort, flops, read, written, dtype, tuple(shape), stream, place)
+def _read(data: Any) -> Any:
+    if not isinstance(data, list):
+        return data
+    kind, parts = data[0], [_read(each) if isinstance(each, list) else each for each in data[1:]]
+    if kind == "range":
+        return range(*parts)
+    made: Any = _KINDS[kind]
+    return made(*parts) if made in _OURS else made(parts)

@@ -188,13 +188,9 @@ def _shown(classes: Sequence[Any]) -> list[Any]:
     return [one for at, one in enumerate(classes) if at in (0, len(classes) - 1) or any(one is it for it in fullest)]
 
 
-def _fullest(estimate: Any) -> Any:
-    return max(estimate.memory.classes, key=lambda one: one.peak_reserved)
-
-
 def memory_notes(estimate: Any) -> list[str]:
     """Say where memory is fullest, whether it fits, and how sure that is."""
-    memory, fullest = estimate.memory, _fullest(estimate)
+    memory, fullest = estimate.memory, estimate.memory.fullest
     left_out = len(memory.classes) - len(_shown(memory.classes))
     notes = [f"{left_out} more rank classes are not shown"] if left_out else []
     notes.append(f"allocated is highest in {fullest.at}, on rank {fullest.rank}")

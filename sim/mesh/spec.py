@@ -32,7 +32,7 @@ from hyper_parallel.core.common.errors import InvalidType, InvalidValue, class_n
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
-from hyper_parallel.models.plans import MeshLike
+from hyper_parallel.models.plans import MeshLike, llama_loss
 
 if TYPE_CHECKING:
     from sim.mesh.recipe import Recipe
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ModelSpec(ABC):
-    """A model by its sizes, and how to make it and split it."""
+    """A model by its sizes, and how to make it and split it; its config has the sizes under Llama's names."""
 
     name: str
     config: Any
@@ -53,34 +53,34 @@ class ModelSpec(ABC):
         """`llama`, `moe`, `gpt` or `custom`."""
 
     @property
-    @abstractmethod
     def num_parameters(self) -> int:
         """All of them, tied ones once."""
+        return int(self.config.num_parameters())
 
     @property
-    @abstractmethod
     def num_active_parameters(self) -> int:
-        """Those that a token uses."""
+        """Those that a token uses; all, where nothing says which."""
+        return self.num_parameters
 
     @property
-    @abstractmethod
     def num_layers(self) -> int:
-        """Blocks of the whole model."""
+        """Blocks of the whole model; 0: it is one unit."""
+        return int(self.config.num_hidden_layers)
 
     @property
-    @abstractmethod
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each block: those of a kind do the same."""
+        return ("dense",) * self.num_layers
 
     @property
     def vocab_size(self) -> int | None:
         """Different tokens; None: it has none."""
-        return None
+        return getattr(self.config, "vocab_size", None)
 
     @property
     def hidden_size(self) -> int | None:
         """Width of what goes from block to block; None: it is not known before a run."""
-        return None
+        return getattr(self.config, "hidden_size", None)
 
     @property
     def has_stages(self) -> bool:
@@ -104,9 +104,9 @@ class ModelSpec(ABC):
             head: keep what comes after them.
         """
 
-    @abstractmethod
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan | None:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp; None: there are none."""
+        return None
 
     def split(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> None:
         """Split tensors of a model that `build` has made over the ranks of its built mesh, in place."""
@@ -134,9 +134,13 @@ class ModelSpec(ABC):
         """
         return (torch.zeros(batch, seq_len, dtype=torch.long),)
 
-    @abstractmethod
+    def call(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        """Call a model that `build` has made on its inputs: arguments, or one dict with keywords."""
+        return module(**inputs[0]) if isinstance(inputs[0], Mapping) and len(inputs) == 1 else module(*inputs)
+
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
         """Return the loss of what the model has returned for these inputs."""
+        return llama_loss(output, inputs[0])
 
 
 # Any `nn.Module` in an estimate ---------------------------------------------------------------------------------------
@@ -219,11 +223,6 @@ class CustomSpec(ModelSpec):
     def num_parameters(self) -> int:
         """All of them, tied ones once."""
         return self._shape[0]
-
-    @property
-    def num_active_parameters(self) -> int:
-        """As many: which are used is not known."""
-        return self.num_parameters
 
     @property
     def num_layers(self) -> int:
@@ -361,12 +360,6 @@ class CustomSpec(ModelSpec):
         except Exception as error:
             raise _raised(f"inputs({batch}, {seq_len})", error) from error
         return made if isinstance(made, tuple) else (made,)
-
-    def call(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """Call the module on its inputs."""
-        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-            return module(**inputs[0])
-        return module(*inputs)
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
         """Return the loss of what the model has returned for these inputs.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -154,9 +154,7 @@ class _Sum:
             key: self.chunks(*[list(recording.segments.values())[at] for recording in (first, *others)])
             for at, key in enumerate(first.segments)
         }
-        if len({len(recording.plans) for recording in (first, *others)}) > 1:
-            raise _DifferentError
-        plans = tuple([self.plan(used) for used in zip(*[r.plans for r in (first, *others)], strict=True)])
+        plans = tuple([self.plan(used) for used in _side_by_side([r.plans for r in (first, *others)])])
         return dataclasses.replace(first, sizes=sizes, standing=standing, segments=segments, plans=plans)
 
     def number(self, *values: int) -> int:
@@ -174,15 +172,10 @@ class _Sum:
         return found
 
     def chunks(self, *several: list[Chunk]) -> list[Chunk]:
-        if len({len(chunks) for chunks in several}) > 1:
-            raise _DifferentError
-        made: list[Chunk] = []
-        for chunks in zip(*several, strict=True):
-            if len({len(events) for _, events in chunks}) > 1:
-                raise _DifferentError
-            alike = zip(*[events for _, events in chunks], strict=True)
-            made.append((chunks[0][0], [self.event(events) for events in alike]))
-        return made
+        return [
+            (chunks[0][0], [self.event(events) for events in _side_by_side([events for _, events in chunks])])
+            for chunks in _side_by_side(several)
+        ]
 
     def event(self, events: tuple[Any, ...]) -> Event:
         first = events[0]
@@ -213,19 +206,21 @@ class _Sum:
         return first._replace(size=size, moved=moved)
 
     def numbers(self, several: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        if len({len(values) for values in several}) > 1:
-            raise _DifferentError
-        return tuple([self.number(*values) for values in zip(*several, strict=True)])
+        return tuple([self.number(*values) for values in _side_by_side(several)])
 
     def touches(self, several: Sequence[tuple[Touch, ...]]) -> tuple[Touch, ...]:
-        if len({len(touches) for touches in several}) > 1:
-            raise _DifferentError
         return tuple(
             [
                 Touch(touches[0].block, self.number(*[touch.bytes for touch in touches]))
-                for touches in zip(*several, strict=True)
+                for touches in _side_by_side(several)
             ]
         )
+
+
+def _side_by_side(several: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    if len({len(each) for each in several}) > 1:
+        raise _DifferentError
+    return zip(*several, strict=True)
 
 
 def _without_bytes(recording: Recording) -> list[Any]:

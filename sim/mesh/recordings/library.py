@@ -8,9 +8,9 @@ from typing import Any
 
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.job import Job, StagePart
-from sim.mesh.models import ConfigSpec
 from sim.mesh.program import Program
 from sim.mesh.recordings.derive import Anchor, derive
+from sim.mesh.spec import CustomSpec
 from sim.mesh.tracing.stitch import Recording, sends_end
 
 _MOST_EVENTS = 600_000  # about 300 MB
@@ -136,7 +136,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
 
 def _is_known(job: Job) -> bool:
     """Whether a job says all: a module of the user's may be made in another way the next time."""
-    return type(job) is Job and isinstance(job.model, ConfigSpec)
+    return type(job) is Job and not isinstance(job.model, CustomSpec)
 
 
 def _splits_experts(job: Job) -> bool:

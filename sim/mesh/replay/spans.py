@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from hyper_parallel.core.common.errors import InvalidValue
@@ -57,9 +58,9 @@ def spans(timeline: ReplayedStep, detail: str | None = None, limit: int = 20_000
         limit: see `detail`.
     """
     if detail is None:
-        ops = sum([len(one.outcome.ops) for row in timeline.occurrences for one in row])
+        ops = sum([len(one.outcome.ops) for one in chain(*timeline.occurrences)])
         detail = "op" if ops <= limit else "layer"
-        if detail == "layer" and len(_computed(timeline, "layer")) > limit:
+        if detail == "layer" and sum(1 for _ in _computed(timeline, "layer")) > limit:
             detail = "segment"
     elif detail not in _DETAILS:
         seen = f"detail: one of {', '.join(_DETAILS)}"
@@ -92,18 +93,15 @@ def exposed_parts(found: list[DrawnSpan]) -> list[DrawnSpan]:
     return parts
 
 
-def _computed(timeline: ReplayedStep, detail: str) -> list[DrawnSpan]:
-    found: list[DrawnSpan] = []
-    for occurrences in timeline.occurrences:
-        for one in occurrences:
-            program = timeline.programs[one.row]
-            if detail == "op":
-                found.extend(_each(one, program))
-            elif detail == "layer":
-                found.extend(_stretches(one, program))
-            else:
-                found.extend(_whole(one, program, timeline.step / 200))
-    return found
+def _computed(timeline: ReplayedStep, detail: str) -> Iterator[DrawnSpan]:
+    for one in chain(*timeline.occurrences):
+        program = timeline.programs[one.row]
+        if detail == "op":
+            yield from _each(one, program)
+        elif detail == "layer":
+            yield from _stretches(one, program)
+        else:
+            yield from _whole(one, program, timeline.step / 200)
 
 
 def _each(one: Occurrence, program: Program) -> Iterator[DrawnSpan]:
@@ -161,18 +159,13 @@ def _whole(one: Occurrence, program: Program, closest: float) -> Iterator[DrawnS
         yield part
 
 
-def _communicated(timeline: ReplayedStep) -> list[DrawnSpan]:
-    found: list[DrawnSpan] = []
-    for row, occurrences in enumerate(timeline.occurrences):
-        program = timeline.programs[row]
-        for one in occurrences:
-            events = program.segments[one.piece.key].events
-            for ran in one.outcome.comms:
-                axis, name = program.groups[ran.lane].axis, _comm_name(events, ran)
-                found.append(
-                    DrawnSpan(row, axis, one.base + ran.start, one.base + ran.end, name, COMMUNICATION, one.batch)
-                )
-    return found
+def _communicated(timeline: ReplayedStep) -> Iterator[DrawnSpan]:
+    for one in chain(*timeline.occurrences):
+        program = timeline.programs[one.row]
+        events = program.segments[one.piece.key].events
+        for ran in one.outcome.comms:
+            axis, name = program.groups[ran.lane].axis, _comm_name(events, ran)
+            yield DrawnSpan(one.row, axis, one.base + ran.start, one.base + ran.end, name, COMMUNICATION, one.batch)
 
 
 def _comm_name(events: Sequence[object], ran: Ran) -> str:
@@ -180,17 +173,12 @@ def _comm_name(events: Sequence[object], ran: Ran) -> str:
     return event.op if isinstance(event, Comm) else "recv"
 
 
-def _idle(timeline: ReplayedStep) -> list[DrawnSpan]:
-    found: list[DrawnSpan] = []
-    for row, occurrences in enumerate(timeline.occurrences):
-        for one in occurrences:
-            for gap in one.outcome.gaps:
-                start, end = one.base + gap.start, one.base + gap.end
-                if gap.cause in (BUBBLE, HOST):
-                    found.append(DrawnSpan(row, _lane(COMPUTE), start, end, gap.cause, gap.cause, one.batch))
-                else:
-                    found.append(DrawnSpan(row, gap.cause, start, end, gap.cause, EXPOSED, one.batch))
-    return found
+def _idle(timeline: ReplayedStep) -> Iterator[DrawnSpan]:
+    for one in chain(*timeline.occurrences):
+        for gap in one.outcome.gaps:
+            is_own = gap.cause in (BUBBLE, HOST)
+            lane, kind = (_lane(COMPUTE), gap.cause) if is_own else (gap.cause, EXPOSED)
+            yield DrawnSpan(one.row, lane, one.base + gap.start, one.base + gap.end, gap.cause, kind, one.batch)
 
 
 def _lane(stream: int) -> str:

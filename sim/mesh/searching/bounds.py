@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from hyper_parallel.core.activations.api import ActivationPolicy
 from hyper_parallel.core.machine.description import Machine
@@ -242,91 +241,48 @@ def _checkpointed(policy: ActivationPolicy, layers: int) -> int:
     return sum(map(policy.takes, range(layers)))
 
 
-class _Widths(NamedTuple):
-    """Bytes of a token in a block.
-
-    Attributes:
-        result: of a product that writes to the residual stream, before ranks add it up.
-        hidden: of the residual stream.
-        query: of all queries of a rank, or of what attention returns.
-        key: of all keys, or values.
-        ffn: inside of the feed-forward.
-        sent: of what experts get and give, and of what their router reads, in float32.
-    """
-
-    result: float
-    hidden: float
-    query: float
-    key: float
-    ffn: float
-    sent: float
-
-    @classmethod
-    def of(cls, shape: Shape, candidate: Candidate) -> _Widths:
-        dims, recipe = candidate.dims, candidate.recipe
-        width = recipe.precision.dtype("param").itemsize
-        hidden = shape.hidden * width / dims.tp
-        query, key = (heads * shape.head_dim * width / dims.tp for heads in (shape.heads, shape.kv_heads))
-        sent = (2 * shape.experts_per_token + 4 / width) * hidden if shape.experts else 0.0
-        return cls(shape.hidden * width, hidden, query, key, shape.intermediate * width / dims.tp, sent)
-
-
 def _guess_of_block(shape: Shape, candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
     """Return bytes of a token that a block keeps at each level of checkpointing, and works with in its backward.
+
+    Without checkpointing it is the inputs of norms, matrix products, attention and the activation; over tp, what is
+    gathered for products. A norm operation by operation keeps two copies in float32. A compiler makes the activation
+    again.
+
+    Where results are kept, it is what goes into the block, what attention returns, and the results of all products
+    ("selective"), or of every other one in their order and of all with a bias, which are another operator
+    ("alternate"). The two that write to the residual stream are kept before ranks add them up, so that tp does not
+    make them smaller; a graph of the whole block does not keep the last one, which no backward asks for. Grouped
+    products of experts are never kept.
 
     Backward works with what it computes again beyond what is kept, with the gradients of the activation, of the
     residual stream and of what experts exchange, and with what is gathered over tp.
     """
-    widths = _Widths.of(shape, candidate)
-    none = _kept_of_all(shape, candidate, widths)
-    gradients = 2 * widths.hidden + widths.sent + (2 * widths.result if candidate.dims.tp > 1 else 0.0)
-    gradients += _first_products(shape) * widths.ffn
-    kept = {"none": none, "full": widths.hidden, **_kept_of_results(shape, candidate, widths)}
-    return kept, {level: max(none - bytes_, 0.0) + gradients for level, bytes_ in kept.items()}
+    dims, recipe = candidate.dims, candidate.recipe
+    width, compiles = recipe.precision.dtype("param").itemsize, recipe.parallel.compile
+    result = shape.hidden * width  # of a product that writes to the residual stream, before ranks add it up
+    hidden, ffn = result / dims.tp, shape.intermediate * width / dims.tp
+    query, key = (heads * shape.head_dim * width / dims.tp for heads in (shape.heads, shape.kv_heads))
+    sent = (2 * shape.experts_per_token + 4 / width) * hidden if shape.experts else 0.0  # and the router's float32
+    first = 2 if shape.gated else 1  # products of a feed-forward's input; then come the activation and the last one
 
+    none = 2 * hidden + sent + 2 * (query + key) + first * ffn
+    none += 2 * (result if dims.tp > 1 and not recipe.parallel.reshard_inputs else hidden)
+    none += (1 if compiles else first) * ffn
+    if recipe.norm == "eager" and shape.gated and not compiles:  # others have no RMSNorm
+        none += 2 * hidden / width * 8
 
-def _first_products(shape: Shape) -> int:
-    """Return the products of a feed-forward's input; then come the activation, and the last product."""
-    return 2 if shape.gated else 1
-
-
-def _kept_of_all(shape: Shape, candidate: Candidate, widths: _Widths) -> float:
-    """Return bytes of a token that a block keeps without checkpointing, but for scores.
-
-    It is what goes into norms, matrix products, attention and the activation; over tp, what is gathered for products. A
-    norm operation by operation keeps two copies in float32. A compiler makes the activation again.
-    """
-    recipe, (result, hidden, query, key, ffn, sent) = candidate.recipe, widths
-    width, first = recipe.precision.dtype("param").itemsize, _first_products(shape)
-    kept = 2 * hidden + sent + 2 * (query + key) + first * ffn
-    gathers = candidate.dims.tp > 1 and not recipe.parallel.reshard_inputs
-    kept += 2 * (result if gathers else hidden) + (1 if recipe.parallel.compile else first) * ffn
-    is_wide = recipe.norm == "eager" and shape.gated and not recipe.parallel.compile  # others have no RMSNorm
-    return kept + (2 * hidden / width * 8 if is_wide else 0.0)
-
-
-def _kept_of_results(shape: Shape, candidate: Candidate, widths: _Widths) -> dict[str, float]:
-    """Return bytes of a token that a block keeps with the kinds of checkpointing that keep results.
-
-    Beside what goes into the block and what attention returns, that is the results of all products ("selective"), or of
-    every other one in their order and of all with a bias, which are another operator ("alternate"). The two that write
-    to the residual stream are kept before ranks add them up, so that tp does not make them smaller; a compiled graph
-    does not keep the last one, which no backward asks for. Grouped products of experts are never kept.
-    """
-    first = [widths.query + 2 * widths.key] if shape.joins_qkv else [widths.query, widths.key, widths.key]
+    inputs = [query + 2 * key] if shape.joins_qkv else [query, key, key]
     routed = shape.expert_parameters / max(shape.experts * shape.layers * 3 * shape.hidden, 1) * shape.experts_per_token
     common = 1 - min(routed / max(shape.intermediate, 1), 1.0)  # of the feed-forward, outside of experts
-    products = [(size, shape.biased) for size in first] + [(widths.result, False)]
-    products += [(widths.ffn * common, shape.biased)] * _first_products(shape)
-    products += [] if _is_one_graph(shape, candidate) else [(widths.result, False)]
+    products = [(size, shape.biased) for size in inputs] + [(result, False)]
+    products += [(ffn * common, shape.biased)] * first
+    products += [] if compiles and dims.tp == 1 and not shape.experts else [(result, False)]
     with_bias, without = ([size for size, has_bias in products if has_bias == kind] for kind in (True, False))
-    always = widths.hidden + widths.query + sum(with_bias)
-    return {"selective": always + sum(without), "alternate": always + sum(without[::2])}
-
-
-def _is_one_graph(shape: Shape, candidate: Candidate) -> bool:
-    """Whether a block is compiled as a whole: nothing within it communicates."""
-    return candidate.recipe.parallel.compile and candidate.dims.tp == 1 and not shape.experts
+    always = hidden + query + sum(with_bias)
+    kept = {"none": none, "full": hidden}
+    kept |= {"selective": always + sum(without), "alternate": always + sum(without[::2])}
+    gradients = 2 * hidden + sent + (2 * result if dims.tp > 1 else 0.0) + first * ffn
+    return kept, {level: max(none - bytes_, 0.0) + gradients for level, bytes_ in kept.items()}
 
 
 def _gradients_wait(candidate: Candidate) -> bool:

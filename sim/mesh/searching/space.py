@@ -147,26 +147,6 @@ class Shape:
     biased: bool = False
     own_optimizer: bool = False
 
-    @property
-    def num_attention_heads(self) -> int | None:
-        """As `ParallelDims.validate_against_model` reads it."""
-        return self.heads or None
-
-    @property
-    def num_key_value_heads(self) -> int | None:
-        """Likewise."""
-        return self.kv_heads or None
-
-    @property
-    def num_experts(self) -> int | None:
-        """Likewise."""
-        return self.experts or None
-
-    @property
-    def config(self) -> Shape:
-        """Likewise: the shape is its own config."""
-        return self
-
 
 @dataclass(frozen=True)
 class Space:

@@ -187,7 +187,7 @@ def compile_block(block: nn.Module, checkpointing: str = "none", *, graphs: dict
 
     Args:
         block: changed in place, after tensor and context parallelism have been applied.
-        checkpointing: "none", "selective", "alternate" or "full": see `compile_like`.
+        checkpointing: "none", "selective", "alternate" or "full": see `CompiledLike`.
         graphs: what blocks that are alike share; a new dict for a new model.
 
     Returns:
@@ -199,7 +199,7 @@ def compile_block(block: nn.Module, checkpointing: str = "none", *, graphs: dict
     """
     shared: dict[Any, Any] = {} if graphs is None else graphs
     if _is_one_graph(block):
-        block.forward = compile_like(block, checkpointing, graphs=shared)
+        block.forward = CompiledLike(block, checkpointing, graphs=shared)
         return True
     _check(checkpointing)
     for child in block.children():
@@ -215,9 +215,9 @@ def compile_pieces(module: nn.Module, graphs: dict[Any, Any]) -> None:
             own, functools.partial
         ):  # of `in_chunks`, which communicates, and calls the module's code for each chunk
             (module.forward,) = own.args
-            module.forward = functools.partial(own.func, compile_like(module, graphs=graphs))
+            module.forward = functools.partial(own.func, CompiledLike(module, graphs=graphs))
         else:
-            module.forward = compile_like(module, graphs=graphs)
+            module.forward = CompiledLike(module, graphs=graphs)
         return
     for name, child in module.named_children():
         if name not in ("experts", "router"):  # inputs of another length in every step; counts that backward changes
@@ -243,30 +243,6 @@ def _crosses_ranks(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("hyper_parallel.core.context_parallel")
 
 
-def compile_like(
-    module: nn.Module | Callable[..., Any], checkpointing: str = "none", *, graphs: dict[Any, Any] | None = None
-) -> CompiledLike:
-    """Return what computes as a module's forward, or a function, would if it was compiled.
-
-        block.forward = compile_like(block, checkpointing="selective")
-
-    It communicates nothing. What cannot be traced, since shapes in it depend on values, is run as it is.
-
-    Args:
-        module: whose forward it is, or a function of tensors. An attribute `attend` of a module that computes over
-            several ranks is left out, and called between two graphs.
-        checkpointing: what backward computes again, by the policies that `torch.compile` is given by a checkpoint in
-            the graph. "none": what costs less than keeping it. "selective": all but products of matrices and
-            attention. "alternate": every other product as well. "full": all.
-        graphs: what modules that are alike share.
-
-    Raises:
-        ValueError: no such policy.
-    """
-    _check(checkpointing)
-    return CompiledLike(module, checkpointing, {} if graphs is None else graphs)
-
-
 def _check(checkpointing: object) -> None:
     if checkpointing not in _POLICIES:
         blame, hint = f"there is no policy {checkpointing!r}", nearest(checkpointing, _POLICIES)
@@ -278,12 +254,29 @@ class _Reached(Exception):
 
 
 class CompiledLike:
-    """A function, run as the graphs that a compiler makes of it. See `compile_like`."""
+    """A module's forward, or a function, run as the graphs that a compiler makes of it.
 
-    def __init__(self, target: Any, checkpointing: str, graphs: dict[Any, Any]) -> None:
+        block.forward = CompiledLike(block, checkpointing="selective")
+
+    It communicates nothing. What cannot be traced, since shapes in it depend on values, is run as it is.
+
+    Args:
+        target: whose forward it is, or a function of tensors. An attribute `attend` of a module that computes over
+            several ranks is left out, and called between two graphs.
+        checkpointing: what backward computes again, by the policies that `torch.compile` is given by a checkpoint in
+            the graph. "none": what costs less than keeping it. "selective": all but products of matrices and
+            attention. "alternate": every other product as well. "full": all.
+        graphs: what modules that are alike share.
+
+    Raises:
+        ValueError: no such policy.
+    """
+
+    def __init__(self, target: Any, checkpointing: str = "none", *, graphs: dict[Any, Any] | None = None) -> None:
+        _check(checkpointing)
         self.module = target if isinstance(target, nn.Module) else None
         self.forward: Callable[..., Any] = target if self.module is None else target.forward
-        self.checkpointing, self.graphs = checkpointing, graphs
+        self.checkpointing, self.graphs = checkpointing, {} if graphs is None else graphs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the function computes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -50,17 +50,22 @@ def one_kernel() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def being(**values: Any) -> Iterator[None]:
+def being(**values: Any) -> AbstractContextManager[None]:
     """Let what this module tells be something else, until the end of the block."""
-    before = {name: getattr(_now, name) for name in values}
+    return having(_now, **values)
+
+
+@contextmanager
+def having(holder: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of an object or a class have other values, until the end of the block."""
+    before = {name: getattr(holder, name) for name in values}
     for name, value in values.items():
-        setattr(_now, name, value)
+        setattr(holder, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(_now, name, value)
+            setattr(holder, name, value)
 
 
 def take_numbers(count: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from sim.mesh.tracing.kernels import fused_attention
 from sim.mesh.tracing.kinds import (
     attention_shape,
     count_flops,
+    having,
     kind_of,
     matmul_shape,
     memory_kind,
@@ -188,7 +189,7 @@ class Recorder(Listener):
         self.stream = COMPUTE
         self._place = 0
         self._place_numbers: dict[Place, int] = {self.places[0]: 0}
-        self._group_numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._group_numbers: dict[CommGroup, int] = {}
         self._kernels: dict[Any, _Kernel] = {}
         self._blocks: dict[int, int] = {}  # by storage
         self._lives: dict[int, weakref.ref[Any]] = {}
@@ -223,11 +224,7 @@ class Recorder(Listener):
         return mode_before_all()
 
     def _number_of(self, place: Place) -> int:
-        number = self._place_numbers.get(place)
-        if number is None:
-            number = self._place_numbers[place] = len(self.places)
-            self.places.append(place)
-        return number
+        return _numbered(place, self._place_numbers, self.places)
 
     def emit(self, event: Event) -> None:
         """Append an event."""
@@ -256,32 +253,17 @@ class Recorder(Listener):
         self.cut()
         return found
 
-    @contextmanager
-    def asleep(self) -> Iterator[None]:
+    def asleep(self) -> AbstractContextManager[None]:
         """Leave out the operations and communication of the block; memory goes on being followed."""
-        before, self._asleep = self._asleep, True
-        try:
-            yield
-        finally:
-            self._asleep = before
+        return having(self, _asleep=True)
 
-    @contextmanager
-    def answering(self, answer: float) -> Iterator[None]:
+    def answering(self, answer: float) -> AbstractContextManager[None]:
         """Say that a tensor's value is `answer` where the block asks for one."""
-        before, self.answer = self.answer, answer
-        try:
-            yield
-        finally:
-            self.answer = before
+        return having(self, answer=answer)
 
-    @contextmanager
-    def borrowing(self) -> Iterator[None]:
+    def borrowing(self) -> AbstractContextManager[None]:
         """Count no memory for what is made in the block: it is that of somebody else, who outlives it."""
-        before, self._borrows = self._borrows, True
-        try:
-            yield
-        finally:
-            self._borrows = before
+        return having(self, _borrows=True)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -298,38 +280,21 @@ class Recorder(Listener):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Let torch tell, in the whole process, what no mode of it does."""
-        resize = torch.UntypedStorage.resize_
+        resize, shape_of = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage: Any, size: int) -> Any:
             result = resize(storage, size)
             self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        try:
-            with self._without_shapes_of_dtensors():
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-    @contextmanager
-    def _without_shapes_of_dtensors(self) -> Iterator[None]:
-        """Leave out what torch computes on full tensors without values, to find the shape of a DTensor's result."""
-        name = "_propagate_tensor_meta_non_cached"
-        original = getattr(ShardingPropagator, name)
-
         def propagate(*args: Any, **kwargs: Any) -> Any:
-            before, self._deaf = self._deaf, True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._deaf = before
+            """Leave out what is computed on full tensors without values, to find the shape of a DTensor's result."""
+            with having(self, _deaf=True):
+                return shape_of(*args, **kwargs)
 
-        setattr(ShardingPropagator, name, propagate)
-        try:
+        shapes = having(ShardingPropagator, _propagate_tensor_meta_non_cached=propagate)
+        with having(torch.UntypedStorage, resize_=resize_), shapes:
             yield
-        finally:
-            setattr(ShardingPropagator, name, original)
 
     def on_read(self) -> None:
         """Let the host wait for a value, which it reads."""
@@ -530,11 +495,7 @@ class Recorder(Listener):
     # -- communication -------------------------------------------------------------------------------------------
 
     def _group(self, axis: str, ranks: tuple[int, ...]) -> int:
-        number = self._group_numbers.get((axis, ranks))
-        if number is None:
-            number = self._group_numbers[axis, ranks] = len(self.groups)
-            self.groups.append(CommGroup(axis, ranks))
-        return number
+        return _numbered(CommGroup(axis, ranks), self._group_numbers, self.groups)
 
     @property
     def latest_handle(self) -> int:
@@ -632,11 +593,8 @@ class Recorder(Listener):
     @contextmanager
     def use_stream(self, stream: Any) -> Iterator[Any]:
         """Queue the operations of the block on `stream`."""
-        before, self.stream = self.stream, stream.number
-        try:
+        with having(self, stream=stream.number):
             yield stream
-        finally:
-            self.stream = before
 
     def new_event(self) -> RecordedEvent:
         """Return an event, not yet recorded on any stream."""
@@ -658,6 +616,14 @@ _OVERWRITES = frozenset(
     {"aten.fill_", "aten.zero_", "aten.copy_", "aten.normal_", "aten.uniform_", "aten.bernoulli_"}
     | {"aten._foreach_copy_", "aten._foreach_zero_"}
 )
+
+
+def _numbered(each: Any, numbers: dict[Any, int], known: list[Any]) -> int:
+    """Return the place of something in a list that it is added to when it is new."""
+    if (number := numbers.get(each)) is None:
+        number = numbers[each] = len(known)
+        known.append(each)
+    return number
 
 
 def _issue(group: Any, name: str, source: torch.Tensor, result: torch.Tensor, args: Sequence[Any]) -> dist.Work:

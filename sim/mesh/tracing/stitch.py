@@ -476,7 +476,7 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         _Adder(job, program).add(parts[0], recordings[0])
         order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
         for number in range(job.microbatches):
-            variant = _variant(number, job.microbatches)
+            variant = variant_of(number, job.microbatches)
             order += [(("forward", 0, variant), number), (("backward", 0, variant), number)]
         order += [(key, -1) for name in _AFTER for key in program.segments if key[0] == name]
         program.order = order
@@ -614,7 +614,8 @@ def _widened(comm: Comm, over: tuple[CommGroup, str], splits: Sequence[tuple[Seq
     return comm._replace(size=size, moved=moved)
 
 
-def _variant(number: int, count: int) -> str:
+def variant_of(number: int, count: int) -> str:
+    """Return as which of the recorded micro-batches of a step one is run."""
     if count == 1:
         return "only"
     if number == 0:
@@ -640,7 +641,7 @@ def _variants(actions: Sequence[Action], count: int) -> dict[tuple[int, int], st
     done: Counter[int] = Counter()
     for action in actions:
         if action.kind in ("backward", "backward_weight"):
-            found[action.stage, action.batch] = _variant(done[action.stage], count)
+            found[action.stage, action.batch] = variant_of(done[action.stage], count)
             done[action.stage] += 1
     return found
 

@@ -11,7 +11,7 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,17 @@ from sim.mesh.tracing.fusion import fuse
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.record import Recorder
-from sim.mesh.tracing.stitch import Recording, UsedPlan, Weight, expand, fullest_seat, kept_layers, sends_end, stitch
+from sim.mesh.tracing.stitch import (
+    Recording,
+    UsedPlan,
+    Weight,
+    expand,
+    fullest_seat,
+    kept_layers,
+    sends_end,
+    stitch,
+    variant_of,
+)
 from sim.ops import local_part
 
 Key = tuple[str, int, str]
@@ -153,7 +163,7 @@ class StageRun:
         # Of tensors without values torch cannot tell that they are detached.
         warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")
         kernels = AcceleratorKernels(norms=job.recipe.norm == "fused")
-        with recorder.recording(), kernels, _collecting(), self._naming():
+        with recorder.recording(), kernels, _collecting(), job.model.naming():
             recorder.place = Place("build")
             built = self.built = self.build()
             (job.recipe.routing or Routing()).give_to(built.module, lambda: recorder.emit(HostWait(COMPUTE)))
@@ -236,17 +246,6 @@ class StageRun:
         del job
         return programs
 
-    def _naming(self) -> Any:
-        naming = getattr(self.job.model, "naming", None)
-        return nullcontext() if naming is None else naming()
-
-    def _variant(self, index: int) -> str:
-        if self.job.microbatches == 1:
-            return "only"
-        if index == 0:
-            return "first"
-        return "last" if index == self.count - 1 else "steady"
-
     def close(self, name: str, variant: str) -> None:
         """End a segment: what has been recorded since the last one's end."""
         self.segments[name, self.part.index, variant] = self.recorder.chunks()
@@ -284,13 +283,13 @@ class StageRun:
         if self.index == 0:
             self.close("begin", "only")
         else:
-            self.close("backward", self._variant(self.index - 1))
+            self.close("backward", variant_of(self.index - 1, self.count))
         self.recorder.place = Place("forward")
 
     def _share(self, logits: Any, targets: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch, after which comes its backward."""
         loss = self.start_loss(logits, targets)
-        self.close("forward", self._variant(self.index))
+        self.close("forward", variant_of(self.index, self.count))
         self.recorder.place = Place("backward")
         self.index += 1
         return loss
@@ -301,7 +300,7 @@ class StageRun:
         if self.job.dims.pp_enabled:
             self.close("reduce", "only")
         else:
-            self.close("backward", self._variant(self.count - 1))
+            self.close("backward", variant_of(self.count - 1, self.count))
         self._note_gradients()
         recorder.answer = _LARGE  # a norm that is above every limit: gradients are scaled down
 
@@ -372,7 +371,7 @@ class StageRun:
         job, recorder, spec = self.job, self.recorder, self.job.model
         self.close("begin", "only")
         for index in range(self.count):
-            variant, is_last = self._variant(index), index == self.count - 1
+            variant, is_last = variant_of(index, self.count), index == self.count - 1
             self.communicate(is_last or job.recipe.parallel.reduce_each)
             recorder.place = Place("forward")
             inputs = spec.inputs(job.micro_batch, job.local_seq_len)
@@ -386,7 +385,7 @@ class StageRun:
 
     def plain_loss(self, inputs: Any) -> torch.Tensor:
         """Compute the loss of a micro-batch, outside of a pipeline."""
-        output = _call(self.job.model, self.built.module, inputs)
+        output = self.job.model.call(self.built.module, inputs)
         return self.start_loss(output, inputs)
 
     def start_loss(self, output: Any, targets: Any) -> torch.Tensor:
@@ -429,7 +428,7 @@ class StageRun:
             targets.append(expected)
             losses.append(stage.run_forward(index, args))
             del args, expected
-            self.close("forward", self._variant(index))
+            self.close("forward", variant_of(index, self.count))
         for index in range(self.count):
             self.run_backward(stage, index, losses[index])
         stage.wait_for_sends()
@@ -447,13 +446,13 @@ class StageRun:
         name = "backward"
         stage.run_backward(index, loss, is_last=is_last)
         if stage.splits_backward:
-            self.close("backward_input", self._variant(index))
+            self.close("backward_input", variant_of(index, self.count))
             name = "backward_weight"
             stage.run_backward_weight(index, is_last=is_last)
         if is_last:
             recorder.place = Place("reduce")
             stage.perform_reduce_grad(1)
-        self.close(name, self._variant(index))
+        self.close(name, variant_of(index, self.count))
 
     def make_stage(self) -> RecordedStage:
         """Make the pipeline's stage, ready for its first micro-batch."""
@@ -751,11 +750,6 @@ def _build_meshes(dims: ParallelDims) -> None:
     if dims.ep_enabled:
         dims.mesh_over(*dims.expert_axes)
         dims.data_mesh(experts=True)
-
-
-def _call(spec: Any, module: nn.Module, inputs: Any) -> Any:
-    call = getattr(spec, "call", None)
-    return module(*inputs) if call is None else call(module, inputs)
 
 
 def _layer_of(built: Built, unit: Any) -> int | None:

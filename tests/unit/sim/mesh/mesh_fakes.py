@@ -66,6 +66,7 @@ def fake_estimate(
     memory = FakeMemory(
         hardware=device,
         classes=classes,
+        fullest=classes[0],
         peak=allocated,
         reserved=reserved,
         host_limit=None,

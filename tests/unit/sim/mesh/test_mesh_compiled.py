@@ -28,7 +28,7 @@ from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.program import Op, Place
 from sim.mesh.recipe import Recipe
-from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
+from sim.mesh.tracing.compiled import CompiledLike, compile_block
 from sim.mesh.tracing.kinds import one_kernel, recomputes, region, traces
 from sim.mesh.tracing.trace import trace
 
@@ -84,7 +84,7 @@ def _by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "alternate", "full"])
 def test_a_block_keeps_what_torchs_compiler_keeps(checkpointing: str) -> None:
     block, given = _block()
-    ours = _kept(compile_like(block, checkpointing), block, given)
+    ours = _kept(CompiledLike(block, checkpointing), block, given)
 
     def checkpointed(*args: torch.Tensor) -> Any:
         keep = ActivationPolicy.of(checkpointing).contexts()
@@ -142,7 +142,7 @@ def test_no_graph_keeps_what_it_was_traced_with() -> None:
     with FakeTensorMode():
         x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
         kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, weight)]
-        run = compile_like(lambda x, weight: torch.relu(x @ weight).sum())
+        run = CompiledLike(lambda x, weight: torch.relu(x @ weight).sum())
         run(x, weight).backward()
         del x, weight
     gc.collect()
@@ -152,7 +152,7 @@ def test_no_graph_keeps_what_it_was_traced_with() -> None:
 
 def test_other_shapes_and_no_gradients_are_other_graphs() -> None:
     graphs: dict[Any, Any] = {}
-    double = compile_like(lambda x: x * 2, graphs=graphs)
+    double = CompiledLike(lambda x: x * 2, graphs=graphs)
     with FakeTensorMode():
         x = torch.zeros(3, requires_grad=True)
         double(x)
@@ -170,7 +170,7 @@ def test_while_kernels_run_they_have_numbers_and_what_is_done_again_is_told() ->
             seen.append((func._schema.name, region(), recomputes()))
             return func(*args, **(kwargs or {}))
 
-    function = compile_like(lambda x, w: (x.sin().cos() @ w).sin(), "full")
+    function = CompiledLike(lambda x, w: (x.sin().cos() @ w).sin(), "full")
     with FakeTensorMode(), Looks():
         x, w = torch.zeros(8, 8, requires_grad=True), torch.zeros(8, 8, requires_grad=True)
         seen.clear()
@@ -190,9 +190,9 @@ def test_while_kernels_run_they_have_numbers_and_what_is_done_again_is_told() ->
 
 
 def test_what_depends_on_values_is_run_as_it_is() -> None:
-    function = compile_like(lambda x: x * int(x.sum()))
+    function = CompiledLike(lambda x: x * int(x.sum()))
     assert torch.equal(function(torch.ones(2)), torch.tensor([2.0, 2.0]))
-    chosen = compile_like(lambda x: x[x > 0])
+    chosen = CompiledLike(lambda x: x[x > 0])
     assert torch.equal(chosen(torch.tensor([1.0, -1.0])), torch.tensor([1.0]))
 
 
@@ -291,7 +291,7 @@ def test_modes_of_selective_checkpointing_cost_the_host(policy: str, of_run: boo
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no policy 'ful'") as caught:
-        compile_like(lambda x: x, "ful")
+        CompiledLike(lambda x: x, "ful")
     assert "try: 'full'" in str(caught.value)
 
 

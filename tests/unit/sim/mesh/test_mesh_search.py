@@ -74,12 +74,13 @@ def test_divisors(number: int) -> None:
 
 @pytest.mark.tier("full")
 def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
-    where = space(MoEConfig(num_hidden_layers=8, num_experts=16, num_attention_heads=8, num_key_value_heads=4))
+    config = MoEConfig(num_hidden_layers=8, num_experts=16, num_attention_heads=8, num_key_value_heads=4)
+    where = space(config)
     found = [entry for entry in enumerate_candidates(where) if isinstance(entry, Candidate)]
     assert len(set(found)) == len(found) > 100
     for candidate in found:
         dims = candidate.dims
-        dims.validate_against_model(SimpleNamespace(config=where.shape), 8192)
+        dims.validate_against_model(SimpleNamespace(config=config), 8192)
         assert candidate.batch * dims.batch_ranks == 128
         assert dims.world_size == 64
         assert candidate.batch % candidate.parts == 0
