@@ -30,7 +30,7 @@ from hyper_parallel.cli.kit import (
     stdout_console,
 )
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
+from hyper_parallel.cli.run import BUT_MODEL, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ Model = Annotated[
 Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
 
 
-_NO_MODEL = tuple(option for option in RUN_OPTIONS if (option.group, option.field) != ("train", "model"))
-
-
-@with_options(*_NO_MODEL)
+@with_options(*BUT_MODEL)
 def estimate(
     given: Given,
     words: RunWords = None,
@@ -95,8 +92,7 @@ def estimate(
         from sim.mesh.searching.budget import NoPolicyFits, fit_job
 
         check_can_draw(plot)
-        for path in (trace, None if json_file in (None, "-") else Path(str(json_file))):
-            check_can_write(path)
+        _check_files(trace, json_file)
         if budget is not None and "checkpointing" in given["parallel"]:
             blame, seen = "a budget chooses the checkpointing", f"--checkpointing {given['parallel']['checkpointing']}"
             raise InvalidValue(f"cannot use --budget {budget:g}", blame, seen, "one of both options")
@@ -168,7 +164,6 @@ def _show_estimate(
             print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
     for path in (plot, trace):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             (found.timeline.plot if path is plot else found.timeline.to_chrome)(path)
             _say_written(path, json_file)
     if compare is not None and measured is not None:
@@ -180,7 +175,7 @@ def _show_estimate(
     _write_json(content, json_file)
 
 
-@with_options(*_NO_MODEL)
+@with_options(*BUT_MODEL)
 def search(
     given: Given,
     devices: Annotated[int, _option("Devices in all.", min=1)],
@@ -212,8 +207,7 @@ def search(
         config = file_of(words, given)
         if config is None:
             _hardware(given["train"].get("hardware"))
-        for path in (write, None if json_file in (None, "-") else Path(str(json_file))):
-            check_can_write(path)
+        _check_files(write, json_file)
         run, spec = _run(config, given, model, start_from)
         hardware = _hardware(run.train.hardware)
         if spec is not None and write is not None:
@@ -254,7 +248,6 @@ def search(
             from hyper_parallel.trainer.config import RUN, changed_text
 
             text = changed_text(None if config is None else RUN.read(config), arranged_run(run, result.best.candidate))
-            write.parent.mkdir(parents=True, exist_ok=True)
             write.write_text(_provenance(result.best.estimate) + _PROVENANCE.sub("", text), encoding="utf-8")
             _say_written(write, json_file)
         _write_json(search_dict(result), json_file)
@@ -348,6 +341,12 @@ def _mistakes_as_messages() -> Iterator[None]:
         yield
 
 
+def _check_files(path: Path | None, json_file: str | None) -> None:
+    """Refuse what cannot be written, and make the folders of what can."""
+    check_can_write(path)
+    check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
+
+
 def _write_json(content: dict[str, Any], where: str | None) -> None:
     if where is None:
         return
@@ -355,10 +354,8 @@ def _write_json(content: dict[str, Any], where: str | None) -> None:
     if where == "-":
         stdout_console().file.write(text)
         return
-    path = Path(where)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    _say_written(path, where)
+    Path(where).write_text(text, encoding="utf-8")
+    _say_written(Path(where), where)
 
 
 def _say_written(path: Path, json_file: str | None) -> None:

@@ -89,7 +89,6 @@ def measure(
         check_can_write(write)
         with busy("measuring"):
             found = measure_machine(processes, device, threads=threads, steps=steps)
-        write.parent.mkdir(parents=True, exist_ok=True)
         found.write(write)
         stdout_console().print(f"wrote {write}; try: hyper-parallel hardware show {write}")
 

@@ -132,17 +132,10 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def stdout_console(at_least: int = 0) -> Console:
-    """Write to the real stdout from the first rank; the others stay silent.
-
-    Args:
-        at_least: columns that tables need: where a terminal has fewer, it breaks lines and nothing is left out.
-    """
+def stdout_console() -> Console:
+    """Write to the real stdout from the first rank; the others stay silent."""
     quiet = not is_first_rank()
-    console = Console(file=sys.stdout, quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    if console.width < at_least:
-        console.width = at_least
-    return console
+    return Console(file=sys.stdout, quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def stderr_console() -> Console:
@@ -153,11 +146,10 @@ def stderr_console() -> Console:
 def print_wide(view: RenderableType, width: int = WIDTH) -> None:
     """Print tables to stdout as wide as they are, without the spaces that fill their last columns.
 
-    Args:
-        view: what to print.
-        width: columns at most; a terminal that has fewer breaks lines.
+    A terminal with fewer columns than `width` breaks lines, and nothing is left out.
     """
-    console = stdout_console(width)
+    console = stdout_console()
+    console.width = max(console.width, width)
     with console.capture() as captured:
         console.print(view)
     console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))

@@ -274,7 +274,17 @@ def while_ranks_run(left: str) -> Iterator[None]:
 def check_run(run: Config, sim: int | None) -> Config:
     """Check the run against the ranks and the machine; raise ValueError or PlatformUnavailableError."""
     if sim is not None:
-        run = _check_simulated(run, sim)
+        asked = f"cannot simulate {sim} ranks"
+        if sim < 1:
+            raise InvalidValue(asked, "there is at least one", f"--sim {sim}", "--sim 8")
+        if started := [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]:
+            hint = "leave out --sim under torchrun, or torchrun"
+            raise InvalidValue(asked, "this process is a rank already", ", ".join(started), hint)
+        if run.train.device not in (None, "cpu"):
+            asked, seen = f"{asked} on {run.train.device}", f"device: {run.train.device!r}"
+            hint = "leave out --device, or leave out --sim and start the ranks with torchrun"
+            raise InvalidValue(asked, "simulated ranks compute on the CPU", seen, hint)
+        run = run.with_changes("train", {"device": "cpu"})
         world_size = local_ranks = sim
     else:
         place = RankPlace.from_environment()
@@ -288,22 +298,6 @@ def check_run(run: Config, sim: int | None) -> Config:
     check_platform(run, platform)
     check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")
     return run
-
-
-def _check_simulated(run: Config, world_size: int) -> Config:
-    if world_size < 1:
-        raise InvalidValue(
-            f"cannot simulate {world_size} ranks", "there is at least one", f"--sim {world_size}", "--sim 8"
-        )
-    started = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    if started:
-        asked, hint = f"cannot simulate {world_size} ranks", "leave out --sim under torchrun, or torchrun"
-        raise InvalidValue(asked, "this process is a rank already", ", ".join(started), hint)
-    if run.train.device not in (None, "cpu"):
-        asked, seen = f"cannot simulate {world_size} ranks on {run.train.device}", f"device: {run.train.device!r}"
-        hint = "leave out --device, or leave out --sim and start the ranks with torchrun"
-        raise InvalidValue(asked, "simulated ranks compute on the CPU", seen, hint)
-    return run.with_changes("train", {"device": "cpu"})
 
 
 def describe_run(console: Console, run: Config, sim: int | None) -> None:

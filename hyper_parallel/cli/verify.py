@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, stdout_console
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
+from hyper_parallel.cli.run import BUT_MODEL, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
 
-if TYPE_CHECKING:
-    from hyper_parallel.trainer.config import Config
-
 _PLAN = "A plan"
-_OF_RUN = tuple(option for option in RUN_OPTIONS if (option.group, option.field) != ("train", "model"))
 
 
-@with_options(*_OF_RUN)
+@with_options(*BUT_MODEL)
 def verify(
     words: RunWords = None,
     devices: Annotated[int | None, typer.Option(help="Ranks of the run; default: as many as its degrees need.")] = None,
@@ -89,7 +85,15 @@ def verify(
             if model is not None:
                 given["train"]["model"] = model
             run = read_run(config, given, start_from)
-            correct = _verify_run(run, devices_of(run, devices), everything)
+            from hyper_parallel.cli.subject import show_proof
+            from hyper_parallel.trainer.parallelize import describe_axes
+            from hyper_parallel.trainer.preflight import plan_run
+            from sim.prove.training import verify_run
+
+            devices = devices_of(run, devices)
+            axes = describe_axes(plan_run(run, devices))
+            head = f"a run on {axes}: two steps on simulated ranks beside one device, in float64 ..."
+            correct = show_proof(stdout_console(), head, lambda: verify_run(run, devices), everything)
         raise typer.Exit(0 if correct else FAILURE)
     from hyper_parallel.cli.subject import llama_subject, named_object, own_subject, verify_subject
     from hyper_parallel.core.shard.plan_file import plan_text
@@ -108,7 +112,10 @@ def verify(
         else:
             subject = own_subject(model, mesh, inputs or (), parallelize=parallelize, **common)
         if show_plan:
-            stdout_console().file.write(plan_text(subject.shown_plan(), subject.mesh))
+            if subject.plan is None:
+                blame = "--parallelize makes the model parallel, and no plan does"
+                raise InvalidValue("cannot --show-plan", blame, subject.title, "--plan plan.toml, or --model llama")
+            stdout_console().file.write(plan_text(subject.plan, subject.mesh_shape))
             raise typer.Exit()
         correct = verify_subject(
             stdout_console(),
@@ -120,15 +127,3 @@ def verify(
             optimizer_fn=True if optimizer is None else named_object("--optimizer", optimizer),
         )
     raise typer.Exit(0 if correct else FAILURE)
-
-
-def _verify_run(run: Config, devices: int, everything: bool) -> bool:
-    """Prove a run, print the report, and return whether all is well."""
-    from hyper_parallel.cli.subject import show_proof
-    from hyper_parallel.trainer.parallelize import describe_axes
-    from hyper_parallel.trainer.preflight import plan_run
-    from sim.prove.training import verify_run
-
-    axes = describe_axes(plan_run(run, devices))
-    head = f"a run on {axes}: two steps on simulated ranks beside one device, in float64 ..."
-    return show_proof(stdout_console(), head, lambda: verify_run(run, devices), everything)

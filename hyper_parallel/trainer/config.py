@@ -204,6 +204,15 @@ class TrainConfig:
         check_listed(asked, accumulate=self.accumulate)
         check_least(asked, 0, **_some(self, "seed", "eval_every", "profile_steps", "memory_limit_gb", "stuck_after_s"))
 
+    def out(self) -> Path:
+        """Return the folder of the log, where reports on what went wrong go, too."""
+        return Path(self.log or "out/train.jsonl").parent
+
+    def patience(self, world_size: int) -> float:
+        """Return `stuck_after_s` in numbers; a rank without others may take its time, as in a debugger."""
+        usual = STUCK_AFTER_S if world_size > 1 else 0
+        return (usual if self.stuck_after_s is None else self.stuck_after_s) or math.inf
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -285,7 +285,10 @@ def _utf8(text: str) -> bytes:
 
 def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
     """Write a conversation as the tokenizer's template has it; what the assistant says counts."""
-    if not _is_conversation(messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    ):
         blame, hint = "messages are objects with a role and content", '[{"role": "user", "content": "..."}, ...]'
         raise InvalidValue(asked, blame, f"messages: {messages!r}"[:200], hint)
     if data.tokenizer is None:
@@ -323,13 +326,6 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         spans += [_Span(_utf8(whole[done : len(before)]), False), _Span(_utf8(whole[len(before) : end]), True)]
         done = end
     return _Text([*spans, _Span(_utf8(whole[done:]), not data.mask_prompts)], is_rendered=True)
-
-
-def _is_conversation(messages: Any) -> bool:
-    return isinstance(messages, list) and all(
-        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in messages
-    )
 
 
 def _encode_bytes(text: _Text) -> Tokens:
@@ -687,7 +683,9 @@ class RecordLoader:
         size, block = self._at_once, self._read // self._at_once
         done = self._read % size
         is_indexed = hasattr(self.records, "__getitem__") and hasattr(self.records, "__len__")
-        source = iter(()) if is_indexed else self._from_block(block)
+        source: Iterator[Any] = iter(()) if is_indexed else iter(self.records)
+        if not self._knows_its_place:  # else it begins where it was loaded
+            source = itertools.islice(source, block * size, None)
         while True:
             some: Any = list(itertools.islice(source, size))
             # datasets does not know where it is between a state that is loaded and the first record after it.
@@ -699,10 +697,6 @@ class RecordLoader:
             for place in self._order(block, len(some))[done:].tolist():
                 yield self.records[some[place]] if is_indexed else some[place]
             block, done = block + 1, 0
-
-    def _from_block(self, block: int) -> Iterator[Any]:
-        begun = iter(self.records)  # where it was loaded, if it knows its place
-        return begun if self._knows_its_place else itertools.islice(begun, block * self._at_once, None)
 
     def _order(self, block: int, count: int) -> npt.NDArray[np.int64]:
         """Return the order of a block of records in this pass."""

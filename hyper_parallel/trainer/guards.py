@@ -219,7 +219,14 @@ def stop_on_signals(stop: StopRequest | None = None, signals: Sequence[str] = _S
 
     try:
         for number in numbers:
-            _set(number, on_signal, before)
+            earlier = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, on_signal)
+            before[number] = earlier
+    except ValueError as error:
+        seen, blame = f"thread: {threading.current_thread().name!r}", "only a process's main thread may"
+        hint = "with stop_on_signals() as stop: in the launcher, and pass stop to the ranks"
+        raise InvalidState("cannot handle signals here", blame, seen, hint) from error
+    try:
         with _noticed_at_once(stop, numbers):
             yield stop
     finally:
@@ -252,16 +259,3 @@ def _noticed_at_once(stop: StopRequest, numbers: Sequence[int]) -> Iterator[None
         writer.close()
         listener.join()
         reader.close()
-
-
-def _set(number: int, handler: Any, before: dict[int, Any]) -> None:
-    """Set a handler, and remember the one from before."""
-    earlier = signal.getsignal(number) or signal.SIG_DFL
-    try:
-        signal.signal(number, handler)
-    except ValueError as error:
-        seen = f"thread: {threading.current_thread().name!r}"
-        hint = "with stop_on_signals() as stop: in the launcher, and pass stop to the ranks"
-        blame = "only a process's main thread may"
-        raise InvalidState("cannot handle signals here", blame, seen, hint) from error
-    before[number] = earlier

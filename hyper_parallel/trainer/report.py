@@ -209,31 +209,16 @@ def read_log(path: str | Path) -> list[StepRecord]:
         for line in file:
             if line.endswith("\n"):
                 try:
-                    fields = json.loads(line)
+                    fields = {**json.loads(line)}
                 except (ValueError, RecursionError) as error:  # the latter of brackets within brackets
                     damage = damage or ValueError(str(error))
-                else:
-                    records.append(_record(**fields))
+                    continue
+                told = fields.pop("predicted", None)
+                numbers: dict[str, Any] = {k: float(v) if isinstance(v, str) else v for k, v in fields.items()}
+                records.append(StepRecord(**numbers, predicted=None if told is None else Prediction(**told)))
     if damage is not None and not records:
         raise damage
     return records
-
-
-def _record(*, predicted: dict[str, Any] | None = None, **fields: Any) -> StepRecord:
-    numbers: dict[str, Any] = {key: float(value) if isinstance(value, str) else value for key, value in fields.items()}
-    return StepRecord(**numbers, predicted=None if predicted is None else Prediction(**predicted))
-
-
-_CURVES = (
-    ("train/loss", "loss"),
-    ("train/grad_norm", "grad_norm"),
-    ("train/lr", "lr"),
-    ("valid/loss", "valid_loss"),
-    ("speed/tokens_per_s", "tokens_per_s"),
-    ("speed/seconds", "seconds"),
-    ("speed/mfu", "mfu"),
-    ("memory/bytes", "memory_bytes"),
-)
 
 
 def check_tensorboard() -> None:
@@ -270,11 +255,20 @@ class TensorBoardLog:
         """Add one step."""
         if self._writer is None:
             return
-        values = {curve: getattr(record, name) for curve, name in _CURVES}
-        if (predicted := record.predicted) is not None:
-            values["speed/predicted_tokens_per_s"] = predicted.tokens_per_s
-            values["speed/predicted_seconds"] = predicted.seconds
-            values["memory/predicted_bytes"] = predicted.memory_before + predicted.memory_bytes
+        told = record.predicted
+        values = {
+            "train/loss": record.loss,
+            "train/grad_norm": record.grad_norm,
+            "train/lr": record.lr,
+            "valid/loss": record.valid_loss,
+            "speed/tokens_per_s": record.tokens_per_s,
+            "speed/seconds": record.seconds,
+            "speed/mfu": record.mfu,
+            "memory/bytes": record.memory_bytes,
+            "speed/predicted_tokens_per_s": told and told.tokens_per_s,
+            "speed/predicted_seconds": told and told.seconds,
+            "memory/predicted_bytes": told and told.memory_before + told.memory_bytes,
+        }
         for curve, value in values.items():
             if value is not None:
                 self._writer.add_scalar(curve, value, record.step)
@@ -359,7 +353,11 @@ class TrainingDisplay:
             self._seconds += record.seconds
             self._tokens += record.tokens_per_s * record.seconds
         average = self._tokens / self._seconds if self._seconds else record.tokens_per_s
-        loss, speed, rest = f"{record.loss:.3f}", f"{average:,.0f}", _rest(record)
+        loss, speed = f"{record.loss:.3f}", f"{average:,.0f}"
+        rest = f"  grad {record.grad_norm:.2f}"
+        rest += "" if record.mfu is None else f"  MFU {record.mfu:.1%}"
+        rest += "" if record.memory_bytes is None else f"  {readable_bytes(record.memory_bytes)}"
+        rest += "  skipped" * record.skipped
         if self.console.is_terminal:
             self._bar.update(self._task, completed=record.step, loss=loss, speed=speed, rest=rest, refresh=True)
         elif record.step in (1, self.steps) or record.step * 10 // self.steps > (record.step - 1) * 10 // self.steps:
@@ -373,18 +371,6 @@ class TrainingDisplay:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-
-
-def _rest(record: StepRecord) -> str:
-    """What stands behind the speed: norm of the gradient, and what the record has besides."""
-    parts = [f"grad {record.grad_norm:.2f}"]
-    if record.mfu is not None:
-        parts.append(f"MFU {record.mfu:.1%}")
-    if record.memory_bytes is not None:
-        parts.append(readable_bytes(record.memory_bytes))
-    if record.skipped:
-        parts.append("skipped")
-    return "".join(f"  {part}" for part in parts)
 
 
 def largest_difference(first: TrainResult, second: TrainResult) -> tuple[float, int]:
@@ -498,29 +484,24 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     names = [Path(log).stem for log in runs]
     unique = len(set(names)) == len(names)
     panels = figure.subplots(count, 1, sharex=True, height_ratios=(3, *[1] * (count - 1)))
-    losses, norms, speeds = panels[:3]
-    for place, (log, records) in enumerate(runs.items()):
-        steps, label, color = [record.step for record in records], Path(log).stem if unique else log, f"C{place}"
-        width = 3.0 if place == 0 and len(runs) > 1 else 1.5
-        losses.plot(steps, [record.loss for record in records], color=color, linewidth=width, label=label)
-        measured = [(record.step, record.valid_loss) for record in records if record.valid_loss is not None]
-        if measured:
-            losses.plot(*zip(*measured, strict=True), "o", color=color, label=f"{label}, validation")
-        norms.plot(steps, [record.grad_norm for record in records], color=color)
-        speeds.plot(steps, [record.tokens_per_s for record in records], color=color)
-        if is_predicted:
-            _plot_predicted(panels[2:], records, color)
+    for axes, (label, measured, told, unit) in zip(panels, _PANELS, strict=False):
+        for place, (log, records) in enumerate(runs.items()):
+            name, color, is_first = Path(log).stem if unique else log, f"C{place}", axes is panels[0]
+            width = 3.0 if is_first and place == 0 and len(runs) > 1 else 1.5
+            taken = [(record.step, record) for record in records]
+            _draw(axes, taken, measured, unit, "-", color=color, linewidth=width, label=name)
+            if is_first:
+                _draw(axes, taken, "valid_loss", unit, "o", color=color, label=f"{name}, validation")
+            if told:
+                _draw(axes, [(step, its.predicted) for step, its in taken], told, unit, "--", color=color)
+                axes.set(ylim=(0, None))
+        axes.set(ylabel=label)
+        quiet(axes)
     if is_predicted:
-        losses.plot([], [], "--", color="black", label="predicted")
-    losses.set(ylabel="loss (nats per token)")
-    losses.legend(frameon=False)
-    norms.set(ylabel="gradient norm")
-    for axes, label in zip(panels[2:], ("tokens/s", "step time (ms)", "memory (MiB)"), strict=False):
-        axes.set(ylabel=label, ylim=(0, None))
+        panels[0].plot([], [], "--", color="black", label="predicted")
+    panels[0].legend(frameon=False)
     panels[-1].set(xlabel="step")
     whole_steps(panels[-1])
-    for axes in panels:
-        quiet(axes)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -530,18 +511,20 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     return True
 
 
-def _plot_predicted(panels: Sequence[Any], records: Sequence[StepRecord], color: str) -> None:
-    """Draw step time and memory, and with dashes what tokens/s, step time and memory were predicted to be."""
-    speeds, times, memory = panels
-    times.plot([record.step for record in records], [record.seconds * 1e3 for record in records], color=color)
-    known = [(record.step, record.grown_bytes / MIB) for record in records if record.grown_bytes is not None]
-    if known:
-        memory.plot(*zip(*known, strict=True), color=color)
-    told = [(record.step, record.predicted) for record in records if record.predicted is not None]
-    steps = [step for step, _ in told]
-    speeds.plot(steps, [predicted.tokens_per_s for _, predicted in told], "--", color=color)
-    times.plot(steps, [predicted.seconds * 1e3 for _, predicted in told], "--", color=color)
-    memory.plot(steps, [predicted.memory_bytes / MIB for _, predicted in told], "--", color=color)
+_PANELS = (
+    ("loss (nats per token)", "loss", "", 1.0),
+    ("gradient norm", "grad_norm", "", 1.0),
+    ("tokens/s", "tokens_per_s", "tokens_per_s", 1.0),
+    ("step time (ms)", "seconds", "seconds", 1e-3),
+    ("memory (MiB)", "grown_bytes", "memory_bytes", MIB),
+)
+"""Labels of a plot's curves, the fields of `StepRecord` and of `Prediction` that they show, and their unit."""
+
+
+def _draw(axes: Any, steps: Sequence[tuple[int, Any]], field: str, unit: float, style: str, **options: Any) -> None:
+    points = [(step, value / unit) for step, its in steps if (value := getattr(its, field, None)) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), style, **options)
 
 
 def _read(log: Path) -> list[StepRecord]:

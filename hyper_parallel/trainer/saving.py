@@ -69,11 +69,8 @@ class Saver:
 
     Args:
         config: has the folder, and how many to keep.
-        model: this rank's part.
-        optimizer: of its parameters.
-        device: of the model.
-        rank: of the caller.
-        world_size: number of ranks.
+        model, optimizer, device: this rank's part, and where it is.
+        rank, world_size: the caller, and how many ranks there are.
         shape: of a model that is not the config's, see `given_shape`.
         corpus: what it trains on; None: something else than a text.
 
@@ -155,13 +152,14 @@ class Saver:
         which: dict[str, Any] = {"step": metadata.step} if goes_back else {"path": path}
         state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
         own = _statistics(self.model.parts, metadata.tensors)
-        tensors, twins = self._by_one_name(_without(own, {**self._trained(), **state}))
+        tensors, twins = self._by_one_name(own, state)
         generators = self._generators() if metadata.world_size == self.world_size else {}
         extra = files.load(tensors, **which, per_rank={**own, **generators})
         with torch.no_grad():
             for table, head in twins:
                 head.copy_(table)
-        self._set_generators(generators)
+        for name, numbers in generators.items():
+            (torch if name == "generator.cpu" else torch.get_device_module(self.device.type)).set_rng_state(numbers)
         self.safe_step = extra["progress"]["steps"]
         self.states = {name: extra.get(name) for name in ("loader", "scheduler")}
         return Progress(**extra["progress"])
@@ -174,7 +172,7 @@ class Saver:
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
         own = _statistics(self.model.parts) if self.world_size > 1 else {}
-        tensors, _ = self._by_one_name(_without(own, {**self._trained(), **state}))
+        tensors, _ = self._by_one_name(own, state)
         extra: dict[str, Any] = {
             "progress": dataclasses.asdict(progress),
             "model": self.shape,
@@ -207,16 +205,17 @@ class Saver:
         else:
             self.failures = (*self.failures, f"step {saved.step}: {saved.error}")
 
-    def _trained(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model but for frozen ones, which whoever has frozen them has got."""
-        named = (each for part in self.model.parts for each in part.named_parameters(remove_duplicate=False))
-        frozen = {f"model.{plain_name(name)}" for name, param in named if not param.requires_grad}
-        return {name: value for name, value in model_tensors(self.model.parts).items() if name not in frozen}
-
     def _by_one_name(
-        self, tensors: dict[str, torch.Tensor]
+        self, own: Collection[str], state: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Call a tied head by the name of the table; also return the pairs of which a rank has both, in two stages."""
+        """Return the optimizer's `state` and trainable tensors, but for `own`; a tied head by the name of the table.
+
+        Frozen tensors are in the base checkpoint. Also return the pairs of which a rank has both, in two stages.
+        """
+        params = (each for part in self.model.parts for each in part.named_parameters(remove_duplicate=False))
+        out = {*own, *(f"model.{plain_name(name)}" for name, param in params if not param.requires_grad)}
+        every = {**model_tensors(self.model.parts), **state}
+        tensors = {name: tensor for name, tensor in every.items() if name not in out}
         if not self.config.model.tie_embeddings:
             return tensors, []
         named: dict[str, torch.Tensor] = {}
@@ -241,12 +240,6 @@ class Saver:
             states["generator.device"] = torch.get_device_module(self.device.type).get_rng_state()
         return states
 
-    def _set_generators(self, states: dict[str, torch.Tensor]) -> None:
-        if states:
-            torch.set_rng_state(states["generator.cpu"])
-        if "generator.device" in states:
-            torch.get_device_module(self.device.type).set_rng_state(states["generator.device"])
-
 
 def _statistics(parts: Sequence[nn.Module], shared: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return the running statistics that each rank has of its own rows, e.g. of a batch norm, as `model_tensors` names.
@@ -260,10 +253,6 @@ def _statistics(parts: Sequence[nn.Module], shared: Collection[str] = ()) -> dic
         for name in own_statistics(module)
     )
     return {name: value for name, value in named if type(value) is torch.Tensor and name not in shared}
-
-
-def _without(own: Collection[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name not in own}
 
 
 def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
@@ -442,18 +431,18 @@ def export_checkpoint(
         raise InvalidValue(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint)
     trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
     words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
-    given = dict(shape)
-    kind, precision, lora = shape.pop("kind"), shape.pop("precision"), LoraConfig(**(shape.pop("lora", None) or {}))
-    shape.pop("moments", None)
+    sizes = {**shape, "moments": None}
+    kind, precision, lora, _ = (sizes.pop(key, None) for key in ("kind", "precision", "lora", "moments"))
+    lora = LoraConfig(**(lora or {}))
     if not lora.rank and (merge or (base is not None and kind in MODELS)):
         seen, hint = ("merge: True", "leave out merge") if merge else (f"base: {base!r}", "leave out base")
         raise InvalidValue(f"cannot export {path}", "it has all weights, and no adapters", seen, hint)
     base, config = base or extra.get("start_from"), None
     if kind in MODELS:
-        config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
+        config = MoEConfig(**sizes) if kind == "moe" else LlamaConfig(**sizes)
         model: Any = _filled(path, metadata, config, lora, precision)
     elif base is not None:
-        model = _filled_other(path, metadata, given, lora, base)
+        model = _filled_other(path, metadata, shape, lora, base)
     else:
         blame = f"it is of a {kind}, which train(config, model=...) was given"
         hint = "export_given(checkpoint, model, folder)"
@@ -486,9 +475,14 @@ def _filled_other(
     if here != {"moments": shape["precision"], **shape}:
         seen, hint = f"there: {dict(shape)}   in {base}: {here}", "--base with the folder that the run started from"
         raise InvalidValue(f"cannot export {path}", "it is of another model", seen, hint)
-    tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
-    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
+    _fill(path, metadata, model)
     return model
+
+
+def _fill(path: Path, metadata: CheckpointMetadata, model: nn.Module, **options: Any) -> None:
+    """Load what a checkpoint has of a model; the optimizer's state stays there."""
+    tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
+    load_checkpoint(path, tensors, strict=False, **options)
 
 
 def _filled(
@@ -526,12 +520,7 @@ def _precision_of(shape: Mapping[str, Any]) -> PrecisionConfig:
 
 
 def given_shape(model: nn.Module, run: Config) -> dict[str, Any]:
-    """Return kind, precision and numbers of a model that was given, by which its checkpoints are known.
-
-    Args:
-        model: before it is sharded.
-        run: its adapters, and what its weights are stored in.
-    """
+    """Return kind, precision and numbers of a model before it is sharded, by which its checkpoints are known."""
     params = list(model.parameters())
     trained = sum(param.numel() for param in params if param.requires_grad)
     numbers: dict[str, Any] = {"parameters": sum(param.numel() for param in params), "trained": trained}
@@ -549,10 +538,8 @@ def model_of_folder(run: Config) -> nn.Module:
     Raises:
         ValueError: transformers is not installed, or cannot load it; adapters that do not fit.
     """
-    folder = str(run.train.start_from)
-    asked = f"cannot load the model of {folder}"
-    hint = "a folder with a causal language model"
-    precision = run.precision
+    folder, precision = str(run.train.start_from), run.precision
+    asked, hint = f"cannot load the model of {folder}", "a folder with a causal language model"
     stored = precision.dtype("frozen") if run.lora.rank else precision.dtype("master")
     model: nn.Module = load_by_transformers(asked, "AutoModelForCausalLM", folder, hint, dtype=stored)
     if run.lora.rank or run.lora.targets != ALL:
@@ -596,9 +583,7 @@ def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *
         raise InvalidValue(asked, "it is of another model", f"there: {there}   here: {here}", hint)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     model.to(DTYPES[here["precision"]])
-    tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
-    own = _statistics([model], metadata.tensors)  # those of rank 0
-    load_checkpoint(path, tensors, per_rank=own, strict=False)  # the optimizer's state stays there
+    _fill(path, metadata, model, per_rank=_statistics([model], metadata.tensors))  # those of rank 0
     for name, param in model.named_parameters():
         param.data = param.data.to(dtypes[name])
     save: Any = model

@@ -189,7 +189,7 @@ class RunWatchdog:
         self._failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if (store := self._store) is not None:
             with suppress(Exception):
-                self._within(_ANSWER_S, lambda: store.set(f"report/{self.rank}", self._report_text()))
+                self._within(_ANSWER_S, lambda: self._send_report(store))
 
     def _lost(self) -> str:
         """Say which ranks have failed or do not answer; "" if all are well, or nobody can be asked."""
@@ -207,8 +207,8 @@ class RunWatchdog:
             if self._is_late() or self._alarmed.is_set():
                 self._raise_alarm()
                 return
-            if self._is_late_to_stop():
-                self._on_stuck(self._why_not_stopped())
+            if why := self._why_not_stopped():
+                self._on_stuck(why)
                 return
 
     def _answer(self) -> None:
@@ -218,7 +218,7 @@ class RunWatchdog:
             while not self._over.wait(_LOOK_S) and not self._alarmed.is_set():
                 if not asked and self._store.check(["question"]):
                     asked = True
-                    self._store.set(f"report/{self.rank}", self._report_text())
+                    self._send_report(self._store)
                 if asked and self._store.check(["alarm"]):
                     self._alarmed.set()
 
@@ -232,28 +232,26 @@ class RunWatchdog:
         progress = self._progress
         return progress.watched and time.monotonic() - progress.at > self.timeout_s
 
-    def _is_late_to_stop(self) -> bool:
-        if self._stop is None or not self._stop.requested() or self.world_size == 1:
-            return False
-        self._asked_at, progress = min(self._asked_at, time.monotonic()), self._progress
-        if not progress.watched or progress.doing in _MAY_TAKE_LONG:
-            return False
-        return time.monotonic() - max(self._asked_at, progress.at) > max(_STOP_S, 3 * progress.longest)
-
     def _why_not_stopped(self) -> str:
-        assert self._stop is not None, "it was asked to"
-        seconds = time.monotonic() - self._progress.at
+        """Say that the run was asked to stop, and takes too long to do so; "" if it does not."""
+        if self._stop is None or not self._stop.requested() or self.world_size == 1:
+            return ""
+        self._asked_at, progress, now = min(self._asked_at, time.monotonic()), self._progress, time.monotonic()
+        if not progress.watched or progress.doing in _MAY_TAKE_LONG:
+            return ""
+        if now - max(self._asked_at, progress.at) <= max(_STOP_S, 3 * progress.longest):
+            return ""
         return (
             f"rank {self.rank} ends: {self._stop.reason} asks it to stop, and it makes no progress in step "
-            f"{self._progress.step} for {seconds:.0f} s: another rank is gone, or stuck"
+            f"{progress.step} for {now - progress.at:.0f} s: another rank is gone, or stuck"
         )
 
     def _report(self) -> RankReport:
         now = self._progress
         return report_of(self.rank, now.step, now.beats, time.monotonic() - now.at, now.doing, self._failed)
 
-    def _report_text(self) -> str:
-        return json.dumps(dataclasses.asdict(self._report()))
+    def _send_report(self, store: Any) -> None:
+        store.set(f"report/{self.rank}", json.dumps(dataclasses.asdict(self._report())))
 
     def _raise_alarm(self) -> None:
         report, stacks = self._report(), all_stacks().encode()
@@ -262,21 +260,19 @@ class RunWatchdog:
         self._write(f"rank-{self.rank}.txt", lambda: stacks)
         if self._recording is not None:
             self._write(f"flight/rank_{self.rank}", self._recording)
-        text = self._judged([report], 1)
+        text = self._verdict([report], 1)
         if self._store is not None:
             try:
-                text = self._agree("alarm", self.grace_s, self._verdict)
+                text = self._agree("alarm", self.grace_s, lambda reports: self._verdict(reports, self.world_size))
             except Exception as error:
                 text = f"rank {self.rank}: {text}\n  the other ranks could not be asked: {error}"
         self._on_stuck(text)
 
-    def _verdict(self, reports: list[RankReport]) -> str:
-        text = self._judged(reports, self.world_size)
-        self._write("verdict.txt", f"{text}\n".encode)
+    def _verdict(self, reports: list[RankReport], world_size: int) -> str:
+        text = verdict(reports, world_size, self.folder, has_recordings=(self.folder / "flight").is_dir())
+        if world_size > 1:
+            self._write("verdict.txt", f"{text}\n".encode)
         return text
-
-    def _judged(self, reports: list[RankReport], world_size: int) -> str:
-        return verdict(reports, world_size, self.folder, has_recordings=(self.folder / "flight").is_dir())
 
     def _write(self, name: str, content: Callable[[], bytes | None]) -> None:
         def write() -> None:
@@ -308,7 +304,7 @@ class RunWatchdog:
             raise TimeoutError(f"{by} does not answer, which holds the ranks' store") from error
 
     def _ask(self, store: Any, about: str, seconds: float, judge: Callable[[list[RankReport]], str]) -> str:
-        store.set(f"report/{self.rank}", self._report_text())
+        self._send_report(store)
         is_first = store.add(about, 1) == 1
         store.set("question", "")
         if is_first:
