@@ -23,6 +23,7 @@ from hyper_parallel.cli.kit import (
     check_can_draw,
     check_can_write,
     mistakes_as_messages,
+    option,
     print_wide,
     say_error,
     sigterm_as_ctrl_c,
@@ -40,39 +41,37 @@ GIB = 2**30
 _OTHER, _OUT = "What is no part of a run", "What comes out"
 
 
-def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **rest)
-
-
 # What `estimate` and `search` have in common beside fields of dataclasses
 Routing = Annotated[
     float | None,
-    _option("Skew of the loads of experts: expert i gets 1 / i ** so many; default: the same.", _OTHER, min=0),
+    option("Skew of the loads of experts: expert i gets 1 / i ** so many; default: the same.", panel=_OTHER, min=0),
 ]
 Model = Annotated[
-    str | None, _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own.")
+    str | None, option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own.")
 ]
-Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
+Json = Annotated[str | None, option("Write everything as JSON to this file; -: to the terminal.", "--json", panel=_OUT)]
 
 
 @with_options(*BUT_MODEL)
 def estimate(
     given: Given,
     words: RunWords = None,
-    devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
+    devices: Annotated[int | None, option("Devices in all; default: as many as the degrees need.")] = None,
     model: Model = None,
     start_from: StartFrom = None,
     routing: Routing = None,
     budget: Annotated[
         float | None,
-        _option("GiB of a device: estimate the fastest checkpointing that needs no more, and say which it is.", _OTHER),
+        option(
+            "GiB of a device: estimate the fastest checkpointing that needs no more, and say which it is.", panel=_OTHER
+        ),
     ] = None,
-    in_words: Annotated[bool, _option("Say it in words, too, and what to change.", _OUT, "--explain")] = False,
-    tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
-    plot: Annotated[Path | None, _option("PNG file: the timeline and the memory of a step.", _OUT)] = None,
-    trace: Annotated[Path | None, _option("JSON file for ui.perfetto.dev: the timeline.", _OUT)] = None,
+    in_words: Annotated[bool, option("Say it in words, too, and what to change.", "--explain", panel=_OUT)] = False,
+    tries: Annotated[int, option("How many of these changes to estimate.", "--try", panel=_OUT, min=0)] = 0,
+    plot: Annotated[Path | None, option("PNG file: the timeline and the memory of a step.", panel=_OUT)] = None,
+    trace: Annotated[Path | None, option("JSON file for ui.perfetto.dev: the timeline.", panel=_OUT)] = None,
     compare: Annotated[
-        Path | None, _option("Trace of torch.profiler, as of train --profile-steps, to put beside.", _OUT)
+        Path | None, option("Trace of torch.profiler, as of train --profile-steps, to put beside.", panel=_OUT)
     ] = None,
     json_file: Json = None,
 ) -> None:
@@ -89,6 +88,7 @@ def estimate(
             _hardware(given["train"].get("hardware"))
         from sim.mesh.estimate import estimate_job
         from sim.mesh.job import Job
+        from sim.mesh.recipe import Routing
         from sim.mesh.searching.budget import NoPolicyFits, fit_job
 
         check_can_draw(plot)
@@ -98,14 +98,16 @@ def estimate(
             raise InvalidValue(f"cannot use --budget {budget:g}", blame, seen, "one of both options")
         run, spec = _run(config, given, model, start_from)
         hardware = _hardware(run.train.hardware)
-        job = Job.of_run(run, devices_of(run, devices), model=spec, routing=_routing(routing))
+        job = Job.of_run(
+            run, devices_of(run, devices), model=spec, routing=None if routing is None else Routing.zipf(routing)
+        )
         with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             try:
                 found = estimate_job(job, hardware) if budget is None else fit_job(job, hardware, budget * GIB)
             except NoPolicyFits as error:
                 say_error(str(error))
                 raise typer.Exit(DOES_NOT_FIT) from None
-        _show_estimate(found, in_words or tries > 0, tries, plot, trace, compare, json_file)
+        _show_estimate(found, tries if in_words or tries else None, plot, trace, compare, json_file)
         if budget is not None and json_file != "-":
             print_wide(f'\nthe fastest within {budget:g} GiB: --checkpointing "{found.recipe.activations}"')
     if not found.memory.fits():
@@ -141,14 +143,9 @@ def _run(file: Path | None, given: Given, model: str | None, start_from: str | N
 
 
 def _show_estimate(
-    found: Any,
-    in_words: bool,
-    tries: int,
-    plot: Path | None,
-    trace: Path | None,
-    compare: Path | None,
-    json_file: str | None,
+    found: Any, tries: int | None, plot: Path | None, trace: Path | None, compare: Path | None, json_file: str | None
 ) -> None:
+    """Print and write an estimate, in words as well unless `tries` is None, see `estimate`."""
     from sim.mesh.estimate import estimate as estimate_step
     from sim.mesh.explain import explain as in_prose
     from sim.mesh.pricing.profiled import predicted_step, rank_of_trace, read_trace
@@ -158,7 +155,7 @@ def _show_estimate(
     measured = None if compare is None else read_trace(compare)
     if json_file != "-":
         print_wide(estimate_view(found))
-        if in_words:
+        if tries is not None:
             with busy("estimating what could be changed"):
                 said = in_prose(found, tries, estimate_step)
             print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
@@ -178,15 +175,15 @@ def _show_estimate(
 @with_options(*BUT_MODEL)
 def search(
     given: Given,
-    devices: Annotated[int, _option("Devices in all.", min=1)],
+    devices: Annotated[int, option("Devices in all.", min=1)],
     words: RunWords = None,
     model: Model = None,
     start_from: StartFrom = None,
-    memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
-    limit: Annotated[int, _option("Most candidates to estimate, before chunks of the best.", min=1)] = 24,
+    memory_limit: Annotated[float | None, option("GiB of a device; default: what the hardware has.")] = None,
+    limit: Annotated[int, option("Most candidates to estimate, before chunks of the best.", min=1)] = 24,
     routing: Routing = None,
-    rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
-    write: Annotated[Path | None, _option("TOML file: the best run, for train.", _OUT)] = None,
+    rows: Annotated[int, option("Rows of the ranking to print.", panel=_OUT, min=1)] = 10,
+    write: Annotated[Path | None, option("TOML file: the best run, for train.", panel=_OUT)] = None,
     json_file: Json = None,
 ) -> None:
     """Rank the ways to train a run on a number of devices; what its file or an option says stays as it is.
@@ -199,7 +196,7 @@ def search(
         from hyper_parallel.core.mesh.parallel_dims import DEGREES
         from hyper_parallel.trainer.preflight import plan_run
         from sim.mesh.models import find_model
-        from sim.mesh.recipe import Recipe
+        from sim.mesh.recipe import Recipe, Routing
         from sim.mesh.searching.explore import NothingFits
         from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
         from sim.mesh.searching.search import search as search_ways
@@ -230,7 +227,7 @@ def search(
                     run.train.batch_size,
                     None if memory_limit is None else memory_limit * GIB,
                     seq_len=run.train.seq_len,
-                    recipes=_recipes(Recipe.of(run, _routing(routing)), stays),
+                    recipes=_recipes(Recipe.of(run, None if routing is None else Routing.zipf(routing)), stays),
                     fixed={name: size for name, size in degrees.items() if size not in (None, -1)},
                     limit=limit,
                     progress=bar.on_estimate,
@@ -308,12 +305,6 @@ def _recipes(recipe: Any, stays: set[str]) -> list[Any]:
 
 
 # -- from options to what the simulator takes --------------------------------------------------------------------------
-
-
-def _routing(skew: float | None) -> Any:
-    from sim.mesh.recipe import Routing
-
-    return None if skew is None else Routing.zipf(skew)
 
 
 def _model(name: str) -> Any:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -26,6 +27,11 @@ NOT_SAVED = 74  # EX_IOERR in sysexits.h; the watchdog's is 70
 WIDTH = 170  # columns of the widest tables
 _LET_FIRST_SAY_S = 5.0
 _NOT_WRITTEN = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE))  # which reading does not raise
+
+
+def option(help: str, *names: str, panel: str | None = None, **rest: Any) -> Any:
+    """Return an option of a command for `Annotated`: its help comes first, then names other than the parameter's."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **rest)
 
 
 @contextmanager

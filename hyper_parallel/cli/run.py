@@ -91,9 +91,8 @@ def read_run(
 
     Args:
         file: see `load_config`; None: the defaults.
-        given: by section of the config; other groups are the command's own. The model can also be a name of
-            `sim.mesh.model_names()`.
-        start_from: folder of transformers; its model becomes that of the run. None: the file's, if it names one.
+        given: by section. The model can also be a name of `sim.mesh.model_names()`.
+        start_from: folder of transformers, whose model becomes the run's. None: the file's, if it names one.
         shape: of the model, in place of what the file says; options change it.
         others: also take folders with models that transformers alone knows.
 

@@ -41,7 +41,7 @@ from hyper_parallel.models.lora import Adapter, with_lora
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import load_corpus
-from hyper_parallel.trainer.guards import NonFiniteError, StopRequest
+from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.loop import RankPlace
 from hyper_parallel.trainer.loop import train as train_rank
 from hyper_parallel.trainer.parallelize import Split, describe_axes
@@ -64,34 +64,21 @@ MEASURED = Path("out/hardware.toml")
 """Where `hyper-parallel hardware measure` writes, unless another path is passed."""
 
 
-def run_here(
-    console: Console,
-    title: str,
-    run: Config,
-    stop: StopRequest | None = None,
-    predicted: Prediction | None = None,
-    split: Split | None = None,
-) -> TrainResult:
-    """Train as the rank that torchrun made of this process, or alone."""
-    with TrainingDisplay(console, title, run.train.steps) as display:
-        return train_rank(run, display.on_step, stop, predicted, split=split)
-
-
-def run_simulated(
-    console: Console,
-    title: str,
-    run: Config,
-    world_size: int,
-    stop: StopRequest | None = None,
-    split: Split | None = None,
+def run_ranks(
+    console: Console, title: str, run: Config, simulated: int | None = None, **given: Any
 ) -> tuple[TrainResult, list[Any]]:
-    """Train as every rank of a simulated world; also return what the ranks communicated."""
-    import sim
+    """Train as all ranks of a simulated world, or as the rank that torchrun made of this process, or alone.
 
-    display = TrainingDisplay(console, title, run.train.steps)
-    with display, sim.world(world_size, seed=run.train.seed) as world:
-        results = world.run(train_rank, args=(run, display.on_step, stop), kwargs={"split": split})
-        return results[0], list(world.trace.by_axis())
+    Also return what simulated ranks communicated. `given` are arguments of `train`.
+    """
+    with TrainingDisplay(console, title, run.train.steps) as display:
+        if simulated is None:
+            return train_rank(run, display.on_step, **given), []
+        import sim
+
+        with sim.world(simulated, seed=run.train.seed) as world:
+            results = world.run(train_rank, args=(run, display.on_step), kwargs=given)
+            return results[0], list(world.trace.by_axis())
 
 
 def find_split(console: Console, run: Config) -> Split | None:
@@ -218,9 +205,8 @@ def hardware_here(device_type: str | None = None, named: str | None = None) -> A
     Raises:
         ValueError: there is none, or it is one of other devices.
     """
-    platform = get_platform(device_type)
+    platform, measure = get_platform(device_type), "hyper-parallel hardware measure"
     asked = f"cannot tell how fast {platform.name()} is"
-    measure = "hyper-parallel hardware measure"
     if named is None and platform.device_type == "cpu" and not MEASURED.exists():  # without importing the simulator
         raise InvalidValue(asked, "it was not measured", f"no {MEASURED}", measure)
     from hyper_parallel.core.machine.description import find_machine, machine_of_device
@@ -302,8 +288,7 @@ def check_run(run: Config, sim: int | None) -> Config:
 
 def describe_run(console: Console, run: Config, sim: int | None) -> None:
     """Print the model, the text, the batch and the ranks of a run, and where it starts."""
-    model, train = run.shape(), run.train
-    corpus = load_corpus(run.data)
+    model, train, corpus = run.shape(), run.train, load_corpus(run.data)
     dims = plan_run(run, sim or RankPlace.from_environment().world_size)
     kind = "Llama" if train.model == "llama" else f"Llama with {run.experts.num_experts} experts per layer"
     if train.model == OTHER:
@@ -382,9 +367,8 @@ def compare_runs(console: Console, runs: dict[str, TrainResult], traffic: list[A
     console.print()
     summarise(console, simulated)
     console.print(f"one device alone: {single.tokens_per_s:,.0f} tokens/s on one core, as the simulated ranks together")
-    picture = out / "loss.png"
-    if plot_log([out / "8_ranks.jsonl", out / "one_device.jsonl"], picture):
-        console.print(f"wrote {picture}, {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
-    else:
+    picture, logs = out / "loss.png", (out / "8_ranks.jsonl", out / "one_device.jsonl")
+    is_drawn = plot_log(logs, picture)
+    if not is_drawn:
         console.print(f"no {picture}: matplotlib is not installed; try: pip install 'hyper_parallel[plot]'")
-        console.print(f"wrote {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
+    console.print(f"wrote {f'{picture}, ' * is_drawn}{logs[0]} and {logs[1]}")

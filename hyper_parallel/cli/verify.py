@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, stdout_console
+from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, option, stdout_console
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import BUT_MODEL, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
@@ -18,44 +18,38 @@ _PLAN = "A plan"
 @with_options(*BUT_MODEL)
 def verify(
     words: RunWords = None,
-    devices: Annotated[int | None, typer.Option(help="Ranks of the run; default: as many as its degrees need.")] = None,
+    devices: Annotated[int | None, option("Ranks of the run; default: as many as its degrees need.")] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="Of a run: llama, moe, or a name such as llama3-8b. Of a plan: llama, or module:function."),
+        str | None, option("Of a run: llama, moe, or a name such as llama3-8b. Of a plan: llama, or module:function.")
     ] = None,
     start_from: StartFrom = None,
-    mesh: Annotated[
-        str | None, typer.Option(help="Axes and their sizes, the last one fastest.", rich_help_panel=_PLAN)
-    ] = None,
+    mesh: Annotated[str | None, option("Axes and their sizes, the last one fastest.", panel=_PLAN)] = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="TOML file, see --show-plan; default: the plan that ships with llama.")
+        Path | None, option("TOML file, see --show-plan; default: the plan that ships with llama.", "--plan")
     ] = None,
     parallelize: Annotated[
-        str | None, typer.Option(help="module:function, called with model and mesh, in place of a plan.")
+        str | None, option("module:function, called with model and mesh, in place of a plan.")
     ] = None,
-    show_plan: Annotated[
-        bool, typer.Option("--show-plan", help="Print the plan as TOML, and compare nothing.")
-    ] = False,
+    show_plan: Annotated[bool, option("Print the plan as TOML, and compare nothing.", "--show-plan")] = False,
     *,
     given: Given,
-    tp_axis: Annotated[str, typer.Option(help="Axis that splits heads, width and vocabulary; None: none does.")] = "tp",
-    sequence_parallel: Annotated[bool, typer.Option(help="Split the residual stream over the sequence.")] = True,
-    vocab_parallel: Annotated[bool, typer.Option(help="Split embedding and head.")] = True,
+    tp_axis: Annotated[str, option("Axis that splits heads, width and vocabulary; None: none does.")] = "tp",
+    sequence_parallel: Annotated[bool, option("Split the residual stream over the sequence.")] = True,
+    vocab_parallel: Annotated[bool, option("Split embedding and head.")] = True,
     inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", help="Argument of a model of your own: 4,16 floats, 4,16:100 numbers below 100."),
+        list[str] | None, option("Argument of a model of your own: 4,16 floats, 4,16:100 numbers below 100.", "--input")
     ] = None,
     input_layout: Annotated[
-        list[str] | None, typer.Option(help="Which part of an argument a rank has: dp,None; default: as the plan says.")
+        list[str] | None, option("Which part of an argument a rank has: dp,None; default: as the plan says.")
     ] = None,
     loss: Annotated[
-        str | None, typer.Option(help="module:function of output and inputs; default: a random sum of the output.")
+        str | None, option("module:function of output and inputs; default: a random sum of the output.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="module:function, called with parameters, as torch.optim:SGD; default: AdamW.")
+        str | None, option("module:function, called with parameters, as torch.optim:SGD; default: AdamW.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="What ranks compute in: float64, or float32.")] = "float64",
-    everything: Annotated[bool, typer.Option("--all", help="Print all tensors, not only the wrong ones.")] = False,
+    dtype: Annotated[str, option("What ranks compute in: float64, or float32.")] = "float64",
+    everything: Annotated[bool, option("Print all tensors, not only the wrong ones.", "--all")] = False,
 ) -> None:
     """Prove on simulated ranks that a training run, or a plan, computes what one device computes; else name what errs.
 

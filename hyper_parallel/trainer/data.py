@@ -202,12 +202,11 @@ def _start_of(file: Path, size: int) -> bytes:
     """Read so many bytes of a file, and no more: it may be larger than memory."""
     with file.open("rb") as content:
         text = content.read(size)
-    if text.startswith(_PACKED):
-        hint = "the file that comes out when it is unpacked"
-        raise InvalidValue(f"cannot read {file}", "it is compressed", f"its first bytes: {text[:6]!r}", hint)
+    blame, hint = "it is compressed", "the file that comes out when it is unpacked"
     if text.startswith(_UTF16):
-        hint = f"iconv -f UTF-16 -t UTF-8 {file.name}"
-        raise InvalidValue(f"cannot read {file}", "it is UTF-16", f"its first bytes: {text[:6]!r}", hint)
+        blame, hint = "it is UTF-16", f"iconv -f UTF-16 -t UTF-8 {file.name}"
+    if text.startswith((*_PACKED, *_UTF16)):
+        raise InvalidValue(f"cannot read {file}", blame, f"its first bytes: {text[:6]!r}", hint)
     return text
 
 
@@ -457,10 +456,8 @@ def samples(
     (torch.Size([4, 5]), True)
 
     Args:
-        text: ids to cut from, see `Corpus`.
-        indices: global sample numbers.
-        seq_len: tokens per sample.
-        seed: of the order of each epoch.
+        text, indices: ids to cut from, see `Corpus`, and global sample numbers.
+        seq_len, seed: tokens per sample, and the seed of the order of each epoch.
         ignored: share of the targets that are `IGNORED`, drawn for each token of each sample.
         windows: numbers of those to cut out; None: all.
 
@@ -546,8 +543,7 @@ class LoaderBatches:
     def __init__(self, make: Callable[[], Iterable[Any]], batch_size: int, seq_len: int, vocab_size: int) -> None:
         loader: Any = make()
         if not isinstance(loader, Iterable):
-            hint = "train(config, data=lambda: StatefulDataLoader(...))"
-            seen = f"returned: {type(loader).__name__}"
+            hint, seen = "train(config, data=lambda: StatefulDataLoader(...))", f"returned: {type(loader).__name__}"
             raise InvalidType("cannot train on this data", "what data() returns has no batches", seen, hint)
         self.loader: Any = loader
         self.shape, self.vocab_size = (batch_size, seq_len), vocab_size
@@ -566,9 +562,6 @@ class LoaderBatches:
         if batch is None:
             hint = "a loader that can be iterated over again"
             raise InvalidValue("cannot train on this data", "the loader has no batch", f"{self.loader!r}", hint)
-        return self._checked(batch)
-
-    def _checked(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         asked, hint = "cannot train on this batch", f"(inputs, targets) or input_ids and labels, int64 {self.shape}"
         if isinstance(batch, Mapping):
             found = [batch.get("input_ids"), batch.get("labels", batch.get("input_ids"))]

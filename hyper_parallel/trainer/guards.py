@@ -32,13 +32,8 @@ def action_after(loss: float, grad_norm: float, train: TrainConfig, skipped_in_a
     >>> action_after(2.5, 1.0, train), action_after(math.nan, 1.0, train), action_after(2.5, math.inf, train, 2)
     ('go', 'skip', 'stop')
 
-    Ranks that pass the same numbers, as after an all_reduce, get the same answer.
-
-    Args:
-        loss: of the global batch.
-        grad_norm: over all parameters.
-        train: has `on_nonfinite`, and the `max_skips` after which one more ends the run.
-        skipped_in_a_row: how many steps just before this one were skipped.
+    Ranks that pass the same numbers, as after an all_reduce, get the same answer. `train` has `on_nonfinite`, and the
+    `max_skips` after which one more step that is skipped ends the run.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return "go"
@@ -64,11 +59,8 @@ def nonfinite_error(
       try: look at out/nonfinite/step-00000007/rank-0.json and the other ranks': non-finite gradients, and the samples
 
     Args:
-        step: number of the step, from 1.
-        loss: of the global batch.
-        grad_norm: over all parameters.
+        step, loss, grad_norm, dumped_to: see `dump_nonfinite`.
         skipped_in_a_row: steps just before that were skipped for the same reason.
-        dumped_to: folder that `dump_nonfinite` was given.
         counted: targets of the global batch that count; of none there is no mean.
     """
     bad = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"

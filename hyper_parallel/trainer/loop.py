@@ -136,14 +136,11 @@ class Trainer:
     """One rank's side of a run: its part of the model, of the optimizer state and of the data.
 
     Args:
-        config: the run.
-        dims: its degrees.
-        platform: the calling rank's kind of device.
-        place: which rank this is.
+        config, dims: the run, and its degrees.
+        platform, place: the calling rank's kind of device, and which rank it is.
         mesh: the ranks by axis; None trains the bare model on one device, without torch.distributed.
-        stop: asks the run to end.
         watchdog: hears of progress.
-        predicted, data, lr_scheduler, model, split: see `train`.
+        stop, predicted, data, lr_scheduler, model, split: see `train`.
 
     Attributes:
         model: this rank's part of the model.
@@ -167,7 +164,8 @@ class Trainer:
         split: Split | None = None,
     ) -> None:
         self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
-        self.watchdog = watchdog
+        # Hears that this rank has come to a step, numbered from 1 as in the log, and what it is about.
+        self._tell: Callable[[int, str], None] = (lambda step, doing: None) if watchdog is None else watchdog.beat
         self.device = platform.device(place.local_rank)
         train = config.train
         self.ranks = RunGroups(dims, mesh is not None, self.device, config.precision.dtype("buffers"))
@@ -284,11 +282,6 @@ class Trainer:
             last_save_failed=self.saver.last_failed,
         )
 
-    def _tell(self, step: int, doing: str) -> None:
-        """Tell the watchdog that this rank has come here; steps are numbered from 1, as in the log."""
-        if self.watchdog is not None:
-            self.watchdog.beat(step, doing)
-
     def _asked_to_stop(self) -> str | None:
         if self.stop is None or not self.ranks.any(self.stop.requested()):
             return None
@@ -401,24 +394,18 @@ class Trainer:
 
     def _resume(self) -> None:
         self._tell(0, "loading")
-        folder, is_adapted = self.config.train.start_from, self.config.lora.rank > 0
-        if self.config.train.model == OTHER:
-            folder = None  # it came with its weights
-        if is_adapted and folder is not None:
-            self._start_from(folder)  # also what goes on: checkpoints have the adapters alone
-        found = self.saver.resume()
-        if found is None and not is_adapted and folder is not None:
-            self._start_from(folder)
+        train, is_adapted = self.config.train, self.config.lora.rank > 0  # then checkpoints have the adapters alone
+        found = None if is_adapted else self.saver.resume()
+        if found is None and train.start_from is not None and train.model != OTHER:  # which came with its weights
+            check_start(self.config)
+            tensors = {name: tensor for name, tensor in self.model.named_tensors() if not is_of_adapter(name)}
+            load_huggingface(tensors, train.start_from)
+        found = self.saver.resume() if is_adapted else found
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
             self.rates.go_on(self.saver.states["scheduler"], self.steps_done)
             if self.loader is not None:
-                self.loader.go_on(self.saver.states["loader"], self.samples_used // self.config.train.batch_size)
-
-    def _start_from(self, folder: str) -> None:
-        check_start(self.config)
-        tensors = {name: tensor for name, tensor in self.model.named_tensors() if not is_of_adapter(name)}
-        load_huggingface(tensors, folder)
+                self.loader.go_on(self.saver.states["loader"], self.samples_used // train.batch_size)
 
     def _save_if_due(self, ends: bool) -> None:
         keep, train = self.config.checkpoint, self.config.train

@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -330,7 +330,6 @@ class TrainingDisplay:
 
     def __init__(self, console: Console, title: str, steps: int) -> None:
         self.console, self.title, self.steps = console, title, steps
-        self.last: StepRecord | None = None
         self._seconds = self._tokens = 0.0
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -348,7 +347,6 @@ class TrainingDisplay:
 
     def on_step(self, record: StepRecord) -> None:
         """Show one more step."""
-        self.last = record
         if record.step > 1 or self.steps == 1:  # the first step warms caches up
             self._seconds += record.seconds
             self._tokens += record.tokens_per_s * record.seconds
@@ -381,11 +379,7 @@ def largest_difference(first: TrainResult, second: TrainResult) -> tuple[float, 
 
 
 def loss_table(runs: dict[str, TrainResult]) -> Table:
-    """Put the losses of two runs of as many steps side by side, at about eight steps and after the last validation.
-
-    Args:
-        runs: two runs, by title.
-    """
+    """Put the losses of two runs of as many steps side by side, by title: at about eight steps, and the validations."""
     (first_name, first), (second_name, second) = runs.items()
     count = len(first.steps)
     stride = max(-(-count // 8), 1)
@@ -393,10 +387,8 @@ def loss_table(runs: dict[str, TrainResult]) -> Table:
     rows = [(str(index + 1), first.losses[index], second.losses[index]) for index in shown]
     if first.valid_loss is not None and second.valid_loss is not None:  # a run that was stopped has none
         rows.append(("validation", first.valid_loss, second.valid_loss))
-    table = _table("step", first_name, second_name, "difference")
-    for name, a, b in rows:
-        table.add_row(name, f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
-    return table
+    found = ((name, f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}") for name, a, b in rows)
+    return _table(("step", first_name, second_name, "difference"), found)
 
 
 def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
@@ -422,26 +414,26 @@ def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
     ]
     if taken := [record.grown_bytes for record in steps if record.grown_bytes]:
         rows.append(("memory", max(taken), predicted.memory_bytes, readable_bytes))
-    table = _table("", "measured", "predicted", "")
-    for name, measured, expected, readable in rows:
-        table.add_row(name, readable(measured), readable(expected), f"{100 * (expected / measured - 1):+.0f} %")
-    return table
+    found = (
+        (name, readable(measured), readable(expected), f"{100 * (expected / measured - 1):+.0f} %")
+        for name, measured, expected, readable in rows
+    )
+    return _table(("", "measured", "predicted", ""), found)
 
 
-def _table(*columns: str, left: int = 1) -> Table:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
     table = plain_table(*columns, left=left)
     table.padding = (0, 3, 0, 0)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def traffic_table(rows: Sequence[Any]) -> Table:
     """Show what a run communicated, with the total; each row is a `sim.Row`, of one axis and op."""
-    table = _table("axis", "op", "collectives", "received", "per rank", left=2)
-    for row in rows:
-        moved = (readable_bytes(row.bytes), readable_bytes(row.bytes_per_rank))
-        table.add_row(row.axis, row.op, f"{row.count:,}", *moved)
-    table.add_row("all", "", f"{sum(row.count for row in rows):,}", readable_bytes(sum(row.bytes for row in rows)), "")
-    return table
+    found = [(x.axis, x.op, f"{x.count:,}", readable_bytes(x.bytes), readable_bytes(x.bytes_per_rank)) for x in rows]
+    total = ("all", "", f"{sum(x.count for x in rows):,}", readable_bytes(sum(x.bytes for x in rows)), "")
+    return _table(("axis", "op", "collectives", "received", "per rank"), (*found, total), left=2)
 
 
 def readable_seconds(amount: float) -> str:

@@ -48,13 +48,7 @@ _HEAD, _TABLE = "head.weight", "embed.weight"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a saved run had come.
-
-    Args:
-        steps: optimizer steps.
-        samples: sequences of the text, over all ranks.
-        skipped: steps in a row that were skipped just before.
-    """
+    """How far a saved run had come: steps, sequences of all ranks, and steps in a row that were skipped just before."""
 
     steps: int
     samples: int
@@ -306,12 +300,11 @@ def _to_go_on_from(config: Config, files: Checkpointer) -> tuple[list[Path], boo
 
 
 def _has_gone_back(newest: Path, step: int) -> bool:
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return False
-    with suppress(CheckpointError):
-        extra = read_metadata(newest).extra
-        return isinstance(extra, dict) and extra.get("went_back_to") == step
-    return False
+    extra: Any = None
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        with suppress(CheckpointError):
+            extra = read_metadata(newest).extra
+    return isinstance(extra, dict) and extra.get("went_back_to") == step
 
 
 def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMetadata:
@@ -358,9 +351,9 @@ def _check_optimizer(config: Config, metadata: CheckpointMetadata, asked: str) -
 def _is_progress(extra: dict[str, Any]) -> bool:
     """Tell whether a checkpoint has the numbers of how far the run had come."""
     progress, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
-    if not isinstance(progress, dict) or set(progress) != known:
+    if not isinstance(progress, dict):
         return False
-    return all(type(n) is int and n >= 0 for n in progress.values())
+    return set(progress) == known and all(type(n) is int and n >= 0 for n in progress.values())
 
 
 def _shape(config: Config) -> dict[str, Any]:
@@ -468,8 +461,7 @@ def _filled_other(
     path: Path, metadata: CheckpointMetadata, shape: Mapping[str, Any], lora: LoraConfig, base: str
 ) -> nn.Module:
     """Load a model that transformers alone knows, with what a checkpoint has of it."""
-    train = TrainConfig(model=OTHER, start_from=base)
-    run = Config(train=train, lora=lora, precision=_precision_of(shape))
+    run = Config(train=TrainConfig(model=OTHER, start_from=base), lora=lora, precision=_precision_of(shape))
     model = model_of_folder(run)
     here = given_shape(model, run)
     if here != {"moments": shape["precision"], **shape}:
@@ -530,10 +522,7 @@ def given_shape(model: nn.Module, run: Config) -> dict[str, Any]:
 
 
 def model_of_folder(run: Config) -> nn.Module:
-    """Load the causal language model of a run's folder by transformers, with the run's adapters.
-
-    Args:
-        run: with `train.start_from`; adapters are drawn by torch's generator.
+    """Load the causal language model of `train.start_from` by transformers, with adapters drawn by torch's generator.
 
     Raises:
         ValueError: transformers is not installed, or cannot load it; adapters that do not fit.
@@ -568,11 +557,10 @@ def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *
         ValueError: a checkpoint of another model.
         CheckpointError: it is damaged.
     """
-    path, asked = _newest(Path(checkpoint)), f"cannot export {checkpoint}"
+    path, asked, kind = _newest(Path(checkpoint)), f"cannot export {checkpoint}", type(model).__name__
     if not hasattr(model, "save_pretrained"):
-        blame = f"a {type(model).__name__} cannot write itself"
         hint = "a model of transformers or peft; or load_checkpoint"
-        raise InvalidType(asked, blame, f"model: {type(model).__name__}", hint)
+        raise InvalidType(asked, f"a {kind} cannot write itself", f"model: {kind}", hint)
     metadata = read_metadata(path)
     extra = metadata.extra if isinstance(metadata.extra, dict) else {}
     there = extra.get("model") or {}

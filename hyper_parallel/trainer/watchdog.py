@@ -173,7 +173,10 @@ class RunWatchdog:
             yield
         except BaseException as error:
             if not _is_of_a_connection(error):
-                self._tell(error)
+                self._failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                if (store := self._store) is not None:
+                    with suppress(Exception):
+                        self._within(_ANSWER_S, lambda: self._send_report(store))
                 raise
             lost = self._lost()
             if not lost:
@@ -183,13 +186,6 @@ class RunWatchdog:
     def _run(self, name: str, target: Callable[[], None]) -> None:
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))
         self._threads[-1].start()
-
-    def _tell(self, error: BaseException) -> None:
-        """Let the others know why this rank ends."""
-        self._failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        if (store := self._store) is not None:
-            with suppress(Exception):
-                self._within(_ANSWER_S, lambda: self._send_report(store))
 
     def _lost(self) -> str:
         """Say which ranks have failed or do not answer; "" if all are well, or nobody can be asked."""
@@ -285,15 +281,9 @@ class RunWatchdog:
             self._within(self.grace_s, write)
 
     def _agree(self, about: str, seconds: float, judge: Callable[[list[RankReport]], str]) -> str:
-        """Ask the others, and return what the first one to ask makes of their answers.
+        """Ask the others about an "alarm", which ends all, or who is "lost", and wait `seconds` for their answers.
 
-        Args:
-            about: "alarm", which ends all, or "lost".
-            seconds: to wait for their answers.
-            judge: makes a text of those that have come.
-
-        Raises:
-            TimeoutError: the store does not answer.
+        Return what the first one to ask makes of them by `judge`. Raise TimeoutError if the store does not answer.
         """
         store = self._store
         try:
@@ -311,7 +301,7 @@ class RunWatchdog:
             names = [f"report/{rank}" for rank in range(self.world_size)]
             self._wait(lambda: bool(store.check(names)), seconds)
             found = [name for name in names if store.check([name])]
-            reports = [_read(store.get(name)) for name in found]
+            reports = [RankReport(**json.loads(store.get(name))) for name in found]
             text = judge(reports)
             # All hear of an alarm; of a lost rank, those that have asked, too.
             readers = sum(not report.failed for report in reports) if about == "alarm" else store.add(about, 0)
@@ -322,15 +312,12 @@ class RunWatchdog:
             text = store.get(f"{about}/text").decode() if store.check([f"{about}/text"]) else "a rank is gone, or stuck"
             if about == "alarm":  # one rank prints it all
                 text = f"rank {self.rank} ends: {text.splitlines()[0]}"
-        self._leave(store, about, seconds)
-        return text
-
-    def _leave(self, store: Any, about: str, seconds: float) -> None:
-        """Let all have read before the process ends that holds the store, which is rank 0's, or none of the ranks'."""
+        # Let all have read before the process ends that holds the store, which is rank 0's, or none of the ranks'.
         store.add(f"{about}/left", 1)
         if self.rank == 0 and store.check([f"{about}/readers"]):
             readers = int(store.get(f"{about}/readers"))
             self._wait(lambda: store.add(f"{about}/left", 0) >= readers, seconds)
+        return text
 
     def _wait(self, is_done: Callable[[], bool], seconds: float) -> None:
         """Wait until something holds, but no longer than so many seconds."""
@@ -357,11 +344,6 @@ def _is_of_a_connection(error: BaseException) -> bool:
     if isinstance(error, getattr(dist, "DistError", ())):
         return True
     return isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
-
-
-def _read(text: bytes) -> RankReport:
-    fields = json.loads(text)
-    return RankReport(**{**fields, **{name: tuple(fields[name]) for name in ("lines", "units")}})
 
 
 def _say(text: str) -> None:
@@ -403,9 +385,9 @@ class RankReport:
     seconds: float
     doing: str
     waits_in: str
-    lines: tuple[str, ...]
+    lines: Sequence[str]
     failed: str = ""
-    units: tuple[str, ...] = ()
+    units: Sequence[str] = ()
 
     def line(self) -> str:
         """Say on one line where the rank is.
@@ -444,11 +426,7 @@ def all_stacks() -> str:
 
 
 def report_of(rank: int, step: int, beats: int, seconds: float, doing: str, failed: str = "") -> RankReport:
-    """Return the report of the calling process, with what the stacks of its threads say.
-
-    Args:
-        rank, step, beats, seconds, doing, failed: see `RankReport`.
-    """
+    """Return the report of the calling process, see `RankReport`, with what the stacks of its threads say."""
     stacks = {ident: list(traceback.extract_stack(frame)) for ident, frame in _frames().items()}
     stacks.pop(threading.get_ident(), None)
     main = stacks.pop(threading.main_thread().ident or 0, [])
