@@ -16,20 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hyper_parallel import __version__
-from hyper_parallel.cli.kit import (
-    DOES_NOT_FIT,
-    INTERRUPTED,
-    busy,
-    check_can_draw,
-    check_can_write,
-    mistakes_as_messages,
-    option,
-    print_wide,
-    say_error,
-    sigterm_as_ctrl_c,
-    stderr_console,
-    stdout_console,
-)
+from hyper_parallel.cli import kit
+from hyper_parallel.cli.kit import mistakes_as_messages, option
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import BUT_MODEL, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
@@ -91,7 +79,7 @@ def estimate(
         from sim.mesh.recipe import Routing
         from sim.mesh.searching.budget import NoPolicyFits, fit_job
 
-        check_can_draw(plot)
+        kit.check_can_draw(plot)
         _check_files(trace, json_file)
         if budget is not None and "checkpointing" in given["parallel"]:
             blame, seen = "a budget chooses the checkpointing", f"--checkpointing {given['parallel']['checkpointing']}"
@@ -101,17 +89,17 @@ def estimate(
         job = Job.of_run(
             run, devices_of(run, devices), model=spec, routing=None if routing is None else Routing.zipf(routing)
         )
-        with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
+        with kit.busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             try:
                 found = estimate_job(job, hardware) if budget is None else fit_job(job, hardware, budget * GIB)
             except NoPolicyFits as error:
-                say_error(str(error))
-                raise typer.Exit(DOES_NOT_FIT) from None
+                kit.say_error(str(error))
+                raise typer.Exit(kit.DOES_NOT_FIT) from None
         _show_estimate(found, tries if in_words or tries else None, plot, trace, compare, json_file)
         if budget is not None and json_file != "-":
-            print_wide(f'\nthe fastest within {budget:g} GiB: --checkpointing "{found.recipe.activations}"')
+            kit.print_wide(f'\nthe fastest within {budget:g} GiB: --checkpointing "{found.recipe.activations}"')
     if not found.memory.fits():
-        raise typer.Exit(DOES_NOT_FIT)
+        raise typer.Exit(kit.DOES_NOT_FIT)
 
 
 def _hardware(named: str | None) -> str:
@@ -154,11 +142,11 @@ def _show_estimate(
     content = estimate_dict(found)
     measured = None if compare is None else read_trace(compare)
     if json_file != "-":
-        print_wide(estimate_view(found))
+        kit.print_wide(estimate_view(found))
         if tries is not None:
-            with busy("estimating what could be changed"):
+            with kit.busy("estimating what could be changed"):
                 said = in_prose(found, tries, estimate_step)
-            print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
+            kit.print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
     for path in (plot, trace):
         if path is not None:
             (found.timeline.plot if path is plot else found.timeline.to_chrome)(path)
@@ -167,8 +155,8 @@ def _show_estimate(
         predicted = predicted_step(found, rank_of_trace(compare))
         content["compared"] = comparison_dict(predicted, measured)
         if json_file != "-":
-            stdout_console().print()
-            print_wide(comparison_view(predicted, measured))
+            kit.stdout_console().print()
+            kit.print_wide(comparison_view(predicted, measured))
     _write_json(content, json_file)
 
 
@@ -219,7 +207,7 @@ def search(
             plan_run(arranged_run(run, one), devices)
 
         try:
-            with SearchBar(stderr_console()) as bar, sigterm_as_ctrl_c():
+            with SearchBar(kit.stderr_console()) as bar, kit.sigterm_as_ctrl_c():
                 result = search_ways(
                     found_model,
                     hardware,
@@ -237,10 +225,10 @@ def search(
                     accepts=accepts if spec is None else None,
                 )
         except NothingFits as error:
-            say_error(str(error))
-            raise typer.Exit(DOES_NOT_FIT) from None
+            kit.say_error(str(error))
+            raise typer.Exit(kit.DOES_NOT_FIT) from None
         if json_file != "-":
-            print_wide(search_view(result, rows))
+            kit.print_wide(search_view(result, rows))
         if write is not None:
             from hyper_parallel.trainer.config import RUN, changed_text
 
@@ -249,7 +237,7 @@ def search(
             _say_written(write, json_file)
         _write_json(search_dict(result), json_file)
     if not result.complete:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(kit.INTERRUPTED)
 
 
 def _provenance(best: Any) -> str:
@@ -334,8 +322,8 @@ def _mistakes_as_messages() -> Iterator[None]:
 
 def _check_files(path: Path | None, json_file: str | None) -> None:
     """Refuse what cannot be written, and make the folders of what can."""
-    check_can_write(path)
-    check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
+    kit.check_can_write(path)
+    kit.check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
 
 
 def _write_json(content: dict[str, Any], where: str | None) -> None:
@@ -343,11 +331,11 @@ def _write_json(content: dict[str, Any], where: str | None) -> None:
         return
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     if where == "-":
-        stdout_console().file.write(text)
+        kit.stdout_console().file.write(text)
         return
     Path(where).write_text(text, encoding="utf-8")
     _say_written(Path(where), where)
 
 
 def _say_written(path: Path, json_file: str | None) -> None:
-    (stderr_console() if json_file == "-" else stdout_console()).print(f"wrote {path}")
+    (kit.stderr_console() if json_file == "-" else kit.stdout_console()).print(f"wrote {path}")

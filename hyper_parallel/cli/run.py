@@ -129,7 +129,7 @@ def read_run(
 
 
 def devices_of(run: Config, devices: int | None) -> int:
-    """Return how many devices there are: as given, or None: as many as the degrees of the run need.
+    """Return how many devices there are: as given, or as many as the degrees of the run need.
 
     Raises:
         ValueError: none is given, and the degrees leave it open; or below 1.
@@ -137,12 +137,11 @@ def devices_of(run: Config, devices: int | None) -> int:
     if devices is None:
         axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
         devices = math.prod(getattr(run.parallel, axis) or 1 for axis in axes)
-        if devices < 1:
-            blame = "dp_shard=-1 takes what is left"
-            raise InvalidValue("cannot place the model", blame, "--devices is missing", "--devices 8")
+        blame, seen = "dp_shard=-1 takes what is left", "--devices is missing"
+    else:
+        blame, seen = "there must be a device at least", f"--devices {devices}"
     if devices < 1:
-        blame = "there must be a device at least"
-        raise InvalidValue("cannot place the model", blame, f"--devices {devices}", "--devices 8")
+        raise InvalidValue("cannot place the model", blame, seen, "--devices 8")
     return devices
 
 

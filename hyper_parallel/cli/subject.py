@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import nn
 
 from hyper_parallel.cli.kit import stderr_console
-from hyper_parallel.cli.runs import one_thread
+from hyper_parallel.cli.runs import in_words, one_thread
 from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import NOT_SPLIT, parse_dtype, parse_layout, parse_mesh, parse_shape, write_layout
@@ -99,8 +99,7 @@ def llama_subject(
         hint = f"{command}, which proves the run of these degrees"
         raise InvalidValue("cannot verify the llama", blame, f"--mesh {mesh}", hint)
     if seq_len is not None and seq_len < 1:
-        seen = f"--seq-len {seq_len}"
-        raise InvalidValue("cannot build the Llama", "--seq-len is below 1", seen, "--seq-len 4")
+        raise InvalidValue("cannot build the Llama", "--seq-len is below 1", f"--seq-len {seq_len}", "--seq-len 4")
     degree = sizes_of.get(axis or "", 1)
     heads = 2 * max(2, degree)
     config = LlamaConfig(
@@ -121,11 +120,7 @@ def llama_subject(
     if layouts is None and "input" not in (plan.input_plan or {}):
         layouts = [base(rows or None, "None")]
     said = f"the plan of {plan_path}" if plan_path is not None else "the shipped plan"
-    title = (
-        f"Llama, {config.num_parameters():,} parameters: {config.num_hidden_layers} layers, "
-        f"hidden {config.hidden_size}, {config.num_attention_heads} heads ({config.num_key_value_heads} key/value), "
-        f"{said}"
-    )
+    title = f"Llama, {in_words(config)}, {said}"
     return Subject(title, lambda: Llama.build(config, seed), (tokens,), base, layouts, plan, None, _dtype(dtype), seed)
 
 
@@ -244,18 +239,13 @@ def show_proof(console: Console, head: str, prove: Callable[[], Any], everything
         stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
         return False
     console.print()
-    console.print(_painted(report.table(verbose=everything)))
-    console.print(f"took {time.perf_counter() - start:.1f} s")
-    return report.ok
-
-
-def _painted(table: str) -> Text:
-    """Give the lines of a report that are about mistakes a colour."""
     text = Text()
-    for line in table.splitlines(keepends=True):
+    for line in report.table(verbose=everything).splitlines(keepends=True):
         wrong = line.rstrip().endswith("  bug") or "does not compute" in line
         text.append(line, style="red" if wrong else "yellow" if line.startswith("note: ") else "")
-    return text
+    console.print(text)
+    console.print(f"took {time.perf_counter() - start:.1f} s")
+    return report.ok
 
 
 def _input(text: str, generator: torch.Generator) -> torch.Tensor:

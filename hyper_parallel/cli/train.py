@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.cli.kit import (
-    NOT_SAVED,
-    check_can_draw,
-    check_can_write,
-    is_first_rank,
-    mistakes_as_messages,
-    option,
-    say_error,
-    stdout_console,
-)
+from hyper_parallel.cli import kit
+from hyper_parallel.cli.kit import mistakes_as_messages, option, stdout_console
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
@@ -61,8 +53,8 @@ def train(
         if reduced:
             stdout_console().print(f"reduced: {', '.join(changes) or 'nothing'}")
         run = runs.check_run(run, sim)
-        if is_first_rank():
-            check_can_write(Path(str(run.train.log)))
+        if kit.is_first_rank():
+            kit.check_can_write(Path(str(run.train.log)))
         split = runs.find_split(stdout_console(), run)
     with runs.while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = stdout_console()
@@ -79,8 +71,8 @@ def train(
         console.print(f"log: {run.train.log}")
     if result.last_save_failed:
         there = "nothing is saved" if result.safe_step is None else f"step {result.safe_step} is safe, and the last"
-        say_error(f"the last save failed; {there} in {run.checkpoint.folder}")
-        raise typer.Exit(NOT_SAVED)
+        kit.say_error(f"the last save failed; {there} in {run.checkpoint.folder}")
+        raise typer.Exit(kit.NOT_SAVED)
 
 
 def _reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[str, ...]]:
@@ -116,7 +108,7 @@ def demo(
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
         ranks = runs.check_run(ranks, sim=8)
         for name in ("loss.png", "8_ranks.jsonl", "one_device.jsonl"):
-            check_can_write(out / name)
+            kit.check_can_write(out / name)
     with runs.while_ranks_run(f"the logs so far are in {out}"):
         console = stdout_console()
         runs.describe_run(console, ranks, sim=8)
@@ -166,6 +158,6 @@ def plot(
     with mistakes_as_messages():
         from hyper_parallel.trainer.report import plot_log
 
-        check_can_draw(out)
+        kit.check_can_draw(out)
         plot_log(logs, out)
         stdout_console().print(f"wrote {out}")

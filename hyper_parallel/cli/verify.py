@@ -61,63 +61,55 @@ def verify(
 
     Exit code 0: right; 1: something is wrong, or ranks failed; 2: a mistake in what was asked.
     """
-    with mistakes_as_messages():
-        config = file_of(words, given)
     of_plan = {"--mesh": mesh, "--plan": plan_file, "--parallelize": parallelize, "--show-plan": show_plan or None}
     of_plan |= {"--loss": loss, "--optimizer": optimizer}
     of_plan["--model"] = model if model is not None and ":" in model else None
-    named = [name for name, value in of_plan.items() if value is not None]
-    run_options = {name: value for section in given for name, value in given[section].items()}
-    only_of_run = [name for name in run_options if name not in ("seq_len", "seed", "steps", "hardware")]
-    if config is not None or devices is not None or start_from is not None or only_of_run:
-        with mistakes_as_messages():
+    named = ", ".join(name for name, value in of_plan.items() if value is not None)
+    with mistakes_as_messages():
+        config = file_of(words, given)
+        run_options = {name: value for section in given for name, value in given[section].items()}
+        only_of_run = [name for name in run_options if name not in ("seq_len", "seed", "steps", "hardware")]
+        if config is not None or devices is not None or start_from is not None or only_of_run:
             if named:
-                given_too = ", ".join(named)
                 blame = "it is about a plan, and a run has its own"
-                seen = f"of a run: {', '.join(only_of_run) or config or devices}   of a plan: {given_too}"
-                raise InvalidValue("cannot verify a run with " + given_too, blame, seen, "one of the two")
+                seen = f"of a run: {', '.join(only_of_run) or config or devices}   of a plan: {named}"
+                raise InvalidValue("cannot verify a run with " + named, blame, seen, "one of the two")
             if model is not None:
                 given["train"]["model"] = model
-            run = read_run(config, given, start_from)
             from hyper_parallel.cli.subject import show_proof
             from hyper_parallel.trainer.parallelize import describe_axes
             from hyper_parallel.trainer.preflight import plan_run
             from sim.prove.training import verify_run
 
-            devices = devices_of(run, devices)
-            axes = describe_axes(plan_run(run, devices))
+            run = read_run(config, given, start_from)
+            ranks = devices_of(run, devices)
+            axes = describe_axes(plan_run(run, ranks))
             head = f"a run on {axes}: two steps on simulated ranks beside one device, in float64 ..."
-            correct = show_proof(stdout_console(), head, lambda: verify_run(run, devices), everything)
-        raise typer.Exit(0 if correct else FAILURE)
-    from hyper_parallel.cli.subject import llama_subject, named_object, own_subject, verify_subject
-    from hyper_parallel.core.shard.plan_file import plan_text
+            correct = show_proof(stdout_console(), head, lambda: verify_run(run, ranks), everything)
+            raise typer.Exit(0 if correct else FAILURE)
+        from hyper_parallel.cli.subject import llama_subject, named_object, own_subject, verify_subject
+        from hyper_parallel.core.shard.plan_file import plan_text
 
-    mesh, model = "dp=2,tp=4" if mesh is None else mesh, "llama" if model is None else model
-    common: dict[str, Any] = {"plan_path": plan_file, "input_layouts": input_layout or (), "dtype": dtype}
-    common["seed"] = int(run_options.get("seed", 0))
-    with mistakes_as_messages():
-        if model == "llama":
-            if inputs or parallelize is not None:
-                blame = f"{'--input' if inputs else '--parallelize'} is for a model of your own"
-                hint = "--model module:function, or --seq-len, or --plan"
-                raise InvalidValue("cannot verify the llama", blame, f"--model {model}", hint)
+        mesh, model = "dp=2,tp=4" if mesh is None else mesh, "llama" if model is None else model
+        common: dict[str, Any] = {"plan_path": plan_file, "input_layouts": input_layout or (), "dtype": dtype}
+        common["seed"] = int(run_options.get("seed", 0))
+        if model != "llama":
+            subject = own_subject(model, mesh, inputs or (), parallelize=parallelize, **common)
+        elif inputs or parallelize is not None:
+            blame = f"{'--input' if inputs else '--parallelize'} is for a model of your own"
+            hint = "--model module:function, or --seq-len, or --plan"
+            raise InvalidValue("cannot verify the llama", blame, f"--model {model}", hint)
+        else:
             splits = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
             subject = llama_subject(mesh, seq_len=run_options.get("seq_len"), tp=tp_axis, options=splits, **common)
-        else:
-            subject = own_subject(model, mesh, inputs or (), parallelize=parallelize, **common)
         if show_plan:
             if subject.plan is None:
                 blame = "--parallelize makes the model parallel, and no plan does"
                 raise InvalidValue("cannot --show-plan", blame, subject.title, "--plan plan.toml, or --model llama")
             stdout_console().file.write(plan_text(subject.plan, subject.mesh_shape))
             raise typer.Exit()
-        correct = verify_subject(
-            stdout_console(),
-            subject,
-            everything,
-            steps=int(run_options.get("steps", 1)),
-            machine=run_options.get("hardware"),
-            loss_fn=None if loss is None else named_object("--loss", loss),
-            optimizer_fn=True if optimizer is None else named_object("--optimizer", optimizer),
-        )
+        options: dict[str, Any] = {"steps": int(run_options.get("steps", 1)), "machine": run_options.get("hardware")}
+        options["loss_fn"] = None if loss is None else named_object("--loss", loss)
+        options["optimizer_fn"] = True if optimizer is None else named_object("--optimizer", optimizer)
+        correct = verify_subject(stdout_console(), subject, everything, **options)
     raise typer.Exit(0 if correct else FAILURE)

@@ -462,13 +462,9 @@ class Config:
         return dataclasses.replace(self, **changed)
 
     def check_batch(self, dp_size: int) -> None:
-        """Check that the global batch splits over the data-parallel ranks and the backward passes.
+        """Raise ValueError if the global batch does not split over `dp_size` ranks that read different sequences.
 
-        Args:
-            dp_size: ranks that read different sequences: dp_replicate * dp_shard * ep.
-
-        Raises:
-            ValueError: it does not; the message lists sizes that do.
+        Each backward pass takes as many of them; the message lists sizes that do.
         """
         check_least("cannot split the batch", 1, dp_size=dp_size)
         size, accumulate = self.train.batch_size, self.train.accumulate

@@ -404,11 +404,6 @@ def shuffled(index: npt.NDArray[np.uint64], count: int, seed: int) -> npt.NDArra
 
     No order is kept anywhere. A Feistel network (Luby and Rackoff 1988) permutes the least 4**k numbers that are
     enough. What it makes of a number, it permutes again until that is below `count` (Black and Rogaway 2002).
-
-    Args:
-        index: numbers of samples, from 0.
-        count: windows.
-        seed: of the orders.
     """
     epoch, place = index // np.uint64(count), index % np.uint64(count)
     bits = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
@@ -481,11 +476,8 @@ def rank_part(used: int, batch_size: int, rank: int, ranks: int) -> range:
     >>> rank_part(used=32, batch_size=16, rank=1, ranks=4)
     range(36, 40)
 
-    Args:
-        used: samples that the steps before this one have used, over all ranks.
-        batch_size: sequences per step over all ranks; a multiple of `ranks`.
-        rank: this rank's place among those that read different samples.
-        ranks: how many of those there are.
+    The steps before this one have `used` samples of all ranks. `rank` counts the `ranks` that read different samples,
+    over which `batch_size` is split.
     """
     assert batch_size % ranks == 0, "the config was checked before any rank started"
     local = batch_size // ranks
@@ -501,14 +493,7 @@ def valid_samples(
     Every rank gets the same number of sequences, because every rank must take part in every forward: what is more than
     `count` repeats the last sample, with targets that are all `IGNORED`.
 
-    Args:
-        text, seq_len: see `samples`.
-        count: samples over all ranks.
-        rank, ranks: see `rank_part`.
-        multiple: of which the number of a rank's sequences is one.
-
-    Returns:
-        Inputs and targets (n, seq_len).
+    Return inputs and targets (n, seq_len), where n is a multiple of `multiple`; see also `samples` and `rank_part`.
     """
     check_length(text, seq_len, "validation")
     local = -(-count // (ranks * multiple)) * multiple

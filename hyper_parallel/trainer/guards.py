@@ -64,17 +64,15 @@ def nonfinite_error(
         counted: targets of the global batch that count; of none there is no mean.
     """
     bad = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-    if not counted:
-        bad = "no target of its batch counts, and the loss is the mean over those that do"
-    if skipped_in_a_row:
-        bad += f", after {skipped_in_a_row} steps in a row that were skipped"
-    if dumped_to is None:
-        hint = "on_nonfinite='dump' to see which parameters and samples; a lower learning rate, a longer warmup"
-    else:
+    hint = "on_nonfinite='dump' to see which parameters and samples; a lower learning rate, a longer warmup"
+    if dumped_to is not None:
         file = _folder(dumped_to, step) / "rank-0.json"
         hint = f"look at {file} and the other ranks': non-finite gradients, and the samples"
     if not counted:
+        bad = "no target of its batch counts, and the loss is the mean over those that do"
         hint = "a larger batch_size, or less that does not count; on_nonfinite='skip' leaves such steps out"
+    if skipped_in_a_row:
+        bad += f", after {skipped_in_a_row} steps in a row that were skipped"
     seen = f"loss: {loss}   gradient norm: {grad_norm}"
     return NonFiniteError(f"cannot take step {step}", bad, seen, hint)
 
@@ -106,14 +104,8 @@ def dump_nonfinite(
     """
     rows = [{"name": name, **_describe(param)} for name, param in named_parameters]
     rows.sort(key=lambda row: (-row.get("grad_nonfinite", 0), -row["value_nonfinite"]))
-    report = {
-        "step": step,
-        "rank": rank,
-        "loss": _number(loss),
-        "grad_norm": _number(grad_norm),
-        "samples": [int(index) for index in samples],
-        "parameters": rows,
-    }
+    report: dict[str, Any] = {"step": step, "rank": rank, "loss": _number(loss), "grad_norm": _number(grad_norm)}
+    report |= {"samples": [int(index) for index in samples], "parameters": rows}
     path = _folder(folder, step) / f"rank-{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -31,6 +31,7 @@ from hyper_parallel.core.redistribute.plan import plan_for
 from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.models.lora import is_of_adapter
 from hyper_parallel.platform import Platform, get_platform
+from hyper_parallel.trainer import report
 from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples, windows_that_count
 from hyper_parallel.trainer.guards import StopRequest, action_after, dump_nonfinite, nonfinite_error
@@ -39,15 +40,7 @@ from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimiz
 from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss, Split, describe_axes, shard_given
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from hyper_parallel.trainer.preflight import check_given, check_lora, check_platform, plan_run, read_text
-from hyper_parallel.trainer.report import (
-    KEPT,
-    JsonlLog,
-    Prediction,
-    StepRecord,
-    TensorBoardLog,
-    TrainResult,
-    profiled_steps,
-)
+from hyper_parallel.trainer.report import Prediction, StepRecord, TrainResult
 from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape, model_of_folder
 from hyper_parallel.trainer.watchdog import RunWatchdog, default_store
 
@@ -201,16 +194,8 @@ class Trainer:
         self.rates = Rates(config.optimizer, train.steps, lr_scheduler)
         self.steps_done = self.samples_used = self.skipped = 0
         self._are_same = False  # the batches of the ranks' loaders: looked at once
-        self.saver = Saver(
-            config,
-            self.model,
-            self.optimizer,
-            self.device,
-            rank=place.rank,
-            world_size=place.world_size,
-            shape=shape,
-            corpus=self.corpus,
-        )
+        kept: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "shape": shape}
+        self.saver = Saver(config, self.model, self.optimizer, self.device, **kept, corpus=self.corpus)
         self._resume()
 
     def _made(self, make: MakeModel) -> nn.Module:
@@ -248,14 +233,16 @@ class Trainer:
     def run(self, on_step: OnStep | None = None) -> TrainResult:
         """Take all remaining steps, log them, validate at the end, and save when it is time."""
         train, first_rank = self.config.train, self.place.rank == 0
-        records, first_step = deque[StepRecord](maxlen=KEPT), self.steps_done + 1
+        records, first_step = deque[StepRecord](maxlen=report.KEPT), self.steps_done + 1
         stopped: str | None = None
         with ExitStack() as stack:
-            log = stack.enter_context(JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
-            board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None, self.steps_done))
+            log = stack.enter_context(report.JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
+            board = stack.enter_context(
+                report.TensorBoardLog(train.tensorboard if first_rank else None, self.steps_done)
+            )
             stack.enter_context(self.saver)
             recorded = train.profile_steps if first_rank else 0
-            after_step = stack.enter_context(profiled_steps(train.out() / "profile.json", recorded))
+            after_step = stack.enter_context(report.profiled_steps(train.out() / "profile.json", recorded))
             while self.steps_done < train.steps and stopped is None:
                 self._tell(self.steps_done + 1, "training")
                 record = self.step()

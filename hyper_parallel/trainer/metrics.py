@@ -24,12 +24,7 @@ def model_flops_utilisation(
 
     Activation recompute does not count as work (Chowdhery et al. 2022, PaLM, appendix B). The peak is that of bf16,
     whatever the run computes in.
-
-    Args:
-        tokens_per_s: tokens of the global batch by the time of a step.
-        flops_per_token: see the function `flops_per_token`; None: not known.
-        device_name: as `Platform.name()` returns it.
-        world_size: number of devices.
+    `tokens_per_s` are of the global batch, and `device_name` is as `Platform.name()` returns it.
     """
     peak = peak_flops(device_name)
     return None if peak is None or flops_per_token is None else tokens_per_s * flops_per_token / (peak * world_size)

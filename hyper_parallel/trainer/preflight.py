@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -371,10 +372,9 @@ def available_memory() -> int | None:
 
 
 def _read(path: str) -> str:
-    try:
+    with suppress(OSError):
         return Path(path).read_text()
-    except OSError:
-        return ""
+    return ""
 
 
 def _check_log(path: Path) -> None:
@@ -391,12 +391,10 @@ def _check_log(path: Path) -> None:
 
 
 def _is_log(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            first = json.loads(file.readline(100_000))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and "step" in first
+    with suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
+        first = json.loads(file.readline(100_000))
+        return isinstance(first, dict) and "step" in first
+    return False
 
 
 def _check_writable(path: Path, asked: str, seen: str, hint: str) -> None:

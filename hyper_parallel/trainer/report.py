@@ -289,10 +289,7 @@ def profiled_steps(path: Path, steps: int) -> Iterator[Callable[[], None]]:
             ...
 
     The first step builds what is kept from then on, and during the second one the profiler starts: both are left out.
-
-    Args:
-        path: of the file.
-        steps: to record; 0 records none, and costs nothing.
+    None is recorded for 0 `steps`, which costs nothing.
     """
     if not steps:
         yield lambda: None

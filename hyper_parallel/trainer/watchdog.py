@@ -473,13 +473,8 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path, 
       try: out/stuck/rank-1.txt shows what it is about; a longer timeout where a step may take this long
 
     A rank that has failed is to blame first; then, one that does not answer; then, one in no communication, of those
-    that are behind if there are any; then, those that are behind.
-
-    Args:
-        reports: of the ranks that have answered.
-        world_size: of the run.
-        folder: where the stacks are.
-        has_recordings: whether the last collectives are there, too.
+    that are behind if there are any; then, those that are behind. Stacks are in `folder`, and with `has_recordings` the
+    last collectives, too; `reports` are of the ranks that have answered.
     """
     answered = {report.rank: report for report in sorted(reports, key=lambda report: report.rank)}
     silent = [rank for rank in range(world_size) if rank not in answered]
