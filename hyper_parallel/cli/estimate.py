@@ -123,8 +123,7 @@ def _run(file: Path | None, given: Given, model: str | None, start_from: str | N
     is_trained = spec is not None and type(spec.config) in (LlamaConfig, MoEConfig)
     changes = [*given["model"], *given["experts"]]
     if spec is not None and not is_trained and changes:
-        blame = "it has a shape of its own, which they are no part of"
-        seen = f"given: {', '.join(changes)}"
+        blame, seen = "it has a shape of its own, which they are no part of", f"given: {', '.join(changes)}"
         raise InvalidValue(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out")
     run = read_run(file, given, start_from, shape=spec.config if spec is not None and is_trained else None)
     return run, None if is_trained else spec
@@ -292,9 +291,6 @@ def _recipes(recipe: Any, stays: set[str]) -> list[Any]:
     ]
 
 
-# -- from options to what the simulator takes --------------------------------------------------------------------------
-
-
 def _model(name: str) -> Any:
     """Return the name of a known model, or what a function of the user's returns."""
     from hyper_parallel.cli.subject import named_object
@@ -307,9 +303,6 @@ def _model(name: str) -> Any:
         hint = "return sim.mesh.Custom(...), a LlamaConfig or a MoEConfig"
         raise InvalidValue(f"cannot use --model {name}", blame, f"returned: {type(made).__name__}", hint)
     return made
-
-
-# -- what a person sees ------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -142,17 +142,15 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     if not parts[1]:
         found = f"{count} record(s)" if root.is_file() else f"{count} file(s) that match '{data.pattern}'"
         blame = f"at least {VALID_EVERY} are needed, one in {VALID_EVERY} is held back for validation"
-        raise InvalidValue(f"found {found} in '{root}'", blame, f"path: {root}", _other_text(root, data.pattern))
+        there = {file.suffix for file in root.rglob("*") if file.is_file()} if root.is_dir() else set[str]()
+        other = (f"*{suffix}" for suffix in (*_RECORDS, ".txt", ".md") if suffix in there)
+        pattern = next((each for each in other if each != data.pattern), None)
+        hint = "another [data] path or pattern, or more text"
+        hint = f"[data] pattern = '{pattern}' (--data-pattern)" if pattern else hint
+        raise InvalidValue(f"found {found} in '{root}'", blame, f"path: {root}", hint)
     train, valid = (cast("Tokens", np.concatenate(part)) for part in parts)
     source = "the Python standard library" if data.path is None else str(root)
     return Corpus(train, valid, count, source, has_bytes, size >= data.max_bytes)
-
-
-def _other_text(root: Path, pattern: str) -> str:
-    """Say what to try where a folder or file has too little text: the files that it does have, if there are any."""
-    there = {file.suffix for file in root.rglob("*") if file.is_file()} if root.is_dir() else set[str]()
-    known = [f"'*{suffix}'" for suffix in (*_RECORDS, ".txt", ".md") if suffix in there and pattern != f"*{suffix}"]
-    return f"[data] pattern = {known[0]} (--data-pattern)" if known else "another [data] path or pattern, or more text"
 
 
 _RECORDS = (".jsonl", ".parquet")
@@ -299,8 +297,7 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         try:
             return template.render(some, **flags)
         except ValueError as error:  # templates raise errors of their own
-            hint = "a tokenizer with a chat template, and messages that it takes"
-            seen = f"messages: {messages!r}"[:200]
+            hint, seen = "a tokenizer with a chat template, and messages that it takes", f"messages: {messages!r}"[:200]
             raise InvalidValue(asked, f"its template fails: {error}", seen, hint) from None
 
     whole = render(messages)
@@ -366,11 +363,7 @@ def _marked(ids: npt.NDArray[np.int32], counts: npt.NDArray[np.bool_]) -> Tokens
 def load_tokenizer(folder: str) -> Any:
     """Load a tokenizer of transformers; nothing is fetched.
 
-    Args:
-        folder: with its files.
-
-    Raises:
-        ValueError: there is none, or it cannot say where in the text its tokens are.
+    Raise ValueError if `folder` has none, or one that cannot say where in the text its tokens are.
     """
     asked = f"cannot load the tokenizer {folder}"
     hint = "a folder that AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) has written"

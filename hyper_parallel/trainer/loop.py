@@ -209,9 +209,8 @@ class Trainer:
         flat = [flat_bytes(param.detach().contiguous()) for param in params]
         bits = [int(some.sum()) * (n + 1) for n, some in enumerate(flat)]
         if not self.ranks.agree(sum(bits) % 2**62):
-            blame = "the ranks' models have other weights"
-            hint = "the same folder, or torch's generator for random ones"
-            raise InvalidValue(asked, blame, f"model(): {type(model).__name__}", hint)
+            hint, seen = "the same folder, or torch's generator for random ones", f"model(): {type(model).__name__}"
+            raise InvalidValue(asked, "the ranks' models have other weights", seen, hint)
         return model
 
     def _plan_for(self, named: str | None, mesh: DeviceMesh) -> None:
@@ -420,10 +419,8 @@ def training_step(
     Communication: that of the model, of the loss over `groups`, and of `clip_gradients`.
 
     Args:
-        model: this rank's part of it.
-        optimizer: of its parameters, with the rates of this step.
-        inputs: ids (batch, seq) of this rank, on its device.
-        targets: likewise; `IGNORED` for tokens that do not count.
+        model, optimizer: this rank's part, and the optimizer of its parameters, with the rates of this step.
+        inputs, targets: ids (batch, seq) of this rank, on its device; targets that do not count are `IGNORED`.
         share: the loss; knows the number of tokens of the global batch.
         groups: what the loss is added up over.
         accumulate: backward passes; with a pipeline its micro-batches, which it knows itself.
@@ -495,10 +492,8 @@ class RankPlace:
     """Which rank this is, and of how many.
 
     Args:
-        rank: number in the world.
-        local_rank: number on its machine, which is also its device.
-        world_size: ranks in the world.
-        local_world_size: ranks on this machine.
+        rank, local_rank: number in the world, and on its machine, which is also its device.
+        world_size, local_world_size: ranks in the world, and on this machine.
     """
 
     rank: int = 0
@@ -561,9 +556,7 @@ class RankPlace:
 def process_group(platform: Platform, place: RankPlace) -> Iterator[None]:
     """Hold torch.distributed's process group for the block; one that is there already is used and left alone.
 
-    Args:
-        platform: has the backend: gloo, nccl or hccl.
-        place: the calling rank; alone in its world it needs no rendezvous.
+    It has the backend of `platform`: gloo, nccl or hccl. A rank alone in its world needs no rendezvous.
     """
     if dist.is_initialized():
         yield
@@ -585,8 +578,7 @@ class RunGroups:
     """The groups of a run that numbers are added up over, of the calling rank.
 
     Args:
-        dims: the degrees; their mesh is built, unless `meshed` is False.
-        meshed: False for one process without torch.distributed.
+        dims, meshed: the degrees, whose mesh is built; False for one process without torch.distributed.
         device: where the numbers are.
         dtype: that losses are added up in, of weights; not every device has float64.
     """

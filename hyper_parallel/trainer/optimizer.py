@@ -136,12 +136,8 @@ class Rates:
     is the same whatever the degrees.
 
     Args:
-        config: the named schedule; a scheduler starts from its `lr`.
-        steps: of the run.
-        make: see `train`; None: the named schedule.
-
-    Raises:
-        TypeError: `make` returns no scheduler of torch.
+        config, steps: the named schedule of a run of so many steps; a scheduler starts from its `lr`.
+        make: see `lr_scheduler` of `train`; None: the named schedule. A TypeError if it returns no scheduler of torch.
     """
 
     def __init__(self, config: OptimizerConfig, steps: int, make: MakeScheduler | None = None) -> None:

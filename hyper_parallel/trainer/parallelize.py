@@ -154,11 +154,9 @@ def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | No
     """Let attention reach over all ranks along cp, of which each has a part of every sequence."""
     if not dims.cp_enabled:
         return None
-    mesh, ulysses = dims.get_mesh("cp"), dims.ulysses_degree
-    contexts = [  # a stage without a layer has no attention
-        context_parallel(model, mesh, ulysses) if len(model.layers) else ContextParallel(mesh, ulysses)
-        for model in models
-    ]
+    over = dims.get_mesh("cp"), dims.ulysses_degree
+    # A stage without a layer has no attention.
+    contexts = [context_parallel(each, *over) if len(each.layers) else ContextParallel(*over) for each in models]
     return contexts[0]  # all are equal
 
 

@@ -27,10 +27,8 @@ def parallelize_llama(
     """Build this rank's part of a Llama, dense or with experts, with the same weights in it whatever the degrees.
 
     Args:
-        run: the model's shape, and how to arrange the ranks.
-        dims: the degrees; the mesh is built, unless all of them are 1.
-        device: where the weights go.
-        loss: what ends the last stage of a pipeline.
+        run, dims: the run, and its degrees; the mesh is built, unless all of them are 1.
+        device, loss: where the weights go, and what ends the last stage of a pipeline.
         hooks: what a recording of it changes.
 
     Raises:

@@ -167,11 +167,7 @@ def _check_saving(keep: CheckpointConfig) -> None:
 
 
 def check_lora(config: Config) -> None:
-    """Check that a run with adapters has a model to adapt, and layers that they go to.
-
-    Raises:
-        ValueError: no weights to start from, or targets that the model does not have.
-    """
+    """Raise ValueError for adapters without weights to start from, or with targets that the model does not have."""
     if not config.lora.rank and config.lora.targets == ALL:
         return
     if config.lora.rank and config.train.start_from is None:
@@ -233,11 +229,9 @@ def check_platform(config: Config, platform: Platform) -> None:
 
 
 def read_text(config: Config) -> Corpus:
-    """Load the text of a run, if its model can be trained on it.
+    """Load the text of a run, see `load_corpus`, if its model can be trained on it.
 
-    Raises:
-        ValueError: as `load_corpus`; too little text for a sequence, none that counts, or tokens that the model does
-            not know.
+    Raise ValueError for too little text, none that counts, or tokens that the model does not know.
     """
     corpus = load_corpus(config.data)
     check_length(corpus.train, config.train.seq_len, "training")

@@ -9,7 +9,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,7 +135,7 @@ class TrainResult:
         return tokens / self.seconds if self.steps else 0.0
 
 
-class JsonlLog:
+class JsonlLog(AbstractContextManager["JsonlLog"]):
     """A JSONL file with one line per step, on disk as soon as the step is done: a run that is cut short keeps its log.
 
     A field that does not apply is not in its line. A disk that is full ends the log, with a warning, and not the
@@ -170,9 +170,6 @@ class JsonlLog:
             except OSError as error:
                 warnings.warn(f"the log {self._path} ends before step {record.step}: {error.strerror}", stacklevel=2)
                 self._close()
-
-    def __enter__(self) -> JsonlLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._close()
@@ -229,7 +226,7 @@ def check_tensorboard() -> None:
         raise InvalidValue(asked, blame, "find_spec('tensorboard') is None", hint)
 
 
-class TensorBoardLog:
+class TensorBoardLog(AbstractContextManager["TensorBoardLog"]):
     """Writes the records of a run as TensorBoard's scalars; a context, used by the first rank alone.
 
         with TensorBoardLog("out/tensorboard") as log:
@@ -273,9 +270,6 @@ class TensorBoardLog:
             if value is not None:
                 self._writer.add_scalar(curve, value, record.step)
 
-    def __enter__(self) -> TensorBoardLog:
-        return self
-
     def __exit__(self, *_: object) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -318,11 +312,6 @@ class TrainingDisplay:
     Behind that stand MFU and memory, where the record has them, and the validation loss. It starts no thread of its
     own. Where the console is no terminal, it prints the first, every tenth part, and the last step instead of drawing a
     bar.
-
-    Args:
-        console: where to draw.
-        title: name of the run.
-        steps: how many there will be.
     """
 
     def __init__(self, console: Console, title: str, steps: int) -> None:
@@ -396,9 +385,8 @@ def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
         tokens/s      5,000       4,000   -20 %
         memory     1.50 GiB    1.35 GiB   -10 %
 
-    Args:
-        steps: of a run; the first one, which warms caches up and makes the optimizer's state, counts only if it is
-            alone. Of the others the median time counts, and the most memory.
+    The first step, which warms caches up and makes the optimizer's state, counts only if it is alone. Of the others the
+    median time counts, and the most memory.
     """
     steps = [record for record in (steps[1:] or steps) if record.predicted is not None]
     if not steps or steps[-1].predicted is None:

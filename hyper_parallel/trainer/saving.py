@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Progress:
     skipped: int
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """Saves a run to its folder, and finds what to go on from; without a folder it does nothing.
 
     Any run can go on from it, whatever its degrees. With the same ones it goes on bit for bit as if it had not stopped:
@@ -118,13 +118,11 @@ class Saver:
             raise
 
     def _load(self, files: Checkpointer) -> Progress | None:
-        failure: Exception | None = None
-        found = (list[Path](), False)
-        if self.rank == 0:
-            try:
-                found = _to_go_on_from(self.config, files)
-            except (CheckpointError, ValueError) as error:
-                failure = error
+        failure, found = None, (list[Path](), False)
+        try:
+            found = _to_go_on_from(self.config, files) if self.rank == 0 else found
+        except (CheckpointError, ValueError) as error:
+            failure = error
         paths, goes_back = Peers.of(None).agree(failure, found)[0]
         for path in paths:
             try:
@@ -177,9 +175,6 @@ class Saver:
         if self.config.checkpoint.resume_step is not None:
             extra["went_back_to"] = self.config.checkpoint.resume_step
         self._note(self._files.save(progress.steps, tensors, extra, per_rank={**own, **self._generators()}))
-
-    def __enter__(self) -> Saver:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error, ranks that wait for each other here could wait for ever, unless all ranks raise it.
@@ -437,9 +432,8 @@ def export_checkpoint(
     elif base is not None:
         model = _filled_other(path, metadata, shape, lora, base)
     else:
-        blame = f"it is of a {kind}, which train(config, model=...) was given"
-        hint = "export_given(checkpoint, model, folder)"
-        raise InvalidValue(f"cannot export {path}", blame, f"kind: {kind}", hint)
+        blame, seen = f"it is of a {kind}, which train(config, model=...) was given", f"kind: {kind}"
+        raise InvalidValue(f"cannot export {path}", blame, seen, "export_given(checkpoint, model, folder)")
     if config is not None and (merge or not lora.rank):
         if lora.rank:
             load_huggingface({name: x for name, x in model.state_dict().items() if not is_of_adapter(name)}, str(base))
@@ -494,9 +488,8 @@ def _filled(
     if lora.rank:
         tensors = {name: tensor for name, tensor in tensors.items() if is_of_adapter(name)}
     if lacking := [name for name in tensors if name not in metadata.tensors]:
-        blame = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model"
-        hint = "the checkpoint of a whole model"
-        raise InvalidValue(f"cannot export {path}", blame, f"tensors: {len(metadata.tensors)}", hint)
+        blame, seen = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model", len(metadata.tensors)
+        raise InvalidValue(f"cannot export {path}", blame, f"tensors: {seen}", "the checkpoint of a whole model")
     load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
     if config.tie_embeddings and model.head is not None and model.embed is not None:
         model.head.weight = model.embed.weight

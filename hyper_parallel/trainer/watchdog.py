@@ -368,10 +368,8 @@ class RankReport:
     """What a rank says of itself when a run is stuck.
 
     Args:
-        rank: who.
-        step: the step that it is in.
-        beats: how often it has reported progress.
-        seconds: since then.
+        rank, step: who, and the step that it is in.
+        beats, seconds: how often it has reported progress, and the time since then.
         doing: what it was about.
         waits_in: the call in which it waits for other ranks, "" where it does not.
         lines: the innermost calls of its main thread, the last one last.

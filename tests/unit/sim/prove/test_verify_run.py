@@ -83,9 +83,10 @@ def test_what_is_stored_in_another_dtype_than_asked_for_is_found(name: str) -> N
     right(verify_run(run, 2))
     opposite = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}
     if rank:
+        as_asked = parallelize.in_dtype
 
         def held_wide(model: Any, stored: Callable[[Any], torch.dtype], buffers: torch.dtype) -> None:
-            parallelize.in_dtype(model, lambda param: torch.promote_types(stored(param), torch.float32), buffers)
+            as_asked(model, lambda param: torch.promote_types(stored(param), torch.float32), buffers)
 
         fault: Any = mock.patch.object(parallelize, "in_dtype", held_wide)
         said = "embed.weight as it is stored: it is in float32 on ranks 0, 1, and bfloat16 is asked for"
