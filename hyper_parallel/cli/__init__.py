@@ -46,9 +46,8 @@ for _command in (train.train, train.demo, train.export, train.plot, plan.plan, v
     app.command()(_command)
 # What follows the script is its own.
 app.command(context_settings={"allow_interspersed_args": False})(simulate.simulate)
-for _command in (estimate.estimate, estimate.search):
+for _command in (estimate.estimate, estimate.search, doctor.doctor):
     app.command()(_command)
-app.command()(doctor.doctor)
 app.add_typer(hardware.hardware, name="hardware")
 
 

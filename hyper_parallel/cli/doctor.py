@@ -41,15 +41,9 @@ _BOUND = re.compile(r"(<=|>=|<|>|==|!=|~=)\s*([\d.]+)")
 
 
 class _Finding(NamedTuple):
-    """A line of the report.
+    """A line of a part of the report: what was looked for, what is there, what it is for or why it is not there.
 
-    Attributes:
-        part: of the report.
-        name: what was looked for.
-        found: what is there; empty for nothing.
-        about: what it is for, or why it is not there.
-        remedy: the command that puts it right; empty where nothing needs to be done.
-        stops: whether training cannot start without it.
+    `remedy` is the command that puts it right; without what `stops`, training cannot start.
     """
 
     part: str

@@ -16,21 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hyper_parallel import __version__
-from hyper_parallel.cli.kit import (
-    DOES_NOT_FIT,
-    INTERRUPTED,
-    busy,
-    check_can_draw,
-    check_can_write,
-    mistakes_as_messages,
-    print_wide,
-    say_error,
-    sigterm_as_ctrl_c,
-    stderr_console,
-    stdout_console,
-)
+from hyper_parallel.cli import kit
+from hyper_parallel.cli.kit import mistakes_as_messages, option
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
+from hyper_parallel.cli.run import BUT_MODEL, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -40,42 +29,37 @@ GIB = 2**30
 _OTHER, _OUT = "What is no part of a run", "What comes out"
 
 
-def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **rest)
-
-
 # What `estimate` and `search` have in common beside fields of dataclasses
 Routing = Annotated[
     float | None,
-    _option("Skew of the loads of experts: expert i gets 1 / i ** so many; default: the same.", _OTHER, min=0),
+    option("Skew of the loads of experts: expert i gets 1 / i ** so many; default: the same.", panel=_OTHER, min=0),
 ]
 Model = Annotated[
-    str | None, _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own.")
+    str | None, option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own.")
 ]
-Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
+Json = Annotated[str | None, option("Write everything as JSON to this file; -: to the terminal.", "--json", panel=_OUT)]
 
 
-_NO_MODEL = tuple(option for option in RUN_OPTIONS if (option.group, option.field) != ("train", "model"))
-
-
-@with_options(*_NO_MODEL)
+@with_options(*BUT_MODEL)
 def estimate(
     given: Given,
     words: RunWords = None,
-    devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
+    devices: Annotated[int | None, option("Devices in all; default: as many as the degrees need.")] = None,
     model: Model = None,
     start_from: StartFrom = None,
     routing: Routing = None,
     budget: Annotated[
         float | None,
-        _option("GiB of a device: estimate the fastest checkpointing that needs no more, and say which it is.", _OTHER),
+        option(
+            "GiB of a device: estimate the fastest checkpointing that needs no more, and say which it is.", panel=_OTHER
+        ),
     ] = None,
-    in_words: Annotated[bool, _option("Say it in words, too, and what to change.", _OUT, "--explain")] = False,
-    tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
-    plot: Annotated[Path | None, _option("PNG file: the timeline and the memory of a step.", _OUT)] = None,
-    trace: Annotated[Path | None, _option("JSON file for ui.perfetto.dev: the timeline.", _OUT)] = None,
+    in_words: Annotated[bool, option("Say it in words, too, and what to change.", "--explain", panel=_OUT)] = False,
+    tries: Annotated[int, option("How many of these changes to estimate.", "--try", panel=_OUT, min=0)] = 0,
+    plot: Annotated[Path | None, option("PNG file: the timeline and the memory of a step.", panel=_OUT)] = None,
+    trace: Annotated[Path | None, option("JSON file for ui.perfetto.dev: the timeline.", panel=_OUT)] = None,
     compare: Annotated[
-        Path | None, _option("Trace of torch.profiler, as of train --profile-steps, to put beside.", _OUT)
+        Path | None, option("Trace of torch.profiler, as of train --profile-steps, to put beside.", panel=_OUT)
     ] = None,
     json_file: Json = None,
 ) -> None:
@@ -92,28 +76,30 @@ def estimate(
             _hardware(given["train"].get("hardware"))
         from sim.mesh.estimate import estimate_job
         from sim.mesh.job import Job
+        from sim.mesh.recipe import Routing
         from sim.mesh.searching.budget import NoPolicyFits, fit_job
 
-        check_can_draw(plot)
-        for path in (trace, None if json_file in (None, "-") else Path(str(json_file))):
-            check_can_write(path)
+        kit.check_can_draw(plot)
+        _check_files(trace, json_file)
         if budget is not None and "checkpointing" in given["parallel"]:
             blame, seen = "a budget chooses the checkpointing", f"--checkpointing {given['parallel']['checkpointing']}"
             raise InvalidValue(f"cannot use --budget {budget:g}", blame, seen, "one of both options")
         run, spec = _run(config, given, model, start_from)
         hardware = _hardware(run.train.hardware)
-        job = Job.of_run(run, devices_of(run, devices), model=spec, routing=_routing(routing))
-        with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
+        job = Job.of_run(
+            run, devices_of(run, devices), model=spec, routing=None if routing is None else Routing.zipf(routing)
+        )
+        with kit.busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             try:
                 found = estimate_job(job, hardware) if budget is None else fit_job(job, hardware, budget * GIB)
             except NoPolicyFits as error:
-                say_error(str(error))
-                raise typer.Exit(DOES_NOT_FIT) from None
-        _show_estimate(found, in_words or tries > 0, tries, plot, trace, compare, json_file)
+                kit.say_error(str(error))
+                raise typer.Exit(kit.DOES_NOT_FIT) from None
+        _show_estimate(found, tries if in_words or tries else None, plot, trace, compare, json_file)
         if budget is not None and json_file != "-":
-            print_wide(f'\nthe fastest within {budget:g} GiB: --checkpointing "{found.recipe.activations}"')
+            kit.print_wide(f'\nthe fastest within {budget:g} GiB: --checkpointing "{found.recipe.activations}"')
     if not found.memory.fits():
-        raise typer.Exit(DOES_NOT_FIT)
+        raise typer.Exit(kit.DOES_NOT_FIT)
 
 
 def _hardware(named: str | None) -> str:
@@ -137,22 +123,16 @@ def _run(file: Path | None, given: Given, model: str | None, start_from: str | N
     is_trained = spec is not None and type(spec.config) in (LlamaConfig, MoEConfig)
     changes = [*given["model"], *given["experts"]]
     if spec is not None and not is_trained and changes:
-        blame = "it has a shape of its own, which they are no part of"
-        seen = f"given: {', '.join(changes)}"
+        blame, seen = "it has a shape of its own, which they are no part of", f"given: {', '.join(changes)}"
         raise InvalidValue(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out")
     run = read_run(file, given, start_from, shape=spec.config if spec is not None and is_trained else None)
     return run, None if is_trained else spec
 
 
 def _show_estimate(
-    found: Any,
-    in_words: bool,
-    tries: int,
-    plot: Path | None,
-    trace: Path | None,
-    compare: Path | None,
-    json_file: str | None,
+    found: Any, tries: int | None, plot: Path | None, trace: Path | None, compare: Path | None, json_file: str | None
 ) -> None:
+    """Print and write an estimate, in words as well unless `tries` is None, see `estimate`."""
     from sim.mesh.estimate import estimate as estimate_step
     from sim.mesh.explain import explain as in_prose
     from sim.mesh.pricing.profiled import predicted_step, rank_of_trace, read_trace
@@ -161,37 +141,36 @@ def _show_estimate(
     content = estimate_dict(found)
     measured = None if compare is None else read_trace(compare)
     if json_file != "-":
-        print_wide(estimate_view(found))
-        if in_words:
-            with busy("estimating what could be changed"):
+        kit.print_wide(estimate_view(found))
+        if tries is not None:
+            with kit.busy("estimating what could be changed"):
                 said = in_prose(found, tries, estimate_step)
-            print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
+            kit.print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
     for path in (plot, trace):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             (found.timeline.plot if path is plot else found.timeline.to_chrome)(path)
             _say_written(path, json_file)
     if compare is not None and measured is not None:
         predicted = predicted_step(found, rank_of_trace(compare))
         content["compared"] = comparison_dict(predicted, measured)
         if json_file != "-":
-            stdout_console().print()
-            print_wide(comparison_view(predicted, measured))
+            kit.stdout_console().print()
+            kit.print_wide(comparison_view(predicted, measured))
     _write_json(content, json_file)
 
 
-@with_options(*_NO_MODEL)
+@with_options(*BUT_MODEL)
 def search(
     given: Given,
-    devices: Annotated[int, _option("Devices in all.", min=1)],
+    devices: Annotated[int, option("Devices in all.", min=1)],
     words: RunWords = None,
     model: Model = None,
     start_from: StartFrom = None,
-    memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
-    limit: Annotated[int, _option("Most candidates to estimate, before chunks of the best.", min=1)] = 24,
+    memory_limit: Annotated[float | None, option("GiB of a device; default: what the hardware has.")] = None,
+    limit: Annotated[int, option("Most candidates to estimate, before chunks of the best.", min=1)] = 24,
     routing: Routing = None,
-    rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
-    write: Annotated[Path | None, _option("TOML file: the best run, for train.", _OUT)] = None,
+    rows: Annotated[int, option("Rows of the ranking to print.", panel=_OUT, min=1)] = 10,
+    write: Annotated[Path | None, option("TOML file: the best run, for train.", panel=_OUT)] = None,
     json_file: Json = None,
 ) -> None:
     """Rank the ways to train a run on a number of devices; what its file or an option says stays as it is.
@@ -204,7 +183,7 @@ def search(
         from hyper_parallel.core.mesh.parallel_dims import DEGREES
         from hyper_parallel.trainer.preflight import plan_run
         from sim.mesh.models import find_model
-        from sim.mesh.recipe import Recipe
+        from sim.mesh.recipe import Recipe, Routing
         from sim.mesh.searching.explore import NothingFits
         from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
         from sim.mesh.searching.search import search as search_ways
@@ -212,8 +191,7 @@ def search(
         config = file_of(words, given)
         if config is None:
             _hardware(given["train"].get("hardware"))
-        for path in (write, None if json_file in (None, "-") else Path(str(json_file))):
-            check_can_write(path)
+        _check_files(write, json_file)
         run, spec = _run(config, given, model, start_from)
         hardware = _hardware(run.train.hardware)
         if spec is not None and write is not None:
@@ -228,7 +206,7 @@ def search(
             plan_run(arranged_run(run, one), devices)
 
         try:
-            with SearchBar(stderr_console()) as bar, sigterm_as_ctrl_c():
+            with SearchBar(kit.stderr_console()) as bar, kit.sigterm_as_ctrl_c():
                 result = search_ways(
                     found_model,
                     hardware,
@@ -236,7 +214,7 @@ def search(
                     run.train.batch_size,
                     None if memory_limit is None else memory_limit * GIB,
                     seq_len=run.train.seq_len,
-                    recipes=_recipes(Recipe.of(run, _routing(routing)), stays),
+                    recipes=_recipes(Recipe.of(run, None if routing is None else Routing.zipf(routing)), stays),
                     fixed={name: size for name, size in degrees.items() if size not in (None, -1)},
                     limit=limit,
                     progress=bar.on_estimate,
@@ -246,20 +224,19 @@ def search(
                     accepts=accepts if spec is None else None,
                 )
         except NothingFits as error:
-            say_error(str(error))
-            raise typer.Exit(DOES_NOT_FIT) from None
+            kit.say_error(str(error))
+            raise typer.Exit(kit.DOES_NOT_FIT) from None
         if json_file != "-":
-            print_wide(search_view(result, rows))
+            kit.print_wide(search_view(result, rows))
         if write is not None:
             from hyper_parallel.trainer.config import RUN, changed_text
 
             text = changed_text(None if config is None else RUN.read(config), arranged_run(run, result.best.candidate))
-            write.parent.mkdir(parents=True, exist_ok=True)
             write.write_text(_provenance(result.best.estimate) + _PROVENANCE.sub("", text), encoding="utf-8")
             _say_written(write, json_file)
         _write_json(search_dict(result), json_file)
     if not result.complete:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(kit.INTERRUPTED)
 
 
 def _provenance(best: Any) -> str:
@@ -314,15 +291,6 @@ def _recipes(recipe: Any, stays: set[str]) -> list[Any]:
     ]
 
 
-# -- from options to what the simulator takes --------------------------------------------------------------------------
-
-
-def _routing(skew: float | None) -> Any:
-    from sim.mesh.recipe import Routing
-
-    return None if skew is None else Routing.zipf(skew)
-
-
 def _model(name: str) -> Any:
     """Return the name of a known model, or what a function of the user's returns."""
     from hyper_parallel.cli.subject import named_object
@@ -337,9 +305,6 @@ def _model(name: str) -> Any:
     return made
 
 
-# -- what a person sees ------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _mistakes_as_messages() -> Iterator[None]:
     """Turn mistakes, and operations that have no price, into one message and exit code 2."""
@@ -348,18 +313,22 @@ def _mistakes_as_messages() -> Iterator[None]:
         yield
 
 
+def _check_files(path: Path | None, json_file: str | None) -> None:
+    """Refuse what cannot be written, and make the folders of what can."""
+    kit.check_can_write(path)
+    kit.check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
+
+
 def _write_json(content: dict[str, Any], where: str | None) -> None:
     if where is None:
         return
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     if where == "-":
-        stdout_console().file.write(text)
+        kit.stdout_console().file.write(text)
         return
-    path = Path(where)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    _say_written(path, where)
+    Path(where).write_text(text, encoding="utf-8")
+    _say_written(Path(where), where)
 
 
 def _say_written(path: Path, json_file: str | None) -> None:
-    (stderr_console() if json_file == "-" else stdout_console()).print(f"wrote {path}")
+    (kit.stderr_console() if json_file == "-" else kit.stdout_console()).print(f"wrote {path}")

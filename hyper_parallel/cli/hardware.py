@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hyper_parallel.cli.kit import busy, check_can_write, mistakes_as_messages, print_wide, stdout_console
+from hyper_parallel.cli.kit import busy, check_can_write, mistakes_as_messages, option, print_wide, stdout_console
 from hyper_parallel.core.common.tables import plain_table
 
 GIB = 2**30
@@ -69,13 +69,13 @@ def show(name: Annotated[str, typer.Argument(help="A name from the list, or the 
 
 @hardware.command()
 def measure(
-    write: Annotated[Path, typer.Option(help="TOML file to write; then: --hardware FILE.")] = Path("out/hardware.toml"),
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu; default: GPUs if there are as many.")] = None,
-    processes: Annotated[int, typer.Option(help="Processes that communicate.", min=1)] = 2,
+    write: Annotated[Path, option("TOML file to write; then: --hardware FILE.")] = Path("out/hardware.toml"),
+    device: Annotated[str | None, option("cpu, cuda or npu; default: GPUs if there are as many.")] = None,
+    processes: Annotated[int, option("Processes that communicate.", min=1)] = 2,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of each process on a CPU; default: its share of the cores.", min=1)
+        int | None, option("Threads of each process on a CPU; default: its share of the cores.", min=1)
     ] = None,
-    steps: Annotated[bool, typer.Option(help="Also measure training steps of tiny models, on a CPU.")] = True,
+    steps: Annotated[bool, option("Also measure training steps of tiny models, on a CPU.")] = True,
 ) -> None:
     """Measure this machine: kernels, memory, communication between processes, and training steps of tiny models.
 
@@ -89,7 +89,6 @@ def measure(
         check_can_write(write)
         with busy("measuring"):
             found = measure_machine(processes, device, threads=threads, steps=steps)
-        write.parent.mkdir(parents=True, exist_ok=True)
         found.write(write)
         stdout_console().print(f"wrote {write}; try: hyper-parallel hardware show {write}")
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -26,6 +27,11 @@ NOT_SAVED = 74  # EX_IOERR in sysexits.h; the watchdog's is 70
 WIDTH = 170  # columns of the widest tables
 _LET_FIRST_SAY_S = 5.0
 _NOT_WRITTEN = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE))  # which reading does not raise
+
+
+def option(help: str, *names: str, panel: str | None = None, **rest: Any) -> Any:
+    """Return an option of a command for `Annotated`: its help comes first, then names other than the parameter's."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **rest)
 
 
 @contextmanager
@@ -132,17 +138,10 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def stdout_console(at_least: int = 0) -> Console:
-    """Write to the real stdout from the first rank; the others stay silent.
-
-    Args:
-        at_least: columns that tables need: where a terminal has fewer, it breaks lines and nothing is left out.
-    """
+def stdout_console() -> Console:
+    """Write to the real stdout from the first rank; the others stay silent."""
     quiet = not is_first_rank()
-    console = Console(file=sys.stdout, quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    if console.width < at_least:
-        console.width = at_least
-    return console
+    return Console(file=sys.stdout, quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def stderr_console() -> Console:
@@ -153,11 +152,10 @@ def stderr_console() -> Console:
 def print_wide(view: RenderableType, width: int = WIDTH) -> None:
     """Print tables to stdout as wide as they are, without the spaces that fill their last columns.
 
-    Args:
-        view: what to print.
-        width: columns at most; a terminal that has fewer breaks lines.
+    A terminal with fewer columns than `width` breaks lines, and nothing is left out.
     """
-    console = stdout_console(width)
+    console = stdout_console()
+    console.width = max(console.width, width)
     with console.capture() as captured:
         console.print(view)
     console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))

@@ -1,4 +1,4 @@
-"""Options of commands that are fields of dataclasses: name, type, default and help come from there.
+"""Options of commands that are fields of dataclasses: name, type and help come from there.
 
 The declaration is read from the source of its module, which is not imported: torch takes seconds, and `--help` and
 wrong options are answered before it.
@@ -19,72 +19,48 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 Given = dict[str, dict[str, Any]]
-"""What the options of a command are given: values by group and field, those that are left out left out."""
+"""What the options of a command are given: values by section and field, those that are left out left out."""
 
 _ROOT = Path(__file__).resolve().parents[2]  # `hyper_parallel` and `sim` lie beside each other, also when installed
 _KINDS = MappingProxyType({"int": int, "float": float, "str": str, "bool": bool, "Any": str})
 
 
 class _Declared(NamedTuple):
-    """A field of a dataclass, as its source declares it.
-
-    Attributes:
-        kind: of its values, None aside.
-        default: which it has; None also where the source computes it.
-        help: first sentence about it in the docstring of the class.
-    """
+    """A field of a dataclass: the kind of its values, None aside, and the first sentence about it in the docstring."""
 
     kind: type
-    default: Any
     help: str
 
 
 class Option(NamedTuple):
-    """An option of a command, and the field that it sets.
+    """An option of a command: the section and the field that it sets, and the parameter as typer takes it."""
 
-    Attributes:
-        group: what the command calls the dataclass.
-        field: name of the field.
-        parameter: of the command, as typer takes it.
-    """
-
-    group: str
+    section: str
     field: str
     parameter: inspect.Parameter
 
 
-def options(
-    group: str, module: str, name: str, *fields: str, panel: str | None = None, optional: bool = False
-) -> tuple[Option, ...]:
-    """Return options for fields of a dataclass.
+def options(section: str, module: str, name: str, **called: str) -> tuple[Option, ...]:
+    """Return an option for each field of a dataclass, without a default: what a file says stays where it is left out.
 
-    >>> (steps, _) = options("train", "hyper_parallel.trainer.config", "TrainConfig", "steps", "log=log_file")
-    >>> steps.parameter.name, steps.parameter.default
-    ('steps', 100)
-
-    A switch that is off by default has no name that turns it off.
+    >>> found = options("train", "hyper_parallel.trainer.config", "TrainConfig", log="log_file", start_from="")
+    >>> [option.parameter.name for option in found if option.field in ("steps", "log", "start_from")]
+    ['steps', 'log_file']
 
     Args:
-        group: see `Given`.
-        module: that declares the dataclass; it is not imported.
+        section: what `Given` calls the dataclass.
+        module: that declares it; it is not imported.
         name: of the dataclass.
-        fields: their names, none for all; "log=log_file" is the field log by the option --log-file.
-        panel: heading of the help that they stand under.
-        optional: they have no default: what a file or a search says stays where they are left out.
+        called: by field, what its option is called; "" is for none.
     """
-    known = declared(module, name)
-    return tuple(_option(group, known[text.partition("=")[0]], text, panel, optional) for text in fields or known)
-
-
-def _option(group: str, found: _Declared, text: str, panel: str | None, optional: bool) -> Option:
-    field, _, called = text.partition("=")
-    parameter, default = called or field, None if optional else found.default
-    flag = f"--{parameter.replace('_', '-')}"
-    names = (flag,) if found.kind is bool and default is False else ()
-    kind: Any = found.kind if default is not None else found.kind | None
-    annotation = Annotated[kind, typer.Option(*names, help=found.help, rich_help_panel=panel)]
-    kept = inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-    return Option(group, field, kept)
+    known, found = declared(module, name), []
+    for field, parameter in ({field: field for field in known} | called).items():
+        kind, text = known[field]
+        asked: Any = Annotated[kind | None, typer.Option(help=text, rich_help_panel=f"Section {section}")]
+        if parameter:
+            keyword = inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=asked)
+            found.append(Option(section, field, keyword))
+    return tuple(found)
 
 
 def with_options(*chosen: Option) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -100,11 +76,11 @@ def with_options(*chosen: Option) -> Callable[[Callable[..., None]], Callable[..
                 parameters.append(own.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
         def run(**values: Any) -> None:
-            given: Given = {option.group: {} for option in chosen}
+            given: Given = {option.section: {} for option in chosen}
             for option in chosen:
                 value = values.pop(option.parameter.name)
                 if value is not None:
-                    given[option.group][option.field] = value
+                    given[option.section][option.field] = value
             command(given=given, **values)
 
         run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
@@ -123,14 +99,14 @@ def declared(module: str, name: str) -> Mapping[str, _Declared]:
     """Read the fields of a dataclass from the source of its module.
 
     >>> declared("hyper_parallel.trainer.config", "CheckpointConfig")["keep"]
-    _Declared(kind=<class 'int'>, default=3, help='How many of the last checkpoints to keep.')
+    _Declared(kind=<class 'int'>, help='How many of the last checkpoints to keep.')
     """
     tree = ast.parse(_ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     said = _said_of_arguments(ast.get_docstring(found) or "")
     return MappingProxyType(
         {
-            node.target.id: _Declared(_kind(node.annotation), _value(node.value), said.get(node.target.id, ""))
+            node.target.id: _Declared(_kind(node.annotation), said.get(node.target.id, ""))
             for node in found.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
@@ -142,22 +118,12 @@ def _kind(annotation: ast.expr) -> type:
     return next((_KINDS[name] for name in names if name in _KINDS), str)
 
 
-def _value(node: ast.expr | None) -> Any:
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except ValueError:
-        return None
-
-
 def _said_of_arguments(docstring: str) -> dict[str, str]:
-    """Return the first sentence about each argument, without quotes: help is no code."""
+    """Return the first sentence about each argument, with a capital letter and without quotes: help is no code."""
     _, _, section = docstring.partition("Args:\n")
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section.partition("\n\n")[0], re.MULTILINE)
-    return {name: _sentence(re.sub(r"\s+", " ", text)) for name, text in entries}
-
-
-def _sentence(text: str) -> str:
-    """Return the first sentence, with a capital letter."""
-    first = re.split(r"(?<=[.])\s+(?=[A-Z\"\d])", text, maxsplit=1)[0].removesuffix(".")
-    plain = re.sub(r"[\"`]", "", first).replace("None: ", "default: ")
-    return f"{plain}." if first.startswith('"') else f"{plain[:1].upper()}{plain[1:]}."
+    said: dict[str, str] = {}
+    for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section.partition("\n\n")[0], re.MULTILINE):
+        first = re.split(r"(?<=[.])\s+(?=[A-Z\"\d])", re.sub(r"\s+", " ", text), maxsplit=1)[0].removesuffix(".")
+        plain = re.sub(r"[\"`]", "", first).replace("None: ", "default: ")
+        said[name] = f"{plain}." if first.startswith('"') else f"{plain[:1].upper()}{plain[1:]}."
+    return said

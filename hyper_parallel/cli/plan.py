@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from hyper_parallel.cli.kit import mistakes_as_messages, stdout_console
+from hyper_parallel.cli.kit import mistakes_as_messages, option, stdout_console
 from hyper_parallel.core.common.errors import InvalidValue
 
 
 def plan(
-    mesh: Annotated[str, typer.Option(help="Axes and their sizes, the last one fastest: dp=2,tp=4")],
-    shape: Annotated[str, typer.Option(help="Sizes of the full tensor: 4096,4096")],
+    mesh: Annotated[str, option("Axes and their sizes, the last one fastest: dp=2,tp=4")],
+    shape: Annotated[str, option("Sizes of the full tensor: 4096,4096")],
     source: Annotated[
         str,
-        typer.Option(
-            "--from",
-            help="Layout it has, one entry per dim: dp,None; several axes on one dim, outer first: dp+tp,None; "
+        option(
+            "Layout it has, one entry per dim: dp,None; several axes on one dim, outer first: dp+tp,None; "
             'reductions still to be taken: "None,None; tp=sum"',
+            "--from",
         ),
     ],
-    target: Annotated[str, typer.Option("--to", help="Layout it should have, written as --from.")],
-    dtype: Annotated[str, typer.Option(help="Of the tensor.")] = "float32",
+    target: Annotated[str, option("Layout it should have, written as --from.", "--to")],
+    dtype: Annotated[str, option("Of the tensor.")] = "float32",
     hardware: Annotated[
-        str | None,
-        typer.Option(help="A name such as h100-sxm, or a file, to take the least time; default: the fewest bytes."),
+        str | None, option("A name such as h100-sxm, or a file, to take the least time; default: the fewest bytes.")
     ] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="If not the usual number for the hardware.")] = None,
+    ranks_per_node: Annotated[int | None, option("If not the usual number for the hardware.")] = None,
     max_extra_bytes: Annotated[
-        int | None, typer.Option(help="Most memory per rank besides its part of the source and of the result.")
+        int | None, option("Most memory per rank besides its part of the source and of the result.")
     ] = None,
-    steps_only: Annotated[bool, typer.Option("--steps-only", help="Print nothing but our steps.")] = False,
+    steps_only: Annotated[bool, option("Print nothing but our steps.", "--steps-only")] = False,
 ) -> None:
     """Show how a tensor gets from one layout to another: our steps, torch's, and the least there is to move.
 

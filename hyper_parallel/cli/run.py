@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hyper_parallel.cli.options import Given, declared, options
+from hyper_parallel.cli.options import Given, options
 from hyper_parallel.core.common.errors import InvalidValue, nearest
 
 if TYPE_CHECKING:
@@ -33,11 +33,8 @@ _MODELS = MappingProxyType({"model": "llama", "experts": "moe", "lora": "lora"})
 
 
 def _of(section: str, **called: str) -> Any:
-    """Return options for all keys of a section, without defaults, since the file has them; "" is for no option."""
     module = f"hyper_parallel.models.{_MODELS[section]}" if section in _MODELS else "hyper_parallel.trainer.config"
-    name = "LlamaConfig" if section == "model" else f"{section.capitalize()}Config"
-    fields = [f"{key}={called.get(key, key)}" for key in declared(module, name) if called.get(key, key)]
-    return options(section, module, name, *fields, panel=f"Section {section}", optional=True)
+    return options(section, module, "LlamaConfig" if section == "model" else f"{section.capitalize()}Config", **called)
 
 
 RUN_OPTIONS = (
@@ -52,6 +49,9 @@ RUN_OPTIONS = (
     *_of("lora", rank="lora_rank", alpha="lora_alpha", dropout="lora_dropout", targets="lora_targets"),
 )
 """One for each key of a run, but for `train.start_from`: it changes more than its own key."""
+
+BUT_MODEL = tuple(option for option in RUN_OPTIONS if (option.section, option.field) != ("train", "model"))
+"""For commands whose own option --model takes more than the trainer's models."""
 
 
 def file_of(words: list[str] | None, given: Given) -> Path | None:
@@ -91,9 +91,8 @@ def read_run(
 
     Args:
         file: see `load_config`; None: the defaults.
-        given: by section of the config; other groups are the command's own. The model can also be a name of
-            `sim.mesh.model_names()`.
-        start_from: folder of transformers; its model becomes that of the run. None: the file's, if it names one.
+        given: by section. The model can also be a name of `sim.mesh.model_names()`.
+        start_from: folder of transformers, whose model becomes the run's. None: the file's, if it names one.
         shape: of the model, in place of what the file says; options change it.
         others: also take folders with models that transformers alone knows.
 
@@ -113,7 +112,7 @@ def read_run(
         run = run.with_shape(shape)
         model = run.train.model
         given = {**given, "train": {**given["train"], "model": model}}
-    for section in {option.group: None for option in RUN_OPTIONS}:
+    for section in {option.section: None for option in RUN_OPTIONS}:
         run = run.with_changes(section, given.get(section, {}))
     if start_from is not None:
         check_paths("cannot start", start_from=start_from)  # an empty one is a variable that is not set
@@ -130,7 +129,7 @@ def read_run(
 
 
 def devices_of(run: Config, devices: int | None) -> int:
-    """Return how many devices there are: as given, or None: as many as the degrees of the run need.
+    """Return how many devices there are: as given, or as many as the degrees of the run need.
 
     Raises:
         ValueError: none is given, and the degrees leave it open; or below 1.
@@ -138,12 +137,11 @@ def devices_of(run: Config, devices: int | None) -> int:
     if devices is None:
         axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
         devices = math.prod(getattr(run.parallel, axis) or 1 for axis in axes)
-        if devices < 1:
-            blame = "dp_shard=-1 takes what is left"
-            raise InvalidValue("cannot place the model", blame, "--devices is missing", "--devices 8")
+        blame, seen = "dp_shard=-1 takes what is left", "--devices is missing"
+    else:
+        blame, seen = "there must be a device at least", f"--devices {devices}"
     if devices < 1:
-        blame = "there must be a device at least"
-        raise InvalidValue("cannot place the model", blame, f"--devices {devices}", "--devices 8")
+        raise InvalidValue("cannot place the model", blame, seen, "--devices 8")
     return devices
 
 

@@ -22,41 +22,23 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hyper_parallel.cli.kit import (
-    FAILURE,
-    INTERRUPTED,
-    LOST_FOLDER,
-    is_first_rank,
-    is_of_output,
-    say_error,
-    say_if_memory_lacks,
-    stderr_console,
-)
+from hyper_parallel.cli import kit
 from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError
 from hyper_parallel.core.common.errors import InvalidValue, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
 from hyper_parallel.models.hf_folder import load_by_transformers
 from hyper_parallel.models.hf_weights import other_model
+from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import Adapter, with_lora
 from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer import report
 from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import load_corpus
-from hyper_parallel.trainer.guards import NonFiniteError, StopRequest
+from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.loop import RankPlace
 from hyper_parallel.trainer.loop import train as train_rank
 from hyper_parallel.trainer.parallelize import Split, describe_axes
 from hyper_parallel.trainer.preflight import check_machine, check_platform, plan_run
-from hyper_parallel.trainer.report import (
-    Prediction,
-    TrainingDisplay,
-    TrainResult,
-    largest_difference,
-    loss_table,
-    plot_log,
-    prediction_table,
-    readable_seconds,
-    traffic_table,
-)
 from hyper_parallel.trainer.saving import run_to_go_on_from
 from hyper_parallel.trainer.watchdog import RankLostError
 
@@ -64,34 +46,21 @@ MEASURED = Path("out/hardware.toml")
 """Where `hyper-parallel hardware measure` writes, unless another path is passed."""
 
 
-def run_here(
-    console: Console,
-    title: str,
-    run: Config,
-    stop: StopRequest | None = None,
-    predicted: Prediction | None = None,
-    split: Split | None = None,
-) -> TrainResult:
-    """Train as the rank that torchrun made of this process, or alone."""
-    with TrainingDisplay(console, title, run.train.steps) as display:
-        return train_rank(run, display.on_step, stop, predicted, split=split)
+def run_ranks(
+    console: Console, title: str, run: Config, simulated: int | None = None, **given: Any
+) -> tuple[report.TrainResult, list[Any]]:
+    """Train as all ranks of a simulated world, or as the rank that torchrun made of this process, or alone.
 
+    Also return what simulated ranks communicated. `given` are arguments of `train`.
+    """
+    with report.TrainingDisplay(console, title, run.train.steps) as display:
+        if simulated is None:
+            return train_rank(run, display.on_step, **given), []
+        import sim
 
-def run_simulated(
-    console: Console,
-    title: str,
-    run: Config,
-    world_size: int,
-    stop: StopRequest | None = None,
-    split: Split | None = None,
-) -> tuple[TrainResult, list[Any]]:
-    """Train as every rank of a simulated world; also return what the ranks communicated."""
-    import sim
-
-    display = TrainingDisplay(console, title, run.train.steps)
-    with display, sim.world(world_size, seed=run.train.seed) as world:
-        results = world.run(train_rank, args=(run, display.on_step, stop), kwargs={"split": split})
-        return results[0], list(world.trace.by_axis())
+        with sim.world(simulated, seed=run.train.seed) as world:
+            results = world.run(train_rank, args=(run, display.on_step), kwargs=given)
+            return results[0], list(world.trace.by_axis())
 
 
 def find_split(console: Console, run: Config) -> Split | None:
@@ -117,7 +86,7 @@ def find_split(console: Console, run: Config) -> Split | None:
         blame = "no way to split its linear layers computes what one device computes"
         hint = "--tp 1: --dp-shard splits the weights of any model"
         raise InvalidValue(asked, blame, f"tried: {places or 'no layers found'}", hint)
-    seconds = readable_seconds(time.perf_counter() - start)
+    seconds = report.readable_seconds(time.perf_counter() - start)
     console.print(
         f"tp={degree} splits {', '.join(pair.place for pair in pairs)}; proved on simulated ranks in {seconds}"
     )
@@ -171,9 +140,9 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def predict_run(console: Console, run: Config) -> Prediction | None:
+def predict_run(console: Console, run: Config) -> report.Prediction | None:
     """Predict a step of the run on the first rank, and print it, or why there is none: that never ends a run."""
-    if not run.train.predict or not is_first_rank():
+    if not run.train.predict or not kit.is_first_rank():
         return None
     try:
         found = _predict(run, RankPlace.from_environment())
@@ -183,13 +152,13 @@ def predict_run(console: Console, run: Config) -> Prediction | None:
         console.print(f"nothing is predicted: {lines[0]}; {hint}")
         return None
     console.print(
-        f"predicted: {readable_seconds(found.seconds)} a step, {found.tokens_per_s:,.0f} tokens/s, "
+        f"predicted: {report.readable_seconds(found.seconds)} a step, {found.tokens_per_s:,.0f} tokens/s, "
         f"{readable_bytes(found.memory_bytes)} in tensors; priced for {found.hardware}"
     )
     return found
 
 
-def _predict(run: Config, place: RankPlace) -> Prediction:
+def _predict(run: Config, place: RankPlace) -> report.Prediction:
     if run.train.model == OTHER:
         blame, seen = "it is no model of this library", f"model: {run.train.model}"
         raise InvalidValue(f"cannot estimate {run.train.start_from}", blame, seen, "--no-predict")
@@ -207,7 +176,7 @@ def _predict(run: Config, place: RankPlace) -> Prediction:
     here = (place.local_world_size, torch.get_num_threads())
     if found.hardware.family == "cpu" and here != (found.hardware.devices_per_node, found.hardware.cores):
         title += f" (this run: {here[0]} of {here[1]})"
-    return Prediction(step, tokens / step, own.peak_allocated, title)
+    return report.Prediction(step, tokens / step, own.peak_allocated, title)
 
 
 def hardware_here(device_type: str | None = None, named: str | None = None) -> Any:
@@ -218,9 +187,8 @@ def hardware_here(device_type: str | None = None, named: str | None = None) -> A
     Raises:
         ValueError: there is none, or it is one of other devices.
     """
-    platform = get_platform(device_type)
+    platform, measure = get_platform(device_type), "hyper-parallel hardware measure"
     asked = f"cannot tell how fast {platform.name()} is"
-    measure = "hyper-parallel hardware measure"
     if named is None and platform.device_type == "cpu" and not MEASURED.exists():  # without importing the simulator
         raise InvalidValue(asked, "it was not measured", f"no {MEASURED}", measure)
     from hyper_parallel.core.machine.description import find_machine, machine_of_device
@@ -249,32 +217,42 @@ def while_ranks_run(left: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if is_first_rank():
-            stderr_console().print(f"interrupted; {escape(left)}")
-        raise typer.Exit(INTERRUPTED) from None
+        if kit.is_first_rank():
+            kit.stderr_console().print(f"interrupted; {escape(left)}")
+        raise typer.Exit(kit.INTERRUPTED) from None
     except Exception as error:
         own: BaseException = error
         if hasattr(error, "rank") and error.__cause__ is not None:
             own = error.__cause__  # what the rank raised: the simulator wraps it
         if isinstance(own, SystemExit) and own.__context__ is not None:
             own = own.__context__  # rich exits where the reader has gone
-        if is_of_output(own):
+        if kit.is_of_output(own):
             raise own from None
         if isinstance(error, NonFiniteError):
-            say_error(f"{own}\n  {left}")
+            kit.say_error(f"{own}\n  {left}")
         elif isinstance(error, CheckpointError):
-            say_error(str(own))
+            kit.say_error(str(own))
         elif isinstance(error, RankLostError):
-            stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
-        elif not say_if_memory_lacks(own):
+            kit.stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
+        elif not kit.say_if_memory_lacks(own):
             traceback.print_exc()
-        raise typer.Exit(LOST_FOLDER if isinstance(error, LeaseLostError) else FAILURE) from None
+        raise typer.Exit(kit.LOST_FOLDER if isinstance(error, LeaseLostError) else kit.FAILURE) from None
 
 
 def check_run(run: Config, sim: int | None) -> Config:
     """Check the run against the ranks and the machine; raise ValueError or PlatformUnavailableError."""
     if sim is not None:
-        run = _check_simulated(run, sim)
+        asked = f"cannot simulate {sim} ranks"
+        if sim < 1:
+            raise InvalidValue(asked, "there is at least one", f"--sim {sim}", "--sim 8")
+        if started := [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]:
+            hint = "leave out --sim under torchrun, or torchrun"
+            raise InvalidValue(asked, "this process is a rank already", ", ".join(started), hint)
+        if run.train.device not in (None, "cpu"):
+            asked, seen = f"{asked} on {run.train.device}", f"device: {run.train.device!r}"
+            hint = "leave out --device, or leave out --sim and start the ranks with torchrun"
+            raise InvalidValue(asked, "simulated ranks compute on the CPU", seen, hint)
+        run = run.with_changes("train", {"device": "cpu"})
         world_size = local_ranks = sim
     else:
         place = RankPlace.from_environment()
@@ -290,35 +268,23 @@ def check_run(run: Config, sim: int | None) -> Config:
     return run
 
 
-def _check_simulated(run: Config, world_size: int) -> Config:
-    if world_size < 1:
-        raise InvalidValue(
-            f"cannot simulate {world_size} ranks", "there is at least one", f"--sim {world_size}", "--sim 8"
-        )
-    started = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    if started:
-        asked, hint = f"cannot simulate {world_size} ranks", "leave out --sim under torchrun, or torchrun"
-        raise InvalidValue(asked, "this process is a rank already", ", ".join(started), hint)
-    if run.train.device not in (None, "cpu"):
-        asked, seen = f"cannot simulate {world_size} ranks on {run.train.device}", f"device: {run.train.device!r}"
-        hint = "leave out --device, or leave out --sim and start the ranks with torchrun"
-        raise InvalidValue(asked, "simulated ranks compute on the CPU", seen, hint)
-    return run.with_changes("train", {"device": "cpu"})
+def in_words(shape: LlamaConfig) -> str:
+    """Say how many parameters a model has, and its layers, width and heads."""
+    return (
+        f"{shape.num_parameters():,} parameters: {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"{shape.num_attention_heads} heads ({shape.num_key_value_heads} key/value)"
+    )
 
 
 def describe_run(console: Console, run: Config, sim: int | None) -> None:
     """Print the model, the text, the batch and the ranks of a run, and where it starts."""
-    model, train = run.shape(), run.train
-    corpus = load_corpus(run.data)
+    model, train, corpus = run.shape(), run.train, load_corpus(run.data)
     dims = plan_run(run, sim or RankPlace.from_environment().world_size)
     kind = "Llama" if train.model == "llama" else f"Llama with {run.experts.num_experts} experts per layer"
     if train.model == OTHER:
         console.print(f"the {other_model(str(train.start_from))} of {train.start_from}, as transformers has it")
     else:
-        console.print(
-            f"{kind}, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, "
-            f"hidden {model.hidden_size}, {model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
-        )
+        console.print(f"{kind}, {in_words(model)}")
     if run.lora.rank:
         console.print(f"LoRA of rank {run.lora.rank} in {run.lora.targets}; the model is frozen")
     unit, documents = ("bytes", "files") if corpus.has_bytes else ("tokens", "documents")
@@ -343,7 +309,7 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
         console.print(f"starts with the weights of {train.start_from}")
 
 
-def summarise(console: Console, result: TrainResult, *, has_bytes: bool = True) -> None:
+def summarise(console: Console, result: report.TrainResult, *, has_bytes: bool = True) -> None:
     """Print what a run, whose tokens may be bytes, has come to: steps, losses, speed, and what could not be saved."""
     for failure in result.save_failures:
         console.print(f"a checkpoint could not be written: {failure}")
@@ -366,7 +332,7 @@ def summarise(console: Console, result: TrainResult, *, has_bytes: bool = True) 
     if result.valid_loss is not None:
         bits = f"{result.valid_loss / math.log(2):.2f} bits per byte (8 is guessing)"
         console.print(f"held-back text: loss {result.valid_loss:.3f}" + (f", {bits}" if has_bytes else ""))
-    table, predicted = prediction_table(result.steps), result.steps[-1].predicted
+    table, predicted = report.prediction_table(result.steps), result.steps[-1].predicted
     if table is not None and predicted is not None:
         console.print(table)
         if predicted.memory_before:
@@ -376,21 +342,20 @@ def summarise(console: Console, result: TrainResult, *, has_bytes: bool = True) 
             )
 
 
-def compare_runs(console: Console, runs: dict[str, TrainResult], traffic: list[Any], out: Path) -> None:
+def compare_runs(console: Console, runs: dict[str, report.TrainResult], traffic: list[Any], out: Path) -> None:
     """Print the runs side by side, and draw their losses in the folder `out`."""
     simulated, single = runs.values()
-    difference, step = largest_difference(simulated, single)
+    difference, step = report.largest_difference(simulated, single)
     console.print("\nThe same steps on 8 simulated ranks and on one device", style="bold")
-    console.print(loss_table(runs))
+    console.print(report.loss_table(runs))
     console.print(f"largest difference in {len(simulated.steps)} steps: {difference:.1e} (step {step})")
     console.print("\nWhat the 8 ranks communicated (bytes received, validation included)", style="bold")
-    console.print(traffic_table(traffic))
+    console.print(report.traffic_table(traffic))
     console.print()
     summarise(console, simulated)
     console.print(f"one device alone: {single.tokens_per_s:,.0f} tokens/s on one core, as the simulated ranks together")
-    picture = out / "loss.png"
-    if plot_log([out / "8_ranks.jsonl", out / "one_device.jsonl"], picture):
-        console.print(f"wrote {picture}, {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
-    else:
+    picture, logs = out / "loss.png", (out / "8_ranks.jsonl", out / "one_device.jsonl")
+    is_drawn = report.plot_log(logs, picture)
+    if not is_drawn:
         console.print(f"no {picture}: matplotlib is not installed; try: pip install 'hyper_parallel[plot]'")
-        console.print(f"wrote {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
+    console.print(f"wrote {f'{picture}, ' * is_drawn}{logs[0]} and {logs[1]}")

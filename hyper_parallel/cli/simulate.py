@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hyper_parallel.cli.kit import mistakes_as_messages
+from hyper_parallel.cli.kit import mistakes_as_messages, option
 
 _MappedDevice = Enum("_MappedDevice", {"cuda": "cuda", "npu": "npu"}, type=str)
 _Switch = Enum("_Switch", {"on": "on", "off": "off"}, type=str)
@@ -21,30 +21,24 @@ _TORCHRUNS = (  # options that mean nothing in one process: accepted, and their 
 
 def simulate(
     script: Annotated[str, typer.Argument(help="A Python file that torchrun could start; with -m, a module.")],
-    nproc: Annotated[int, typer.Option("--nproc", "--nproc-per-node", "--nproc_per_node", help="Ranks.")],
+    nproc: Annotated[int, option("Ranks.", "--nproc", "--nproc-per-node", "--nproc_per_node")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="The script is a module, as for python -m.")] = False,
-    seed: Annotated[int, typer.Option(help="Fixes the interleaving of the ranks.")] = 0,
-    map_device: Annotated[
-        _MappedDevice | None, typer.Option(help="Put on the CPU what the script puts on this device.")
-    ] = None,
+    module: Annotated[bool, option("The script is a module, as for python -m.", "--module", "-m")] = False,
+    seed: Annotated[int, option("Fixes the interleaving of the ranks.")] = 0,
+    map_device: Annotated[_MappedDevice | None, option("Put on the CPU what the script puts on this device.")] = None,
     device: Annotated[
-        _MappedDevice | None, typer.Option(help="The device that all ranks share; npu may be a simulated one.")
+        _MappedDevice | None, option("The device that all ranks share; npu may be a simulated one.")
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="What the ranks stand for, such as h100-sxm: plans and virtual time are its.")
+        str | None, option("What the ranks stand for, such as h100-sxm: plans and virtual time are its.")
     ] = None,
-    env: Annotated[list[str] | None, typer.Option(metavar="K=V", help="A variable for every rank.")] = None,
-    own: Annotated[str, typer.Option(metavar="NAMES", help="Packages of which each rank gets a copy: a,b")] = "",
-    show: Annotated[str, typer.Option(metavar="RANKS", help="Whose standard output: 0, or 0,3, or all.")] = "0",
-    check_races: Annotated[
-        bool, typer.Option("--check-races", help="Look for buffers touched before the wait.")
-    ] = False,
-    check_replicas: Annotated[
-        bool, typer.Option("--check-replicas", help="Compare copies before steps of optimizers.")
-    ] = False,
-    check_identity: Annotated[_Switch, typer.Option(help="Compare what collectives are for.")] = _Switch.on,
-    nnodes: Annotated[str, typer.Option(help="1: there is one machine.", hidden=True)] = "1",
+    env: Annotated[list[str] | None, option("A variable for every rank.", metavar="K=V")] = None,
+    own: Annotated[str, option("Packages of which each rank gets a copy: a,b", metavar="NAMES")] = "",
+    show: Annotated[str, option("Whose standard output: 0, or 0,3, or all.", metavar="RANKS")] = "0",
+    check_races: Annotated[bool, option("Look for buffers touched before the wait.", "--check-races")] = False,
+    check_replicas: Annotated[bool, option("Compare copies before steps of optimizers.", "--check-replicas")] = False,
+    check_identity: Annotated[_Switch, option("Compare what collectives are for.")] = _Switch.on,
+    nnodes: Annotated[str, option("1: there is one machine.", hidden=True)] = "1",
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     ignored: Annotated[list[str] | None, typer.Option(*_TORCHRUNS, hidden=True)] = None,
 ) -> None:

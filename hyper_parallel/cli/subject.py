@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import nn
 
 from hyper_parallel.cli.kit import stderr_console
-from hyper_parallel.cli.runs import one_thread
+from hyper_parallel.cli.runs import in_words, one_thread
 from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import NOT_SPLIT, parse_dtype, parse_layout, parse_mesh, parse_shape, write_layout
@@ -38,34 +38,19 @@ _NOT_IN_A_PLAN = ("pp", "cp", "ep")
 class Subject:
     """A parallel model, and what it takes to compare it with the same model on one device.
 
-    Attributes:
-        title: what it is, in a line.
-        model_fn: makes the model.
-        inputs: unsharded arguments of the model.
-        mesh: the axes.
-        input_layouts: which part of each input a rank is given; None: what the plan says of "input".
-        plan: the plan, or None.
-        parallelize: what makes the model parallel if no plan does.
-        dtype: what to compute in.
-        seed: of weights and inputs.
+    The fields after `title`, which is a line for people, are arguments of `sim.verify_plan`. Inputs are unsharded, and
+    drawn with `seed` like the weights.
     """
 
     title: str
     model_fn: Callable[[], nn.Module]
     inputs: tuple[Any, ...]
-    mesh: Layout
+    mesh_shape: Layout
     input_layouts: list[Layout | None] | None
     plan: ShardingPlan | None
     parallelize: Callable[..., Any] | None
     dtype: torch.dtype
     seed: int
-
-    def shown_plan(self) -> ShardingPlan:
-        """Return the plan, to show it; raise ValueError if there is none."""
-        if self.plan is None:
-            blame = "--parallelize makes the model parallel, and no plan does"
-            raise InvalidValue("cannot --show-plan", blame, self.title, "--plan plan.toml, or --model llama")
-        return self.plan
 
     def text(self) -> str:
         """Say what is compared."""
@@ -74,8 +59,8 @@ class Subject:
             + (f" as {write_layout(layout)}" if layout is not None else "")
             for value, layout in zip(self.inputs, self.input_layouts or [None] * len(self.inputs), strict=True)
         ]
-        ranks, dtype = math.prod(self.mesh.mesh_shape), str(self.dtype).removeprefix("torch.")
-        compared = f"{ranks} simulated ranks on {self.mesh.axes} beside one device, in {dtype} ..."
+        ranks, dtype = math.prod(self.mesh_shape.mesh_shape), str(self.dtype).removeprefix("torch.")
+        compared = f"{ranks} simulated ranks on {self.mesh_shape.axes} beside one device, in {dtype} ..."
         return f"{self.title}\ninputs: {'; '.join(shown)}\n{compared}"
 
 
@@ -95,15 +80,8 @@ def llama_subject(
     >>> llama_subject("dp=2,tp=4").title.partition(":")[2]
     ' 2 layers, hidden 64, 8 heads (4 key/value), the shipped plan'
 
-    Args:
-        mesh: names and sizes of the axes, "dp=2,tp=4".
-        seq_len: tokens per sequence; None: two for each rank along tp, and at least 8.
-        plan_path: a TOML file; None: the shipped plan.
-        tp: the axis that splits modules; "None" or "-": none does. The others split the batch.
-        options: of `llama_plan`.
-        input_layouts: the layout of the tokens, in place of a split of the batch.
-        dtype: name of what to compute in.
-        seed: of weights and tokens.
+    The axis `tp` splits modules, none if that is "None" or "-"; the others split the batch, unless `input_layouts` say
+    how. `options` are those of `llama_plan`. A sequence has two tokens for each rank along tp, and at least 8.
 
     Raises:
         ValueError: what does not exist, does not parse, or does not fit.
@@ -121,8 +99,7 @@ def llama_subject(
         hint = f"{command}, which proves the run of these degrees"
         raise InvalidValue("cannot verify the llama", blame, f"--mesh {mesh}", hint)
     if seq_len is not None and seq_len < 1:
-        seen = f"--seq-len {seq_len}"
-        raise InvalidValue("cannot build the Llama", "--seq-len is below 1", seen, "--seq-len 4")
+        raise InvalidValue("cannot build the Llama", "--seq-len is below 1", f"--seq-len {seq_len}", "--seq-len 4")
     degree = sizes_of.get(axis or "", 1)
     heads = 2 * max(2, degree)
     config = LlamaConfig(
@@ -143,11 +120,7 @@ def llama_subject(
     if layouts is None and "input" not in (plan.input_plan or {}):
         layouts = [base(rows or None, "None")]
     said = f"the plan of {plan_path}" if plan_path is not None else "the shipped plan"
-    title = (
-        f"Llama, {config.num_parameters():,} parameters: {config.num_hidden_layers} layers, "
-        f"hidden {config.hidden_size}, {config.num_attention_heads} heads ({config.num_key_value_heads} key/value), "
-        f"{said}"
-    )
+    title = f"Llama, {in_words(config)}, {said}"
     return Subject(title, lambda: Llama.build(config, seed), (tokens,), base, layouts, plan, None, _dtype(dtype), seed)
 
 
@@ -162,20 +135,12 @@ def own_subject(
     dtype: str = "float64",
     seed: int = 0,
 ) -> Subject:
-    """Return a model of the user's own.
-
-    Args:
-        model: "module:function", where the function returns the model.
-        inputs: shapes of the arguments; "4,16:100" are whole numbers below 100.
-        mesh, plan_path, dtype, seed: see `llama_subject`; there must be a plan, or `parallelize`.
-        parallelize: "module:function", called with model and mesh, in place of a plan.
-        input_layouts: per argument its layout, "-" for unsharded.
+    """Return a model of the user's own, see the options of `verify`: with a plan, or `parallelize` in place of one.
 
     Raises:
         ValueError: what does not exist, does not parse, or does not fit.
     """
-    asked = f"cannot verify {model!r}"
-    base = parse_mesh(mesh)
+    asked, base = f"cannot verify {model!r}", parse_mesh(mesh)
     build = named_object("--model", model)
     if (plan_path is None) == (parallelize is None):
         blame = f"{'neither' if plan_path is None else 'both'} of --plan and --parallelize given"
@@ -188,18 +153,9 @@ def own_subject(
     values = tuple(_input(text, generator) for text in inputs)
     plan = None if plan_path is None else load_plan(plan_path, base)
     chosen = None if parallelize is None else named_object("--parallelize", parallelize)
-    said = f"the plan of {plan_path}" if plan_path is not None else parallelize
-    return Subject(
-        title=f"{model}, {said}",
-        model_fn=build,
-        inputs=values,
-        mesh=base,
-        input_layouts=_layouts(base, input_layouts, values),
-        plan=plan,
-        parallelize=chosen,
-        dtype=_dtype(dtype),
-        seed=seed,
-    )
+    title = f"{model}, {f'the plan of {plan_path}' if plan_path is not None else parallelize}"
+    layouts = _layouts(base, input_layouts, values)
+    return Subject(title, build, values, base, layouts, plan, chosen, _dtype(dtype), seed)
 
 
 def named_object(option: str, name: str) -> Callable[..., Any]:
@@ -248,31 +204,16 @@ def named_object(option: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def verify_subject(
-    console: Console,
-    subject: Subject,
-    everything: bool,
-    *,
-    steps: int = 1,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool = True,
-    machine: str | None = None,
-) -> bool:
-    """Compare the ranks with one device over some optimizer steps, and print the report; return whether all is well.
+def verify_subject(console: Console, subject: Subject, everything: bool, **options: Any) -> bool:
+    """Compare the ranks with one device, print the report, see `show_proof`, and return whether all is well.
 
-    Args:
-        console: what to print on.
-        subject: what is compared.
-        everything: a line for every tensor.
-        steps, loss_fn, optimizer_fn, machine: as for `sim.verify_plan`.
+    `options` are further arguments of `sim.verify_plan`.
     """
     from sim import verify_plan
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
-    asked: dict[str, Any] = {"dtype": subject.dtype, "seed": subject.seed, "steps": steps, "machine": machine}
-    asked |= {"parallelize": subject.parallelize, "input_layouts": subject.input_layouts}
-    asked |= {"loss_fn": loss_fn, "optimizer_fn": optimizer_fn}
-    prove = partial(verify_plan, subject.model_fn, subject.inputs, subject.mesh, subject.plan, **asked)
+    asked = {field.name: getattr(subject, field.name) for field in fields(subject) if field.name != "title"}
+    prove = partial(verify_plan, **asked, **options)
     try:
         return show_proof(console, subject.text(), prove, everything)
     except (ValueError, TypeError):
@@ -298,18 +239,13 @@ def show_proof(console: Console, head: str, prove: Callable[[], Any], everything
         stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
         return False
     console.print()
-    console.print(_painted(report.table(verbose=everything)))
-    console.print(f"took {time.perf_counter() - start:.1f} s")
-    return report.ok
-
-
-def _painted(table: str) -> Text:
-    """Give the lines of a report that are about mistakes a colour."""
     text = Text()
-    for line in table.splitlines(keepends=True):
+    for line in report.table(verbose=everything).splitlines(keepends=True):
         wrong = line.rstrip().endswith("  bug") or "does not compute" in line
         text.append(line, style="red" if wrong else "yellow" if line.startswith("note: ") else "")
-    return text
+    console.print(text)
+    console.print(f"took {time.perf_counter() - start:.1f} s")
+    return report.ok
 
 
 def _input(text: str, generator: torch.Generator) -> torch.Tensor:

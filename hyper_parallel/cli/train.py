@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.cli.kit import (
-    NOT_SAVED,
-    check_can_draw,
-    check_can_write,
-    is_first_rank,
-    mistakes_as_messages,
-    say_error,
-    stdout_console,
-)
+from hyper_parallel.cli import kit
+from hyper_parallel.cli.kit import mistakes_as_messages, option, stdout_console
 from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
@@ -33,12 +26,10 @@ def train(
     given: Given,
     words: RunWords = None,
     start_from: StartFrom = None,
-    sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
-    reduced: Annotated[
-        bool, typer.Option("--reduced", help="Train the small run of the same kind that verify makes.")
-    ] = False,
+    sim: Annotated[int | None, option("Simulate N ranks in this process, on the CPU.", metavar="N")] = None,
+    reduced: Annotated[bool, option("Train the small run of the same kind that verify makes.", "--reduced")] = False,
     dump_config: Annotated[
-        bool, typer.Option("--dump-config", help="Print this run as a TOML file, with all defaults, and exit.")
+        bool, option("Print this run as a TOML file, with all defaults, and exit.", "--dump-config")
     ] = False,
 ) -> None:
     """Train a small Llama, or a mixture of experts, on text, with any combination of parallel degrees.
@@ -62,17 +53,16 @@ def train(
         if reduced:
             stdout_console().print(f"reduced: {', '.join(changes) or 'nothing'}")
         run = runs.check_run(run, sim)
-        if is_first_rank():
-            check_can_write(Path(str(run.train.log)))
+        if kit.is_first_rank():
+            kit.check_can_write(Path(str(run.train.log)))
         split = runs.find_split(stdout_console(), run)
     with runs.while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = stdout_console()
         runs.describe_run(console, run, sim)
+        title, predicted = f"{sim} simulated rank{'s' * (sim != 1)}", None
         if sim is None:
-            title = f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}"
-            result = runs.run_here(console, title, run, stop, runs.predict_run(console, run), split)
-        else:
-            result, _ = runs.run_simulated(console, f"{sim} simulated rank{'s' * (sim > 1)}", run, sim, stop, split)
+            title, predicted = f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", runs.predict_run(console, run)
+        result, _ = runs.run_ranks(console, title, run, sim, stop=stop, predicted=predicted, split=split)
         runs.summarise(console, result, has_bytes=run.data.tokenizer is None)
         if run.checkpoint.folder is not None and result.steps:
             console.print(f"checkpoints: {run.checkpoint.folder}")
@@ -81,8 +71,8 @@ def train(
         console.print(f"log: {run.train.log}")
     if result.last_save_failed:
         there = "nothing is saved" if result.safe_step is None else f"step {result.safe_step} is safe, and the last"
-        say_error(f"the last save failed; {there} in {run.checkpoint.folder}")
-        raise typer.Exit(NOT_SAVED)
+        kit.say_error(f"the last save failed; {there} in {run.checkpoint.folder}")
+        raise typer.Exit(kit.NOT_SAVED)
 
 
 def _reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[str, ...]]:
@@ -102,9 +92,9 @@ def _reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for loss.png and the logs.")] = Path("out/demo"),
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 60,
-    seed: Annotated[int, typer.Option(help="Of weights, data order and simulated interleaving.")] = 0,
+    out: Annotated[Path, option("Folder for loss.png and the logs.")] = Path("out/demo"),
+    steps: Annotated[int, option("Optimizer steps.")] = 60,
+    seed: Annotated[int, option("Of weights, data order and simulated interleaving.")] = 0,
 ) -> None:
     """Train a small Llama on 8 simulated ranks (2 replicas x 4 shards), then on one device, and compare."""
     from hyper_parallel.cli import runs
@@ -118,28 +108,24 @@ def demo(
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
         ranks = runs.check_run(ranks, sim=8)
         for name in ("loss.png", "8_ranks.jsonl", "one_device.jsonl"):
-            check_can_write(out / name)
+            kit.check_can_write(out / name)
     with runs.while_ranks_run(f"the logs so far are in {out}"):
         console = stdout_console()
         runs.describe_run(console, ranks, sim=8)
-        simulated, traffic = runs.run_simulated(console, "8 simulated ranks", ranks, 8)
+        simulated, traffic = runs.run_ranks(console, "8 simulated ranks", ranks, 8)
         with runs.one_thread():
-            alone = runs.run_here(console, "one device", single)
+            alone, _ = runs.run_ranks(console, "one device", single)
         runs.compare_runs(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
 
 
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint of train, or its --checkpoint-dir: the newest.")],
     folder: Annotated[str, typer.Argument(help="Where to; made if it is not there.")],
-    dtype: Annotated[str | None, typer.Option(help="Of the weights, such as bfloat16; default: as they are.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder of the tokenizer to add; default: that of the run.")
-    ] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Of LoRA: add the adapters to the model, and write that.")
-    ] = False,
+    dtype: Annotated[str | None, option("Of the weights, such as bfloat16; default: as they are.")] = None,
+    tokenizer: Annotated[str | None, option("Folder of the tokenizer to add; default: that of the run.")] = None,
+    merge: Annotated[bool, option("Of LoRA: add the adapters to the model, and write that.", "--merge")] = False,
     base: Annotated[
-        str | None, typer.Option(help="Of LoRA: where the model is that it started from; default: where it was.")
+        str | None, option("Of LoRA: where the model is that it started from; default: where it was.")
     ] = None,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
@@ -163,7 +149,7 @@ def export(
 
 def plot(
     logs: Annotated[list[Path], typer.Argument(help="JSONL logs of runs.")],
-    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("out/train.png"),
+    out: Annotated[Path, option("PNG file to write.")] = Path("out/train.png"),
 ) -> None:
     """Draw loss, gradient norm and speed of one or more runs.
 
@@ -172,6 +158,6 @@ def plot(
     with mistakes_as_messages():
         from hyper_parallel.trainer.report import plot_log
 
-        check_can_draw(out)
+        kit.check_can_draw(out)
         plot_log(logs, out)
         stdout_console().print(f"wrote {out}")

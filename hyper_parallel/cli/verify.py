@@ -3,63 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, stdout_console
+from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, option, stdout_console
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
+from hyper_parallel.cli.run import BUT_MODEL, RunWords, StartFrom, devices_of, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
 
-if TYPE_CHECKING:
-    from hyper_parallel.trainer.config import Config
-
 _PLAN = "A plan"
-_OF_RUN = tuple(option for option in RUN_OPTIONS if (option.group, option.field) != ("train", "model"))
 
 
-@with_options(*_OF_RUN)
+@with_options(*BUT_MODEL)
 def verify(
     words: RunWords = None,
-    devices: Annotated[int | None, typer.Option(help="Ranks of the run; default: as many as its degrees need.")] = None,
+    devices: Annotated[int | None, option("Ranks of the run; default: as many as its degrees need.")] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="Of a run: llama, moe, or a name such as llama3-8b. Of a plan: llama, or module:function."),
+        str | None, option("Of a run: llama, moe, or a name such as llama3-8b. Of a plan: llama, or module:function.")
     ] = None,
     start_from: StartFrom = None,
-    mesh: Annotated[
-        str | None, typer.Option(help="Axes and their sizes, the last one fastest.", rich_help_panel=_PLAN)
-    ] = None,
+    mesh: Annotated[str | None, option("Axes and their sizes, the last one fastest.", panel=_PLAN)] = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="TOML file, see --show-plan; default: the plan that ships with llama.")
+        Path | None, option("TOML file, see --show-plan; default: the plan that ships with llama.", "--plan")
     ] = None,
     parallelize: Annotated[
-        str | None, typer.Option(help="module:function, called with model and mesh, in place of a plan.")
+        str | None, option("module:function, called with model and mesh, in place of a plan.")
     ] = None,
-    show_plan: Annotated[
-        bool, typer.Option("--show-plan", help="Print the plan as TOML, and compare nothing.")
-    ] = False,
+    show_plan: Annotated[bool, option("Print the plan as TOML, and compare nothing.", "--show-plan")] = False,
     *,
     given: Given,
-    tp_axis: Annotated[str, typer.Option(help="Axis that splits heads, width and vocabulary; None: none does.")] = "tp",
-    sequence_parallel: Annotated[bool, typer.Option(help="Split the residual stream over the sequence.")] = True,
-    vocab_parallel: Annotated[bool, typer.Option(help="Split embedding and head.")] = True,
+    tp_axis: Annotated[str, option("Axis that splits heads, width and vocabulary; None: none does.")] = "tp",
+    sequence_parallel: Annotated[bool, option("Split the residual stream over the sequence.")] = True,
+    vocab_parallel: Annotated[bool, option("Split embedding and head.")] = True,
     inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", help="Argument of a model of your own: 4,16 floats, 4,16:100 numbers below 100."),
+        list[str] | None, option("Argument of a model of your own: 4,16 floats, 4,16:100 numbers below 100.", "--input")
     ] = None,
     input_layout: Annotated[
-        list[str] | None, typer.Option(help="Which part of an argument a rank has: dp,None; default: as the plan says.")
+        list[str] | None, option("Which part of an argument a rank has: dp,None; default: as the plan says.")
     ] = None,
     loss: Annotated[
-        str | None, typer.Option(help="module:function of output and inputs; default: a random sum of the output.")
+        str | None, option("module:function of output and inputs; default: a random sum of the output.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="module:function, called with parameters, as torch.optim:SGD; default: AdamW.")
+        str | None, option("module:function, called with parameters, as torch.optim:SGD; default: AdamW.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="What ranks compute in: float64, or float32.")] = "float64",
-    everything: Annotated[bool, typer.Option("--all", help="Print all tensors, not only the wrong ones.")] = False,
+    dtype: Annotated[str, option("What ranks compute in: float64, or float32.")] = "float64",
+    everything: Annotated[bool, option("Print all tensors, not only the wrong ones.", "--all")] = False,
 ) -> None:
     """Prove on simulated ranks that a training run, or a plan, computes what one device computes; else name what errs.
 
@@ -71,64 +61,55 @@ def verify(
 
     Exit code 0: right; 1: something is wrong, or ranks failed; 2: a mistake in what was asked.
     """
-    with mistakes_as_messages():
-        config = file_of(words, given)
     of_plan = {"--mesh": mesh, "--plan": plan_file, "--parallelize": parallelize, "--show-plan": show_plan or None}
     of_plan |= {"--loss": loss, "--optimizer": optimizer}
     of_plan["--model"] = model if model is not None and ":" in model else None
-    named = [name for name, value in of_plan.items() if value is not None]
-    run_options = {name: value for section in given for name, value in given[section].items()}
-    only_of_run = [name for name in run_options if name not in ("seq_len", "seed", "steps", "hardware")]
-    if config is not None or devices is not None or start_from is not None or only_of_run:
-        with mistakes_as_messages():
+    named = ", ".join(name for name, value in of_plan.items() if value is not None)
+    with mistakes_as_messages():
+        config = file_of(words, given)
+        run_options = {name: value for section in given for name, value in given[section].items()}
+        only_of_run = [name for name in run_options if name not in ("seq_len", "seed", "steps", "hardware")]
+        if config is not None or devices is not None or start_from is not None or only_of_run:
             if named:
-                given_too = ", ".join(named)
                 blame = "it is about a plan, and a run has its own"
-                seen = f"of a run: {', '.join(only_of_run) or config or devices}   of a plan: {given_too}"
-                raise InvalidValue("cannot verify a run with " + given_too, blame, seen, "one of the two")
+                seen = f"of a run: {', '.join(only_of_run) or config or devices}   of a plan: {named}"
+                raise InvalidValue("cannot verify a run with " + named, blame, seen, "one of the two")
             if model is not None:
                 given["train"]["model"] = model
-            run = read_run(config, given, start_from)
-            correct = _verify_run(run, devices_of(run, devices), everything)
-        raise typer.Exit(0 if correct else FAILURE)
-    from hyper_parallel.cli.subject import llama_subject, named_object, own_subject, verify_subject
-    from hyper_parallel.core.shard.plan_file import plan_text
+            from hyper_parallel.cli.subject import show_proof
+            from hyper_parallel.trainer.parallelize import describe_axes
+            from hyper_parallel.trainer.preflight import plan_run
+            from sim.prove.training import verify_run
 
-    mesh, model = "dp=2,tp=4" if mesh is None else mesh, "llama" if model is None else model
-    common: dict[str, Any] = {"plan_path": plan_file, "input_layouts": input_layout or (), "dtype": dtype}
-    common["seed"] = int(run_options.get("seed", 0))
-    with mistakes_as_messages():
-        if model == "llama":
-            if inputs or parallelize is not None:
-                blame = f"{'--input' if inputs else '--parallelize'} is for a model of your own"
-                hint = "--model module:function, or --seq-len, or --plan"
-                raise InvalidValue("cannot verify the llama", blame, f"--model {model}", hint)
+            run = read_run(config, given, start_from)
+            ranks = devices_of(run, devices)
+            axes = describe_axes(plan_run(run, ranks))
+            head = f"a run on {axes}: two steps on simulated ranks beside one device, in float64 ..."
+            correct = show_proof(stdout_console(), head, lambda: verify_run(run, ranks), everything)
+            raise typer.Exit(0 if correct else FAILURE)
+        from hyper_parallel.cli.subject import llama_subject, named_object, own_subject, verify_subject
+        from hyper_parallel.core.shard.plan_file import plan_text
+
+        mesh, model = "dp=2,tp=4" if mesh is None else mesh, "llama" if model is None else model
+        common: dict[str, Any] = {"plan_path": plan_file, "input_layouts": input_layout or (), "dtype": dtype}
+        common["seed"] = int(run_options.get("seed", 0))
+        if model != "llama":
+            subject = own_subject(model, mesh, inputs or (), parallelize=parallelize, **common)
+        elif inputs or parallelize is not None:
+            blame = f"{'--input' if inputs else '--parallelize'} is for a model of your own"
+            hint = "--model module:function, or --seq-len, or --plan"
+            raise InvalidValue("cannot verify the llama", blame, f"--model {model}", hint)
+        else:
             splits = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel}
             subject = llama_subject(mesh, seq_len=run_options.get("seq_len"), tp=tp_axis, options=splits, **common)
-        else:
-            subject = own_subject(model, mesh, inputs or (), parallelize=parallelize, **common)
         if show_plan:
-            stdout_console().file.write(plan_text(subject.shown_plan(), subject.mesh))
+            if subject.plan is None:
+                blame = "--parallelize makes the model parallel, and no plan does"
+                raise InvalidValue("cannot --show-plan", blame, subject.title, "--plan plan.toml, or --model llama")
+            stdout_console().file.write(plan_text(subject.plan, subject.mesh_shape))
             raise typer.Exit()
-        correct = verify_subject(
-            stdout_console(),
-            subject,
-            everything,
-            steps=int(run_options.get("steps", 1)),
-            machine=run_options.get("hardware"),
-            loss_fn=None if loss is None else named_object("--loss", loss),
-            optimizer_fn=True if optimizer is None else named_object("--optimizer", optimizer),
-        )
+        options: dict[str, Any] = {"steps": int(run_options.get("steps", 1)), "machine": run_options.get("hardware")}
+        options["loss_fn"] = None if loss is None else named_object("--loss", loss)
+        options["optimizer_fn"] = True if optimizer is None else named_object("--optimizer", optimizer)
+        correct = verify_subject(stdout_console(), subject, everything, **options)
     raise typer.Exit(0 if correct else FAILURE)
-
-
-def _verify_run(run: Config, devices: int, everything: bool) -> bool:
-    """Prove a run, print the report, and return whether all is well."""
-    from hyper_parallel.cli.subject import show_proof
-    from hyper_parallel.trainer.parallelize import describe_axes
-    from hyper_parallel.trainer.preflight import plan_run
-    from sim.prove.training import verify_run
-
-    axes = describe_axes(plan_run(run, devices))
-    head = f"a run on {axes}: two steps on simulated ranks beside one device, in float64 ..."
-    return show_proof(stdout_console(), head, lambda: verify_run(run, devices), everything)

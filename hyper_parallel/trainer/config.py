@@ -204,6 +204,15 @@ class TrainConfig:
         check_listed(asked, accumulate=self.accumulate)
         check_least(asked, 0, **_some(self, "seed", "eval_every", "profile_steps", "memory_limit_gb", "stuck_after_s"))
 
+    def out(self) -> Path:
+        """Return the folder of the log, where reports on what went wrong go, too."""
+        return Path(self.log or "out/train.jsonl").parent
+
+    def patience(self, world_size: int) -> float:
+        """Return `stuck_after_s` in numbers; a rank without others may take its time, as in a debugger."""
+        usual = STUCK_AFTER_S if world_size > 1 else 0
+        return (usual if self.stuck_after_s is None else self.stuck_after_s) or math.inf
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -453,13 +462,9 @@ class Config:
         return dataclasses.replace(self, **changed)
 
     def check_batch(self, dp_size: int) -> None:
-        """Check that the global batch splits over the data-parallel ranks and the backward passes.
+        """Raise ValueError if the global batch does not split over `dp_size` ranks that read different sequences.
 
-        Args:
-            dp_size: ranks that read different sequences: dp_replicate * dp_shard * ep.
-
-        Raises:
-            ValueError: it does not; the message lists sizes that do.
+        Each backward pass takes as many of them; the message lists sizes that do.
         """
         check_least("cannot split the batch", 1, dp_size=dp_size)
         size, accumulate = self.train.batch_size, self.train.accumulate

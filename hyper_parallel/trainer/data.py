@@ -142,17 +142,15 @@ def _read_corpus(root: Path, data: DataConfig) -> Corpus:
     if not parts[1]:
         found = f"{count} record(s)" if root.is_file() else f"{count} file(s) that match '{data.pattern}'"
         blame = f"at least {VALID_EVERY} are needed, one in {VALID_EVERY} is held back for validation"
-        raise InvalidValue(f"found {found} in '{root}'", blame, f"path: {root}", _other_text(root, data.pattern))
+        there = {file.suffix for file in root.rglob("*") if file.is_file()} if root.is_dir() else set[str]()
+        other = (f"*{suffix}" for suffix in (*_RECORDS, ".txt", ".md") if suffix in there)
+        pattern = next((each for each in other if each != data.pattern), None)
+        hint = "another [data] path or pattern, or more text"
+        hint = f"[data] pattern = '{pattern}' (--data-pattern)" if pattern else hint
+        raise InvalidValue(f"found {found} in '{root}'", blame, f"path: {root}", hint)
     train, valid = (cast("Tokens", np.concatenate(part)) for part in parts)
     source = "the Python standard library" if data.path is None else str(root)
     return Corpus(train, valid, count, source, has_bytes, size >= data.max_bytes)
-
-
-def _other_text(root: Path, pattern: str) -> str:
-    """Say what to try where a folder or file has too little text: the files that it does have, if there are any."""
-    there = {file.suffix for file in root.rglob("*") if file.is_file()} if root.is_dir() else set[str]()
-    known = [f"'*{suffix}'" for suffix in (*_RECORDS, ".txt", ".md") if suffix in there and pattern != f"*{suffix}"]
-    return f"[data] pattern = {known[0]} (--data-pattern)" if known else "another [data] path or pattern, or more text"
 
 
 _RECORDS = (".jsonl", ".parquet")
@@ -202,12 +200,11 @@ def _start_of(file: Path, size: int) -> bytes:
     """Read so many bytes of a file, and no more: it may be larger than memory."""
     with file.open("rb") as content:
         text = content.read(size)
-    if text.startswith(_PACKED):
-        hint = "the file that comes out when it is unpacked"
-        raise InvalidValue(f"cannot read {file}", "it is compressed", f"its first bytes: {text[:6]!r}", hint)
+    blame, hint = "it is compressed", "the file that comes out when it is unpacked"
     if text.startswith(_UTF16):
-        hint = f"iconv -f UTF-16 -t UTF-8 {file.name}"
-        raise InvalidValue(f"cannot read {file}", "it is UTF-16", f"its first bytes: {text[:6]!r}", hint)
+        blame, hint = "it is UTF-16", f"iconv -f UTF-16 -t UTF-8 {file.name}"
+    if text.startswith((*_PACKED, *_UTF16)):
+        raise InvalidValue(f"cannot read {file}", blame, f"its first bytes: {text[:6]!r}", hint)
     return text
 
 
@@ -285,7 +282,10 @@ def _utf8(text: str) -> bytes:
 
 def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
     """Write a conversation as the tokenizer's template has it; what the assistant says counts."""
-    if not _is_conversation(messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    ):
         blame, hint = "messages are objects with a role and content", '[{"role": "user", "content": "..."}, ...]'
         raise InvalidValue(asked, blame, f"messages: {messages!r}"[:200], hint)
     if data.tokenizer is None:
@@ -297,8 +297,7 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         try:
             return template.render(some, **flags)
         except ValueError as error:  # templates raise errors of their own
-            hint = "a tokenizer with a chat template, and messages that it takes"
-            seen = f"messages: {messages!r}"[:200]
+            hint, seen = "a tokenizer with a chat template, and messages that it takes", f"messages: {messages!r}"[:200]
             raise InvalidValue(asked, f"its template fails: {error}", seen, hint) from None
 
     whole = render(messages)
@@ -323,13 +322,6 @@ def _conversation(asked: str, messages: Any, data: DataConfig) -> _Text:
         spans += [_Span(_utf8(whole[done : len(before)]), False), _Span(_utf8(whole[len(before) : end]), True)]
         done = end
     return _Text([*spans, _Span(_utf8(whole[done:]), not data.mask_prompts)], is_rendered=True)
-
-
-def _is_conversation(messages: Any) -> bool:
-    return isinstance(messages, list) and all(
-        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in messages
-    )
 
 
 def _encode_bytes(text: _Text) -> Tokens:
@@ -371,11 +363,7 @@ def _marked(ids: npt.NDArray[np.int32], counts: npt.NDArray[np.bool_]) -> Tokens
 def load_tokenizer(folder: str) -> Any:
     """Load a tokenizer of transformers; nothing is fetched.
 
-    Args:
-        folder: with its files.
-
-    Raises:
-        ValueError: there is none, or it cannot say where in the text its tokens are.
+    Raise ValueError if `folder` has none, or one that cannot say where in the text its tokens are.
     """
     asked = f"cannot load the tokenizer {folder}"
     hint = "a folder that AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) has written"
@@ -409,11 +397,6 @@ def shuffled(index: npt.NDArray[np.uint64], count: int, seed: int) -> npt.NDArra
 
     No order is kept anywhere. A Feistel network (Luby and Rackoff 1988) permutes the least 4**k numbers that are
     enough. What it makes of a number, it permutes again until that is below `count` (Black and Rogaway 2002).
-
-    Args:
-        index: numbers of samples, from 0.
-        count: windows.
-        seed: of the orders.
     """
     epoch, place = index // np.uint64(count), index % np.uint64(count)
     bits = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
@@ -461,10 +444,8 @@ def samples(
     (torch.Size([4, 5]), True)
 
     Args:
-        text: ids to cut from, see `Corpus`.
-        indices: global sample numbers.
-        seq_len: tokens per sample.
-        seed: of the order of each epoch.
+        text, indices: ids to cut from, see `Corpus`, and global sample numbers.
+        seq_len, seed: tokens per sample, and the seed of the order of each epoch.
         ignored: share of the targets that are `IGNORED`, drawn for each token of each sample.
         windows: numbers of those to cut out; None: all.
 
@@ -488,11 +469,8 @@ def rank_part(used: int, batch_size: int, rank: int, ranks: int) -> range:
     >>> rank_part(used=32, batch_size=16, rank=1, ranks=4)
     range(36, 40)
 
-    Args:
-        used: samples that the steps before this one have used, over all ranks.
-        batch_size: sequences per step over all ranks; a multiple of `ranks`.
-        rank: this rank's place among those that read different samples.
-        ranks: how many of those there are.
+    The steps before this one have `used` samples of all ranks. `rank` counts the `ranks` that read different samples,
+    over which `batch_size` is split.
     """
     assert batch_size % ranks == 0, "the config was checked before any rank started"
     local = batch_size // ranks
@@ -508,14 +486,7 @@ def valid_samples(
     Every rank gets the same number of sequences, because every rank must take part in every forward: what is more than
     `count` repeats the last sample, with targets that are all `IGNORED`.
 
-    Args:
-        text, seq_len: see `samples`.
-        count: samples over all ranks.
-        rank, ranks: see `rank_part`.
-        multiple: of which the number of a rank's sequences is one.
-
-    Returns:
-        Inputs and targets (n, seq_len).
+    Return inputs and targets (n, seq_len), where n is a multiple of `multiple`; see also `samples` and `rank_part`.
     """
     check_length(text, seq_len, "validation")
     local = -(-count // (ranks * multiple)) * multiple
@@ -550,8 +521,7 @@ class LoaderBatches:
     def __init__(self, make: Callable[[], Iterable[Any]], batch_size: int, seq_len: int, vocab_size: int) -> None:
         loader: Any = make()
         if not isinstance(loader, Iterable):
-            hint = "train(config, data=lambda: StatefulDataLoader(...))"
-            seen = f"returned: {type(loader).__name__}"
+            hint, seen = "train(config, data=lambda: StatefulDataLoader(...))", f"returned: {type(loader).__name__}"
             raise InvalidType("cannot train on this data", "what data() returns has no batches", seen, hint)
         self.loader: Any = loader
         self.shape, self.vocab_size = (batch_size, seq_len), vocab_size
@@ -570,9 +540,6 @@ class LoaderBatches:
         if batch is None:
             hint = "a loader that can be iterated over again"
             raise InvalidValue("cannot train on this data", "the loader has no batch", f"{self.loader!r}", hint)
-        return self._checked(batch)
-
-    def _checked(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         asked, hint = "cannot train on this batch", f"(inputs, targets) or input_ids and labels, int64 {self.shape}"
         if isinstance(batch, Mapping):
             found = [batch.get("input_ids"), batch.get("labels", batch.get("input_ids"))]
@@ -687,7 +654,9 @@ class RecordLoader:
         size, block = self._at_once, self._read // self._at_once
         done = self._read % size
         is_indexed = hasattr(self.records, "__getitem__") and hasattr(self.records, "__len__")
-        source = iter(()) if is_indexed else self._from_block(block)
+        source: Iterator[Any] = iter(()) if is_indexed else iter(self.records)
+        if not self._knows_its_place:  # else it begins where it was loaded
+            source = itertools.islice(source, block * size, None)
         while True:
             some: Any = list(itertools.islice(source, size))
             # datasets does not know where it is between a state that is loaded and the first record after it.
@@ -699,10 +668,6 @@ class RecordLoader:
             for place in self._order(block, len(some))[done:].tolist():
                 yield self.records[some[place]] if is_indexed else some[place]
             block, done = block + 1, 0
-
-    def _from_block(self, block: int) -> Iterator[Any]:
-        begun = iter(self.records)  # where it was loaded, if it knows its place
-        return begun if self._knows_its_place else itertools.islice(begun, block * self._at_once, None)
 
     def _order(self, block: int, count: int) -> npt.NDArray[np.int64]:
         """Return the order of a block of records in this pass."""

@@ -32,13 +32,8 @@ def action_after(loss: float, grad_norm: float, train: TrainConfig, skipped_in_a
     >>> action_after(2.5, 1.0, train), action_after(math.nan, 1.0, train), action_after(2.5, math.inf, train, 2)
     ('go', 'skip', 'stop')
 
-    Ranks that pass the same numbers, as after an all_reduce, get the same answer.
-
-    Args:
-        loss: of the global batch.
-        grad_norm: over all parameters.
-        train: has `on_nonfinite`, and the `max_skips` after which one more ends the run.
-        skipped_in_a_row: how many steps just before this one were skipped.
+    Ranks that pass the same numbers, as after an all_reduce, get the same answer. `train` has `on_nonfinite`, and the
+    `max_skips` after which one more step that is skipped ends the run.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return "go"
@@ -64,25 +59,20 @@ def nonfinite_error(
       try: look at out/nonfinite/step-00000007/rank-0.json and the other ranks': non-finite gradients, and the samples
 
     Args:
-        step: number of the step, from 1.
-        loss: of the global batch.
-        grad_norm: over all parameters.
+        step, loss, grad_norm, dumped_to: see `dump_nonfinite`.
         skipped_in_a_row: steps just before that were skipped for the same reason.
-        dumped_to: folder that `dump_nonfinite` was given.
         counted: targets of the global batch that count; of none there is no mean.
     """
     bad = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-    if not counted:
-        bad = "no target of its batch counts, and the loss is the mean over those that do"
-    if skipped_in_a_row:
-        bad += f", after {skipped_in_a_row} steps in a row that were skipped"
-    if dumped_to is None:
-        hint = "on_nonfinite='dump' to see which parameters and samples; a lower learning rate, a longer warmup"
-    else:
+    hint = "on_nonfinite='dump' to see which parameters and samples; a lower learning rate, a longer warmup"
+    if dumped_to is not None:
         file = _folder(dumped_to, step) / "rank-0.json"
         hint = f"look at {file} and the other ranks': non-finite gradients, and the samples"
     if not counted:
+        bad = "no target of its batch counts, and the loss is the mean over those that do"
         hint = "a larger batch_size, or less that does not count; on_nonfinite='skip' leaves such steps out"
+    if skipped_in_a_row:
+        bad += f", after {skipped_in_a_row} steps in a row that were skipped"
     seen = f"loss: {loss}   gradient norm: {grad_norm}"
     return NonFiniteError(f"cannot take step {step}", bad, seen, hint)
 
@@ -114,14 +104,8 @@ def dump_nonfinite(
     """
     rows = [{"name": name, **_describe(param)} for name, param in named_parameters]
     rows.sort(key=lambda row: (-row.get("grad_nonfinite", 0), -row["value_nonfinite"]))
-    report = {
-        "step": step,
-        "rank": rank,
-        "loss": _number(loss),
-        "grad_norm": _number(grad_norm),
-        "samples": [int(index) for index in samples],
-        "parameters": rows,
-    }
+    report: dict[str, Any] = {"step": step, "rank": rank, "loss": _number(loss), "grad_norm": _number(grad_norm)}
+    report |= {"samples": [int(index) for index in samples], "parameters": rows}
     path = _folder(folder, step) / f"rank-{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -219,7 +203,14 @@ def stop_on_signals(stop: StopRequest | None = None, signals: Sequence[str] = _S
 
     try:
         for number in numbers:
-            _set(number, on_signal, before)
+            earlier = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, on_signal)
+            before[number] = earlier
+    except ValueError as error:
+        seen, blame = f"thread: {threading.current_thread().name!r}", "only a process's main thread may"
+        hint = "with stop_on_signals() as stop: in the launcher, and pass stop to the ranks"
+        raise InvalidState("cannot handle signals here", blame, seen, hint) from error
+    try:
         with _noticed_at_once(stop, numbers):
             yield stop
     finally:
@@ -252,16 +243,3 @@ def _noticed_at_once(stop: StopRequest, numbers: Sequence[int]) -> Iterator[None
         writer.close()
         listener.join()
         reader.close()
-
-
-def _set(number: int, handler: Any, before: dict[int, Any]) -> None:
-    """Set a handler, and remember the one from before."""
-    earlier = signal.getsignal(number) or signal.SIG_DFL
-    try:
-        signal.signal(number, handler)
-    except ValueError as error:
-        seen = f"thread: {threading.current_thread().name!r}"
-        hint = "with stop_on_signals() as stop: in the launcher, and pass stop to the ranks"
-        blame = "only a process's main thread may"
-        raise InvalidState("cannot handle signals here", blame, seen, hint) from error
-    before[number] = earlier

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import zlib
@@ -12,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +31,8 @@ from hyper_parallel.core.redistribute.plan import plan_for
 from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.models.lora import is_of_adapter
 from hyper_parallel.platform import Platform, get_platform
-from hyper_parallel.trainer.config import OTHER, STUCK_AFTER_S, Config
+from hyper_parallel.trainer import report
+from hyper_parallel.trainer.config import OTHER, Config
 from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples, windows_that_count
 from hyper_parallel.trainer.guards import StopRequest, action_after, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, model_flops_utilisation
@@ -41,15 +40,7 @@ from hyper_parallel.trainer.optimizer import MakeScheduler, Rates, build_optimiz
 from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss, Split, describe_axes, shard_given
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from hyper_parallel.trainer.preflight import check_given, check_lora, check_platform, plan_run, read_text
-from hyper_parallel.trainer.report import (
-    KEPT,
-    JsonlLog,
-    Prediction,
-    StepRecord,
-    TensorBoardLog,
-    TrainResult,
-    profiled_steps,
-)
+from hyper_parallel.trainer.report import Prediction, StepRecord, TrainResult
 from hyper_parallel.trainer.saving import Progress, Saver, check_start, given_shape, model_of_folder
 from hyper_parallel.trainer.watchdog import RunWatchdog, default_store
 
@@ -118,8 +109,12 @@ def train(
     platform = get_platform(config.train.device)
     check_platform(config, platform)
     platform.set_device(place.local_rank)
-    with _watchdog(config, place, stop, platform) as watchdog, _recorded_memory(config, place, platform):
-        made["model"] = model
+    out, made["model"] = config.train.out(), model
+    snapshot = out / "memory" / f"rank-{place.rank}.pickle" if config.train.memory_snapshot else None
+    recorded: AbstractContextManager[Any] = nullcontext() if snapshot is None else platform.recorded_memory(snapshot)
+    ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "stop": stop}
+    patience, recording = config.train.patience(place.world_size), platform.flight_recording
+    with RunWatchdog(patience, out / "stuck", **ranks, recording=recording) as watchdog, recorded:
         if dims.world_size == 1 and config.precision.policy() is None:
             return Trainer(config, dims, platform, place, None, stop, watchdog, predicted, **made).run(on_step)
         watchdog.beat(0, "meeting the other ranks")
@@ -130,40 +125,15 @@ def train(
             return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted, **made).run(on_step)
 
 
-def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None, platform: Platform) -> RunWatchdog:
-    """Return what ends this rank when it cannot go on; one without others may take its time, as in a debugger."""
-    seconds = config.train.stuck_after_s
-    if seconds is None:
-        seconds = STUCK_AFTER_S if place.world_size > 1 else 0
-    ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
-    return RunWatchdog(
-        seconds or math.inf, _out(config) / "stuck", **ranks, stop=stop, recording=platform.flight_recording
-    )
-
-
-def _recorded_memory(config: Config, place: RankPlace, platform: Platform) -> AbstractContextManager[Any]:
-    if not config.train.memory_snapshot:
-        return nullcontext()
-    return platform.recorded_memory(_out(config) / "memory" / f"rank-{place.rank}.pickle")
-
-
-def _out(config: Config) -> Path:
-    """Return where reports on what went wrong go."""
-    return Path(config.train.log or "out/train.jsonl").parent
-
-
 class Trainer:
     """One rank's side of a run: its part of the model, of the optimizer state and of the data.
 
     Args:
-        config: the run.
-        dims: its degrees.
-        platform: the calling rank's kind of device.
-        place: which rank this is.
+        config, dims: the run, and its degrees.
+        platform, place: the calling rank's kind of device, and which rank it is.
         mesh: the ranks by axis; None trains the bare model on one device, without torch.distributed.
-        stop: asks the run to end.
         watchdog: hears of progress.
-        predicted, data, lr_scheduler, model, split: see `train`.
+        stop, predicted, data, lr_scheduler, model, split: see `train`.
 
     Attributes:
         model: this rank's part of the model.
@@ -187,7 +157,8 @@ class Trainer:
         split: Split | None = None,
     ) -> None:
         self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
-        self.watchdog = watchdog
+        # Hears that this rank has come to a step, numbered from 1 as in the log, and what it is about.
+        self._tell: Callable[[int, str], None] = (lambda step, doing: None) if watchdog is None else watchdog.beat
         self.device = platform.device(place.local_rank)
         train = config.train
         self.ranks = RunGroups(dims, mesh is not None, self.device, config.precision.dtype("buffers"))
@@ -196,7 +167,8 @@ class Trainer:
             self._plan_for(train.hardware, mesh)
         given = None if model is None else self._made(model)
         if given is not None:
-            config = config.with_changes("model", {"vocab_size": _vocab_size(given)})
+            known = (each.num_embeddings for each in given.modules() if isinstance(each, nn.Embedding))
+            config = config.with_changes("model", {"vocab_size": next(known, None)})
         vocab_size = config.model.vocab_size
         self.loader = None if data is None else LoaderBatches(data, train.batch_size, train.seq_len, vocab_size)
         self.corpus = read_text(config) if data is None else None
@@ -222,16 +194,8 @@ class Trainer:
         self.rates = Rates(config.optimizer, train.steps, lr_scheduler)
         self.steps_done = self.samples_used = self.skipped = 0
         self._are_same = False  # the batches of the ranks' loaders: looked at once
-        self.saver = Saver(
-            config,
-            self.model,
-            self.optimizer,
-            self.device,
-            rank=place.rank,
-            world_size=place.world_size,
-            shape=shape,
-            corpus=self.corpus,
-        )
+        kept: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "shape": shape}
+        self.saver = Saver(config, self.model, self.optimizer, self.device, **kept, corpus=self.corpus)
         self._resume()
 
     def _made(self, make: MakeModel) -> nn.Module:
@@ -245,9 +209,8 @@ class Trainer:
         flat = [flat_bytes(param.detach().contiguous()) for param in params]
         bits = [int(some.sum()) * (n + 1) for n, some in enumerate(flat)]
         if not self.ranks.agree(sum(bits) % 2**62):
-            blame = "the ranks' models have other weights"
-            hint = "the same folder, or torch's generator for random ones"
-            raise InvalidValue(asked, blame, f"model(): {type(model).__name__}", hint)
+            hint, seen = "the same folder, or torch's generator for random ones", f"model(): {type(model).__name__}"
+            raise InvalidValue(asked, "the ranks' models have other weights", seen, hint)
         return model
 
     def _plan_for(self, named: str | None, mesh: DeviceMesh) -> None:
@@ -269,14 +232,16 @@ class Trainer:
     def run(self, on_step: OnStep | None = None) -> TrainResult:
         """Take all remaining steps, log them, validate at the end, and save when it is time."""
         train, first_rank = self.config.train, self.place.rank == 0
-        records, first_step = deque[StepRecord](maxlen=KEPT), self.steps_done + 1
+        records, first_step = deque[StepRecord](maxlen=report.KEPT), self.steps_done + 1
         stopped: str | None = None
         with ExitStack() as stack:
-            log = stack.enter_context(JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
-            board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None, self.steps_done))
+            log = stack.enter_context(report.JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
+            board = stack.enter_context(
+                report.TensorBoardLog(train.tensorboard if first_rank else None, self.steps_done)
+            )
             stack.enter_context(self.saver)
             recorded = train.profile_steps if first_rank else 0
-            after_step = stack.enter_context(profiled_steps(_out(self.config) / "profile.json", recorded))
+            after_step = stack.enter_context(report.profiled_steps(train.out() / "profile.json", recorded))
             while self.steps_done < train.steps and stopped is None:
                 self._tell(self.steps_done + 1, "training")
                 record = self.step()
@@ -303,11 +268,6 @@ class Trainer:
             last_save_failed=self.saver.last_failed,
         )
 
-    def _tell(self, step: int, doing: str) -> None:
-        """Tell the watchdog that this rank has come here; steps are numbered from 1, as in the log."""
-        if self.watchdog is not None:
-            self.watchdog.beat(step, doing)
-
     def _asked_to_stop(self) -> str | None:
         if self.stop is None or not self.ranks.any(self.stop.requested()):
             return None
@@ -321,11 +281,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         part = rank_part(self.samples_used, train.batch_size, self.ranks.batch_rank, self.ranks.batch_ranks)
-        inputs, targets = self._sequences(part)
-        outcome = training_step(
+        loss, grad_norm, taken = training_step(
             self.model,
             self.optimizer,
-            *self._place(inputs, targets),
+            *self._place(*self._sequences(part)),
             share=self.share,
             groups=self.ranks,
             accumulate=train.accumulate,
@@ -333,7 +292,7 @@ class Trainer:
             max_grad_norm=self.config.optimizer.max_grad_norm,
             accepts=lambda loss, grad_norm: self._accepts(loss, grad_norm, part),
         )
-        self.rates.after_step(outcome.loss)
+        self.rates.after_step(loss)
         counted = self.share.counted  # before a validation sets its own
         self.steps_done += 1
         self.samples_used += train.batch_size
@@ -344,16 +303,16 @@ class Trainer:
         due = due and self.corpus is not None
         return StepRecord(
             step=self.steps_done,
-            loss=outcome.loss,
+            loss=loss,
             lr=lr,
-            grad_norm=outcome.grad_norm,
+            grad_norm=grad_norm,
             seconds=seconds,
             tokens_per_s=speed,
             valid_loss=self.evaluate() if due else None,
             mfu=model_flops_utilisation(speed, self.flops_per_token, self.platform.name(), self.place.world_size),
             memory_bytes=self.platform.memory_stats().peak_allocated,
             tokens=int(counted),
-            skipped=not outcome.taken,
+            skipped=not taken,
             predicted=self.predicted,
         )
 
@@ -388,7 +347,7 @@ class Trainer:
         if action in ("stop", "dump"):
             folder = None
             if action == "dump":
-                folder = _out(self.config) / "nonfinite"
+                folder = self.config.train.out() / "nonfinite"
                 named, rank = self.model.named_parameters(), self.place.rank
                 dump_nonfinite(folder, named, rank=rank, step=step, loss=loss, grad_norm=grad_norm, samples=part)
                 self.ranks.any(False)  # a rank that raises ends the others: let all have written
@@ -421,24 +380,18 @@ class Trainer:
 
     def _resume(self) -> None:
         self._tell(0, "loading")
-        folder, is_adapted = self.config.train.start_from, self.config.lora.rank > 0
-        if self.config.train.model == OTHER:
-            folder = None  # it came with its weights
-        if is_adapted and folder is not None:
-            self._start_from(folder)  # also what goes on: checkpoints have the adapters alone
-        found = self.saver.resume()
-        if found is None and not is_adapted and folder is not None:
-            self._start_from(folder)
+        train, is_adapted = self.config.train, self.config.lora.rank > 0  # then checkpoints have the adapters alone
+        found = None if is_adapted else self.saver.resume()
+        if found is None and train.start_from is not None and train.model != OTHER:  # which came with its weights
+            check_start(self.config)
+            tensors = {name: tensor for name, tensor in self.model.named_tensors() if not is_of_adapter(name)}
+            load_huggingface(tensors, train.start_from)
+        found = self.saver.resume() if is_adapted else found
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
             self.rates.go_on(self.saver.states["scheduler"], self.steps_done)
             if self.loader is not None:
-                self.loader.go_on(self.saver.states["loader"], self.samples_used // self.config.train.batch_size)
-
-    def _start_from(self, folder: str) -> None:
-        check_start(self.config)
-        tensors = {name: tensor for name, tensor in self.model.named_tensors() if not is_of_adapter(name)}
-        load_huggingface(tensors, folder)
+                self.loader.go_on(self.saver.states["loader"], self.samples_used // train.batch_size)
 
     def _save_if_due(self, ends: bool) -> None:
         keep, train = self.config.checkpoint, self.config.train
@@ -446,25 +399,6 @@ class Trainer:
         if keep.folder is not None and (ends or (keep.every and self.steps_done % keep.every == 0)):
             states = {"loader": None if self.loader is None else self.loader.state(), "scheduler": self.rates.state()}
             self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped), states)
-
-
-def _vocab_size(model: nn.Module) -> int | None:
-    """Return how many tokens a model knows; None where it has no embedding."""
-    return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
-
-
-class StepOutcome(NamedTuple):
-    """The numbers that every rank knows after a step.
-
-    Attributes:
-        loss: mean over the tokens of the global batch, before the step.
-        grad_norm: over all parameters, before clipping.
-        taken: the optimizer's step was taken.
-    """
-
-    loss: float
-    grad_norm: float
-    taken: bool
 
 
 def training_step(
@@ -479,22 +413,24 @@ def training_step(
     reduce_each: bool = False,
     max_grad_norm: float = 0.0,
     accepts: Callable[[float, float], bool] = lambda loss, grad_norm: True,
-) -> StepOutcome:
+) -> tuple[float, float, bool]:
     """Take one step: forward and backward over this rank's sequences, clip, update, and clear the gradients.
 
     Communication: that of the model, of the loss over `groups`, and of `clip_gradients`.
 
     Args:
-        model: this rank's part of it.
-        optimizer: of its parameters, with the rates of this step.
-        inputs: ids (batch, seq) of this rank, on its device.
-        targets: likewise; `IGNORED` for tokens that do not count.
+        model, optimizer: this rank's part, and the optimizer of its parameters, with the rates of this step.
+        inputs, targets: ids (batch, seq) of this rank, on its device; targets that do not count are `IGNORED`.
         share: the loss; knows the number of tokens of the global batch.
         groups: what the loss is added up over.
         accumulate: backward passes; with a pipeline its micro-batches, which it knows itself.
         reduce_each: every backward pass reduces gradients over ranks, not the last one alone.
         max_grad_norm: gradients are scaled down to it; 0: they are not scaled.
         accepts: called with loss and norm, which are equal on every rank; False skips the optimizer's step.
+
+    Returns:
+        On every rank the mean loss over the tokens of the global batch, before the step; the norm over all parameters,
+        before clipping; and True if the optimizer's step was taken.
     """
     loss = forward_backward(model, inputs, targets, share, groups.dtype, accumulate, reduce_each)
     return finish_step(model, optimizer, loss, groups=groups, max_grad_norm=max_grad_norm, accepts=accepts)
@@ -508,19 +444,14 @@ def finish_step(
     groups: RunGroups,
     max_grad_norm: float = 0.0,
     accepts: Callable[[float, float], bool] = lambda loss, grad_norm: True,
-) -> StepOutcome:
-    """Take what comes of a step once the gradients are there: add up the loss, clip, update, and clear them.
-
-    Args:
-        model, optimizer, groups, max_grad_norm, accepts: see `training_step`.
-        share_of_loss: of this rank.
-    """
+) -> tuple[float, float, bool]:
+    """Finish a step, see `training_step`: add up the loss, of which this rank has a share, clip, update, and clear."""
     loss = groups.over_shares(share_of_loss)
     grad_norm = clip_gradients(model, max_grad_norm)
     taken = accepts(loss, grad_norm)
     update(optimizer, taken)
     model.after_step(taken)
-    return StepOutcome(loss, grad_norm, taken)
+    return loss, grad_norm, taken
 
 
 def forward_backward(
@@ -532,12 +463,7 @@ def forward_backward(
     accumulate: int = 1,
     reduce_each: bool = False,
 ) -> torch.Tensor:
-    """Add up gradients over the micro-batches, and return this rank's share of the loss.
-
-    Args:
-        model, inputs, targets, share, accumulate, reduce_each: see `training_step`.
-        dtype: to add up shares in.
-    """
+    """Add up gradients over the micro-batches, see `training_step`; return this rank's share of the loss in `dtype`."""
     if model.pipeline is not None:
         loss = model.pipeline.step(inputs, targets)
         if model.tied is not None:
@@ -566,10 +492,8 @@ class RankPlace:
     """Which rank this is, and of how many.
 
     Args:
-        rank: number in the world.
-        local_rank: number on its machine, which is also its device.
-        world_size: ranks in the world.
-        local_world_size: ranks on this machine.
+        rank, local_rank: number in the world, and on its machine, which is also its device.
+        world_size, local_world_size: ranks in the world, and on this machine.
     """
 
     rank: int = 0
@@ -586,8 +510,10 @@ class RankPlace:
         """
         if not dist.is_initialized():
             return cls.from_environment()
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        return cls(rank, _number("LOCAL_RANK", rank), world_size, _number("LOCAL_WORLD_SIZE", world_size))
+        usual = {"LOCAL_RANK": dist.get_rank(), "LOCAL_WORLD_SIZE": dist.get_world_size()}
+        found = {name: os.environ.get(name, "") for name in usual}  # who made the group may have set them or not
+        local, size = (int(found[name]) if found[name].isdecimal() else number for name, number in usual.items())
+        return cls(dist.get_rank(), local, dist.get_world_size(), size)
 
     @classmethod
     def from_environment(cls) -> RankPlace:
@@ -602,7 +528,7 @@ class RankPlace:
         seen = ", ".join(f"{name}={value}" for name, value in found.items())
         if not all(value.isdecimal() for value in found.values()):
             raise InvalidValue(asked, "not all of it are numbers", seen, "torchrun, or none of these variables")
-        if not any(name in found for name in names):
+        if not found.keys() & set(names):
             return cls()
         missing = [name for name in names if name not in found]
         if found.get("WORLD_SIZE", "1") != "1":
@@ -611,39 +537,26 @@ class RankPlace:
             hint = "start the ranks with torchrun, or unset all of them for one rank"
             raise InvalidValue(asked, f"{' and '.join(missing)} not set", seen, hint)
         rank, local_rank, world_size = (int(found[name]) for name in names)
-        place = cls(rank, local_rank, world_size, int(found.get("LOCAL_WORLD_SIZE", world_size)))
-        place._check(seen)
-        return place
-
-    def _check(self, seen: str) -> None:
-        """Refuse what a launcher of one's own gets wrong, at which ranks would wait for those that never come."""
-        wrong = ""
-        if self.rank >= self.world_size:
-            wrong = f"RANK counts from 0, up to {self.world_size - 1} of WORLD_SIZE={self.world_size}"
-        elif self.local_rank >= self.local_world_size:
-            wrong = f"LOCAL_RANK counts from 0, up to {self.local_world_size - 1} of the ranks on a machine"
-        elif self.local_world_size > self.world_size:
-            wrong = f"LOCAL_WORLD_SIZE={self.local_world_size} is more than all ranks"
-        elif self.world_size > 1 and not os.environ["MASTER_PORT"].isdecimal():
+        local_size, wrong = int(found.get("LOCAL_WORLD_SIZE", world_size)), ""
+        # What a launcher of one's own gets wrong: ranks would wait for those that never come.
+        if rank >= world_size:
+            wrong = f"RANK counts from 0, up to {world_size - 1} of WORLD_SIZE={world_size}"
+        elif local_rank >= local_size:
+            wrong = f"LOCAL_RANK counts from 0, up to {local_size - 1} of the ranks on a machine"
+        elif local_size > world_size:
+            wrong = f"LOCAL_WORLD_SIZE={local_size} is more than all ranks"
+        elif world_size > 1 and not os.environ["MASTER_PORT"].isdecimal():
             wrong, seen = "MASTER_PORT is no number", f"{seen}, MASTER_PORT={os.environ['MASTER_PORT']}"
         if wrong:
-            hint = "torchrun, or variables as it sets them"
-            raise InvalidValue("cannot read torchrun's environment", wrong, seen, hint)
-
-
-def _number(name: str, otherwise: int) -> int:
-    """Read a number that whoever made the process group may have set or not."""
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else otherwise
+            raise InvalidValue(asked, wrong, seen, "torchrun, or variables as it sets them")
+        return cls(rank, local_rank, world_size, local_size)
 
 
 @contextmanager
 def process_group(platform: Platform, place: RankPlace) -> Iterator[None]:
     """Hold torch.distributed's process group for the block; one that is there already is used and left alone.
 
-    Args:
-        platform: has the backend: gloo, nccl or hccl.
-        place: the calling rank; alone in its world it needs no rendezvous.
+    It has the backend of `platform`: gloo, nccl or hccl. A rank alone in its world needs no rendezvous.
     """
     if dist.is_initialized():
         yield
@@ -665,8 +578,7 @@ class RunGroups:
     """The groups of a run that numbers are added up over, of the calling rank.
 
     Args:
-        dims: the degrees; their mesh is built, unless `meshed` is False.
-        meshed: False for one process without torch.distributed.
+        dims, meshed: the degrees, whose mesh is built; False for one process without torch.distributed.
         device: where the numbers are.
         dtype: that losses are added up in, of weights; not every device has float64.
     """
@@ -684,10 +596,10 @@ class RunGroups:
         tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")
         self.tokens = None if tokens is None else tokens.get_group()
         self.stages = dims.get_mesh("pp").get_group() if dims.pp_enabled else None
-        batch = [axis for axis in ("dp_replicate", "dp_shard", "ep") if axis in dims.mesh_axes]
-        for axis in batch:
-            mesh = dims.get_mesh(axis)
-            self.batch_rank = self.batch_rank * mesh.size() + mesh.get_local_rank()
+        for axis in ("dp_replicate", "dp_shard", "ep"):
+            if axis in dims.mesh_axes:
+                mesh = dims.get_mesh(axis)
+                self.batch_rank = self.batch_rank * mesh.size() + mesh.get_local_rank()
 
     def over_tokens(self, value: torch.Tensor) -> torch.Tensor:
         """Add up a number over the ranks with other tokens; ranks along tp and pp have the same."""

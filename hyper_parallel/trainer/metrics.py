@@ -24,12 +24,7 @@ def model_flops_utilisation(
 
     Activation recompute does not count as work (Chowdhery et al. 2022, PaLM, appendix B). The peak is that of bf16,
     whatever the run computes in.
-
-    Args:
-        tokens_per_s: tokens of the global batch by the time of a step.
-        flops_per_token: see the function `flops_per_token`; None: not known.
-        device_name: as `Platform.name()` returns it.
-        world_size: number of devices.
+    `tokens_per_s` are of the global batch, and `device_name` is as `Platform.name()` returns it.
     """
     peak = peak_flops(device_name)
     return None if peak is None or flops_per_token is None else tokens_per_s * flops_per_token / (peak * world_size)
@@ -46,9 +41,8 @@ def least_kept(checkpointing: str, hidden: float, attention: float, inner: float
 
     Args:
         checkpointing: of the block, as in `ParallelConfig`.
-        hidden: width of the residual stream, in any unit; the result is in the same.
+        hidden, inner: width of the residual stream and of the feed-forward, in any unit; the result is in the same.
         attention: joint width of queries, keys, values and the result.
-        inner: width of the feed-forward that the token goes through.
     """
     at_least = {"none": hidden + attention + 2 * inner, "selective": hidden + attention, "full": hidden}
     return at_least.get(checkpointing, hidden + attention / 4)
@@ -64,9 +58,7 @@ def count_flops(model_fn: Callable[[], Any], tokens: Tensor) -> int:
     That is 3 x (2 x 4 x 8 x 10): forward, and in backward the gradients of the input and of the weight. Matrix products
     and attention count, which is as good as all; what recomputes activations is no part of the bare model.
 
-    Args:
-        model_fn: builds the model; called under `torch.device("meta")`.
-        tokens: what the model is called with; only its shape and dtype count.
+    `model_fn` is called under `torch.device("meta")`; of `tokens`, its argument, only shape and dtype count.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -94,10 +86,6 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
 
     A pure function, whose results are kept: one or two blocks are counted on meta, and the rest follows, since blocks
     are equal.
-
-    Args:
-        config: the model's shape.
-        seq_len: tokens per sequence.
     """
     shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)}
     tokens = torch.empty(1, seq_len, dtype=torch.long, device="meta")

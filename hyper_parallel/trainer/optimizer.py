@@ -116,11 +116,6 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
     >>> [learning_rate(step, 100, OptimizerConfig(lr=1.0, warmup_steps=10)) for step in (0, 9, 99)]
     [0.1, 1.0, 0.1]
-
-    Args:
-        step: number of the step, from 0.
-        steps: steps in the run.
-        config: highest rate, warmup and decay.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -141,12 +136,8 @@ class Rates:
     is the same whatever the degrees.
 
     Args:
-        config: the named schedule; a scheduler starts from its `lr`.
-        steps: of the run.
-        make: see `train`; None: the named schedule.
-
-    Raises:
-        TypeError: `make` returns no scheduler of torch.
+        config, steps: the named schedule of a run of so many steps; a scheduler starts from its `lr`.
+        make: see `lr_scheduler` of `train`; None: the named schedule. A TypeError if it returns no scheduler of torch.
     """
 
     def __init__(self, config: OptimizerConfig, steps: int, make: MakeScheduler | None = None) -> None:
@@ -203,14 +194,9 @@ def clip_gradients(model: Parallelized, max_norm: float) -> float:
 
     A norm that is inf or NaN scales nothing: the gradients still say which of them are to blame.
 
+    Return the norm before, which is the same on every rank; a `max_norm` of 0 leaves the gradients as they are.
+
     Communication: as `get_total_norm`: one all_reduce of a number for each set of axes that parameters are split over.
-
-    Args:
-        model: with its gradients.
-        max_norm: 0 leaves the gradients as they are.
-
-    Returns:
-        The norm before, which is the same on every rank.
     """
     group = None if model.pipeline is None else model.pipeline.group
     total = clip_grad_norm(model.parts, math.inf, group, tied=() if model.tied is None else model.tied)

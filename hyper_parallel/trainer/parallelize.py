@@ -29,7 +29,7 @@ from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models.llama import Llama
-from hyper_parallel.trainer.config import Config, ParallelConfig
+from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED
 
 
@@ -108,12 +108,8 @@ def without_memory() -> AbstractContextManager[Any]:
 def in_dtype(module: nn.Module, stored: Callable[[nn.Parameter], torch.dtype], buffers: torch.dtype | None) -> None:
     """Give the weights of a module that has no values yet other dtypes: new ones, where they lie.
 
-    Tensors without values cannot be changed in place, as `module.to` does; a weight of two modules stays one.
-
-    Args:
-        module: changed in place.
-        stored: returns the dtype of a weight that is of floating point numbers.
-        buffers: what these become: what no engine casts has to be computed in one dtype; None: they stay.
+    Tensors without values cannot be changed in place, as `module.to` does; a weight of two modules stays one. `stored`
+    returns the dtype of a weight; `buffers`, which no engine casts, become of one dtype, or None: they stay.
     """
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
@@ -150,25 +146,17 @@ def own_stages(run: Config, dims: ParallelDims) -> list[StageSlice]:
     layers = run.model.num_hidden_layers
     if not dims.pp_enabled:
         return [StageSlice(0, range(layers), is_first=True, is_last=True)]
-    return stage_slices(
-        layers,
-        run.parallel.schedule,
-        dims.get_mesh("pp").get_local_rank(),
-        dims.pp,
-        stages_per_rank=run.parallel.stages_per_rank,
-        sizes=run.parallel.stage_sizes(),
-    )
+    rank, count, sizes = dims.get_mesh("pp").get_local_rank(), run.parallel.stages_per_rank, run.parallel.stage_sizes()
+    return stage_slices(layers, run.parallel.schedule, rank, dims.pp, stages_per_rank=count, sizes=sizes)
 
 
 def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | None:
     """Let attention reach over all ranks along cp, of which each has a part of every sequence."""
     if not dims.cp_enabled:
         return None
-    mesh, ulysses = dims.get_mesh("cp"), dims.ulysses_degree
-    contexts = [  # a stage without a layer has no attention
-        context_parallel(model, mesh, ulysses) if len(model.layers) else ContextParallel(mesh, ulysses)
-        for model in models
-    ]
+    over = dims.get_mesh("cp"), dims.ulysses_degree
+    # A stage without a layer has no attention.
+    contexts = [context_parallel(each, *over) if len(each.layers) else ContextParallel(*over) for each in models]
     return contexts[0]  # all are equal
 
 
@@ -191,19 +179,19 @@ def shard_blocks(model: Any, blocks: Sequence[nn.Module], dims: ParallelDims, ru
     Each block becomes one unit: its weights are gathered while it computes, its gradients reduced when its backward is
     done. Gradients are added up over ranks: each rank's loss is its share of the mean over the global batch.
 
-    Args:
-        model, blocks: changed in place.
-        dims: the degrees; the mesh is built.
-        run: engine, precision and resharding.
+    `run` has the engine, precision and resharding; the mesh of `dims` is built.
     """
     parallel, policy = run.parallel, run.precision.policy()
     if dims.token_ranks == 1 and policy is None:
         return
+    again = parallel.reshard_after_forward
     if parallel.engine == "hsdp":
-        _wrap_by_hsdp(model, dims, parallel)
+        options: dict[str, Any] = {"shard_size": dims.token_ranks // dims.dp_replicate, "threshold": 0}
+        options |= {"optimizer_level": "level3" if again else "level2", "comm_fusion": True}
+        for cell in (*model.layers, model):
+            hsdp(cell, **options, grad_scale=float(dims.token_ranks))
         return
-    whole, again = parallel.whole_parameters, parallel.reshard_after_forward
-    policy = policy or MixedPrecisionPolicy()
+    policy, whole = policy or MixedPrecisionPolicy(), parallel.whole_parameters
     shard_units(model, blocks, dims, policy, reshard_after_forward=again, whole=whole)
 
 
@@ -220,8 +208,7 @@ def shard_units(
 
     Args:
         model, blocks, dims: see `shard_blocks`.
-        policy: precision.
-        reshard_after_forward: free gathered weights after forward.
+        policy, reshard_after_forward: see `fully_shard`.
         whole: leave each parameter of the blocks with one rank, but for experts, see `whole_parameters`.
     """
     owner_of = whole_parameters(blocks, dims.data_mesh().shape[-1]) if whole else None
@@ -250,12 +237,8 @@ def _placement_of_experts(ranks: int, others: PlacementFn | None, param: nn.Para
     """Split experts inside of each where they do not divide over the ranks.
 
     On dim 0 some ranks would hold more experts than others, or all of them, and each gather would be padded to as many
-    rows as if all ranks held as many.
-
-    Args:
-        ranks: over which it is split.
-        others: places what is no expert; None: on dim 0.
-        param: of a block; the weights of all its experts are one parameter, (experts, rows, columns).
+    rows as if all ranks held as many. The weights of all experts are one parameter, (experts, rows, columns); `others`
+    places what is no expert, None on dim 0.
     """
     if param.ndim != 3:
         return None if others is None else others(param)
@@ -269,28 +252,17 @@ def _placement_of_experts(ranks: int, others: PlacementFn | None, param: nn.Para
 def build_pipeline(
     models: list[Any], stages: list[StageSlice], run: Config, dims: ParallelDims, loss: ShareOfLoss
 ) -> Pipeline | None:
-    """Make the pipeline of this rank's stages; None without one.
+    """Make the pipeline of this rank's stages, which are sharded and on their device; None without one.
 
-    Args:
-        models: the stages, sharded and on their device.
-        stages: what each of them has of the model.
-        run, dims: the schedule and micro-batches; the degrees, whose mesh is built.
-        loss: what ends the last stage.
+    `stages` are what each of `models` has of the model; `loss` ends the last one.
     """
     if not dims.pp_enabled:
         return None
     stream = None  # between stages go a rank's own shards of what is split over the sequence
     if dims.tp_enabled:
         stream = Layout.from_device_mesh(dims.get_mesh("tp"))("None", "tp", "None")
-    return Pipeline(
-        models,
-        dims.get_mesh("pp"),
-        run.parallel.schedule,
-        run.train.accumulate,
-        loss,
-        stage_indices=[part.index for part in stages],
-        boundary=stream,
-    )
+    how, indices = (run.parallel.schedule, run.train.accumulate), [part.index for part in stages]
+    return Pipeline(models, dims.get_mesh("pp"), *how, loss, stage_indices=indices, boundary=stream)
 
 
 def tie_stages(pipeline: Pipeline | None, run: Config) -> TiedWeights | None:
@@ -303,21 +275,6 @@ def tie_stages(pipeline: Pipeline | None, run: Config) -> TiedWeights | None:
     tied = TiedWeights(pipeline)
     tied.copy_values()
     return tied
-
-
-def _wrap_by_hsdp(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> None:
-    level = "level3" if parallel.reshard_after_forward else "level2"
-    size = dims.token_ranks // dims.dp_replicate
-    cells: list[Any] = [*model.layers, model]
-    for cell in cells:
-        hsdp(
-            cell,
-            shard_size=size,
-            threshold=0,
-            optimizer_level=level,
-            comm_fusion=True,
-            grad_scale=float(dims.token_ranks),
-        )
 
 
 Split = Callable[[nn.Module, DeviceMesh], Any]

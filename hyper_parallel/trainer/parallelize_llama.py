@@ -16,21 +16,9 @@ from hyper_parallel.models.lora import Adapter, with_lora
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
 from hyper_parallel.models.plans import llama_plan
+from hyper_parallel.trainer import parallelize
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.parallelize import (
-    AS_TRAINED,
-    BuildHooks,
-    Parallelized,
-    ShareOfLoss,
-    build_pipeline,
-    compile_blocks,
-    in_dtype,
-    own_stages,
-    shard_blocks,
-    split_context,
-    tie_stages,
-    without_memory,
-)
+from hyper_parallel.trainer.parallelize import AS_TRAINED, BuildHooks, Parallelized, ShareOfLoss
 
 
 def parallelize_llama(
@@ -39,10 +27,8 @@ def parallelize_llama(
     """Build this rank's part of a Llama, dense or with experts, with the same weights in it whatever the degrees.
 
     Args:
-        run: the model's shape, and how to arrange the ranks.
-        dims: the degrees; the mesh is built, unless all of them are 1.
-        device: where the weights go.
-        loss: what ends the last stage of a pipeline.
+        run, dims: the run, and its degrees; the mesh is built, unless all of them are 1.
+        device, loss: where the weights go, and what ends the last stage of a pipeline.
         hooks: what a recording of it changes.
 
     Raises:
@@ -54,12 +40,12 @@ def parallelize_llama(
 
     # 1. Pipeline: each stage keeps some of the layers. Nothing takes memory yet: the weights come last, when each rank
     #    knows which are its own.
-    stages = own_stages(run, dims) if hooks.stages is None else list(hooks.stages)
-    with without_memory():
+    stages = parallelize.own_stages(run, dims) if hooks.stages is None else list(hooks.stages)
+    with parallelize.without_memory():
         models = [make(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
     models = [with_lora(model, run.lora) for model in models]
     for model in models:
-        in_dtype(model, run.precision.stored, run.precision.dtype("buffers"))
+        parallelize.in_dtype(model, run.precision.stored, run.precision.dtype("buffers"))
 
     # 2. Expert, tensor and sequence parallelism: give each rank some of the experts, split what is inside of the other
     #    layers, and the stream between layers.
@@ -74,7 +60,7 @@ def parallelize_llama(
             shard_module(model, mesh, plan)
 
     # 3. Context parallelism: each rank has a part of every sequence.
-    context = split_context(models, dims)
+    context = parallelize.split_context(models, dims)
 
     for model in models:
         hooks.before_checkpointing(model)
@@ -85,10 +71,10 @@ def parallelize_llama(
         checkpoint_blocks(model, parallel.checkpointing, blocks=list(model.layers), preserve_rng_state=draws)
 
         # 5. Compile: what lies between two communications.
-        compile_blocks(model, parallel.compile, hooks)
+        parallelize.compile_blocks(model, parallel.compile, hooks)
 
         # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
-        shard_blocks(model, list(model.layers), dims, run)
+        parallelize.shard_blocks(model, list(model.layers), dims, run)
 
         # Now the weights: each rank fills its own shards of the same values, whatever the degrees.
         init_parameters(model, run.train.seed, device=device)
@@ -98,8 +84,8 @@ def parallelize_llama(
         ):  # the auxiliary loss is a mean over the global batch's sequences, as the loss is over its tokens
             set_aux_scale(model, 1 / run.train.batch_size)
 
-    pipeline = build_pipeline(models, stages, run, dims, loss) if hooks.stages is None else None
-    built = Parallelized(list(models), pipeline, context, tie_stages(pipeline, run))
+    pipeline = parallelize.build_pipeline(models, stages, run, dims, loss) if hooks.stages is None else None
+    built = Parallelized(list(models), pipeline, context, parallelize.tie_stages(pipeline, run))
     if has_experts and not run.lora.rank:  # whose model is frozen
         tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")
 

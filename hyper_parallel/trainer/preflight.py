@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from hyper_parallel.models.llama import Llama
 from hyper_parallel.models.lora import ALL, check_targets
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.platform import Platform
-from hyper_parallel.trainer.config import OTHER, Config
+from hyper_parallel.trainer.config import OTHER, CheckpointConfig, Config
 from hyper_parallel.trainer.data import Corpus, check_length, load_corpus, windows_that_count
 from hyper_parallel.trainer.metrics import least_kept
 from hyper_parallel.trainer.report import check_tensorboard
@@ -36,10 +37,6 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
     >>> plan_run(Config(), world_size=8).dp_shard
     8
 
-    Args:
-        config: the run.
-        world_size: number of ranks.
-
     Raises:
         ValueError: degrees that do not fit the ranks, each other or the model; a batch, a sequence or layers that do
             not split; a vocabulary that is too small for bytes.
@@ -51,23 +48,18 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
     if config.data.tokenizer is None and config.model.vocab_size < 256:
         asked, seen = "cannot read the text", f"model.vocab_size: {config.model.vocab_size}"
         raise InvalidValue(asked, "its 256 byte values need a vocab_size of 256", seen, "vocab_size=256")
-    _check_etp(config, dims)
     _check_experts(config, dims)
-    _check_sequence(config, dims)
+    _check_sequence(config.train.seq_len, dims)
     _check_pipeline(config, dims)
     check_engine(config, dims)
-    _check_saving(config)
+    _check_saving(config.checkpoint)
     return dims
 
 
-def _check_etp(config: Config, dims: ParallelDims) -> None:
-    if dims.etp not in (1, dims.tp):
-        blame, hint = "inside of an expert all ranks of tp split, or none", "etp=1"
-        hint = f"etp={dims.tp} or etp=1" if dims.tp_enabled else hint
-        raise InvalidValue(f"cannot use etp={dims.etp} with tp={dims.tp}", blame, dims.summary(), hint)
-
-
 def _check_experts(config: Config, dims: ParallelDims) -> None:
+    if dims.etp not in (1, dims.tp):
+        blame, hint = "inside of an expert all ranks of tp split, or none", f"etp={dims.tp} or " * dims.tp_enabled
+        raise InvalidValue(f"cannot use etp={dims.etp} with tp={dims.tp}", blame, dims.summary(), f"{hint}etp=1")
     if (dims.ep_enabled or dims.fold_experts) and config.train.model != "moe":
         asked, less = f"cannot split experts over ep={dims.ep}", f"ep=1 with dp_shard={dims.dp_shard * dims.ep}"
         if dims.ep == 1:
@@ -83,11 +75,8 @@ def _check_experts(config: Config, dims: ParallelDims) -> None:
         raise InvalidValue(asked, "it does not divide", dims.summary(), hint)
 
 
-def _check_sequence(config: Config, dims: ParallelDims) -> None:
-    if not dims.cp_enabled:
-        return
-    multiple = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp
-    seq_len = config.train.seq_len
+def _check_sequence(seq_len: int, dims: ParallelDims) -> None:
+    multiple = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp if dims.cp_enabled else 1
     if seq_len % multiple:
         around = sorted({max(seq_len // multiple, 1) * multiple, -(-seq_len // multiple) * multiple})
         asked = f"cannot split sequences of seq_len={seq_len} over cp={dims.cp} and tp={dims.tp}"
@@ -138,15 +127,7 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
 
 
 def check_engine(config: Config, dims: ParallelDims) -> None:
-    """Refuse what the engine, or the optimizer behind it, cannot do.
-
-    Args:
-        config: the run.
-        dims: its degrees.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise ValueError for what the engine of a run of these degrees, or the optimizer behind it, cannot do."""
     parallel = config.parallel
     lacks = [] if config.optimizer.muon else ["--muon"]
     lacks += [] if parallel.engine == "fully_shard" else ["--engine fully_shard"]
@@ -172,8 +153,7 @@ def check_engine(config: Config, dims: ParallelDims) -> None:
         raise InvalidValue(asked, blame, dims.summary(), "engine 'fully_shard'")
 
 
-def _check_saving(config: Config) -> None:
-    keep = config.checkpoint
+def _check_saving(keep: CheckpointConfig) -> None:
     if keep.folder is None and (keep.every or keep.background):
         asked = f"cannot save every {keep.every} steps" if keep.every else "cannot save in the background"
         seen = f"checkpoint.folder: None   every: {keep.every}   background: {keep.background}"
@@ -187,11 +167,7 @@ def _check_saving(config: Config) -> None:
 
 
 def check_lora(config: Config) -> None:
-    """Check that a run with adapters has a model to adapt, and layers that they go to.
-
-    Raises:
-        ValueError: no weights to start from, or targets that the model does not have.
-    """
+    """Raise ValueError for adapters without weights to start from, or with targets that the model does not have."""
     if not config.lora.rank and config.lora.targets == ALL:
         return
     if config.lora.rank and config.train.start_from is None:
@@ -209,8 +185,7 @@ def check_given(config: Config, dims: ParallelDims, *, is_split: bool = False) -
     """Check that a run of a model that the caller makes asks for nothing that only the trainer's own models can do.
 
     Args:
-        config: the run.
-        dims: its degrees.
+        config, dims: the run, and its degrees.
         is_split: whether something splits the model over tp.
 
     Raises:
@@ -254,11 +229,9 @@ def check_platform(config: Config, platform: Platform) -> None:
 
 
 def read_text(config: Config) -> Corpus:
-    """Load the text of a run, if its model can be trained on it.
+    """Load the text of a run, see `load_corpus`, if its model can be trained on it.
 
-    Raises:
-        ValueError: as `load_corpus`; too little text for a sequence, none that counts, or tokens that the model does
-            not know.
+    Raise ValueError for too little text, none that counts, or tokens that the model does not know.
     """
     corpus = load_corpus(config.data)
     check_length(corpus.train, config.train.seq_len, "training")
@@ -280,8 +253,7 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
     """Check that the text, the log file and the memory are there, on the machine where the ranks will run.
 
     Args:
-        config: the run.
-        dims: its degrees.
+        config, dims: the run, and its degrees.
         local_ranks: ranks that share this machine.
         on_host: whether the ranks compute in the host's memory; a device's memory is not looked at.
 
@@ -296,9 +268,11 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
         _check_log(Path(config.train.log))
     if config.train.tensorboard is not None:
         check_tensorboard()
-        _check_folder(Path(config.train.tensorboard), "TensorBoard's log")
+    for folder, what in ((config.train.tensorboard, "TensorBoard's log"), (config.checkpoint.folder, "checkpoints")):
+        if folder is not None:
+            path, hint = Path(folder).absolute(), "a folder that can be written to"
+            _check_writable(path, f"cannot write {what} to '{folder}'", f"folder: {folder}", hint)
     if config.checkpoint.folder is not None:
-        _check_folder(Path(config.checkpoint.folder), "checkpoints")
         run_to_go_on_from(config)
     if config.train.model == OTHER:
         check_given(config, dims, is_split=True)  # or it is refused when nothing is found
@@ -315,19 +289,14 @@ def least_memory(config: Config, dims: ParallelDims) -> int:
     Counted are weights, gradients and two moments of AdamW, and of one micro-batch what backward cannot do without.
     What a step needs beyond that depends on kernels and allocators: `hyper-parallel estimate` replays it.
     """
-    state, gradients, activations = _least_parts(config, dims)
+    state, gradients, activations, validation = _least_parts(config, dims)
     # The gradients of the only micro-batch come as its activations go.
     together = max(gradients, activations) if config.train.accumulate == 1 else gradients + activations
-    return state + max(together, _validation(config, dims))
+    return state + max(together, validation)
 
 
-def _validation(config: Config, dims: ParallelDims) -> int:
-    """Bytes of the inputs and targets of a validation, which a rank cuts out of the text at once."""
-    return 2 * 8 * config.train.seq_len * -(-config.train.eval_sequences // dims.batch_ranks)
-
-
-def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
-    """Bytes of weights and moments, of gradients, and of activations."""
+def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int, int]:
+    """Bytes of weights and moments, of gradients, of activations, and of a validation's inputs and targets."""
     shape, train, parallel = config.shape(), config.train, config.parallel
     precision = config.precision
     computed, kept, moments = (precision.dtype(of).itemsize for of in ("param", "master", "moments"))
@@ -340,7 +309,10 @@ def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
         state += here * computed  # gathered in forward, and there until backward
     tokens = train.batch_size * train.seq_len / (dims.token_ranks * train.accumulate)
     attention = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    policy, inner = ActivationPolicy.of(parallel.checkpointing), _inner_width(config)
+    policy, inner, experts = ActivationPolicy.of(parallel.checkpointing), shape.intermediate_size, config.experts
+    if train.model == "moe":  # in the layers where it is least
+        width = (experts.experts_per_token + experts.num_shared_experts) * experts.expert_intermediate_size
+        inner = min(inner, width) if experts.num_dense_layers else width
     # What is frozen needs no inputs in backward.
     kinds = ("full", "full") if config.lora.rank else ("none", policy.kind)
     whole, part = (least_kept(kind, shape.hidden_size, attention, inner) for kind in kinds)
@@ -349,16 +321,9 @@ def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
     # 1F1B, of which no schedule needs less: a stage has as many micro-batches under way as stages are left with it.
     under_way = sum(min(left, train.accumulate) for left in range(1, dims.pp + 1)) / dims.pp
     of_token = shape.num_hidden_layers * of_block * under_way + shape.vocab_size  # the row of logits
-    return int(state), int(trained * kept / shards), int(tokens * of_token * computed / (dims.tp * dims.pp))
-
-
-def _inner_width(config: Config) -> int:
-    """Width of what a token's feed-forward computes, in the layers where it is least."""
-    dense, experts = config.model.intermediate_size, config.experts
-    if config.train.model != "moe":
-        return dense
-    width = (experts.experts_per_token + experts.num_shared_experts) * experts.expert_intermediate_size
-    return min(dense, width) if experts.num_dense_layers else width
+    activations = int(tokens * of_token * computed / (dims.tp * dims.pp))
+    cut_out = 2 * 8 * train.seq_len * -(-train.eval_sequences // dims.batch_ranks)  # of the text, at once
+    return int(state), int(trained * kept / shards), activations, cut_out
 
 
 def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
@@ -369,7 +334,8 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
         limit, what = config.train.memory_limit_gb * GB, "allowed by memory_limit_gb"
     least = least_memory(config, dims)
     if limit is not None and least * local_ranks > limit:
-        state, gradients, activations = map(readable_bytes, _least_parts(config, dims))
+        *parts, validation = _least_parts(config, dims)
+        state, gradients, activations = map(readable_bytes, parts)
         asked = f"cannot run in {readable_bytes(limit)}, which are {what}"
         seen = (
             f"{config.shape().num_parameters():,} parameters   ranks on this machine: {local_ranks}, of which each has "
@@ -378,7 +344,7 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
         full = config.with_changes("parallel", {"checkpointing": "full"})
         hint = "fewer ranks, " * (local_ranks > 1) + "a smaller hidden_size, num_hidden_layers, batch_size or seq_len"
         hint += ", or checkpointing='full'" * (least_memory(full, dims) < least)
-        if _validation(config, dims) * local_ranks > limit:
+        if validation * local_ranks > limit:
             seen, hint = f"{seen}   eval_sequences: {config.train.eval_sequences}", "a smaller eval_sequences"
         raise InvalidValue(asked, f"it needs at least {readable_bytes(least * local_ranks)}", seen, hint)
 
@@ -400,38 +366,33 @@ def available_memory() -> int | None:
 
 
 def _read(path: str) -> str:
-    try:
+    with suppress(OSError):
         return Path(path).read_text()
-    except OSError:
-        return ""
+    return ""
 
 
 def _check_log(path: Path) -> None:
+    asked, seen, hint = f"cannot write the log '{path}'", f"log: {path}", "--log-file elsewhere"
     if path.is_dir():
-        hint = f"--log-file {path / 'train.jsonl'}"
-        raise InvalidValue(f"cannot write the log '{path}'", "it is a folder", f"log: {path}", hint)
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        blame = f"no permission to write in '{folder}'" if folder.is_dir() else f"'{folder}' is no folder"
-        raise InvalidValue(f"cannot write the log '{path}'", blame, f"log: {path}", "--log-file elsewhere")
+        raise InvalidValue(asked, "it is a folder", seen, f"--log-file {path / 'train.jsonl'}")
+    if not path.exists():
+        _check_writable(path.absolute().parent, asked, seen, hint)
+    elif not os.access(path, os.W_OK):
+        raise InvalidValue(asked, f"no permission to write in '{path.absolute().parent}'", seen, hint)
     if path.is_file() and path.stat().st_size and not _is_log(path):
         blame, hint = "there is a file that is no log, and would be lost", f"--log-file {path.with_suffix('.jsonl')}"
-        raise InvalidValue(f"cannot write the log '{path}'", blame, f"log: {path}", hint)
+        raise InvalidValue(asked, blame, seen, hint)
 
 
 def _is_log(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            first = json.loads(file.readline(100_000))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and "step" in first
+    with suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
+        first = json.loads(file.readline(100_000))
+        return isinstance(first, dict) and "step" in first
+    return False
 
 
-def _check_folder(path: Path, what: str) -> None:
-    asked, hint = f"cannot write {what} to '{path}'", "a folder that can be written to"
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
-    if not there.is_dir():
-        raise InvalidValue(asked, f"'{there}' is no folder", f"folder: {path}", hint)
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InvalidValue(asked, f"no permission to write in '{there}'", f"folder: {path}", hint)
+def _check_writable(path: Path, asked: str, seen: str, hint: str) -> None:
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        blame = f"no permission to write in '{there}'" if there.is_dir() else f"'{there}' is no folder"
+        raise InvalidValue(asked, blame, seen, hint)

@@ -8,8 +8,8 @@ import math
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,7 +135,7 @@ class TrainResult:
         return tokens / self.seconds if self.steps else 0.0
 
 
-class JsonlLog:
+class JsonlLog(AbstractContextManager["JsonlLog"]):
     """A JSONL file with one line per step, on disk as soon as the step is done: a run that is cut short keeps its log.
 
     A field that does not apply is not in its line. A disk that is full ends the log, with a warning, and not the
@@ -170,9 +170,6 @@ class JsonlLog:
             except OSError as error:
                 warnings.warn(f"the log {self._path} ends before step {record.step}: {error.strerror}", stacklevel=2)
                 self._close()
-
-    def __enter__(self) -> JsonlLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._close()
@@ -209,31 +206,16 @@ def read_log(path: str | Path) -> list[StepRecord]:
         for line in file:
             if line.endswith("\n"):
                 try:
-                    fields = json.loads(line)
+                    fields = {**json.loads(line)}
                 except (ValueError, RecursionError) as error:  # the latter of brackets within brackets
                     damage = damage or ValueError(str(error))
-                else:
-                    records.append(_record(**fields))
+                    continue
+                told = fields.pop("predicted", None)
+                numbers: dict[str, Any] = {k: float(v) if isinstance(v, str) else v for k, v in fields.items()}
+                records.append(StepRecord(**numbers, predicted=None if told is None else Prediction(**told)))
     if damage is not None and not records:
         raise damage
     return records
-
-
-def _record(*, predicted: dict[str, Any] | None = None, **fields: Any) -> StepRecord:
-    numbers: dict[str, Any] = {key: float(value) if isinstance(value, str) else value for key, value in fields.items()}
-    return StepRecord(**numbers, predicted=None if predicted is None else Prediction(**predicted))
-
-
-_CURVES = (
-    ("train/loss", "loss"),
-    ("train/grad_norm", "grad_norm"),
-    ("train/lr", "lr"),
-    ("valid/loss", "valid_loss"),
-    ("speed/tokens_per_s", "tokens_per_s"),
-    ("speed/seconds", "seconds"),
-    ("speed/mfu", "mfu"),
-    ("memory/bytes", "memory_bytes"),
-)
 
 
 def check_tensorboard() -> None:
@@ -244,7 +226,7 @@ def check_tensorboard() -> None:
         raise InvalidValue(asked, blame, "find_spec('tensorboard') is None", hint)
 
 
-class TensorBoardLog:
+class TensorBoardLog(AbstractContextManager["TensorBoardLog"]):
     """Writes the records of a run as TensorBoard's scalars; a context, used by the first rank alone.
 
         with TensorBoardLog("out/tensorboard") as log:
@@ -270,17 +252,23 @@ class TensorBoardLog:
         """Add one step."""
         if self._writer is None:
             return
-        values = {curve: getattr(record, name) for curve, name in _CURVES}
-        if (predicted := record.predicted) is not None:
-            values["speed/predicted_tokens_per_s"] = predicted.tokens_per_s
-            values["speed/predicted_seconds"] = predicted.seconds
-            values["memory/predicted_bytes"] = predicted.memory_before + predicted.memory_bytes
+        told = record.predicted
+        values = {
+            "train/loss": record.loss,
+            "train/grad_norm": record.grad_norm,
+            "train/lr": record.lr,
+            "valid/loss": record.valid_loss,
+            "speed/tokens_per_s": record.tokens_per_s,
+            "speed/seconds": record.seconds,
+            "speed/mfu": record.mfu,
+            "memory/bytes": record.memory_bytes,
+            "speed/predicted_tokens_per_s": told and told.tokens_per_s,
+            "speed/predicted_seconds": told and told.seconds,
+            "memory/predicted_bytes": told and told.memory_before + told.memory_bytes,
+        }
         for curve, value in values.items():
             if value is not None:
                 self._writer.add_scalar(curve, value, record.step)
-
-    def __enter__(self) -> TensorBoardLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._writer is not None:
@@ -295,10 +283,7 @@ def profiled_steps(path: Path, steps: int) -> Iterator[Callable[[], None]]:
             ...
 
     The first step builds what is kept from then on, and during the second one the profiler starts: both are left out.
-
-    Args:
-        path: of the file.
-        steps: to record; 0 records none, and costs nothing.
+    None is recorded for 0 `steps`, which costs nothing.
     """
     if not steps:
         yield lambda: None
@@ -327,16 +312,10 @@ class TrainingDisplay:
     Behind that stand MFU and memory, where the record has them, and the validation loss. It starts no thread of its
     own. Where the console is no terminal, it prints the first, every tenth part, and the last step instead of drawing a
     bar.
-
-    Args:
-        console: where to draw.
-        title: name of the run.
-        steps: how many there will be.
     """
 
     def __init__(self, console: Console, title: str, steps: int) -> None:
         self.console, self.title, self.steps = console, title, steps
-        self.last: StepRecord | None = None
         self._seconds = self._tokens = 0.0
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -354,12 +333,15 @@ class TrainingDisplay:
 
     def on_step(self, record: StepRecord) -> None:
         """Show one more step."""
-        self.last = record
         if record.step > 1 or self.steps == 1:  # the first step warms caches up
             self._seconds += record.seconds
             self._tokens += record.tokens_per_s * record.seconds
         average = self._tokens / self._seconds if self._seconds else record.tokens_per_s
-        loss, speed, rest = f"{record.loss:.3f}", f"{average:,.0f}", _rest(record)
+        loss, speed = f"{record.loss:.3f}", f"{average:,.0f}"
+        rest = f"  grad {record.grad_norm:.2f}"
+        rest += "" if record.mfu is None else f"  MFU {record.mfu:.1%}"
+        rest += "" if record.memory_bytes is None else f"  {readable_bytes(record.memory_bytes)}"
+        rest += "  skipped" * record.skipped
         if self.console.is_terminal:
             self._bar.update(self._task, completed=record.step, loss=loss, speed=speed, rest=rest, refresh=True)
         elif record.step in (1, self.steps) or record.step * 10 // self.steps > (record.step - 1) * 10 // self.steps:
@@ -375,18 +357,6 @@ class TrainingDisplay:
         self._bar.stop()
 
 
-def _rest(record: StepRecord) -> str:
-    """What stands behind the speed: norm of the gradient, and what the record has besides."""
-    parts = [f"grad {record.grad_norm:.2f}"]
-    if record.mfu is not None:
-        parts.append(f"MFU {record.mfu:.1%}")
-    if record.memory_bytes is not None:
-        parts.append(readable_bytes(record.memory_bytes))
-    if record.skipped:
-        parts.append("skipped")
-    return "".join(f"  {part}" for part in parts)
-
-
 def largest_difference(first: TrainResult, second: TrainResult) -> tuple[float, int]:
     """Return the largest difference between the training losses of two runs, and its step (from 1)."""
     differences = [abs(a - b) for a, b in zip(first.losses, second.losses, strict=True)]
@@ -395,11 +365,7 @@ def largest_difference(first: TrainResult, second: TrainResult) -> tuple[float, 
 
 
 def loss_table(runs: dict[str, TrainResult]) -> Table:
-    """Put the losses of two runs of as many steps side by side, at about eight steps and after the last validation.
-
-    Args:
-        runs: two runs, by title.
-    """
+    """Put the losses of two runs of as many steps side by side, by title: at about eight steps, and the validations."""
     (first_name, first), (second_name, second) = runs.items()
     count = len(first.steps)
     stride = max(-(-count // 8), 1)
@@ -407,10 +373,8 @@ def loss_table(runs: dict[str, TrainResult]) -> Table:
     rows = [(str(index + 1), first.losses[index], second.losses[index]) for index in shown]
     if first.valid_loss is not None and second.valid_loss is not None:  # a run that was stopped has none
         rows.append(("validation", first.valid_loss, second.valid_loss))
-    table = _table("step", first_name, second_name, "difference")
-    for name, a, b in rows:
-        table.add_row(name, f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
-    return table
+    found = ((name, f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}") for name, a, b in rows)
+    return _table(("step", first_name, second_name, "difference"), found)
 
 
 def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
@@ -421,9 +385,8 @@ def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
         tokens/s      5,000       4,000   -20 %
         memory     1.50 GiB    1.35 GiB   -10 %
 
-    Args:
-        steps: of a run; the first one, which warms caches up and makes the optimizer's state, counts only if it is
-            alone. Of the others the median time counts, and the most memory.
+    The first step, which warms caches up and makes the optimizer's state, counts only if it is alone. Of the others the
+    median time counts, and the most memory.
     """
     steps = [record for record in (steps[1:] or steps) if record.predicted is not None]
     if not steps or steps[-1].predicted is None:
@@ -436,26 +399,26 @@ def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
     ]
     if taken := [record.grown_bytes for record in steps if record.grown_bytes]:
         rows.append(("memory", max(taken), predicted.memory_bytes, readable_bytes))
-    table = _table("", "measured", "predicted", "")
-    for name, measured, expected, readable in rows:
-        table.add_row(name, readable(measured), readable(expected), f"{100 * (expected / measured - 1):+.0f} %")
-    return table
+    found = (
+        (name, readable(measured), readable(expected), f"{100 * (expected / measured - 1):+.0f} %")
+        for name, measured, expected, readable in rows
+    )
+    return _table(("", "measured", "predicted", ""), found)
 
 
-def _table(*columns: str, left: int = 1) -> Table:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
     table = plain_table(*columns, left=left)
     table.padding = (0, 3, 0, 0)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def traffic_table(rows: Sequence[Any]) -> Table:
     """Show what a run communicated, with the total; each row is a `sim.Row`, of one axis and op."""
-    table = _table("axis", "op", "collectives", "received", "per rank", left=2)
-    for row in rows:
-        moved = (readable_bytes(row.bytes), readable_bytes(row.bytes_per_rank))
-        table.add_row(row.axis, row.op, f"{row.count:,}", *moved)
-    table.add_row("all", "", f"{sum(row.count for row in rows):,}", readable_bytes(sum(row.bytes for row in rows)), "")
-    return table
+    found = [(x.axis, x.op, f"{x.count:,}", readable_bytes(x.bytes), readable_bytes(x.bytes_per_rank)) for x in rows]
+    total = ("all", "", f"{sum(x.count for x in rows):,}", readable_bytes(sum(x.bytes for x in rows)), "")
+    return _table(("axis", "op", "collectives", "received", "per rank"), (*found, total), left=2)
 
 
 def readable_seconds(amount: float) -> str:
@@ -498,29 +461,24 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     names = [Path(log).stem for log in runs]
     unique = len(set(names)) == len(names)
     panels = figure.subplots(count, 1, sharex=True, height_ratios=(3, *[1] * (count - 1)))
-    losses, norms, speeds = panels[:3]
-    for place, (log, records) in enumerate(runs.items()):
-        steps, label, color = [record.step for record in records], Path(log).stem if unique else log, f"C{place}"
-        width = 3.0 if place == 0 and len(runs) > 1 else 1.5
-        losses.plot(steps, [record.loss for record in records], color=color, linewidth=width, label=label)
-        measured = [(record.step, record.valid_loss) for record in records if record.valid_loss is not None]
-        if measured:
-            losses.plot(*zip(*measured, strict=True), "o", color=color, label=f"{label}, validation")
-        norms.plot(steps, [record.grad_norm for record in records], color=color)
-        speeds.plot(steps, [record.tokens_per_s for record in records], color=color)
-        if is_predicted:
-            _plot_predicted(panels[2:], records, color)
+    for axes, (label, measured, told, unit) in zip(panels, _PANELS, strict=False):
+        for place, (log, records) in enumerate(runs.items()):
+            name, color, is_first = Path(log).stem if unique else log, f"C{place}", axes is panels[0]
+            width = 3.0 if is_first and place == 0 and len(runs) > 1 else 1.5
+            taken = [(record.step, record) for record in records]
+            _draw(axes, taken, measured, unit, "-", color=color, linewidth=width, label=name)
+            if is_first:
+                _draw(axes, taken, "valid_loss", unit, "o", color=color, label=f"{name}, validation")
+            if told:
+                _draw(axes, [(step, its.predicted) for step, its in taken], told, unit, "--", color=color)
+                axes.set(ylim=(0, None))
+        axes.set(ylabel=label)
+        quiet(axes)
     if is_predicted:
-        losses.plot([], [], "--", color="black", label="predicted")
-    losses.set(ylabel="loss (nats per token)")
-    losses.legend(frameon=False)
-    norms.set(ylabel="gradient norm")
-    for axes, label in zip(panels[2:], ("tokens/s", "step time (ms)", "memory (MiB)"), strict=False):
-        axes.set(ylabel=label, ylim=(0, None))
+        panels[0].plot([], [], "--", color="black", label="predicted")
+    panels[0].legend(frameon=False)
     panels[-1].set(xlabel="step")
     whole_steps(panels[-1])
-    for axes in panels:
-        quiet(axes)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -530,18 +488,20 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     return True
 
 
-def _plot_predicted(panels: Sequence[Any], records: Sequence[StepRecord], color: str) -> None:
-    """Draw step time and memory, and with dashes what tokens/s, step time and memory were predicted to be."""
-    speeds, times, memory = panels
-    times.plot([record.step for record in records], [record.seconds * 1e3 for record in records], color=color)
-    known = [(record.step, record.grown_bytes / MIB) for record in records if record.grown_bytes is not None]
-    if known:
-        memory.plot(*zip(*known, strict=True), color=color)
-    told = [(record.step, record.predicted) for record in records if record.predicted is not None]
-    steps = [step for step, _ in told]
-    speeds.plot(steps, [predicted.tokens_per_s for _, predicted in told], "--", color=color)
-    times.plot(steps, [predicted.seconds * 1e3 for _, predicted in told], "--", color=color)
-    memory.plot(steps, [predicted.memory_bytes / MIB for _, predicted in told], "--", color=color)
+_PANELS = (
+    ("loss (nats per token)", "loss", "", 1.0),
+    ("gradient norm", "grad_norm", "", 1.0),
+    ("tokens/s", "tokens_per_s", "tokens_per_s", 1.0),
+    ("step time (ms)", "seconds", "seconds", 1e-3),
+    ("memory (MiB)", "grown_bytes", "memory_bytes", MIB),
+)
+"""Labels of a plot's curves, the fields of `StepRecord` and of `Prediction` that they show, and their unit."""
+
+
+def _draw(axes: Any, steps: Sequence[tuple[int, Any]], field: str, unit: float, style: str, **options: Any) -> None:
+    points = [(step, value / unit) for step, its in steps if (value := getattr(its, field, None)) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), style, **options)
 
 
 def _read(log: Path) -> list[StepRecord]:

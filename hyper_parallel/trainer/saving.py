@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,20 +48,14 @@ _HEAD, _TABLE = "head.weight", "embed.weight"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a saved run had come.
-
-    Args:
-        steps: optimizer steps.
-        samples: sequences of the text, over all ranks.
-        skipped: steps in a row that were skipped just before.
-    """
+    """How far a saved run had come: steps, sequences of all ranks, and steps in a row that were skipped just before."""
 
     steps: int
     samples: int
     skipped: int
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """Saves a run to its folder, and finds what to go on from; without a folder it does nothing.
 
     Any run can go on from it, whatever its degrees. With the same ones it goes on bit for bit as if it had not stopped:
@@ -69,11 +63,8 @@ class Saver:
 
     Args:
         config: has the folder, and how many to keep.
-        model: this rank's part.
-        optimizer: of its parameters.
-        device: of the model.
-        rank: of the caller.
-        world_size: number of ranks.
+        model, optimizer, device: this rank's part, and where it is.
+        rank, world_size: the caller, and how many ranks there are.
         shape: of a model that is not the config's, see `given_shape`.
         corpus: what it trains on; None: something else than a text.
 
@@ -127,13 +118,11 @@ class Saver:
             raise
 
     def _load(self, files: Checkpointer) -> Progress | None:
-        failure: Exception | None = None
-        found = (list[Path](), False)
-        if self.rank == 0:
-            try:
-                found = _to_go_on_from(self.config, files)
-            except (CheckpointError, ValueError) as error:
-                failure = error
+        failure, found = None, (list[Path](), False)
+        try:
+            found = _to_go_on_from(self.config, files) if self.rank == 0 else found
+        except (CheckpointError, ValueError) as error:
+            failure = error
         paths, goes_back = Peers.of(None).agree(failure, found)[0]
         for path in paths:
             try:
@@ -155,13 +144,14 @@ class Saver:
         which: dict[str, Any] = {"step": metadata.step} if goes_back else {"path": path}
         state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
         own = _statistics(self.model.parts, metadata.tensors)
-        tensors, twins = self._by_one_name(_without(own, {**self._trained(), **state}))
+        tensors, twins = self._by_one_name(own, state)
         generators = self._generators() if metadata.world_size == self.world_size else {}
         extra = files.load(tensors, **which, per_rank={**own, **generators})
         with torch.no_grad():
             for table, head in twins:
                 head.copy_(table)
-        self._set_generators(generators)
+        for name, numbers in generators.items():
+            (torch if name == "generator.cpu" else torch.get_device_module(self.device.type)).set_rng_state(numbers)
         self.safe_step = extra["progress"]["steps"]
         self.states = {name: extra.get(name) for name in ("loader", "scheduler")}
         return Progress(**extra["progress"])
@@ -174,7 +164,7 @@ class Saver:
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
         own = _statistics(self.model.parts) if self.world_size > 1 else {}
-        tensors, _ = self._by_one_name(_without(own, {**self._trained(), **state}))
+        tensors, _ = self._by_one_name(own, state)
         extra: dict[str, Any] = {
             "progress": dataclasses.asdict(progress),
             "model": self.shape,
@@ -185,9 +175,6 @@ class Saver:
         if self.config.checkpoint.resume_step is not None:
             extra["went_back_to"] = self.config.checkpoint.resume_step
         self._note(self._files.save(progress.steps, tensors, extra, per_rank={**own, **self._generators()}))
-
-    def __enter__(self) -> Saver:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error, ranks that wait for each other here could wait for ever, unless all ranks raise it.
@@ -207,16 +194,17 @@ class Saver:
         else:
             self.failures = (*self.failures, f"step {saved.step}: {saved.error}")
 
-    def _trained(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model but for frozen ones, which whoever has frozen them has got."""
-        named = (each for part in self.model.parts for each in part.named_parameters(remove_duplicate=False))
-        frozen = {f"model.{plain_name(name)}" for name, param in named if not param.requires_grad}
-        return {name: value for name, value in model_tensors(self.model.parts).items() if name not in frozen}
-
     def _by_one_name(
-        self, tensors: dict[str, torch.Tensor]
+        self, own: Collection[str], state: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Call a tied head by the name of the table; also return the pairs of which a rank has both, in two stages."""
+        """Return the optimizer's `state` and trainable tensors, but for `own`; a tied head by the name of the table.
+
+        Frozen tensors are in the base checkpoint. Also return the pairs of which a rank has both, in two stages.
+        """
+        params = (each for part in self.model.parts for each in part.named_parameters(remove_duplicate=False))
+        out = {*own, *(f"model.{plain_name(name)}" for name, param in params if not param.requires_grad)}
+        every = {**model_tensors(self.model.parts), **state}
+        tensors = {name: tensor for name, tensor in every.items() if name not in out}
         if not self.config.model.tie_embeddings:
             return tensors, []
         named: dict[str, torch.Tensor] = {}
@@ -241,12 +229,6 @@ class Saver:
             states["generator.device"] = torch.get_device_module(self.device.type).get_rng_state()
         return states
 
-    def _set_generators(self, states: dict[str, torch.Tensor]) -> None:
-        if states:
-            torch.set_rng_state(states["generator.cpu"])
-        if "generator.device" in states:
-            torch.get_device_module(self.device.type).set_rng_state(states["generator.device"])
-
 
 def _statistics(parts: Sequence[nn.Module], shared: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return the running statistics that each rank has of its own rows, e.g. of a batch norm, as `model_tensors` names.
@@ -260,10 +242,6 @@ def _statistics(parts: Sequence[nn.Module], shared: Collection[str] = ()) -> dic
         for name in own_statistics(module)
     )
     return {name: value for name, value in named if type(value) is torch.Tensor and name not in shared}
-
-
-def _without(own: Collection[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name not in own}
 
 
 def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
@@ -317,12 +295,11 @@ def _to_go_on_from(config: Config, files: Checkpointer) -> tuple[list[Path], boo
 
 
 def _has_gone_back(newest: Path, step: int) -> bool:
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return False
-    with suppress(CheckpointError):
-        extra = read_metadata(newest).extra
-        return isinstance(extra, dict) and extra.get("went_back_to") == step
-    return False
+    extra: Any = None
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        with suppress(CheckpointError):
+            extra = read_metadata(newest).extra
+    return isinstance(extra, dict) and extra.get("went_back_to") == step
 
 
 def _checked(config: Config, path: Path, mine: dict[str, Any]) -> CheckpointMetadata:
@@ -369,9 +346,9 @@ def _check_optimizer(config: Config, metadata: CheckpointMetadata, asked: str) -
 def _is_progress(extra: dict[str, Any]) -> bool:
     """Tell whether a checkpoint has the numbers of how far the run had come."""
     progress, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
-    if not isinstance(progress, dict) or set(progress) != known:
+    if not isinstance(progress, dict):
         return False
-    return all(type(n) is int and n >= 0 for n in progress.values())
+    return set(progress) == known and all(type(n) is int and n >= 0 for n in progress.values())
 
 
 def _shape(config: Config) -> dict[str, Any]:
@@ -442,22 +419,21 @@ def export_checkpoint(
         raise InvalidValue(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint)
     trained_with = extra["text"].get("tokenizer") if isinstance(extra.get("text"), dict) else None
     words = load_tokenizer(tokenizer or trained_with) if tokenizer or trained_with else None
-    given = dict(shape)
-    kind, precision, lora = shape.pop("kind"), shape.pop("precision"), LoraConfig(**(shape.pop("lora", None) or {}))
-    shape.pop("moments", None)
+    sizes = {**shape, "moments": None}
+    kind, precision, lora, _ = (sizes.pop(key, None) for key in ("kind", "precision", "lora", "moments"))
+    lora = LoraConfig(**(lora or {}))
     if not lora.rank and (merge or (base is not None and kind in MODELS)):
         seen, hint = ("merge: True", "leave out merge") if merge else (f"base: {base!r}", "leave out base")
         raise InvalidValue(f"cannot export {path}", "it has all weights, and no adapters", seen, hint)
     base, config = base or extra.get("start_from"), None
     if kind in MODELS:
-        config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
+        config = MoEConfig(**sizes) if kind == "moe" else LlamaConfig(**sizes)
         model: Any = _filled(path, metadata, config, lora, precision)
     elif base is not None:
-        model = _filled_other(path, metadata, given, lora, base)
+        model = _filled_other(path, metadata, shape, lora, base)
     else:
-        blame = f"it is of a {kind}, which train(config, model=...) was given"
-        hint = "export_given(checkpoint, model, folder)"
-        raise InvalidValue(f"cannot export {path}", blame, f"kind: {kind}", hint)
+        blame, seen = f"it is of a {kind}, which train(config, model=...) was given", f"kind: {kind}"
+        raise InvalidValue(f"cannot export {path}", blame, seen, "export_given(checkpoint, model, folder)")
     if config is not None and (merge or not lora.rank):
         if lora.rank:
             load_huggingface({name: x for name, x in model.state_dict().items() if not is_of_adapter(name)}, str(base))
@@ -479,16 +455,20 @@ def _filled_other(
     path: Path, metadata: CheckpointMetadata, shape: Mapping[str, Any], lora: LoraConfig, base: str
 ) -> nn.Module:
     """Load a model that transformers alone knows, with what a checkpoint has of it."""
-    train = TrainConfig(model=OTHER, start_from=base)
-    run = Config(train=train, lora=lora, precision=_precision_of(shape))
+    run = Config(train=TrainConfig(model=OTHER, start_from=base), lora=lora, precision=_precision_of(shape))
     model = model_of_folder(run)
     here = given_shape(model, run)
     if here != {"moments": shape["precision"], **shape}:
         seen, hint = f"there: {dict(shape)}   in {base}: {here}", "--base with the folder that the run started from"
         raise InvalidValue(f"cannot export {path}", "it is of another model", seen, hint)
-    tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
-    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
+    _fill(path, metadata, model)
     return model
+
+
+def _fill(path: Path, metadata: CheckpointMetadata, model: nn.Module, **options: Any) -> None:
+    """Load what a checkpoint has of a model; the optimizer's state stays there."""
+    tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
+    load_checkpoint(path, tensors, strict=False, **options)
 
 
 def _filled(
@@ -508,9 +488,8 @@ def _filled(
     if lora.rank:
         tensors = {name: tensor for name, tensor in tensors.items() if is_of_adapter(name)}
     if lacking := [name for name in tensors if name not in metadata.tensors]:
-        blame = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model"
-        hint = "the checkpoint of a whole model"
-        raise InvalidValue(f"cannot export {path}", blame, f"tensors: {len(metadata.tensors)}", hint)
+        blame, seen = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model", len(metadata.tensors)
+        raise InvalidValue(f"cannot export {path}", blame, f"tensors: {seen}", "the checkpoint of a whole model")
     load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
     if config.tie_embeddings and model.head is not None and model.embed is not None:
         model.head.weight = model.embed.weight
@@ -526,12 +505,7 @@ def _precision_of(shape: Mapping[str, Any]) -> PrecisionConfig:
 
 
 def given_shape(model: nn.Module, run: Config) -> dict[str, Any]:
-    """Return kind, precision and numbers of a model that was given, by which its checkpoints are known.
-
-    Args:
-        model: before it is sharded.
-        run: its adapters, and what its weights are stored in.
-    """
+    """Return kind, precision and numbers of a model before it is sharded, by which its checkpoints are known."""
     params = list(model.parameters())
     trained = sum(param.numel() for param in params if param.requires_grad)
     numbers: dict[str, Any] = {"parameters": sum(param.numel() for param in params), "trained": trained}
@@ -541,18 +515,13 @@ def given_shape(model: nn.Module, run: Config) -> dict[str, Any]:
 
 
 def model_of_folder(run: Config) -> nn.Module:
-    """Load the causal language model of a run's folder by transformers, with the run's adapters.
-
-    Args:
-        run: with `train.start_from`; adapters are drawn by torch's generator.
+    """Load the causal language model of `train.start_from` by transformers, with adapters drawn by torch's generator.
 
     Raises:
         ValueError: transformers is not installed, or cannot load it; adapters that do not fit.
     """
-    folder = str(run.train.start_from)
-    asked = f"cannot load the model of {folder}"
-    hint = "a folder with a causal language model"
-    precision = run.precision
+    folder, precision = str(run.train.start_from), run.precision
+    asked, hint = f"cannot load the model of {folder}", "a folder with a causal language model"
     stored = precision.dtype("frozen") if run.lora.rank else precision.dtype("master")
     model: nn.Module = load_by_transformers(asked, "AutoModelForCausalLM", folder, hint, dtype=stored)
     if run.lora.rank or run.lora.targets != ALL:
@@ -581,11 +550,10 @@ def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *
         ValueError: a checkpoint of another model.
         CheckpointError: it is damaged.
     """
-    path, asked = _newest(Path(checkpoint)), f"cannot export {checkpoint}"
+    path, asked, kind = _newest(Path(checkpoint)), f"cannot export {checkpoint}", type(model).__name__
     if not hasattr(model, "save_pretrained"):
-        blame = f"a {type(model).__name__} cannot write itself"
         hint = "a model of transformers or peft; or load_checkpoint"
-        raise InvalidType(asked, blame, f"model: {type(model).__name__}", hint)
+        raise InvalidType(asked, f"a {kind} cannot write itself", f"model: {kind}", hint)
     metadata = read_metadata(path)
     extra = metadata.extra if isinstance(metadata.extra, dict) else {}
     there = extra.get("model") or {}
@@ -596,9 +564,7 @@ def export_given(checkpoint: str | Path, model: nn.Module, folder: str | Path, *
         raise InvalidValue(asked, "it is of another model", f"there: {there}   here: {here}", hint)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     model.to(DTYPES[here["precision"]])
-    tensors = {name: value for name, value in model_tensors(model).items() if name in metadata.tensors}
-    own = _statistics([model], metadata.tensors)  # those of rank 0
-    load_checkpoint(path, tensors, per_rank=own, strict=False)  # the optimizer's state stays there
+    _fill(path, metadata, model, per_rank=_statistics([model], metadata.tensors))  # those of rank 0
     for name, param in model.named_parameters():
         param.data = param.data.to(dtypes[name])
     save: Any = model

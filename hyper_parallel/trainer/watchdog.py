@@ -173,7 +173,10 @@ class RunWatchdog:
             yield
         except BaseException as error:
             if not _is_of_a_connection(error):
-                self._tell(error)
+                self._failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                if (store := self._store) is not None:
+                    with suppress(Exception):
+                        self._within(_ANSWER_S, lambda: self._send_report(store))
                 raise
             lost = self._lost()
             if not lost:
@@ -183,13 +186,6 @@ class RunWatchdog:
     def _run(self, name: str, target: Callable[[], None]) -> None:
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))
         self._threads[-1].start()
-
-    def _tell(self, error: BaseException) -> None:
-        """Let the others know why this rank ends."""
-        self._failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        if (store := self._store) is not None:
-            with suppress(Exception):
-                self._within(_ANSWER_S, lambda: store.set(f"report/{self.rank}", self._report_text()))
 
     def _lost(self) -> str:
         """Say which ranks have failed or do not answer; "" if all are well, or nobody can be asked."""
@@ -207,8 +203,8 @@ class RunWatchdog:
             if self._is_late() or self._alarmed.is_set():
                 self._raise_alarm()
                 return
-            if self._is_late_to_stop():
-                self._on_stuck(self._why_not_stopped())
+            if why := self._why_not_stopped():
+                self._on_stuck(why)
                 return
 
     def _answer(self) -> None:
@@ -218,7 +214,7 @@ class RunWatchdog:
             while not self._over.wait(_LOOK_S) and not self._alarmed.is_set():
                 if not asked and self._store.check(["question"]):
                     asked = True
-                    self._store.set(f"report/{self.rank}", self._report_text())
+                    self._send_report(self._store)
                 if asked and self._store.check(["alarm"]):
                     self._alarmed.set()
 
@@ -232,28 +228,26 @@ class RunWatchdog:
         progress = self._progress
         return progress.watched and time.monotonic() - progress.at > self.timeout_s
 
-    def _is_late_to_stop(self) -> bool:
-        if self._stop is None or not self._stop.requested() or self.world_size == 1:
-            return False
-        self._asked_at, progress = min(self._asked_at, time.monotonic()), self._progress
-        if not progress.watched or progress.doing in _MAY_TAKE_LONG:
-            return False
-        return time.monotonic() - max(self._asked_at, progress.at) > max(_STOP_S, 3 * progress.longest)
-
     def _why_not_stopped(self) -> str:
-        assert self._stop is not None, "it was asked to"
-        seconds = time.monotonic() - self._progress.at
+        """Say that the run was asked to stop, and takes too long to do so; "" if it does not."""
+        if self._stop is None or not self._stop.requested() or self.world_size == 1:
+            return ""
+        self._asked_at, progress, now = min(self._asked_at, time.monotonic()), self._progress, time.monotonic()
+        if not progress.watched or progress.doing in _MAY_TAKE_LONG:
+            return ""
+        if now - max(self._asked_at, progress.at) <= max(_STOP_S, 3 * progress.longest):
+            return ""
         return (
             f"rank {self.rank} ends: {self._stop.reason} asks it to stop, and it makes no progress in step "
-            f"{self._progress.step} for {seconds:.0f} s: another rank is gone, or stuck"
+            f"{progress.step} for {now - progress.at:.0f} s: another rank is gone, or stuck"
         )
 
     def _report(self) -> RankReport:
         now = self._progress
         return report_of(self.rank, now.step, now.beats, time.monotonic() - now.at, now.doing, self._failed)
 
-    def _report_text(self) -> str:
-        return json.dumps(dataclasses.asdict(self._report()))
+    def _send_report(self, store: Any) -> None:
+        store.set(f"report/{self.rank}", json.dumps(dataclasses.asdict(self._report())))
 
     def _raise_alarm(self) -> None:
         report, stacks = self._report(), all_stacks().encode()
@@ -262,21 +256,19 @@ class RunWatchdog:
         self._write(f"rank-{self.rank}.txt", lambda: stacks)
         if self._recording is not None:
             self._write(f"flight/rank_{self.rank}", self._recording)
-        text = self._judged([report], 1)
+        text = self._verdict([report], 1)
         if self._store is not None:
             try:
-                text = self._agree("alarm", self.grace_s, self._verdict)
+                text = self._agree("alarm", self.grace_s, lambda reports: self._verdict(reports, self.world_size))
             except Exception as error:
                 text = f"rank {self.rank}: {text}\n  the other ranks could not be asked: {error}"
         self._on_stuck(text)
 
-    def _verdict(self, reports: list[RankReport]) -> str:
-        text = self._judged(reports, self.world_size)
-        self._write("verdict.txt", f"{text}\n".encode)
+    def _verdict(self, reports: list[RankReport], world_size: int) -> str:
+        text = verdict(reports, world_size, self.folder, has_recordings=(self.folder / "flight").is_dir())
+        if world_size > 1:
+            self._write("verdict.txt", f"{text}\n".encode)
         return text
-
-    def _judged(self, reports: list[RankReport], world_size: int) -> str:
-        return verdict(reports, world_size, self.folder, has_recordings=(self.folder / "flight").is_dir())
 
     def _write(self, name: str, content: Callable[[], bytes | None]) -> None:
         def write() -> None:
@@ -289,15 +281,9 @@ class RunWatchdog:
             self._within(self.grace_s, write)
 
     def _agree(self, about: str, seconds: float, judge: Callable[[list[RankReport]], str]) -> str:
-        """Ask the others, and return what the first one to ask makes of their answers.
+        """Ask the others about an "alarm", which ends all, or who is "lost", and wait `seconds` for their answers.
 
-        Args:
-            about: "alarm", which ends all, or "lost".
-            seconds: to wait for their answers.
-            judge: makes a text of those that have come.
-
-        Raises:
-            TimeoutError: the store does not answer.
+        Return what the first one to ask makes of them by `judge`. Raise TimeoutError if the store does not answer.
         """
         store = self._store
         try:
@@ -308,14 +294,14 @@ class RunWatchdog:
             raise TimeoutError(f"{by} does not answer, which holds the ranks' store") from error
 
     def _ask(self, store: Any, about: str, seconds: float, judge: Callable[[list[RankReport]], str]) -> str:
-        store.set(f"report/{self.rank}", self._report_text())
+        self._send_report(store)
         is_first = store.add(about, 1) == 1
         store.set("question", "")
         if is_first:
             names = [f"report/{rank}" for rank in range(self.world_size)]
             self._wait(lambda: bool(store.check(names)), seconds)
             found = [name for name in names if store.check([name])]
-            reports = [_read(store.get(name)) for name in found]
+            reports = [RankReport(**json.loads(store.get(name))) for name in found]
             text = judge(reports)
             # All hear of an alarm; of a lost rank, those that have asked, too.
             readers = sum(not report.failed for report in reports) if about == "alarm" else store.add(about, 0)
@@ -326,15 +312,12 @@ class RunWatchdog:
             text = store.get(f"{about}/text").decode() if store.check([f"{about}/text"]) else "a rank is gone, or stuck"
             if about == "alarm":  # one rank prints it all
                 text = f"rank {self.rank} ends: {text.splitlines()[0]}"
-        self._leave(store, about, seconds)
-        return text
-
-    def _leave(self, store: Any, about: str, seconds: float) -> None:
-        """Let all have read before the process ends that holds the store, which is rank 0's, or none of the ranks'."""
+        # Let all have read before the process ends that holds the store, which is rank 0's, or none of the ranks'.
         store.add(f"{about}/left", 1)
         if self.rank == 0 and store.check([f"{about}/readers"]):
             readers = int(store.get(f"{about}/readers"))
             self._wait(lambda: store.add(f"{about}/left", 0) >= readers, seconds)
+        return text
 
     def _wait(self, is_done: Callable[[], bool], seconds: float) -> None:
         """Wait until something holds, but no longer than so many seconds."""
@@ -363,11 +346,6 @@ def _is_of_a_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
 
 
-def _read(text: bytes) -> RankReport:
-    fields = json.loads(text)
-    return RankReport(**{**fields, **{name: tuple(fields[name]) for name in ("lines", "units")}})
-
-
 def _say(text: str) -> None:
     print(f"watchdog: {text}", file=sys.stderr, flush=True)
 
@@ -390,10 +368,8 @@ class RankReport:
     """What a rank says of itself when a run is stuck.
 
     Args:
-        rank: who.
-        step: the step that it is in.
-        beats: how often it has reported progress.
-        seconds: since then.
+        rank, step: who, and the step that it is in.
+        beats, seconds: how often it has reported progress, and the time since then.
         doing: what it was about.
         waits_in: the call in which it waits for other ranks, "" where it does not.
         lines: the innermost calls of its main thread, the last one last.
@@ -407,9 +383,9 @@ class RankReport:
     seconds: float
     doing: str
     waits_in: str
-    lines: tuple[str, ...]
+    lines: Sequence[str]
     failed: str = ""
-    units: tuple[str, ...] = ()
+    units: Sequence[str] = ()
 
     def line(self) -> str:
         """Say on one line where the rank is.
@@ -448,11 +424,7 @@ def all_stacks() -> str:
 
 
 def report_of(rank: int, step: int, beats: int, seconds: float, doing: str, failed: str = "") -> RankReport:
-    """Return the report of the calling process, with what the stacks of its threads say.
-
-    Args:
-        rank, step, beats, seconds, doing, failed: see `RankReport`.
-    """
+    """Return the report of the calling process, see `RankReport`, with what the stacks of its threads say."""
     stacks = {ident: list(traceback.extract_stack(frame)) for ident, frame in _frames().items()}
     stacks.pop(threading.get_ident(), None)
     main = stacks.pop(threading.main_thread().ident or 0, [])
@@ -499,13 +471,8 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path, 
       try: out/stuck/rank-1.txt shows what it is about; a longer timeout where a step may take this long
 
     A rank that has failed is to blame first; then, one that does not answer; then, one in no communication, of those
-    that are behind if there are any; then, those that are behind.
-
-    Args:
-        reports: of the ranks that have answered.
-        world_size: of the run.
-        folder: where the stacks are.
-        has_recordings: whether the last collectives are there, too.
+    that are behind if there are any; then, those that are behind. Stacks are in `folder`, and with `has_recordings` the
+    last collectives, too; `reports` are of the ranks that have answered.
     """
     answered = {report.rank: report for report in sorted(reports, key=lambda report: report.rank)}
     silent = [rank for rank in range(world_size) if rank not in answered]

@@ -512,20 +512,20 @@ def test_simulated_ranks_are_not_compared_with_a_prediction() -> None:
 
 
 def test_a_failure_while_training_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def burst(*_: object) -> None:
+    def burst(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(runs, "run_here", burst)
+    monkeypatch.setattr(runs, "run_ranks", burst)
     code, output = invoke("train", "tiny.toml")
     assert code == cli.FAILURE
     assert "RuntimeError: out of luck" in output
 
 
 def test_ctrl_c_is_exit_code_130_and_names_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "run_here", interrupt)
+    monkeypatch.setattr(runs, "run_ranks", interrupt)
     code, output = invoke("train", "tiny.toml")
     assert code == cli.INTERRUPTED
     assert output.splitlines()[-1] == "interrupted; the log so far is in log.jsonl"

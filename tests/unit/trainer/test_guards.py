@@ -431,23 +431,22 @@ def test_a_rank_that_is_asked_to_stop_and_ends_no_step_ends(tmp_path: Path, monk
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stop = StopRequest()
     dog = RunWatchdog(900.0, tmp_path, rank=1, world_size=2, stop=stop)
-    assert not dog._is_late_to_stop()
+    assert not dog._why_not_stopped()
     dog.beat(1, "training")
     now = 4.0
     dog.beat(2, "training")  # after a step of 4 s
     now = 100.0
-    assert not dog._is_late_to_stop(), "nobody has asked"
+    assert not dog._why_not_stopped(), "nobody has asked"
     stop.request("SIGTERM")
-    assert not dog._is_late_to_stop()
+    assert not dog._why_not_stopped()
     now = 111.9
-    assert not dog._is_late_to_stop(), "a step may take three times the longest before"
+    assert not dog._why_not_stopped(), "a step may take three times the longest before"
     dog.beat(2, "saving")
     now = 1000.0
-    assert not dog._is_late_to_stop(), "a save may take long"
+    assert not dog._why_not_stopped(), "a save may take long"
     dog.beat(3, "training")
     assert dog._progress.longest == 107.9
     now = 1400.0
-    assert dog._is_late_to_stop()
     assert dog._why_not_stopped() == (
         "rank 1 ends: SIGTERM asks it to stop, and it makes no progress in step 3 for 400 s: "
         "another rank is gone, or stuck"
@@ -455,7 +454,7 @@ def test_a_rank_that_is_asked_to_stop_and_ends_no_step_ends(tmp_path: Path, monk
     alone = RunWatchdog(900.0, tmp_path, stop=stop)
     alone.beat(1)
     now = 10_000.0
-    assert not alone._is_late_to_stop(), "it waits for nobody"
+    assert not alone._why_not_stopped(), "it waits for nobody"
 
 
 def test_a_signal_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_handlers() -> None:

@@ -83,11 +83,12 @@ def test_what_is_stored_in_another_dtype_than_asked_for_is_found(name: str) -> N
     right(verify_run(run, 2))
     opposite = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}
     if rank:
+        as_asked = parallelize.in_dtype
 
         def held_wide(model: Any, stored: Callable[[Any], torch.dtype], buffers: torch.dtype) -> None:
-            parallelize.in_dtype(model, lambda param: torch.promote_types(stored(param), torch.float32), buffers)
+            as_asked(model, lambda param: torch.promote_types(stored(param), torch.float32), buffers)
 
-        fault: Any = mock.patch.object(parallelize_llama, "in_dtype", held_wide)
+        fault: Any = mock.patch.object(parallelize, "in_dtype", held_wide)
         said = "embed.weight as it is stored: it is in float32 on ranks 0, 1, and bfloat16 is asked for"
     else:
         real, asked = loop.build_optimizer, precision.dtype("moments")
@@ -217,7 +218,7 @@ def test_gradients_that_are_averaged_over_the_ranks() -> None:
 
 
 def test_gradients_that_are_never_reduced() -> None:
-    said = found(of(DENSE, dp_shard=1, dp_replicate=2), 2, parallelize_llama, "shard_blocks", lambda *given: None)
+    said = found(of(DENSE, dp_shard=1, dp_replicate=2), 2, parallelize, "shard_blocks", lambda *given: None)
     assert said == "the gradient of head.weight of step 1: the ranks hold parts of a sum over dp_replicate, " + (
         "and nothing reduced it"
     )
