@@ -317,7 +317,7 @@ def of_unequal_shares(
     full: torch.Tensor,
     inputs: Iterable[Mapping[int, torch.Tensor]],
 ) -> Finding:
-    """Say of what ranks have unequal shares, if the mean of their losses, weighed by these, is that of all rows.
+    """Explain a loss by unequal shares of ranks, if the mean of their losses, weighed by these, is that of all rows.
 
     Args:
         found: of the loss.

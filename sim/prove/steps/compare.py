@@ -343,7 +343,7 @@ class LoopComparison:
             found = replace(found, is_zero=largest(full) <= bound)
             nodes = [mine.nodes[key, call] for call in range(len(values)) if (key, call) in mine.nodes]
             is_given = not nodes and side == "input"
-            if is_given:  # without a history, such as a table of constants: what is made with it tells
+            if is_given:  # a constant: it stands where the outputs of its module do
                 nodes = [node for (other, _), node in mine.nodes.items() if other[:2] == (path, "output")]
             yield Judged(path, _title(key), "forward", found, tuple(nodes), given=is_given)
 
@@ -542,7 +542,7 @@ class LoopComparison:
     def _of_another(
         self, name: str, parts: Mapping[int, torch.Tensor], gradients: Mapping[str, Any], found: Finding
     ) -> Finding:
-        """Say so if the ranks hold the gradient of another parameter, such as by swapped views of a flat buffer."""
+        """Explain a gradient that is another parameter's, e.g. by swapped views of a flat buffer."""
         for other, full in gradients.items():
             if other == name or full is None or full.shape != gradients[name].shape or not bool(full.any()):
                 continue
