@@ -469,7 +469,7 @@ def configurations(place: Place) -> list[mesh_here.Case]:
 
 
 def _case(place: Place, model: LlamaConfig, sequences: int, length: int = 4096, **options: Any) -> mesh_here.Case:
-    parallel, bf16 = ParallelConfig(dp_shard=1, **options), PrecisionConfig("bf16")
+    parallel, bf16 = ParallelConfig(**options), PrecisionConfig("bf16")
     return mesh_here.Case(parallel, model, sequences, length, device=place.device, precision=bf16)
 
 

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -44,12 +44,13 @@ from hyper_parallel.core.machine import find_machine
 from hyper_parallel.core.mesh import parallel_dims
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import Llama, LlamaConfig
-from hyper_parallel.models.moe import ExpertsConfig
+from hyper_parallel.models.moe import MoEConfig
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer import parallelize
-from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig
 from hyper_parallel.trainer.data import load_corpus, rank_part, samples
 from hyper_parallel.trainer.loop import RankPlace, Trainer
+from sim.mesh.pricing.measure_steps import measured_run
 
 RANKS, SEQUENCES, LENGTH, CHECKED_STEPS = 4, 8, 128, 3
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant")
@@ -60,7 +61,7 @@ Step = Callable[[], tuple[float, float]]
 """Take the next step; return its loss and the norm of its gradients."""
 
 
-def run_of(hidden: int, parallel: ParallelConfig, accumulate: int = 1) -> Config:
+def run_of(hidden: int, parallel: ParallelConfig, accumulate: int = 1, sequences: int = SEQUENCES) -> Config:
     """Return the run that all contestants are about."""
     model = LlamaConfig(
         vocab_size=1024,
@@ -71,8 +72,8 @@ def run_of(hidden: int, parallel: ParallelConfig, accumulate: int = 1) -> Config
         num_key_value_heads=4,
         max_seq_len=LENGTH,
     )
-    train = TrainConfig(steps=10**9, batch_size=SEQUENCES, seq_len=LENGTH, accumulate=accumulate, device="cpu")
-    return Config(model=model, optimizer=OPTIMIZER, train=train, parallel=parallel)
+    run = measured_run(model, sequences, LENGTH, parallel).cut_into(accumulate)
+    return replace(run, optimizer=OPTIMIZER)
 
 
 def contest(
@@ -172,7 +173,7 @@ def with_pipelining(run: Config) -> Step:
     model.keep(range(half, 2 * half) if last else range(half), embed=not last, head=last)
     _shard_blocks(model, mesh["dp"], reshard=False)
     stage = PipelineStage(model, pipe.get_local_rank(), 2, torch.device("cpu"), group=pipe.get_group())
-    schedule = Schedule1F1B(stage, run.train.accumulate, loss_fn=_mean_loss)
+    schedule = Schedule1F1B(stage, run.micro_batches, loss_fn=_mean_loss)
     optimizer, batches = _optimizer(model), _Batches(run, mesh["dp"])
 
     def step() -> tuple[float, float]:
@@ -211,10 +212,10 @@ class _Batches:
         self._text = load_corpus().train
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        train, dp = self._run.train, self._dp
-        part = rank_part(self._used, train.batch_size, dp.get_local_rank(), dp.size())
-        self._used += train.batch_size
-        return samples(self._text, part, train.seq_len, train.seed)
+        (sequences, length), dp = self._run.batch_shape, self._dp
+        part = rank_part(self._used, sequences, dp.get_local_rank(), dp.size())
+        self._used += sequences
+        return samples(self._text, part, length, self._run.seed_of())
 
     def mean(self, loss: torch.Tensor) -> float:
         dist.all_reduce(loss, group=self._dp.get_group())
@@ -224,7 +225,7 @@ class _Batches:
 def _same_weights(run: Config) -> Llama:
     with torch.device("meta"):
         model = Llama(run.shape())
-    init_parameters(model, run.train.seed, device="cpu")
+    init_parameters(model, run.seed_of(), device="cpu")
     return model
 
 
@@ -280,13 +281,13 @@ def table() -> str:
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for hidden in BLOCKS:
-        run = run_of(hidden, ParallelConfig(dp_shard=2, tp=2))
+        run = run_of(hidden, ParallelConfig(tp=2))
         lines.append(row("dp=2, tp=2", run, ("torch", "replicated")))
         print(lines[-1], flush=True)
-    run = run_of(512, ParallelConfig(dp_shard=2, tp=2, tp_chunks=2))
+    run = run_of(512, ParallelConfig(tp=2, tp_chunks=2))
     lines.append(row("dp=2, tp=2, 2 chunks", run, ("torch", "replicated")))
     print(lines[-1], flush=True)
-    run = run_of(256, ParallelConfig(dp_shard=2, pp=2), accumulate=4)
+    run = run_of(256, ParallelConfig(pp=2), accumulate=4)
     lines.append(row("dp=2, pp=2, 4 micro-batches", run, ("pipelining",)))
     print(lines[-1], flush=True)
     return "\n".join(lines)
@@ -364,7 +365,6 @@ def footprint(run: Config, ranks: int, older: Callable[[], AbstractContextManage
         ranks: how many there are.
         older: what is in force while models are built.
     """
-    run = replace(run, train=replace(run.train, device="npu"))
     trainers: dict[int, Trainer] = {}
     forwards: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
     built: dict[int, int] = {}
@@ -454,11 +454,11 @@ def _ratio(was: int, is_now: int) -> str:
 
 def _small(parallel: dict[str, Any], accumulate: int = 1, experts: int = 0) -> Config:
     """Return a run of two layers, for up to eight ranks with sequences of their own in each micro-batch."""
-    run = run_of(128, ParallelConfig(**parallel), accumulate)
-    train = replace(run.train, batch_size=SEQUENCES * accumulate, model="moe" if experts else "llama")
-    model = replace(run.model, num_hidden_layers=2, num_key_value_heads=8)
-    some = ExpertsConfig(num_experts=experts, expert_intermediate_size=256) if experts else run.experts
-    return replace(run, model=model, train=train, experts=some)
+    run = run_of(128, ParallelConfig(**parallel), accumulate, SEQUENCES * accumulate)
+    shape = replace(run.shape(), num_hidden_layers=2, num_key_value_heads=8)
+    if experts:
+        shape = MoEConfig(**asdict(shape), num_experts=experts, expert_intermediate_size=256)
+    return run.with_shape(shape)
 
 
 def _on_dim_0(*args: Any, **options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -17,12 +18,12 @@ from benchmarks.dims import OPTIMIZER
 from benchmarks.engine_counts import Traffic
 from hyper_parallel.core.expert_parallel.experts import grouped, one_by_one
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.models import LlamaConfig
-from hyper_parallel.models.moe import ExpertsConfig, MixtureOfExperts
+from hyper_parallel.models.moe import MixtureOfExperts, MoEConfig
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.config import Config, ParallelConfig, PrecisionConfig, TrainConfig
+from hyper_parallel.trainer.config import ParallelConfig, PrecisionConfig
 from hyper_parallel.trainer.loop import RankPlace, Trainer
-from sim.mesh import estimate_run
+from sim.mesh import Recipe, estimate_run
+from sim.mesh.pricing.measure_steps import measured_run
 from sim.mesh.recordings.library import recordings
 
 SHAPES = ((8, 512, 128, 256), (32, 1024, 256, 256), (64, 256, 64, 64), (8, 4096, 256, 512))
@@ -92,11 +93,11 @@ def folded_table() -> str:
     ]
     expected: list[tuple[float, float]] | None = None
     for degrees in FOLDINGS:
-        found, held, figures = _of_run(ParallelConfig(**degrees))
+        dims = ParallelDims.from_config(degrees, RANKS)
+        found, held, figures = _of_run(dims)
         expected = expected or figures
         near = torch.allclose(torch.tensor(figures), torch.tensor(expected), rtol=1e-4, atol=1e-4)
         assert near, f"{degrees} computes something else: {figures}, not {expected}"
-        dims = ParallelDims.from_config(ParallelConfig(**degrees), RANKS)
         other = next(f"{name}={degrees[name]}" for name in ("tp", "cp") if name in degrees)
         folds = "yes" if dims.fold_experts else "no"
         cells = [f"4 x {other}", dims.ep, folds, dims.expert_ranks, f"{held:,}", sum(found.operations.values())]
@@ -104,16 +105,21 @@ def folded_table() -> str:
     return "\n".join(lines)
 
 
-def _of_run(parallel: ParallelConfig) -> tuple[Traffic, int, list[tuple[float, float]]]:
+def _of_run(dims: ParallelDims) -> tuple[Traffic, int, list[tuple[float, float]]]:
     """Count the last of some steps; return bytes of experts on a rank, and losses and norms, too."""
-    model = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, max_seq_len=64)
-    train = TrainConfig(steps=10**9, batch_size=8, seq_len=64, device="cpu", model="moe")
-    experts = ExpertsConfig(num_experts=16, expert_intermediate_size=64)
-    run = Config(model=model, optimizer=OPTIMIZER, train=train, parallel=parallel, experts=experts)
+    shape = MoEConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        max_seq_len=64,
+        num_experts=16,
+        expert_intermediate_size=64,
+    )
+    run = replace(measured_run(shape, 8, 64, ParallelConfig().placed(dims, None)), optimizer=OPTIMIZER)
     trainers: dict[int, Trainer] = {}
 
     def build() -> int:
-        rank, dims = dist.get_rank(), ParallelDims.from_config(parallel, RANKS)
+        rank = dist.get_rank()
         place = RankPlace(rank, rank, RANKS, RANKS)
         trainers[rank] = Trainer(run, dims, get_platform("cpu"), place, dims.build_mesh("cpu"))
         named = trainers[rank].model.named_parameters()
@@ -152,7 +158,7 @@ def overlap_table() -> str:
 
 def _estimated(ep: int) -> tuple[float, float]:
     """Seconds of exposed exchange, and of the step, of DeepSeekMoE-16B's shape on 64 H100s."""
-    model = LlamaConfig(
+    shape = MoEConfig(
         vocab_size=102400,
         hidden_size=2048,
         intermediate_size=10944,
@@ -160,17 +166,14 @@ def _estimated(ep: int) -> tuple[float, float]:
         num_attention_heads=16,
         num_key_value_heads=16,
         max_seq_len=4096,
+        num_experts=64,
+        experts_per_token=6,
+        expert_intermediate_size=1408,
+        num_shared_experts=2,
+        num_dense_layers=1,
     )
-    experts = ExpertsConfig(
-        num_experts=64, experts_per_token=6, expert_intermediate_size=1408, num_shared_experts=2, num_dense_layers=1
-    )
-    run = Config(
-        model=model,
-        experts=experts,
-        train=TrainConfig(batch_size=64, seq_len=4096, model="moe", device="cuda"),
-        parallel=ParallelConfig(ep=ep, checkpointing="full"),
-        precision=PrecisionConfig("bf16"),
-    )
+    run = replace(measured_run(shape, 64, 4096, ParallelConfig(ep=ep)), precision=PrecisionConfig("bf16"))
+    run = Recipe.of(run).with_savings("full")
     recordings.clear()  # what was recorded of the same run in the other order
     time_of = estimate_run(run, 64, "h100-sxm").time
     return sum(part.value for axis, part in time_of.exposed.items() if axis == "ep"), time_of.step.value

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -43,15 +44,16 @@ from hyper_parallel.core.init import api as init
 from hyper_parallel.core.init import filling
 from hyper_parallel.core.init.tiles import FillTarget
 from hyper_parallel.core.machine.description import Machine
-from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import AXIS_ORDER, ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from hyper_parallel.trainer.config import Config, ParallelConfig, PrecisionConfig
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from sim.mesh.estimate import Estimate, estimate_job
 from sim.mesh.job import Job
 from sim.mesh.pricing.measure import measure
+from sim.mesh.pricing.measure_steps import measured_run
 
 MODEL = LlamaConfig(
     vocab_size=8192,
@@ -90,23 +92,13 @@ class Case:
 
     @property
     def processes(self) -> int:
-        sizes = self.parallel
-        return sizes.dp_replicate * (sizes.dp_shard or 1) * sizes.cp * sizes.tp * sizes.pp
+        return math.prod(getattr(self.parallel, axis) or 1 for axis in AXIS_ORDER)
 
     @property
     def config(self) -> Config:
         """The run, as the trainer takes it."""
-        train = TrainConfig(
-            steps=10**9,
-            batch_size=self.sequences,
-            seq_len=self.length,
-            accumulate=self.micro_batches,
-            device=self.device,
-        )
-        optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0, schedule="constant")
-        return Config(
-            model=self.model, optimizer=optimizer, train=train, parallel=self.parallel, precision=self.precision
-        )
+        run = measured_run(self.model, self.sequences, self.length, self.parallel).cut_into(self.micro_batches)
+        return replace(run, precision=self.precision)
 
     @property
     def dims(self) -> ParallelDims:
@@ -116,8 +108,8 @@ class Case:
         names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
         shown = [f"{name}={size}" for name in names if (size := getattr(self.parallel, name) or 1) > 1]
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
-        parts += "" if self.parallel.checkpointing == "none" else f", {self.parallel.checkpointing} checkpointing"
-        parts += ", compiled" if self.parallel.compile else ""
+        parts += "" if self.parallel.activations.is_none else f", {self.parallel.activations} checkpointing"
+        parts += ", compiled" if self.parallel.fuses else ""
         return (", ".join(shown) or "one process") + parts
 
 

@@ -118,7 +118,7 @@ def estimate(task: Task, phases: Phases) -> dict[str, float]:
 
     phases.ends("import")
     dims = ParallelDims(**task.degrees, world_size=task.ranks)  # type: ignore[arg-type]
-    recipe = sim.mesh.Recipe().having(checkpointing=task.checkpointing, accumulate=task.batch if dims.pp_enabled else 1)
+    recipe = sim.mesh.Recipe().with_savings(task.checkpointing).cut_into(task.batch if dims.pp_enabled else 1)
     job = sim.mesh.Job(sim.mesh.find_model(task.model), dims, task.batch, task.seq_len, recipe)
     programs = sim.mesh.trace(job, every_layer=task.how == "every layer")
     phases.ends("trace")

@@ -149,8 +149,8 @@ class Answer:
 def questions() -> Iterator[Question]:
     """Yield the two of the docs, 8 billion parameters on 8 and on 64 devices, and one for each of `ROWS`."""
     for devices, batch, recipe in (
-        (8, 64, Recipe().having(accumulate=8, reduce_each=True)),
-        (64, 128, Recipe().having(checkpointing="selective")),
+        (8, 64, Recipe().cut_into(8).with_savings(None, None, True)),
+        (64, 128, Recipe().with_savings("selective")),
     ):
         named = Candidate(ParallelDims(dp_shard=devices, world_size=devices), recipe, batch // devices)
         model, hardware = find_model("llama3-8b"), find_machine("h100-sxm")
@@ -196,15 +196,14 @@ def _asked(case: Case) -> Any:
 
 def _kernels(recipe: Recipe) -> Recipe:
     """Return what a question fixes of a recipe: all that a search does not choose."""
-    chosen = {"checkpointing": "none", "schedule": "1f1b", "stages_per_rank": None, "reduce_each": False}
-    return recipe.bare(**chosen).with_zero(3)
+    return recipe.bare(scheduled=False).with_savings("none", 3, False)
 
 
 def _recipes(recipe: Recipe) -> tuple[Recipe, ...]:
     """Return a framework's recipe with each checkpointing, and each way to shard that it or this library has."""
     found = [
-        _kernels(recipe).having(checkpointing=level, reduce_each=each).with_zero(zero)
-        for level in (recipe.parallel.checkpointing, *LEVELS)
+        _kernels(recipe).with_savings(level, zero, each)
+        for level in (str(recipe.activations), *LEVELS)
         for zero in dict.fromkeys((recipe.zero, 3, 2))
         for each in ((False, True) if zero >= 2 else (False,))
     ]
@@ -269,8 +268,8 @@ def _plain(question: Question, pool: Sequence[Candidate], known: _Known) -> Iter
         dims, recipe = one.dims, one.recipe
         if dims.tp * dims.pp * dims.cp * dims.dp_replicate > 1 or dims.ep > question.hardware.devices_per_node:
             continue
-        if recipe.zero == 3 and recipe.parallel.reduce_each == (one.parts > 1):
-            kinds.setdefault((dims.ep, recipe.parallel.checkpointing), []).append(one)
+        if recipe.zero == 3 and recipe.reductions == one.parts:
+            kinds.setdefault((dims.ep, recipe.activations), []).append(one)
     for candidates in kinds.values():
         for candidate in sorted(candidates, key=lambda one: one.parts):
             found = known(candidate)

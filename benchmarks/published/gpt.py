@@ -474,8 +474,9 @@ class GPTSpec(ModelSpec):
         assert isinstance(module, GPT), "made by build"
         if recipe is None:
             return gpt_plan(module, mesh)
-        along, again = recipe.sequence_parallel, recipe.parallel.reshard_inputs
-        return gpt_plan(module, mesh, sequence_parallel=along, reshard_inputs=again)
+        options = recipe.parallel.split_options()
+        del options["chunks"]  # its layers have none
+        return gpt_plan(module, mesh, sequence_parallel=recipe.sequence_parallel, **options)
 
 
 def gpt_tiny() -> GPTSpec:

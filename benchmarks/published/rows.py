@@ -172,7 +172,7 @@ def case_of(row: Row) -> Case | Skipped:
         model = model_of(row, family, notes)
         dims = dims_of(row, family, notes)
         recipe = recipe_of(row, family, notes)
-        parts, batch = recipe.train.accumulate, batch_of(row, dims)
+        parts, batch = recipe.micro_batches, batch_of(row, dims)
         if batch % parts:
             raise CannotSay("cannot cut the batch into micro-batches: it does not divide")
         if dims.pp > 1 and parts < dims.pp:

@@ -277,8 +277,12 @@ class PublishedRecipe(Recipe):
             seen = f"float8={self.float8!r}, param_dtype={param!r}"
             blame = "matrix products in float8 take and return bfloat16"
             raise InvalidValue(asked, blame, seen, 'param_dtype="bf16"')
-        for name, off, what in (("reshard_inputs", False, "gather again"), ("tp_chunks", 1, "overlap")):
-            if (given := getattr(self.parallel, name)) != off and not self.sequence_parallel:
+        again, chunks = self.input_gathers > 1, self.parallel.tp_chunks
+        for name, given, off, what in (
+            ("reshard_inputs", again, False, "gather again"),
+            ("tp_chunks", chunks, 1, "overlap"),
+        ):
+            if given != off and not self.sequence_parallel:
                 blame = f"without sequence parallelism no input is gathered, so that there is nothing to {what}"
                 seen = f"{name}={given}, sequence_parallel=False"
                 raise InvalidValue(asked, blame, seen, f"sequence_parallel=True, or {name}={off}")

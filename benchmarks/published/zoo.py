@@ -356,7 +356,8 @@ class MLASpec(LlamaSpec):
         split_experts(module, dims, recipe)
         if dims.tp_enabled:
             mesh, along = dims.get_mesh("tp"), recipe.sequence_parallel
-            said = {"sequence_parallel": along, "reshard_inputs": recipe.parallel.reshard_inputs}
+            said = {"sequence_parallel": along, **recipe.parallel.split_options()}
+            del said["chunks"]  # its layers have none
             shard_module(module, mesh, mla_plan(module, mesh, etp=dims.etp if along else None, **said))
 
 
@@ -364,14 +365,13 @@ def split_experts(module: MoELlama, dims: ParallelDims, recipe: Any) -> None:
     """Split experts over the ranks of ep, in place."""
     if dims.ep_enabled:
         etp = dims.etp if dims.tp_enabled else None
-        on_nodes = recipe.parallel.ranks_per_node
+        on_nodes = recipe.parallel.split_options(experts=True)["ranks_per_node"]
         expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp, ranks_per_node=on_nodes)
 
 
 def split_llama(module: Any, dims: ParallelDims, recipe: Any) -> None:
     """Split tensors and experts of a `Llama` or `MoELlama` over tp and ep, in place."""
-    along, parallel = recipe.sequence_parallel, recipe.parallel
-    said: dict[str, Any] = {"reshard_inputs": parallel.reshard_inputs, "chunks": parallel.tp_chunks}
+    along, said = recipe.sequence_parallel, recipe.parallel.split_options(experts=isinstance(module, MoELlama))
     if not isinstance(module, MoELlama):
         if dims.tp_enabled:
             mesh = dims.get_mesh("tp")
@@ -382,8 +382,8 @@ def split_llama(module: Any, dims: ParallelDims, recipe: Any) -> None:
             mesh = dims.get_mesh("tp")
             shard_module(module, mesh, moe_plan(module, mesh, sequence_parallel=False))
     elif dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
-        said |= {"ep": dims.expert_axes, "ranks_per_node": parallel.ranks_per_node}
-        parallelize_moe(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **said)
+        said |= {"ep": dims.expert_axes, "etp": dims.etp if dims.tp_enabled else None}
+        parallelize_moe(module, dims.build_mesh(), **said)
 
 
 # --model benchmarks.published.zoo:deepseek_v3

@@ -199,7 +199,8 @@ def search(
             raise InvalidValue(f"cannot write {write}", blame, f"--model {model}", "leave out --write")
         stays = _said(config, given)
         found_model = find_model(run.shape()) if spec is None else spec
-        degrees = {name: getattr(run.parallel, name) for name in stays & set(DEGREES)}
+        degrees = {name: getattr(run.parallel, name) for name in stays.intersection(DEGREES)}
+        sequences, length = run.batch_shape
         chunks: dict[str, Any] = {"tp_chunks": ()} if "tp_chunks" in stays else {}
 
         def accepts(one: Any) -> None:
@@ -211,15 +212,15 @@ def search(
                     found_model,
                     hardware,
                     devices,
-                    run.train.batch_size,
+                    sequences,
                     None if memory_limit is None else memory_limit * GIB,
-                    seq_len=run.train.seq_len,
+                    seq_len=length,
                     recipes=_recipes(Recipe.of(run, None if routing is None else Routing.zipf(routing)), stays),
                     fixed={name: size for name, size in degrees.items() if size not in (None, -1)},
                     limit=limit,
                     progress=bar.on_estimate,
                     layers_per_stage=run.parallel.stage_sizes(),
-                    accumulate=run.train.accumulate if "accumulate" in stays else None,
+                    accumulate=run.micro_batches if "accumulate" in stays else None,
                     **chunks,
                     accepts=accepts if spec is None else None,
                 )
@@ -257,7 +258,7 @@ def arranged_run(run: Config, candidate: Any) -> Config:
     from sim.mesh.job import Job
     from sim.mesh.models import find_model
 
-    where = candidate.dims, candidate.batch, run.train.seq_len
+    where = candidate.dims, candidate.batch, run.batch_shape[1]
     return Job(find_model(run.shape()), *where, candidate.recipe, candidate.layers_per_stage).recipe
 
 
@@ -277,18 +278,12 @@ def _recipes(recipe: Any, stays: set[str]) -> list[Any]:
     """Return the recipes to try: what nothing says of checkpointing, ZeRO and reductions."""
     from sim.mesh.searching.space import CHECKPOINTINGS
 
-    parallel = recipe.parallel
-    if "schedule" in stays and parallel.schedule == "1f1b":  # which has one stage on each rank
+    if "schedule" in stays and recipe.parallel.pipeline.name == "1f1b":  # which has one stage on each rank
         recipe = recipe.having(stages_per_rank=1)
-    levels = [parallel.checkpointing] if "checkpointing" in stays else CHECKPOINTINGS
+    levels = [None] if "checkpointing" in stays else CHECKPOINTINGS
     stages = [recipe.zero] if "reshard_after_forward" in stays else [3, 2]
-    reductions = [parallel.reduce_each] if "reduce_each" in stays else [False, True]
-    return [
-        recipe.having(checkpointing=level, reduce_each=each).with_zero(stage)
-        for level in levels
-        for stage in stages
-        for each in reductions
-    ]
+    reductions = [None] if "reduce_each" in stays else [False, True]
+    return [recipe.with_savings(level, stage, each) for level in levels for stage in stages for each in reductions]
 
 
 def _model(name: str) -> Any:

@@ -120,7 +120,7 @@ def read_run(
     if start_from is not None:
         run = with_shape_of(run, start_from, others=others)
         if model not in (None, run.train.model):
-            asked, blame = f"cannot start '{model}' from {run.train.start_from}", f"it holds a '{run.train.model}'"
+            asked, blame = f"cannot start '{model}' from {start_from}", f"it holds a '{run.train.model}'"
             raise InvalidValue(asked, blame, f"--model {model}", "leave out --model")
         for section in ("model", "experts"):
             run = run.with_changes(section, given.get(section, {}))
@@ -135,8 +135,9 @@ def devices_of(run: Config, devices: int | None) -> int:
         ValueError: none is given, and the degrees leave it open; or below 1.
     """
     if devices is None:
-        axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-        devices = math.prod(getattr(run.parallel, axis) or 1 for axis in axes)
+        from hyper_parallel.core.mesh.parallel_dims import AXIS_ORDER
+
+        devices = math.prod(getattr(run.parallel, axis) or 1 for axis in AXIS_ORDER)
         blame, seen = "dp_shard=-1 takes what is left", "--devices is missing"
     else:
         blame, seen = "there must be a device at least", f"--devices {devices}"

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hyper_parallel.cli import kit
+from hyper_parallel.cli.run import devices_of
 from hyper_parallel.core.checkpoint.errors import CheckpointError, LeaseLostError
 from hyper_parallel.core.common.errors import InvalidValue, readable_bytes
 from hyper_parallel.models.found import Pair, can_share, find_pairs, search_pairs, small_settings, split_pairs
@@ -30,6 +32,7 @@ from hyper_parallel.models.hf_folder import load_by_transformers
 from hyper_parallel.models.hf_weights import other_model
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import Adapter, with_lora
+from hyper_parallel.models.moe import MoEConfig
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer import report
 from hyper_parallel.trainer.config import OTHER, Config
@@ -58,7 +61,7 @@ def run_ranks(
             return train_rank(run, display.on_step, **given), []
         import sim
 
-        with sim.world(simulated, seed=run.train.seed) as world:
+        with sim.world(simulated, seed=run.seed_of()) as world:
             results = world.run(train_rank, args=(run, display.on_step), kwargs=given)
             return results[0], list(world.trace.by_axis())
 
@@ -70,7 +73,7 @@ def find_split(console: Console, run: Config) -> Split | None:
         ValueError: nothing was found that computes what one device computes.
     """
     degree, start = run.parallel.tp, time.perf_counter()
-    if run.train.model != OTHER or degree == 1:
+    if not run.is_other or degree == 1:
         return None
     folder = str(run.train.start_from)
     settings = load_by_transformers(f"cannot split {folder}", "AutoConfig", folder, "a folder with a config.json")
@@ -159,8 +162,8 @@ def predict_run(console: Console, run: Config) -> report.Prediction | None:
 
 
 def _predict(run: Config, place: RankPlace) -> report.Prediction:
-    if run.train.model == OTHER:
-        blame, seen = "it is no model of this library", f"model: {run.train.model}"
+    if run.is_other:
+        blame, seen = "it is no model of this library", f"model: {OTHER}"
         raise InvalidValue(f"cannot estimate {run.train.start_from}", blame, seen, "--no-predict")
     hardware = hardware_here(run.train.device, run.train.hardware)
     from sim.mesh.estimate import estimate_run
@@ -171,12 +174,11 @@ def _predict(run: Config, place: RankPlace) -> report.Prediction:
     step = found.time.step.value
     classes = found.memory.classes
     own = next((one for one in classes if one.rank == place.rank), found.memory.fullest)
-    tokens = run.train.batch_size * run.train.seq_len
     title = found.hardware.title
     here = (place.local_world_size, torch.get_num_threads())
     if found.hardware.family == "cpu" and here != (found.hardware.devices_per_node, found.hardware.cores):
         title += f" (this run: {here[0]} of {here[1]})"
-    return report.Prediction(step, tokens / step, own.peak_allocated, title)
+    return report.Prediction(step, math.prod(run.batch_shape) / step, own.peak_allocated, title)
 
 
 def hardware_here(device_type: str | None = None, named: str | None = None) -> Any:
@@ -268,6 +270,22 @@ def check_run(run: Config, sim: int | None) -> Config:
     return run
 
 
+def reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[str, ...]]:
+    """Return a small run of the same kind, how many ranks to simulate, none under torchrun, and what was reduced."""
+    from sim.prove.training import reduced_run
+
+    if run.lora.is_on:
+        asked, blame = "cannot train the reduced run of adapters", "a small model has no weights to stand beside"
+        raise InvalidValue(asked, blame, f"lora.rank: {run.lora.rank}", "hyper-parallel verify, or lora.rank=0")
+    small, few, changes = reduced_run(run, devices_of(run, ranks), run.precision)
+    is_rank = "RANK" in os.environ
+    device = run.train.device if is_rank else "cpu"
+    # The weights of `start_from` have other shapes.
+    kept = replace(small.train, steps=run.train.steps, start_from=None, device=device)
+    without = ("without checkpoints",) if run.checkpoint.folder else ()
+    return replace(small, train=kept), None if is_rank else few, (*changes, *without)
+
+
 def in_words(shape: LlamaConfig) -> str:
     """Say how many parameters a model has, and its layers, width and heads."""
     return (
@@ -278,14 +296,15 @@ def in_words(shape: LlamaConfig) -> str:
 
 def describe_run(console: Console, run: Config, sim: int | None) -> None:
     """Print the model, the text, the batch and the ranks of a run, and where it starts."""
-    model, train, corpus = run.shape(), run.train, load_corpus(run.data)
+    model, train, (sequences, length) = run.shape(), run.train, run.batch_shape
+    corpus = load_corpus(run.data)
     dims = plan_run(run, sim or RankPlace.from_environment().world_size)
-    kind = "Llama" if train.model == "llama" else f"Llama with {run.experts.num_experts} experts per layer"
-    if train.model == OTHER:
+    kind = f"Llama with {model.num_experts} experts per layer" if isinstance(model, MoEConfig) else "Llama"
+    if run.is_other:
         console.print(f"the {other_model(str(train.start_from))} of {train.start_from}, as transformers has it")
     else:
         console.print(f"{kind}, {in_words(model)}")
-    if run.lora.rank:
+    if run.lora.is_on:
         console.print(f"LoRA of rank {run.lora.rank} in {run.lora.targets}; the model is frozen")
     unit, documents = ("bytes", "files") if corpus.has_bytes else ("tokens", "documents")
     targets = corpus.targets()
@@ -297,7 +316,7 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
     )
     if corpus.is_cut and run.data.path is not None:
         console.print(f"  not all of it: reading stopped at {run.data.max_bytes:,} bytes (--data-bytes)")
-    console.print(f"batch: {train.batch_size} x {train.seq_len} {unit}, {train.steps} steps; {describe_axes(dims)}")
+    console.print(f"batch: {sequences} x {length} {unit}, {train.steps} steps; {describe_axes(dims)}")
     found = None
     with suppress(CheckpointError):  # also while another run saves there; all ranks find it, and say the same
         found = None if console.quiet else run_to_go_on_from(run)
@@ -309,8 +328,8 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
         console.print(f"starts with the weights of {train.start_from}")
 
 
-def summarise(console: Console, result: report.TrainResult, *, has_bytes: bool = True) -> None:
-    """Print what a run, whose tokens may be bytes, has come to: steps, losses, speed, and what could not be saved."""
+def summarise(console: Console, result: report.TrainResult, run: Config) -> None:
+    """Print what a run has come to: steps, losses, speed, and what could not be saved."""
     for failure in result.save_failures:
         console.print(f"a checkpoint could not be written: {failure}")
     if not result.steps:
@@ -330,8 +349,8 @@ def summarise(console: Console, result: report.TrainResult, *, has_bytes: bool =
     if skipped := sum(record.skipped for record in result.steps):
         console.print(f"skipped: {skipped:,} of {len(result.steps):,} steps, whose loss or gradient was not finite")
     if result.valid_loss is not None:
-        bits = f"{result.valid_loss / math.log(2):.2f} bits per byte (8 is guessing)"
-        console.print(f"held-back text: loss {result.valid_loss:.3f}" + (f", {bits}" if has_bytes else ""))
+        bits = f", {result.valid_loss / math.log(2):.2f} bits per byte (8 is guessing)"
+        console.print(f"held-back text: loss {result.valid_loss:.3f}" + bits * (run.data.tokenizer is None))
     table, predicted = report.prediction_table(result.steps), result.steps[-1].predicted
     if table is not None and predicted is not None:
         console.print(table)
@@ -352,7 +371,7 @@ def compare_runs(console: Console, runs: dict[str, report.TrainResult], traffic:
     console.print("\nWhat the 8 ranks communicated (bytes received, validation included)", style="bold")
     console.print(report.traffic_table(traffic))
     console.print()
-    summarise(console, simulated)
+    summarise(console, simulated, Config())
     console.print(f"one device alone: {single.tokens_per_s:,.0f} tokens/s on one core, as the simulated ranks together")
     picture, logs = out / "loss.png", (out / "8_ranks.jsonl", out / "one_device.jsonl")
     is_drawn = report.plot_log(logs, picture)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from hyper_parallel.cli import kit
 from hyper_parallel.cli.kit import mistakes_as_messages, option, stdout_console
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, devices_of, file_of, read_run
+from hyper_parallel.cli.run import RUN_OPTIONS, RunWords, StartFrom, file_of, read_run
 from hyper_parallel.core.common.errors import InvalidValue
-
-if TYPE_CHECKING:
-    from hyper_parallel.trainer.config import Config
 
 _WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 
@@ -44,7 +41,7 @@ def train(
     with mistakes_as_messages():
         run = read_run(file_of(words, given), given, start_from, others=True)
         if reduced:
-            run, sim, changes = _reduced(run, sim)
+            run, sim, changes = runs.reduced(run, sim)
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         if dump_config:
@@ -63,7 +60,7 @@ def train(
         if sim is None:
             title, predicted = f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", runs.predict_run(console, run)
         result, _ = runs.run_ranks(console, title, run, sim, stop=stop, predicted=predicted, split=split)
-        runs.summarise(console, result, has_bytes=run.data.tokenizer is None)
+        runs.summarise(console, result, run)
         if run.checkpoint.folder is not None and result.steps:
             console.print(f"checkpoints: {run.checkpoint.folder}")
         elif result.stopped is not None:
@@ -73,22 +70,6 @@ def train(
         there = "nothing is saved" if result.safe_step is None else f"step {result.safe_step} is safe, and the last"
         kit.say_error(f"the last save failed; {there} in {run.checkpoint.folder}")
         raise typer.Exit(kit.NOT_SAVED)
-
-
-def _reduced(run: Config, ranks: int | None) -> tuple[Config, int | None, tuple[str, ...]]:
-    """Return a small run of the same kind, how many ranks to simulate, none under torchrun, and what was reduced."""
-    from sim.prove.training import reduced_run
-
-    if run.lora.rank:
-        asked, blame = "cannot train the reduced run of adapters", "a small model has no weights to stand beside"
-        raise InvalidValue(asked, blame, f"lora.rank: {run.lora.rank}", "hyper-parallel verify, or lora.rank=0")
-    small, few, changes = reduced_run(run, devices_of(run, ranks), run.precision)
-    is_rank = "RANK" in os.environ
-    device = run.train.device if is_rank else "cpu"
-    # The weights of `start_from` have other shapes.
-    kept = replace(small.train, steps=run.train.steps, start_from=None, device=device)
-    without = ("without checkpoints",) if run.checkpoint.folder else ()
-    return replace(small, train=kept), None if is_rank else few, (*changes, *without)
 
 
 def demo(
@@ -102,9 +83,8 @@ def demo(
 
     with mistakes_as_messages():
         both = TrainConfig(steps=steps, seed=seed, device="cpu", eval_every=10)
-        ranks = Config(
-            train=replace(both, log=str(out / "8_ranks.jsonl")), parallel=ParallelConfig(dp_replicate=2, dp_shard=4)
-        )
+        degrees = ParallelConfig(dp_replicate=2, dp_shard=4)
+        ranks = Config(train=replace(both, log=str(out / "8_ranks.jsonl")), parallel=degrees)
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
         ranks = runs.check_run(ranks, sim=8)
         for name in ("loss.png", "8_ranks.jsonl", "one_device.jsonl"):

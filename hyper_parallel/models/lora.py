@@ -56,6 +56,11 @@ class LoraConfig:
         check_least(asked, 0, rank=self.rank, alpha=self.alpha)
         check_least(asked, 0, 1, dropout=self.dropout)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there are adapters."""
+        return self.rank > 0
+
     def names(self) -> list[str]:
         """Return the names of the targets.
 

@@ -185,13 +185,30 @@ class CpuPlatform(Platform):
         return False
 
 
-def _status_bytes(field: str) -> int:
-    """Return a "kB" field of /proc/self/status in bytes, 0 where it is missing."""
+def available_memory() -> int | None:
+    """Return the bytes this process may still take, or None where the system does not say."""
+    found = [free] if (free := _status_bytes("MemAvailable", "/proc/meminfo")) else []
+    limit, used = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdecimal() and used.isdecimal():  # of a container (cgroup v2)
+        found.append(int(limit) - int(used))
+    if found:
+        return min(found)
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        return CpuPlatform().total_memory()
+    except (ValueError, OSError, AttributeError):  # not a POSIX system, or one that does not tell
+        return None
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
     except OSError:
-        return 0
-    for line in lines:
+        return ""
+
+
+def _status_bytes(field: str, path: str = "/proc/self/status") -> int:
+    """Return a "kB" field of a file of the system in bytes, 0 where it is missing."""
+    for line in _text(path).splitlines():
         key, _, value = line.partition(":")
         if key == field:
             return int(value.split()[0]) * 1024

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -38,10 +38,11 @@ from hyper_parallel.core.common.checks import (
     check_paths,
 )
 from hyper_parallel.core.common.errors import HyperParallelError, InvalidValue, nearest
+from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.machine.toml_file import Schema, TomlFile, move, toml_text
-from hyper_parallel.core.mesh.parallel_dims import DEGREES
-from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.mesh.parallel_dims import DEGREES, ParallelDims
+from hyper_parallel.core.pipeline.schedules import ScheduleKind, find_schedule
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.lora import LoraConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
@@ -286,9 +287,65 @@ class ParallelConfig:
             check_least(asked, 1, dp_shard=self.dp_shard)
         self.stage_sizes()
 
-    def unplaced(self) -> ParallelConfig:
-        """Return a copy for one device, which has all: without degrees and layers of stages."""
+    @property
+    def pipeline(self) -> ScheduleKind:
+        """The schedule of the pipeline, with its rules."""
+        return find_schedule(self.schedule)
+
+    @property
+    def stages_each(self) -> int:
+        """Stages of each rank of the pipeline; ValueError: a number that its schedule cannot have."""
+        return self.pipeline.checked_stages_per_rank(self.stages_per_rank)
+
+    @property
+    def activations(self) -> ActivationPolicy:
+        """The policy of a stage's blocks, numbered from 0 on."""
+        return ActivationPolicy.of(self.checkpointing)
+
+    @property
+    def goes_back_once(self) -> bool:
+        """Whether a block can go backward only once, because it is compiled or keeps some results."""
+        return self.compile or self.activations.kind in ("selective", "alternate")
+
+    def check_blocks(self) -> None:
+        """Raise ValueError for blocks that cannot go backward twice, where the schedule of the pipeline does."""
+        if not self.pipeline.splits_backward or not self.goes_back_once:
+            return
+        other, hint = f"checkpointing='{self.checkpointing}'", "schedule='interleaved', or checkpointing='full'"
+        other, hint = ("compile", "schedule='interleaved', or compile=False") if self.compile else (other, hint)
+        asked = f"cannot train with schedule='{self.schedule}' and {other}"
+        seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
+        raise InvalidValue(asked, "it goes backward twice through a block", seen, hint)
+
+    def check_nodes(self, asked: str, dims: ParallelDims) -> None:
+        """Raise ValueError for nodes that the groups of ranks with all experts do not divide into."""
+        if self.ranks_per_node is not None and dims.ep_enabled:
+            split_over_nodes(asked, dims.expert_groups(), self.ranks_per_node)
+
+    def split_options(self, *, experts: bool = False) -> dict[str, Any]:
+        """Return how the layers of a model, and its experts, are split over tp, as functions that plan it take it."""
+        nodes = {"ranks_per_node": self.ranks_per_node} if experts else {}
+        return {"reshard_inputs": self.reshard_inputs, "chunks": self.tp_chunks, **nodes}
+
+    @property
+    def fuses(self) -> bool:
+        """Whether one kernel computes what lies between matrix products."""
+        return self.compile
+
+    def describe_pipeline(self) -> str:
+        """Return the schedule in words, such as "interleaved x 4"."""
+        return self.schedule + ("" if self.stages_per_rank is None else f" x {self.stages_per_rank}")
+
+    def placed(self, dims: ParallelDims, sizes: Sequence[int] | None) -> ParallelConfig:
+        """Return a copy with these degrees and these layers of stages, as many as the schedule has without pipeline."""
+        text = None if sizes is None else ",".join(map(str, sizes))
+        each = self.stages_per_rank if dims.pp_enabled else None
+        return dataclasses.replace(self, **dims.to_config(), layers_per_stage=text, stages_per_rank=each)
+
+    def unplaced(self, *, scheduled: bool = True) -> ParallelConfig:
+        """Return a copy for one device, which has all: without degrees, layers of stages, and maybe the schedule."""
         usual: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(self) if each.name in DEGREES}
+        usual |= {} if scheduled else {"schedule": "1f1b", "stages_per_rank": None}
         return dataclasses.replace(self, **usual, layers_per_stage=None)
 
     def stage_sizes(self) -> list[int] | None:
@@ -409,12 +466,12 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        asked, train = "cannot configure a run", self.train
+        asked, (batch_size, seq_len) = "cannot configure a run", (self.train.batch_size, self.train.seq_len)
         check_fields(asked, self)
-        pair, width = {"seq_len": train.seq_len}, max(self.model.hidden_size, self.model.vocab_size)
-        check_elements(asked, "attention, a number for each two tokens of a sequence,", train.seq_len**2, **pair)
-        tokens = {"batch_size": train.batch_size, **pair}
-        check_elements(asked, "what a step computes", train.batch_size * train.seq_len * width, **tokens)
+        pair, width = {"seq_len": seq_len}, max(self.model.hidden_size, self.model.vocab_size)
+        check_elements(asked, "attention, a number for each two tokens of a sequence,", seq_len**2, **pair)
+        tokens = {"batch_size": batch_size, **pair}
+        check_elements(asked, "what a step computes", batch_size * seq_len * width, **tokens)
 
     def with_changes(self, section: str, changes: Mapping[str, Any]) -> Config:
         """Return a copy in which keys of one section have new values.
@@ -432,6 +489,39 @@ class Config:
         """
         given = {key: checked_value(section, key, value) for key, value in changes.items() if value is not None}
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **given)})
+
+    @property
+    def weights(self) -> str | None:
+        """Folder of the weights that a model of this library starts with; None: fresh ones."""
+        return None if self.is_other else self.train.start_from
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts that each rank cuts its sequences of a step into."""
+        return self.train.accumulate
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Sequences of a step over all ranks, and tokens of each."""
+        return self.train.batch_size, self.train.seq_len
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the model is one that transformers loads."""
+        return self.train.model == OTHER
+
+    def seed_of(self, batch_rank: int = 0) -> int:
+        """Return the seed of what a rank draws: ranks with the same sequences draw the same."""
+        return self.train.seed + batch_rank
+
+    def step_options(self) -> dict[str, Any]:
+        """Return what `training_step` takes of a run."""
+        limit = self.optimizer.max_grad_norm
+        return {"accumulate": self.micro_batches, "reduce_each": self.parallel.reduce_each, "max_grad_norm": limit}
+
+    def cut_into(self, micro_batches: int) -> Self:
+        """Return a copy in which each rank cuts its sequences of a step into so many parts."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, accumulate=micro_batches))
 
     def shape(self) -> LlamaConfig:
         """Return the shape of the model, a `MoEConfig` with experts, with tables long enough for `train.seq_len`.
@@ -467,7 +557,7 @@ class Config:
         Each backward pass takes as many of them; the message lists sizes that do.
         """
         check_least("cannot split the batch", 1, dp_size=dp_size)
-        size, accumulate = self.train.batch_size, self.train.accumulate
+        (size, _), accumulate = self.batch_shape, self.micro_batches
         unit = dp_size * accumulate
         if size % unit:
             around = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})

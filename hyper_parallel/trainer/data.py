@@ -610,13 +610,13 @@ class RecordLoader:
         check(asked, "iterable", hint, records=records)
         read_int(asked, "shuffle", shuffle, 0)
         self.records: Any = records
-        self.data, self.shape = config.data, (config.train.batch_size, config.train.seq_len)
+        self.data, self.shape = config.data, config.batch_shape
         self._encode = _encoder(config.data.tokenizer)
         self._read, self._tokens = 0, list[Tokens]()  # records of this pass, and tokens that were in no batch yet
         self._knows_its_place = hasattr(records, "load_state_dict")
         self._begin = self._inner_state()
         self._before, self._after = self._begin, self._begin  # states of the records around the block that is read
-        self._passes, self._seed, self._at_once = 0, config.train.seed, shuffle or 1
+        self._passes, self._seed, self._at_once = 0, config.seed_of(), shuffle or 1
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield inputs and targets (batch_size, seq_len), from where it is; without end, unless there is no record.

@@ -32,7 +32,7 @@ from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.models.lora import is_of_adapter
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer import report
-from hyper_parallel.trainer.config import OTHER, Config
+from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED, LoaderBatches, rank_part, samples, valid_samples, windows_that_count
 from hyper_parallel.trainer.guards import StopRequest, action_after, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, model_flops_utilisation
@@ -102,7 +102,7 @@ def train(
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
     check_lora(config)
-    if model is None and config.train.model == OTHER:
+    if model is None and config.is_other:
         model = partial(model_of_folder, config)
     if model is not None:
         check_given(config, dims, is_split=split is not None)
@@ -169,21 +169,22 @@ class Trainer:
         if given is not None:
             known = (each.num_embeddings for each in given.modules() if isinstance(each, nn.Embedding))
             config = config.with_changes("model", {"vocab_size": next(known, None)})
-        vocab_size = config.model.vocab_size
-        self.loader = None if data is None else LoaderBatches(data, train.batch_size, train.seq_len, vocab_size)
+        vocab_size = config.shape().vocab_size
+        batch_size, seq_len = config.batch_shape
+        self.loader = None if data is None else LoaderBatches(data, batch_size, seq_len, vocab_size)
         self.corpus = read_text(config) if data is None else None
-        self.windows = None if self.corpus is None else windows_that_count(self.corpus.train, train.seq_len)
+        self.windows = None if self.corpus is None else windows_that_count(self.corpus.train, seq_len)
         if predicted is not None:
             predicted = replace(predicted, memory_before=platform.memory_stats().allocated)
         self.predicted = predicted
         self.share = ShareOfLoss()
         if given is None:
             shape, self.parameters = None, config.shape().num_parameters()
-            has_all = not config.lora.rank  # the formula has the gradients of all weights
-            self.flops_per_token = flops_per_token(config.shape(), train.seq_len) if has_all else None
+            has_all = not config.lora.is_on  # the formula has the gradients of all weights
+            self.flops_per_token = flops_per_token(config.shape(), seq_len) if has_all else None
             self.model = parallelize_llama(config, dims, self.device, self.share)
             if config.lora.dropout:
-                platform.manual_seed(train.seed + self.ranks.batch_rank)  # ranks along tp drop the same
+                platform.manual_seed(config.seed_of(self.ranks.batch_rank))  # ranks along tp drop the same
         else:
             shape, self.flops_per_token = given_shape(given, config), None
             self.parameters = shape["parameters"]
@@ -200,7 +201,7 @@ class Trainer:
 
     def _made(self, make: MakeModel) -> nn.Module:
         """Let the caller make the model, which must be the same on every rank."""
-        self.platform.manual_seed(self.config.train.seed)
+        self.platform.manual_seed(self.config.seed_of())
         model, asked = make(), "cannot train this model"
         params = list(model.parameters())
         if not any(param.requires_grad for param in params):
@@ -276,29 +277,22 @@ class Trainer:
     def step(self) -> StepRecord:
         """Take the next optimizer step: forward and backward over this rank's samples, reduce, update."""
         train, start = self.config.train, time.perf_counter()
+        batch_size, seq_len = self.config.batch_shape
         self.platform.reset_peak_memory()
         lr = self.rates.of(self.steps_done)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        part = rank_part(self.samples_used, train.batch_size, self.ranks.batch_rank, self.ranks.batch_ranks)
-        loss, grad_norm, taken = training_step(
-            self.model,
-            self.optimizer,
-            *self._place(*self._sequences(part)),
-            share=self.share,
-            groups=self.ranks,
-            accumulate=train.accumulate,
-            reduce_each=self.config.parallel.reduce_each,
-            max_grad_norm=self.config.optimizer.max_grad_norm,
-            accepts=lambda loss, grad_norm: self._accepts(loss, grad_norm, part),
-        )
+        part = rank_part(self.samples_used, batch_size, self.ranks.batch_rank, self.ranks.batch_ranks)
+        own, options = self._place(*self._sequences(part)), self.config.step_options()
+        options |= {"share": self.share, "groups": self.ranks, "accepts": partial(self._accepts, part=part)}
+        loss, grad_norm, taken = training_step(self.model, self.optimizer, *own, **options)
         self.rates.after_step(loss)
         counted = self.share.counted  # before a validation sets its own
         self.steps_done += 1
-        self.samples_used += train.batch_size
+        self.samples_used += batch_size
         self.platform.synchronize()
         seconds = time.perf_counter() - start
-        speed = train.batch_size * train.seq_len / seconds
+        speed = batch_size * seq_len / seconds
         due = self.steps_done == train.steps or (train.eval_every and self.steps_done % train.eval_every == 0)
         due = due and self.corpus is not None
         return StepRecord(
@@ -318,9 +312,8 @@ class Trainer:
 
     def _sequences(self, part: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and targets of this rank's samples in the step."""
-        train = self.config.train
         if self.corpus is not None:
-            order = (train.seq_len, train.seed, self.config.data.ignored)
+            order = (self.config.batch_shape[1], self.config.seed_of(), self.config.data.ignored)
             return samples(self.corpus.train, part, *order, self.windows)
         assert self.loader is not None, "there is a text or a loader"
         inputs, targets = self.loader.next()
@@ -360,14 +353,13 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the mean loss over the held-back text; every rank takes its part, and gets the same number."""
-        train, ranks = self.config.train, self.ranks
+        ranks, (batch_size, seq_len) = self.ranks, self.config.batch_shape
         assert self.corpus is not None, "a loader holds nothing back"
         self._tell(self.steps_done, "validating")
-        size = train.batch_size // ranks.batch_ranks
-        size = size if self.model.pipeline is not None else max(size // train.accumulate, 1)
-        sequences = valid_samples(
-            self.corpus.valid, train.eval_sequences, train.seq_len, ranks.batch_rank, ranks.batch_ranks, size
-        )
+        size = batch_size // ranks.batch_ranks
+        size = size if self.model.pipeline is not None else max(size // self.config.micro_batches, 1)
+        count = self.config.train.eval_sequences
+        sequences = valid_samples(self.corpus.valid, count, seq_len, ranks.batch_rank, ranks.batch_ranks, size)
         inputs, targets = self._place(*sequences)
         total = torch.zeros((), device=self.device, dtype=self.ranks.dtype)
         with self.model.evaluating():
@@ -380,23 +372,22 @@ class Trainer:
 
     def _resume(self) -> None:
         self._tell(0, "loading")
-        train, is_adapted = self.config.train, self.config.lora.rank > 0  # then checkpoints have the adapters alone
+        folder, is_adapted = self.config.weights, self.config.lora.is_on  # then checkpoints have the adapters alone
         found = None if is_adapted else self.saver.resume()
-        if found is None and train.start_from is not None and train.model != OTHER:  # which came with its weights
+        if found is None and folder is not None:
             check_start(self.config)
             tensors = {name: tensor for name, tensor in self.model.named_tensors() if not is_of_adapter(name)}
-            load_huggingface(tensors, train.start_from)
+            load_huggingface(tensors, folder)
         found = self.saver.resume() if is_adapted else found
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
             self.rates.go_on(self.saver.states["scheduler"], self.steps_done)
             if self.loader is not None:
-                self.loader.go_on(self.saver.states["loader"], self.samples_used // train.batch_size)
+                self.loader.go_on(self.saver.states["loader"], self.samples_used // self.config.batch_shape[0])
 
     def _save_if_due(self, ends: bool) -> None:
-        keep, train = self.config.checkpoint, self.config.train
-        ends = ends or self.steps_done == train.steps
-        if keep.folder is not None and (ends or (keep.every and self.steps_done % keep.every == 0)):
+        every, ends = self.config.checkpoint.every, ends or self.steps_done == self.config.train.steps
+        if self.saver.has_folder and (ends or (every and self.steps_done % every == 0)):
             states = {"loader": None if self.loader is None else self.loader.state(), "scheduler": self.rates.state()}
             self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped), states)
 

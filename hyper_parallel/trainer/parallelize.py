@@ -146,8 +146,9 @@ def own_stages(run: Config, dims: ParallelDims) -> list[StageSlice]:
     layers = run.model.num_hidden_layers
     if not dims.pp_enabled:
         return [StageSlice(0, range(layers), is_first=True, is_last=True)]
-    rank, count, sizes = dims.get_mesh("pp").get_local_rank(), run.parallel.stages_per_rank, run.parallel.stage_sizes()
-    return stage_slices(layers, run.parallel.schedule, rank, dims.pp, stages_per_rank=count, sizes=sizes)
+    parallel, rank = run.parallel, dims.get_mesh("pp").get_local_rank()
+    sizes, each = parallel.stage_sizes(), parallel.stages_each
+    return stage_slices(layers, parallel.pipeline.name, rank, dims.pp, stages_per_rank=each, sizes=sizes)
 
 
 def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | None:
@@ -176,47 +177,27 @@ def compile_blocks(model: Llama, enabled: bool, hooks: BuildHooks = AS_TRAINED) 
 def shard_blocks(model: Any, blocks: Sequence[nn.Module], dims: ParallelDims, run: Config) -> None:
     """Split the parameters of each block over the ranks with other tokens, then those of the rest of the model.
 
-    Each block becomes one unit: its weights are gathered while it computes, its gradients reduced when its backward is
-    done. Gradients are added up over ranks: each rank's loss is its share of the mean over the global batch.
+    Each block becomes one unit, and its experts another: weights are gathered while it computes, gradients reduced when
+    its backward is done. They are added up over ranks: each rank's loss is its share of the mean over the global batch.
 
     `run` has the engine, precision and resharding; the mesh of `dims` is built.
     """
-    parallel, policy = run.parallel, run.precision.policy()
+    policy = run.precision.policy()
     if dims.token_ranks == 1 and policy is None:
         return
-    again = parallel.reshard_after_forward
-    if parallel.engine == "hsdp":
-        options: dict[str, Any] = {"shard_size": dims.token_ranks // dims.dp_replicate, "threshold": 0}
-        options |= {"optimizer_level": "level3" if again else "level2", "comm_fusion": True}
+    if run.parallel.engine == "hsdp":
+        hybrid: dict[str, Any] = {"shard_size": dims.token_ranks // dims.dp_replicate, "threshold": 0}
+        level = "level3" if run.parallel.reshard_after_forward else "level2"
         for cell in (*model.layers, model):
-            hsdp(cell, **options, grad_scale=float(dims.token_ranks))
+            hsdp(cell, **hybrid, optimizer_level=level, comm_fusion=True, grad_scale=float(dims.token_ranks))
         return
-    policy, whole = policy or MixedPrecisionPolicy(), parallel.whole_parameters
-    shard_units(model, blocks, dims, policy, reshard_after_forward=again, whole=whole)
-
-
-def shard_units(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    dims: ParallelDims,
-    policy: MixedPrecisionPolicy,
-    *,
-    reshard_after_forward: bool,
-    whole: bool = False,
-) -> None:
-    """Make a unit of `fully_shard` of each block, one of its experts, and one of the rest of the model.
-
-    Args:
-        model, blocks, dims: see `shard_blocks`.
-        policy, reshard_after_forward: see `fully_shard`.
-        whole: leave each parameter of the blocks with one rank, but for experts, see `whole_parameters`.
-    """
-    owner_of = whole_parameters(blocks, dims.data_mesh().shape[-1]) if whole else None
+    policy = policy or MixedPrecisionPolicy()
+    owner_of = whole_parameters(blocks, dims.data_mesh().shape[-1]) if run.parallel.whole_parameters else None
     options: dict[str, Any] = {
         "mp_policy": policy,
         # A pipeline runs each stage many times per step: gathering the weights for each micro-batch would cost more
         # than it saves.
-        "reshard_after_forward": reshard_after_forward and not dims.pp_enabled,
+        "reshard_after_forward": run.parallel.reshard_after_forward and not dims.pp_enabled,
     }
     units: list[Any] = []
     for block in blocks:
@@ -261,8 +242,8 @@ def build_pipeline(
     stream = None  # between stages go a rank's own shards of what is split over the sequence
     if dims.tp_enabled:
         stream = Layout.from_device_mesh(dims.get_mesh("tp"))("None", "tp", "None")
-    how, indices = (run.parallel.schedule, run.train.accumulate), [part.index for part in stages]
-    return Pipeline(models, dims.get_mesh("pp"), *how, loss, stage_indices=indices, boundary=stream)
+    mesh, name, indices = dims.get_mesh("pp"), run.parallel.pipeline.name, [part.index for part in stages]
+    return Pipeline(models, mesh, name, run.micro_batches, loss, stage_indices=indices, boundary=stream)
 
 
 def tie_stages(pipeline: Pipeline | None, run: Config) -> TiedWeights | None:

@@ -51,13 +51,11 @@ def parallelize_llama(
     #    layers, and the stream between layers.
     for model in models:
         if has_experts and (dims.ep_enabled or dims.tp_enabled or dims.cp_enabled):
-            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": parallel.reshard_inputs}
-            options |= {"chunks": parallel.tp_chunks, "ranks_per_node": parallel.ranks_per_node}
+            options = {"ep": dims.expert_axes, **parallel.split_options(experts=True)}
             split_layers_and_experts(model, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
         elif dims.tp_enabled:
             mesh = dims.get_mesh("tp")
-            plan = llama_plan(model, mesh, reshard_inputs=parallel.reshard_inputs, chunks=parallel.tp_chunks)
-            shard_module(model, mesh, plan)
+            shard_module(model, mesh, llama_plan(model, mesh, **parallel.split_options()))
 
     # 3. Context parallelism: each rank has a part of every sequence.
     context = parallelize.split_context(models, dims)
@@ -68,25 +66,23 @@ def parallelize_llama(
         # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again. Only
         #    adapters draw random numbers in them.
         draws = any(isinstance(each, Adapter) and each.dropout for each in model.modules())
-        checkpoint_blocks(model, parallel.checkpointing, blocks=list(model.layers), preserve_rng_state=draws)
+        checkpoint_blocks(model, parallel.activations, blocks=list(model.layers), preserve_rng_state=draws)
 
         # 5. Compile: what lies between two communications.
-        parallelize.compile_blocks(model, parallel.compile, hooks)
+        parallelize.compile_blocks(model, parallel.fuses, hooks)
 
         # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
         parallelize.shard_blocks(model, list(model.layers), dims, run)
 
         # Now the weights: each rank fills its own shards of the same values, whatever the degrees.
-        init_parameters(model, run.train.seed, device=device)
+        init_parameters(model, run.seed_of(), device=device)
 
-        if (
-            has_experts
-        ):  # the auxiliary loss is a mean over the global batch's sequences, as the loss is over its tokens
-            set_aux_scale(model, 1 / run.train.batch_size)
+        if has_experts:  # the auxiliary loss is a mean over the batch's sequences, as the loss is over its tokens
+            set_aux_scale(model, 1 / run.batch_shape[0])
 
     pipeline = parallelize.build_pipeline(models, stages, run, dims, loss) if hooks.stages is None else None
     built = Parallelized(list(models), pipeline, context, parallelize.tie_stages(pipeline, run))
-    if has_experts and not run.lora.rank:  # whose model is frozen
+    if has_experts and not run.lora.is_on:  # whose model is frozen
         tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")
 
         def balance(taken: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from contextlib import suppress
@@ -14,15 +15,14 @@ import torch
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.common.errors import InvalidValue, readable_bytes
 from hyper_parallel.core.context_parallel.api import split_over
-from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
 from hyper_parallel.models.llama import Llama
 from hyper_parallel.models.lora import ALL, check_targets
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.platform import Platform
-from hyper_parallel.trainer.config import OTHER, CheckpointConfig, Config
+from hyper_parallel.platform.cpu import available_memory
+from hyper_parallel.trainer.config import CheckpointConfig, Config
 from hyper_parallel.trainer.data import Corpus, check_length, load_corpus, windows_that_count
 from hyper_parallel.trainer.metrics import least_kept
 from hyper_parallel.trainer.report import check_tensorboard
@@ -42,11 +42,11 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
             not split; a vocabulary that is too small for bytes.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
-    if config.train.model != OTHER:
-        dims.validate_against_model(SimpleNamespace(config=config.shape()), config.train.seq_len)
+    if not config.is_other:
+        dims.validate_against_model(SimpleNamespace(config=config.shape()), config.batch_shape[1])
     config.check_batch(dims.batch_ranks)
-    if config.data.tokenizer is None and config.model.vocab_size < 256:
-        asked, seen = "cannot read the text", f"model.vocab_size: {config.model.vocab_size}"
+    if config.data.tokenizer is None and config.shape().vocab_size < 256:
+        asked, seen = "cannot read the text", f"model.vocab_size: {config.shape().vocab_size}"
         raise InvalidValue(asked, "its 256 byte values need a vocab_size of 256", seen, "vocab_size=256")
     _check_experts(config, dims)
     _check_sequence(config.train.seq_len, dims)
@@ -66,8 +66,7 @@ def _check_experts(config: Config, dims: ParallelDims) -> None:
             asked, less = "cannot fold experts", "fold_experts=False"
         blame = f"model '{config.train.model}' has none"
         raise InvalidValue(asked, blame, dims.summary(), f"{less}, or model 'moe'")
-    if config.parallel.ranks_per_node is not None and dims.ep_enabled:
-        split_over_nodes("cannot send tokens to each node once", dims.expert_groups(), config.parallel.ranks_per_node)
+    config.parallel.check_nodes("cannot send tokens to each node once", dims)
     width = config.experts.expert_intermediate_size
     if config.train.model == "moe" and dims.etp > 1 and width % dims.etp:
         asked = f"cannot split experts of expert_intermediate_size={width} over etp={dims.etp}"
@@ -84,21 +83,9 @@ def _check_sequence(seq_len: int, dims: ParallelDims) -> None:
         raise InvalidValue(asked, blame, dims.summary(), f"seq_len = {' or '.join(map(str, around))}")
 
 
-def check_blocks(schedule: str, checkpointing: str, *, compiled: bool) -> None:
-    """Raise ValueError for blocks that cannot go backward twice, where the schedule of a pipeline of this name does."""
-    keeps = ActivationPolicy.of(checkpointing).kind in ("selective", "alternate")
-    if not find_schedule(schedule).splits_backward or not (compiled or keeps):
-        return
-    other, instead = f"checkpointing='{checkpointing}'", "checkpointing='full'"
-    other, instead = ("compile", "compile=False") if compiled else (other, instead)
-    asked, blame = f"cannot train with schedule='{schedule}' and {other}", "it goes backward twice through a block"
-    seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
-    raise InvalidValue(asked, blame, seen, f"schedule='interleaved', or {instead}")
-
-
 def _check_pipeline(config: Config, dims: ParallelDims) -> None:
-    parallel, kind = config.parallel, find_schedule(config.parallel.schedule)
-    stages = dims.pp * kind.checked_stages_per_rank(parallel.stages_per_rank)
+    parallel, kind = config.parallel, config.parallel.pipeline
+    stages = dims.pp * parallel.stages_each
     if not dims.pp_enabled:
         if parallel.layers_per_stage is not None:
             asked, blame = f"cannot use layers_per_stage='{parallel.layers_per_stage}'", "there is no pipeline"
@@ -107,10 +94,10 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
     if parallel.reduce_each:
         asked, blame = "cannot reduce gradients in each micro-batch", "a pipeline reduces those of all of them at once"
         raise InvalidValue(asked, blame, dims.summary(), "reduce_each=False")
-    check_blocks(kind.name, parallel.checkpointing, compiled=parallel.compile)
+    parallel.check_blocks()
     assert kind.torch_class, "raises where this torch lacks it"
     try:
-        kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
+        kind.check_micro_batches(config.micro_batches, dims.pp, stages)
     except ValueError as error:  # it speaks of its own argument
         raise InvalidValue(str(error).replace("micro_batches", "accumulate")) from None
     try:
@@ -119,7 +106,7 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
         text = re.sub(r"sizes=\[([\d, .]+)\]", lambda its: f"layers_per_stage='{its[1].replace(' ', '')}'", str(error))
         raise InvalidValue(text) from None
     for rank in range(dims.pp):
-        mine = stages_of_rank(kind.name, rank, dims.pp, parallel.stages_per_rank)
+        mine = stages_of_rank(kind.name, rank, dims.pp, parallel.stages_each)
         if not any(parts[stage] or stage in (0, stages - 1) for stage in mine):
             asked, blame = "cannot split the layers over stages", f"rank {rank} of the pipeline would have nothing"
             seen = f"layers_per_stage='{parallel.layers_per_stage}'   its stages, from 0: {', '.join(map(str, mine))}"
@@ -168,14 +155,14 @@ def _check_saving(keep: CheckpointConfig) -> None:
 
 def check_lora(config: Config) -> None:
     """Raise ValueError for adapters without weights to start from, or with targets that the model does not have."""
-    if not config.lora.rank and config.lora.targets == ALL:
+    if not config.lora.is_on and config.lora.targets == ALL:
         return
-    if config.lora.rank and config.train.start_from is None:
+    if config.is_other:
+        return  # once it is there
+    if config.lora.is_on and config.weights is None:
         blame, hint = "the weights that they stand beside would be random", "--start-from FOLDER"
         seen = f"lora.rank: {config.lora.rank}   train.start_from: None"
         raise InvalidValue("cannot train adapters alone", blame, seen, hint)
-    if config.train.model == OTHER:
-        return  # once it is there
     shape = config.shape()
     with torch.device("meta"):
         check_targets(MoELlama(shape) if isinstance(shape, MoEConfig) else Llama(shape), config.lora)
@@ -191,7 +178,7 @@ def check_given(config: Config, dims: ParallelDims, *, is_split: bool = False) -
     Raises:
         ValueError: degrees beside those of data parallelism, or what changes a model's code, or weights to start from.
     """
-    parallel, asked = config.parallel, "cannot train a model of your own"
+    asked = "cannot train a model of your own"
     degrees = ("cp", "pp", "ep") if is_split else ("tp", "cp", "pp", "ep")
     others = [f"{name}={degree}" for name in degrees if (degree := getattr(dims, name)) > 1]
     if others:
@@ -199,11 +186,11 @@ def check_given(config: Config, dims: ParallelDims, *, is_split: bool = False) -
         hint = "dp_shard and dp_replicate, or [model] without model="
         raise InvalidValue(asked, blame, f"degrees: {', '.join(others)}", hint)
     changes = {
-        "engine": parallel.engine != "fully_shard",
-        "checkpointing": parallel.checkpointing != "none",
-        "compile": parallel.compile,
-        "start_from": config.train.start_from is not None and config.train.model != OTHER,
-        "lora": config.lora.rank > 0 and config.train.model != OTHER,
+        "engine": config.parallel.engine != "fully_shard",
+        "checkpointing": not config.parallel.activations.is_none,
+        "compile": config.parallel.fuses,
+        "start_from": config.weights is not None,
+        "lora": config.lora.is_on and not config.is_other,
     }
     if wrong := [name for name, is_asked in changes.items() if is_asked]:
         hint = "leave it out: what model() returns has its weights, and may checkpoint its blocks and be compiled"
@@ -233,17 +220,17 @@ def read_text(config: Config) -> Corpus:
 
     Raise ValueError for too little text, none that counts, or tokens that the model does not know.
     """
-    corpus = load_corpus(config.data)
-    check_length(corpus.train, config.train.seq_len, "training")
-    check_length(corpus.valid, config.train.seq_len, "validation")
+    corpus, (_, seq_len) = load_corpus(config.data), config.batch_shape
+    check_length(corpus.train, seq_len, "training")
+    check_length(corpus.valid, seq_len, "validation")
     for part, whose, to in ((corpus.train, "its", "train"), (corpus.valid, "its held-back", "validate")):
-        if not len(windows_that_count(part, config.train.seq_len)):
+        if not len(windows_that_count(part, seq_len)):
             blame, seen = f"none of {whose} tokens counts as a target", f"mask_prompts: {config.data.mask_prompts}"
             hint = "records with a completion, or something that the assistant says"
             hint += "; or mask_prompts = false" * config.data.mask_prompts
             raise InvalidValue(f"cannot {to} on the text", blame, seen, hint)
-    if (largest := corpus.largest()) >= config.model.vocab_size:
-        blame = f"the text has token {largest}, and model.vocab_size is {config.model.vocab_size}"
+    if (largest := corpus.largest()) >= (known := config.shape().vocab_size):
+        blame = f"the text has token {largest}, and model.vocab_size is {known}"
         seen, hint = f"tokenizer: {config.data.tokenizer}", f"vocab_size={largest + 1}, or more"
         raise InvalidValue("cannot read the text", blame, seen, hint)
     return corpus
@@ -274,13 +261,13 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
             _check_writable(path, f"cannot write {what} to '{folder}'", f"folder: {folder}", hint)
     if config.checkpoint.folder is not None:
         run_to_go_on_from(config)
-    if config.train.model == OTHER:
+    if config.is_other:
         check_given(config, dims, is_split=True)  # or it is refused when nothing is found
     elif on_host:
         check_memory(config, dims, local_ranks)
 
 
-def least_memory(config: Config, dims: ParallelDims) -> int:
+def least_memory(config: Config, dims: ParallelDims, policy: ActivationPolicy | None = None) -> int:
     """Return bytes that a rank needs at least, the mean over the stages of a pipeline; no run needs less.
 
     >>> least_memory(Config(), ParallelDims(world_size=1)) > 16 * Config().shape().num_parameters()
@@ -289,41 +276,49 @@ def least_memory(config: Config, dims: ParallelDims) -> int:
     Counted are weights, gradients and two moments of AdamW, and of one micro-batch what backward cannot do without.
     What a step needs beyond that depends on kernels and allocators: `hyper-parallel estimate` replays it.
     """
-    state, gradients, activations, validation = _least_parts(config, dims)
+    state, gradients, activations = _least_parts(config, dims, policy or config.parallel.activations)
     # The gradients of the only micro-batch come as its activations go.
-    together = max(gradients, activations) if config.train.accumulate == 1 else gradients + activations
-    return state + max(together, validation)
+    together = max(gradients, activations) if config.micro_batches == 1 else gradients + activations
+    return state + max(together, _validation(config, dims))
 
 
-def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int, int]:
-    """Bytes of weights and moments, of gradients, of activations, and of a validation's inputs and targets."""
-    shape, train, parallel = config.shape(), config.train, config.parallel
+def _validation(config: Config, dims: ParallelDims) -> int:
+    """Bytes of the inputs and targets of a validation, which a rank cuts out of the text at once."""
+    return 2 * 8 * config.batch_shape[1] * -(-config.train.eval_sequences // dims.batch_ranks)
+
+
+def _least_parts(config: Config, dims: ParallelDims, policy: ActivationPolicy) -> tuple[int, int, int]:
+    """Bytes of weights and moments, of gradients, and of activations."""
+    shape, parallel, parts = config.shape(), config.parallel, config.micro_batches
     precision = config.precision
     computed, kept, moments = (precision.dtype(of).itemsize for of in ("param", "master", "moments"))
     here = shape.num_parameters() / (dims.tp * dims.pp)
-    trained = 0.0 if config.lora.rank else here  # of adapters at least nothing
+    trained = 0.0 if config.lora.is_on else here  # of adapters at least nothing
     shards = dims.token_ranks // dims.dp_replicate
-    weights = here * (precision.dtype("frozen").itemsize if config.lora.rank else kept)
+    weights = here * (precision.dtype("frozen").itemsize if config.lora.is_on else kept)
     state = (weights + 2 * trained * moments) / shards
     if shards > 1 and not parallel.reshard_after_forward:
         state += here * computed  # gathered in forward, and there until backward
-    tokens = train.batch_size * train.seq_len / (dims.token_ranks * train.accumulate)
+    tokens = math.prod(config.batch_shape) / (dims.token_ranks * parts)
     attention = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    policy, inner, experts = ActivationPolicy.of(parallel.checkpointing), shape.intermediate_size, config.experts
-    if train.model == "moe":  # in the layers where it is least
-        width = (experts.experts_per_token + experts.num_shared_experts) * experts.expert_intermediate_size
-        inner = min(inner, width) if experts.num_dense_layers else width
     # What is frozen needs no inputs in backward.
-    kinds = ("full", "full") if config.lora.rank else ("none", policy.kind)
-    whole, part = (least_kept(kind, shape.hidden_size, attention, inner) for kind in kinds)
+    kinds = ("full", "full") if config.lora.is_on else ("none", policy.kind)
+    whole, part = (least_kept(kind, shape.hidden_size, attention, _inner_width(config)) for kind in kinds)
     taken = sum(map(policy.takes, range(shape.num_hidden_layers)))
     of_block = whole + (taken / shape.num_hidden_layers) * ((0 if policy.offload else part) - whole)
     # 1F1B, of which no schedule needs less: a stage has as many micro-batches under way as stages are left with it.
-    under_way = sum(min(left, train.accumulate) for left in range(1, dims.pp + 1)) / dims.pp
+    under_way = sum(min(left, parts) for left in range(1, dims.pp + 1)) / dims.pp
     of_token = shape.num_hidden_layers * of_block * under_way + shape.vocab_size  # the row of logits
-    activations = int(tokens * of_token * computed / (dims.tp * dims.pp))
-    cut_out = 2 * 8 * train.seq_len * -(-train.eval_sequences // dims.batch_ranks)  # of the text, at once
-    return int(state), int(trained * kept / shards), activations, cut_out
+    return int(state), int(trained * kept / shards), int(tokens * of_token * computed / (dims.tp * dims.pp))
+
+
+def _inner_width(config: Config) -> int:
+    """Width of what a token's feed-forward computes, in the layers where it is least."""
+    dense, experts = config.model.intermediate_size, config.experts
+    if config.train.model != "moe":
+        return dense
+    width = (experts.experts_per_token + experts.num_shared_experts) * experts.expert_intermediate_size
+    return min(dense, width) if experts.num_dense_layers else width
 
 
 def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
@@ -334,41 +329,17 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
         limit, what = config.train.memory_limit_gb * GB, "allowed by memory_limit_gb"
     least = least_memory(config, dims)
     if limit is not None and least * local_ranks > limit:
-        *parts, validation = _least_parts(config, dims)
-        state, gradients, activations = map(readable_bytes, parts)
+        state, gradients, activations = map(readable_bytes, _least_parts(config, dims, config.parallel.activations))
         asked = f"cannot run in {readable_bytes(limit)}, which are {what}"
         seen = (
             f"{config.shape().num_parameters():,} parameters   ranks on this machine: {local_ranks}, of which each has "
             f"{state} of weights and AdamW moments, {gradients} of gradients, {activations} of activations"
         )
-        full = config.with_changes("parallel", {"checkpointing": "full"})
         hint = "fewer ranks, " * (local_ranks > 1) + "a smaller hidden_size, num_hidden_layers, batch_size or seq_len"
-        hint += ", or checkpointing='full'" * (least_memory(full, dims) < least)
-        if validation * local_ranks > limit:
+        hint += ", or checkpointing='full'" * (least_memory(config, dims, ActivationPolicy("full")) < least)
+        if _validation(config, dims) * local_ranks > limit:
             seen, hint = f"{seen}   eval_sequences: {config.train.eval_sequences}", "a smaller eval_sequences"
         raise InvalidValue(asked, f"it needs at least {readable_bytes(least * local_ranks)}", seen, hint)
-
-
-def available_memory() -> int | None:
-    """Return the bytes this process may still take, or None where the system does not say."""
-    found, free = [], re.search(r"^MemAvailable: *(\d+)", _read("/proc/meminfo"), re.MULTILINE)
-    if free is not None:
-        found.append(int(free[1]) * 1024)
-    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    if limit.isdecimal() and used.isdecimal():  # of a container (cgroup v2)
-        found.append(int(limit) - int(used))
-    if found:
-        return min(found)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):  # not a POSIX system, or one that does not tell
-        return None
-
-
-def _read(path: str) -> str:
-    with suppress(OSError):
-        return Path(path).read_text()
-    return ""
 
 
 def _check_log(path: Path) -> None:

@@ -69,6 +69,7 @@ class Saver(AbstractContextManager["Saver"]):
         corpus: what it trains on; None: something else than a text.
 
     Attributes:
+        has_folder: whether it saves.
         failures: what went wrong so far; the run goes on.
         safe_step: of the last checkpoint that is known to be complete.
         last_failed: whether the last save is among the failures.
@@ -87,7 +88,8 @@ class Saver(AbstractContextManager["Saver"]):
         shape: dict[str, Any] | None = None,
         corpus: Corpus | None = None,
     ) -> None:
-        is_first = rank == 0 and config.checkpoint.folder is not None  # who writes the checksum of the text
+        keep, self.has_folder = config.checkpoint, config.checkpoint.folder is not None
+        is_first = rank == 0 and self.has_folder  # who writes the checksum of the text
         self.text = {**_text(config), **(corpus.content() if is_first and corpus is not None else {})}
         self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
         self.shape = _shape(config) if shape is None else shape
@@ -97,7 +99,6 @@ class Saver(AbstractContextManager["Saver"]):
         self.last_failed = False
         self.states: Mapping[str, str | None] = {}
         self._files: Checkpointer | None = None
-        keep = config.checkpoint
         if keep.folder is not None:
             self._files = Checkpointer(keep.folder, keep_last=keep.keep, async_save=keep.background)
 
@@ -264,14 +265,14 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
         return None
     for path in paths:
         try:
-            extra = _checked(config, path, {} if config.train.model == OTHER else _shape(config)).extra
+            extra = _checked(config, path, {} if config.is_other else _shape(config)).extra
             break
         except CheckpointError:  # the ranks will say so
             if path == paths[-1]:
                 raise
     then, now = extra.get("text"), {**_text(config), **load_corpus(config.data).content()}
     then = {"order": "drawn", **(then if isinstance(then, dict) else {})}  # once samples were drawn independently
-    if config.lora.rank:  # what is not in the checkpoint
+    if config.lora.is_on:  # what is not in the checkpoint
         then["start_from"], now["start_from"] = extra.get("start_from"), config.train.start_from
     changes = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in now if key in then and then[key] != now[key]]
     return extra["progress"]["steps"], changes
@@ -354,7 +355,7 @@ def _is_progress(extra: dict[str, Any]) -> bool:
 def _shape(config: Config) -> dict[str, Any]:
     shape = dataclasses.asdict(config.shape())
     del shape["max_seq_len"]  # tables that are no weights
-    lora = dataclasses.asdict(config.lora) if config.lora.rank else None
+    lora = dataclasses.asdict(config.lora) if config.lora.is_on else None
     return {"kind": config.train.model, **_stored(config), "lora": lora, **shape}
 
 
@@ -366,7 +367,7 @@ def _stored(config: Config) -> dict[str, str]:
 
 def _text(config: Config) -> dict[str, Any]:
     """Return what the place of a sample in the text depends on."""
-    place = {"seq_len": config.train.seq_len, "seed": config.train.seed, "order": "shuffled"}
+    place = {"seq_len": config.batch_shape[1], "seed": config.seed_of(), "order": "shuffled"}
     return {**dataclasses.asdict(config.data), **place}
 
 
@@ -422,7 +423,7 @@ def export_checkpoint(
     sizes = {**shape, "moments": None}
     kind, precision, lora, _ = (sizes.pop(key, None) for key in ("kind", "precision", "lora", "moments"))
     lora = LoraConfig(**(lora or {}))
-    if not lora.rank and (merge or (base is not None and kind in MODELS)):
+    if not lora.is_on and (merge or (base is not None and kind in MODELS)):
         seen, hint = ("merge: True", "leave out merge") if merge else (f"base: {base!r}", "leave out base")
         raise InvalidValue(f"cannot export {path}", "it has all weights, and no adapters", seen, hint)
     base, config = base or extra.get("start_from"), None
@@ -434,12 +435,12 @@ def export_checkpoint(
     else:
         blame, seen = f"it is of a {kind}, which train(config, model=...) was given", f"kind: {kind}"
         raise InvalidValue(f"cannot export {path}", blame, seen, "export_given(checkpoint, model, folder)")
-    if config is not None and (merge or not lora.rank):
-        if lora.rank:
+    if config is not None and (merge or not lora.is_on):
+        if lora.is_on:
             load_huggingface({name: x for name, x in model.state_dict().items() if not is_of_adapter(name)}, str(base))
         export_huggingface(merge_adapters(model), config, folder, dtype=dtype, tokenizer=words)
         return config.num_parameters()
-    if lora.rank and not merge:
+    if lora.is_on and not merge:
         count = export_adapter(model, lora, folder, base=str(base), dtype=dtype)
     else:
         state = merge_adapters(model)
@@ -485,7 +486,7 @@ def _filled(
     tensors = model_tensors(model)
     if config.tie_embeddings:
         tensors.pop("model.head.weight", None)
-    if lora.rank:
+    if lora.is_on:
         tensors = {name: tensor for name, tensor in tensors.items() if is_of_adapter(name)}
     if lacking := [name for name in tensors if name not in metadata.tensors]:
         blame, seen = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model", len(metadata.tensors)
@@ -509,7 +510,7 @@ def given_shape(model: nn.Module, run: Config) -> dict[str, Any]:
     params = list(model.parameters())
     trained = sum(param.numel() for param in params if param.requires_grad)
     numbers: dict[str, Any] = {"parameters": sum(param.numel() for param in params), "trained": trained}
-    if run.lora.rank:
+    if run.lora.is_on:
         numbers["lora"] = dataclasses.asdict(run.lora)
     return {"kind": type(model).__name__, **_stored(run), **numbers}
 
@@ -522,9 +523,9 @@ def model_of_folder(run: Config) -> nn.Module:
     """
     folder, precision = str(run.train.start_from), run.precision
     asked, hint = f"cannot load the model of {folder}", "a folder with a causal language model"
-    stored = precision.dtype("frozen") if run.lora.rank else precision.dtype("master")
+    stored = precision.dtype("frozen") if run.lora.is_on else precision.dtype("master")
     model: nn.Module = load_by_transformers(asked, "AutoModelForCausalLM", folder, hint, dtype=stored)
-    if run.lora.rank or run.lora.targets != ALL:
+    if run.lora.is_on or run.lora.targets != ALL:
         check_targets(model, run.lora)
     for module in with_lora(model, run.lora).modules():
         if isinstance(module, Adapter):
@@ -623,7 +624,7 @@ def check_start(run: Config) -> None:
         ValueError: as `import_huggingface`; the model of the folder is not the run's.
     """
     assert run.train.start_from is not None, "the caller looks"
-    if run.train.model == OTHER:
+    if run.is_other:
         return
     theirs, _ = import_huggingface(run.train.start_from)
     there, here = dataclasses.asdict(theirs), dataclasses.asdict(run.shape())

@@ -251,7 +251,7 @@ def estimate(
 
 def usual_recipe(dims: ParallelDims, batch: int) -> Recipe:
     """Return the recipe of an estimate that is given none."""
-    return Recipe().having(accumulate=batch if dims.pp_enabled else 1)
+    return Recipe().cut_into(batch if dims.pp_enabled else 1)
 
 
 def estimate_run(

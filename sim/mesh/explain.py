@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import gib, headline, interval, kinds, per_second, percent, rate_of, seconds, terms
 
@@ -190,7 +189,7 @@ class _Advisor:
     def __init__(self, estimate: Any) -> None:
         self.estimate = estimate
         self.dims, self.recipe, self.batch = estimate.dims, estimate.recipe, estimate.batch
-        self.parts = self.recipe.train.accumulate
+        self.parts = self.recipe.micro_batches
         self.fullest = estimate.memory.fullest
         used = estimate.memory.reserved + self.fullest.context_bytes
         self.used = used / estimate.hardware.memory_bytes
@@ -205,8 +204,7 @@ class _Advisor:
         """Part of the fullest rank's memory."""
         return float(self.fullest.by_category.get(category, 0) / max(self.fullest.peak_allocated, 1))
 
-    def _with(self, change: str, why: str, saves: str, zero: int | None = None, **keys: Any) -> Advice:
-        recipe = (self.recipe if zero is None else self.recipe.with_zero(zero)).having(**keys)
+    def _with(self, change: str, why: str, saves: str, recipe: Recipe) -> Advice:
         return Advice(change, why, saves, self.dims, recipe, self.batch)
 
     def _memory(self) -> Iterator[Advice]:
@@ -215,13 +213,13 @@ class _Advisor:
         why = f"activations are {percent(activations)} of the fullest rank's memory"
         if activations > _MUCH and recipe.checkpointing != "full":
             more = "selective" if recipe.checkpointing == "none" and not self._splits_backward() else "full"
-            yield self._with(f'checkpointing="{more}"', why, "memory", checkpointing=more)
+            yield self._with(f'checkpointing="{more}"', why, "memory", recipe.with_savings(more))
         if activations > _MUCH and self.batch % (2 * self.parts) == 0:
-            yield self._with(f"accumulate={2 * self.parts}", why, "memory", accumulate=2 * self.parts)
+            yield self._with(f"accumulate={2 * self.parts}", why, "memory", recipe.cut_into(2 * self.parts))
         if recipe.zero < 3 and self.dims.dp_shard * self.dims.ep * self.dims.cp > 1:
             share = self._share("gathered weights") + self._share("parameters")
             why = f"weights are {percent(share)} of the fullest rank's memory"
-            yield self._with("reshard_after_forward=True", why, "memory", zero=3)
+            yield self._with("reshard_after_forward=True", why, "memory", recipe.with_zero(3))
         states = self._share("parameters") + self._share("gradients") + self._share("optimizer")
         if self.dims.dp_replicate > 1 and states > _MUCH:
             why = f"weights, gradients and optimizer state are {percent(states)} of the fullest rank's memory"
@@ -234,19 +232,19 @@ class _Advisor:
         if has_room and recipe.checkpointing != "none":
             less = "none" if recipe.checkpointing == "selective" or self._splits_backward() else "selective"
             why = f"backward computes again, and {percent(1 - self.used)} of memory is free"
-            yield self._with(f'checkpointing="{less}"', why, "time", checkpointing=less)
+            yield self._with(f'checkpointing="{less}"', why, "time", recipe.with_savings(less))
         if has_room and recipe.zero == 3 and self._exposed("dp_shard", "shard", "fsdp", "dp") > _MUCH * self.step:
             why = f"weights are gathered again in backward, and {percent(1 - self.used)} of memory is free"
-            yield self._with("reshard_after_forward=False", why, "time", zero=2)
+            yield self._with("reshard_after_forward=False", why, "time", recipe.with_zero(2))
         yield from self._pipeline()
         if (waits := self._exposed("tp")) > _MUCH * self.step and self.dims.tp > 1:
             why = f"{percent(waits / self.step)} of the step waits for axis tp"
             yield from self._less_tp(why)
-        if not recipe.parallel.compile and not self._splits_backward():
+        if not recipe.parallel.fuses and not self._splits_backward():
             why = "what lies between matrix products reads and writes memory, one kernel for each operation"
             if time.host.value > _MUCH * self.step:
                 why = f"{percent(time.host.value / self.step)} of the step waits for the host to issue operations"
-            yield self._with("compile=True", why, "time", compile=True)
+            yield self._with("compile=True", why, "time", recipe.having(compile=True))
 
     def _pipeline(self) -> Iterator[Advice]:
         bubble = self.estimate.time.bubble.value / self.step
@@ -254,9 +252,9 @@ class _Advisor:
             return
         why = f"the bubble of the pipeline is {percent(bubble)} of the step"
         if self.batch % (2 * self.parts) == 0:
-            yield self._with(f"accumulate={2 * self.parts}", why, "time", accumulate=2 * self.parts)
-        if self.recipe.parallel.schedule == "1f1b" and self.parts % max(1, self.parts // self.dims.pp) == 0:
-            yield self._with('schedule="interleaved"', why, "time", schedule="interleaved")
+            yield self._with(f"accumulate={2 * self.parts}", why, "time", self.recipe.cut_into(2 * self.parts))
+        if self.recipe.parallel.pipeline.name == "1f1b" and self.parts % max(1, self.parts // self.dims.pp) == 0:
+            yield self._with('schedule="interleaved"', why, "time", self.recipe.having(schedule="interleaved"))
 
     def _less_tp(self, why: str) -> Iterator[Advice]:
         dims = self.dims
@@ -271,7 +269,7 @@ class _Advisor:
         parts = self.parts if batch % self.parts == 0 else batch
         if dims.pp > 1 and parts < dims.pp:
             return
-        recipe = recipe.having(accumulate=parts)
+        recipe = recipe.cut_into(parts)
         yield Advice(f"tp={fewer.tp} dp_shard={fewer.dp_shard}", why, "time", fewer, recipe, batch)
 
     def _exposed(self, *axes: str) -> float:
@@ -279,4 +277,4 @@ class _Advisor:
 
     def _splits_backward(self) -> bool:
         """Whether the schedule goes backward twice, which neither selective checkpointing nor compile can."""
-        return self.dims.pp > 1 and find_schedule(self.recipe.parallel.schedule).splits_backward
+        return self.dims.pp > 1 and self.recipe.parallel.pipeline.splits_backward

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field, replace
 from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.context_parallel.api import split_over
-from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.preflight import check_blocks, check_engine, plan_run
+from hyper_parallel.trainer.preflight import check_engine, plan_run
 from sim.mesh.models import LlamaSpec, Model, are_alike, find_model
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
@@ -96,21 +94,16 @@ class Job:
             raise InvalidValue(asked, blame, f"batch: {self.batch}", f"accumulate = one of {fits}")
         self.stages()
         if self.dims.pp_enabled:
-            kind = find_schedule(self.recipe.parallel.schedule)
-            kind.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
-            check_blocks(kind.name, self.recipe.parallel.checkpointing, compiled=self.recipe.parallel.compile)
+            parallel = self.recipe.parallel
+            parallel.pipeline.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
+            parallel.check_blocks()
         check_engine(self.recipe, self.dims)
 
     def _arranged(self) -> Recipe:
         """Return the recipe with the model, degrees and batch of the job: the run that `train` would take."""
-        dims, sizes, train = self.dims, self.layers_per_stage, self.recipe.train
-        parallel = replace(
-            self.recipe.parallel,
-            **dims.to_config(),
-            layers_per_stage=None if sizes is None else ",".join(map(str, sizes)),
-            stages_per_rank=self.recipe.parallel.stages_per_rank if dims.pp > 1 else None,
-        )
-        train = replace(train, batch_size=self.batch * dims.batch_ranks, seq_len=self.seq_len)
+        parallel = self.recipe.parallel.placed(self.dims, self.layers_per_stage)
+        sequences = self.batch * self.dims.batch_ranks
+        train = replace(self.recipe.train, batch_size=sequences, seq_len=self.seq_len)
         recipe = replace(self.recipe, parallel=parallel, train=train)
         if self.is_trained and not are_alike(recipe.shape(), self.model.config):
             assert isinstance(self.model, LlamaSpec)
@@ -141,12 +134,12 @@ class Job:
         else:
             dims = ParallelDims.from_config(parallel, world_size)
             run.check_batch(dims.batch_ranks)
-        sizes = parallel.stage_sizes()
+        sizes, (sequences, length) = parallel.stage_sizes(), run.batch_shape
         return cls(
             find_model(run.shape() if model is None else model),
             dims,
-            run.train.batch_size // dims.batch_ranks,
-            run.train.seq_len,
+            sequences // dims.batch_ranks,
+            length,
             Recipe.of(run, routing),
             layers_per_stage=None if sizes is None else tuple(sizes),
         )
@@ -163,8 +156,7 @@ class Job:
             less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
             hint = f"{less}, or a model with experts"
             raise InvalidValue(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint)
-        if self.recipe.parallel.ranks_per_node is not None and dims.ep_enabled:
-            split_over_nodes(asked, dims.expert_groups(), self.recipe.parallel.ranks_per_node)
+        self.recipe.parallel.check_nodes(asked, dims)
         if self.model.family not in ("llama", "moe"):
             return
         dims.validate_against_model(self.model, self.seq_len if self.recipe.sequence_parallel else None)
@@ -179,7 +171,7 @@ class Job:
     @property
     def microbatches(self) -> int:
         """Parts that the batch is cut into."""
-        return self.recipe.train.accumulate
+        return self.recipe.micro_batches
 
     @property
     def micro_batch(self) -> int:
@@ -201,15 +193,14 @@ class Job:
         count = self.model.num_layers
         if not self.dims.pp_enabled:
             return [StagePart(0, 0, range(count), is_first=True, is_last=True)]
-        kind = find_schedule(self.recipe.parallel.schedule)
-        each = kind.checked_stages_per_rank(self.recipe.parallel.stages_per_rank)
+        kind, each = self.recipe.parallel.pipeline, self.recipe.parallel.stages_each
         total = self.dims.pp * each
         sizes = None if self.layers_per_stage is None else list(self.layers_per_stage)
         ranges = split_layers(count, total, sizes=sizes)
         return [
             StagePart(
                 index,
-                rank_of_stage(self.recipe.parallel.schedule, index, self.dims.pp, each),
+                rank_of_stage(kind.name, index, self.dims.pp, each),
                 layers,
                 is_first=index == 0,
                 is_last=index == total - 1,

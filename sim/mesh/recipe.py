@@ -366,20 +366,55 @@ class Recipe(Config):
         """Return the names of fields that a run has not."""
         return [each.name for each in fields(self) if each.name not in Config.__dataclass_fields__]
 
-    def bare(self, **keys: Any) -> Self:
+    def bare(self, *, scheduled: bool = True, **keys: Any) -> Self:
         """Return a copy without model, data, degrees and batch, and with other keys: what recordings have in common.
 
         Args:
+            scheduled: with the schedule of the pipeline; False: with the usual one.
             keys: as for `having`.
         """
         optimizer = OptimizerConfig(muon=self.optimizer.muon, max_grad_norm=float(self.optimizer.max_grad_norm > 0))
         empty = Config()
         others = {name: getattr(empty, name) for name in ("model", "experts", "data", "train", "checkpoint")}
-        return replace(self, parallel=self.parallel.unplaced(), optimizer=optimizer, **others).having(**keys)
+        return replace(
+            self, parallel=self.parallel.unplaced(scheduled=scheduled), optimizer=optimizer, **others
+        ).having(**keys)
+
+    def with_savings(
+        self, checkpointing: str | None, stage: int | None = None, reduce_each: bool | None = None
+    ) -> Self:
+        """Return a copy that saves memory otherwise; None leaves a key as it is.
+
+        >>> Recipe().with_savings("full", 2).zero
+        2
+
+        Args:
+            checkpointing: as in [parallel].
+            stage: of ZeRO, see `zero`.
+            reduce_each: reduce gradients after each micro-batch.
+        """
+        said = {"checkpointing": checkpointing, "reduce_each": reduce_each}
+        changed = self.having(**{key: value for key, value in said.items() if value is not None})
+        return changed if stage is None else changed.with_zero(stage)
+
+    def keeping(self, checkpointing: str, *, scheduled: bool = True) -> Self:
+        """Return a bare copy of ZeRO-3 that keeps gathered inputs, unsharded gradients, and blocks by a policy."""
+        keys = {"checkpointing": checkpointing, "reduce_each": False, "reshard_inputs": False}
+        return self.bare(scheduled=scheduled, **keys).with_zero(3)
 
     def with_zero(self, stage: int) -> Self:
         """Return a copy with another stage of ZeRO, see `zero`."""
         return self.having(reshard_after_forward=stage == 3)
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces gradients: once, or after each micro-batch."""
+        return self.micro_batches if self.parallel.reduce_each else 1
+
+    @property
+    def input_gathers(self) -> int:
+        """How often a step gathers the inputs of a module that is split over tp: in forward, or again in backward."""
+        return 2 if self.parallel.reshard_inputs else 1
 
     # These differ in recipes of other trainers (benchmarks/published)
 
@@ -410,7 +445,7 @@ class Recipe(Config):
         Torch runs schedules of several stages per rank by lists of actions, in which a receive stands where its sender
         has got to; in those of one stage a receive follows what the rank has computed before.
         """
-        return {"posts_early": self.parallel.schedule not in ("gpipe", "1f1b")}
+        return {"posts_early": self.parallel.pipeline.name not in ("gpipe", "1f1b")}
 
     @property
     def activations(self) -> ActivationPolicy:
@@ -439,8 +474,8 @@ class Recipe(Config):
         words.append(self.optimizer_name)
         words += [] if moments == master else [f"moments {moments}"]
         words += [] if self.optimizer.max_grad_norm > 0 else ["no clipping"]
-        words += [f"lora rank {self.lora.rank}"] if self.lora.rank else []
-        words += [f"{self.train.accumulate} micro-batches"] if self.train.accumulate > 1 else []
+        words += [f"lora rank {self.lora.rank}"] if self.lora.is_on else []
+        words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         plain, said = type(self)(), {"reshard_after_forward", "checkpointing"}
         of_parallel = [each.name for each in fields(ParallelConfig) if each.name not in said]
         holders = (self.parallel.unplaced(), plain.parallel, of_parallel), (self, plain, self._own())

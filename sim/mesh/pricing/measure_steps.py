@@ -53,11 +53,15 @@ def _runs(count: int) -> list[tuple[Config, int]]:
             num_key_value_heads=2,
             max_seq_len=length,
         )
-        for ranks in sorted({1, count}):
-            train = TrainConfig(steps=10**6, batch_size=4 * ranks, seq_len=length, device="cpu")
-            optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0, schedule="constant")
-            made.append((Config(model=model, optimizer=optimizer, train=train, parallel=ParallelConfig()), ranks))
+        made += [(measured_run(model, 4 * ranks, length), ranks) for ranks in sorted({1, count})]
     return made
+
+
+def measured_run(shape: LlamaConfig, sequences: int, length: int, parallel: ParallelConfig | None = None) -> Config:
+    """Return a run to take steps of one by one, with so many sequences over all ranks, and so many tokens in each."""
+    train = TrainConfig(batch_size=sequences, seq_len=length)
+    optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0, schedule="constant")
+    return Config(optimizer=optimizer, train=train, parallel=parallel or ParallelConfig()).with_shape(shape)
 
 
 # In each process -----------------------------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Program
 from sim.mesh.recordings.derive import Anchor, derive
@@ -105,14 +103,13 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
     if not _is_known(job):
         return None
     dims, recipe = job.dims, job.recipe
-    kinds, schedule = job.model.layer_kinds, find_schedule(recipe.parallel.schedule)
+    kinds, schedule = job.model.layer_kinds, recipe.parallel.pipeline
     alone = recipe.parallel.engine != "fully_shard" or job.is_skewed or recipe.steps is not None
-    if alone or recipe.optimizer.muon:  # which matrices a rank computes depends on how many ranks there are
+    if alone or recipe.optimizer_name == "muon":  # which matrices a rank computes depends on how many ranks there are
         return (job, part, tuple(kept))
     ranks = {each.index: each.rank for each in job.stages()}
     near = [ranks.get(part.index + step) for step in (-1, 1)]
     ends = job.tied_ranks
-    changed: dict[str, Any] = {"schedule": "1f1b", "stages_per_rank": None} if dims.pp > 1 else {}
     affine = job.model.family == "llama" and job.micro_batch > 1  # tensors with a dim of 1 are laid out otherwise
     return (
         job.model,
@@ -130,7 +127,8 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
         tuple(kinds[layer] for layer in kept),
         len(part.layers) if recipe.activations.first is not None or recipe.activations.every > 1 else None,
-        recipe.bare(**changed),  # micro-batches matter when a recording is repeated, not when it is made
+        # Micro-batches matter when a recording is repeated, not when it is made.
+        recipe.bare(scheduled=dims.pp == 1),
     )
 
 

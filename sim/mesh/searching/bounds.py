@@ -15,7 +15,6 @@ from functools import cache
 from hyper_parallel.core.activations.api import ActivationPolicy
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.machine.links import Links, NodeSpread, collective_seconds
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.metrics import least_kept
 from sim.mesh.cost import Pricing
@@ -101,8 +100,12 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     computed = recipe.precision.dtype("param").itemsize
     weights = recipe.precision.dtype("master").itemsize
     has_master = weights > computed
-    moments = 0 if shape.own_optimizer else (2 - recipe.optimizer.muon) * recipe.precision.dtype("moments").itemsize
-    if recipe.lora.rank:  # adapters are taken to be nothing
+    moments = (
+        0
+        if shape.own_optimizer
+        else (1 if recipe.optimizer_name == "muon" else 2) * recipe.precision.dtype("moments").itemsize
+    )
+    if recipe.lora.is_on:  # adapters are taken to be nothing
         weights, moments, has_master = recipe.precision.dtype("frozen").itemsize, 0, False
     dense, experts = _on_a_rank(shape, candidate)
     standing = gradients = 0.0
@@ -110,14 +113,14 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
         # A stage keeps what it gathers, or with one shard casts.
         is_whole = (shards > 1 and recipe.zero == 2) or (dims.pp > 1 and (shards > 1 or has_master))
         standing += parameters * ((weights + moments) / shards + is_whole * computed)
-        gradients += 0 if recipe.lora.rank else parameters * weights / shards
+        gradients += 0 if recipe.lora.is_on else parameters * weights / shards
     return standing, gradients
 
 
 def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     """Return bytes of weights and optimizer state, and of gradients while micro-batches add theirs up."""
     standing, gradients = _state(shape, candidate)
-    if candidate.dims.pp > 1 or candidate.parts == 1 or candidate.recipe.lora.rank:
+    if candidate.dims.pp > 1 or candidate.parts == 1 or candidate.recipe.lora.is_on:
         return standing, 0.0
     if _gradients_wait(candidate):
         gradients = sum(_on_a_rank(shape, candidate)) * candidate.recipe.precision.dtype("param").itemsize
@@ -127,7 +130,7 @@ def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
 def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     dims, recipe = candidate.dims, candidate.recipe
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
-    layers = shape.layers // dims.pp - (recipe.lora.rank > 0)  # below the first adapters nothing has a gradient
+    layers = shape.layers // dims.pp - recipe.lora.is_on  # below the first adapters nothing has a gradient
     width = recipe.precision.dtype("param").itemsize
     policy = recipe.activations
     checkpointed = sum(map(policy.takes, range(layers)))
@@ -152,7 +155,8 @@ def _under_way(candidate: Candidate) -> int:
     """Micro-batches whose activations the first stage keeps at once."""
     if candidate.dims.pp == 1:
         return 1
-    if find_schedule(candidate.recipe.parallel.schedule).rule == "any" and candidate.recipe.parallel.schedule != "zbv":
+    kind = candidate.recipe.parallel.pipeline
+    if kind.rule == "any" and kind.name != "zbv":
         return candidate.parts
     return min(candidate.dims.pp, candidate.parts)
 
@@ -220,7 +224,7 @@ def _guess_of_rank(
     is_sharded = dims.dp_shard * dims.ep * dims.cp > 1
     if wait and dims.pp > 1:
         in_block += max(parameters * width - of_batch, 0.0) / len(own)
-        if not find_schedule(recipe.parallel.schedule).begins_all_stages(candidate.parts, dims.pp):
+        if not recipe.parallel.pipeline.begins_all_stages(candidate.parts, dims.pp):
             waiting = waiting / len(own) + gradients * (1 - 1 / len(own))
     elif is_sharded:
         in_block += block * (width if wait else 4)
@@ -258,7 +262,7 @@ def _guess_of_block(shape: Shape, candidate: Candidate) -> tuple[dict[str, float
     residual stream and of what experts exchange, and with what is gathered over tp.
     """
     dims, recipe = candidate.dims, candidate.recipe
-    width, compiles = recipe.precision.dtype("param").itemsize, recipe.parallel.compile
+    width, compiles = recipe.precision.dtype("param").itemsize, recipe.parallel.fuses
     result = shape.hidden * width  # of a product that writes to the residual stream, before ranks add it up
     hidden, ffn = result / dims.tp, shape.intermediate * width / dims.tp
     query, key = (heads * shape.head_dim * width / dims.tp for heads in (shape.heads, shape.kv_heads))
@@ -266,7 +270,7 @@ def _guess_of_block(shape: Shape, candidate: Candidate) -> tuple[dict[str, float
     first = 2 if shape.gated else 1  # products of a feed-forward's input; then come the activation and the last one
 
     none = 2 * hidden + sent + 2 * (query + key) + first * ffn
-    none += 2 * (result if dims.tp > 1 and not recipe.parallel.reshard_inputs else hidden)
+    none += 2 * (result if dims.tp > 1 and recipe.input_gathers == 1 else hidden)
     none += (1 if compiles else first) * ffn
     if recipe.norm == "eager" and shape.gated and not compiles:  # others have no RMSNorm
         none += 2 * hidden / width * 8
@@ -289,7 +293,7 @@ def _gradients_wait(candidate: Candidate) -> bool:
     """Whether gradients are whole on each rank until the last micro-batch has added its own."""
     dims, recipe = candidate.dims, candidate.recipe
     is_split = dims.dp_shard * dims.ep * dims.cp * dims.pp > 1
-    return not recipe.parallel.reduce_each and candidate.parts > 1 and is_split
+    return recipe.reductions < candidate.parts and is_split
 
 
 @cache
@@ -326,7 +330,7 @@ def _under_way_on(candidate: Candidate, rank: int) -> float:
     the other (`Schedule1F1B`, `ScheduleInterleaved1F1B` and `ScheduleInterleavedZeroBubble` of torch): a rank begins
     with all of a round but in its last stage, and with one for each rank behind it, there and back.
     """
-    ranks, parts, kind = candidate.dims.pp, candidate.parts, find_schedule(candidate.recipe.parallel.schedule)
+    ranks, parts, kind = candidate.dims.pp, candidate.parts, candidate.recipe.parallel.pipeline
     if ranks == 1:
         return 1
     if kind.rule == "any":
@@ -349,7 +353,7 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Rat
     tokens = candidate.batch * seq_len / dims.cp
     compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / (machine.flops * _MATMUL)
     compute *= (
-        _RECOMPUTED[recipe.activations.kind] * (1.0 if recipe.parallel.compile else 1.1) * (1 + _FEW * parts / tokens)
+        _RECOMPUTED[recipe.activations.kind] * (1.0 if recipe.parallel.fuses else 1.1) * (1 + _FEW * parts / tokens)
     )
     compute *= 1 + _NARROWER * math.log2(dims.tp)
 
@@ -375,9 +379,7 @@ def _waits(candidate: Candidate) -> int:
     ranks are through a stage before that, each time by as many turns as are missing. In a V nobody waits for it.
     """
     ranks, each = candidate.dims.pp, len(owners_of(candidate)) // candidate.dims.pp
-    missing = (
-        max(ranks - candidate.parts, 0) if find_schedule(candidate.recipe.parallel.schedule).style == "loop" else 0
-    )
+    missing = max(ranks - candidate.parts, 0) if candidate.recipe.parallel.pipeline.style == "loop" else 0
     return ranks - 1 + (each - 1) * missing
 
 
@@ -390,7 +392,7 @@ def _of_tokens(shape: Shape, candidate: Candidate, seq_len: int, machine: Rates,
     if dims.tp > 1:
         # Forward gathers and scatters twice in a block, and backward does as much.
         each = machine.collective("all_gather", tokens / parts * shape.hidden * width, dims.tp, 1)
-        exposed += (8 + recipe.parallel.reshard_inputs) * again * layers * parts * each
+        exposed += (7 + recipe.input_gathers) * again * layers * parts * each
     if dims.ep_enabled:
         passed = tokens * shape.hidden * width * layers
         speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
@@ -448,7 +450,7 @@ def _of_weights(shape: Shape, candidate: Candidate, machine: Rates, compute: flo
     reduction = machine.collective("reduce_scatter", reduced, shards, dims.tp)
     copies = machine.collective("all_reduce", reduced / shards, dims.dp_replicate, dims.tp * shards)
     gathers = 2 * parts if recipe.zero == 3 and dims.pp == 1 else 1
-    seconds = gathers * gather + (parts if recipe.parallel.reduce_each else 1) * layers * (reduction + copies)
+    seconds = gathers * gather + recipe.reductions * layers * (reduction + copies)
     return max(seconds - 0.8 * compute, 0.05 * seconds)
 
 

@@ -161,7 +161,7 @@ class _Fitting:
 
     def estimate(self, kind: str, blocks: int | None) -> Estimate:
         job, text = self.job, kind if blocks is None else f"{kind} first {blocks}"
-        self.tried.append(self.estimator(replace(job, recipe=job.recipe.having(checkpointing=text)), self.hardware))
+        self.tried.append(self.estimator(replace(job, recipe=job.recipe.with_savings(text)), self.hardware))
         return self.tried[-1]
 
     def fits(self, found: Estimate) -> bool:

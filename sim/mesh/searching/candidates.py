@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.expert_parallel.api import split_over_nodes
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import even_memory, even_time
@@ -179,9 +178,9 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
             for cut in _cuts(space, scheduled, batch):
                 if recipe.parallel.stages_per_rank is None and not _is_worth_its_stages(cut, dims):
                     continue
-                alone = cut.train.accumulate == 1 or dims.token_ranks == dims.dp_replicate
-                if cut.parallel.reduce_each and (dims.pp > 1 or alone):
-                    cut = _changed(cut, reduce_each=False)  # likewise
+                alone = cut.micro_batches == 1 or dims.token_ranks == dims.dp_replicate
+                if dims.pp > 1 or alone:
+                    cut = _made(cut, Recipe.with_savings, None, None, False)  # likewise
                 if cut in seen:
                     continue
                 seen.add(cut)
@@ -200,6 +199,11 @@ def _changed(recipe: Recipe, **changes: Any) -> Recipe:
     return recipe.having(**changes)
 
 
+@functools.lru_cache(maxsize=4096)
+def _made(recipe: Recipe, how: Callable[..., Recipe], *args: Any) -> Recipe:
+    return how(recipe, *args)
+
+
 def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
     """Send tokens to each node once where experts lie on several, and that saves many of their rows."""
     asked, per_token = recipe.parallel.ranks_per_node, space.shape.experts_per_token
@@ -216,7 +220,7 @@ def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
 def _resharded(recipe: Recipe, shape: Shape, dims: ParallelDims) -> list[Recipe]:
     """The recipe itself, and where blocks keep what they gather, also with this gathered again in backward."""
     keeps = dims.tp > 1 and recipe.sequence_parallel and recipe.checkpointing == "none" and shape.heads > 0
-    if not keeps or recipe.parallel.reshard_inputs:
+    if not keeps or recipe.input_gathers > 1:
         return [recipe]
     return [recipe, _changed(recipe, reshard_inputs=True)]
 
@@ -247,29 +251,29 @@ def _is_worth_its_stages(recipe: Recipe, dims: ParallelDims) -> bool:
     """Whether half as many stages on each rank leave a bubble that matters."""
     if recipe.parallel.stages_per_rank is None:
         return True
-    return 2 * (dims.pp - 1) / (recipe.train.accumulate * recipe.parallel.stages_per_rank) > _SMALL_BUBBLE
+    return 2 * (dims.pp - 1) / (recipe.micro_batches * recipe.parallel.stages_per_rank) > _SMALL_BUBBLE
 
 
 def _cuts(space: Space, recipe: Recipe, batch: int) -> list[Recipe]:
     """The recipe with micro-batches of up to 8 sequences that the batch divides into, and with the whole batch."""
     if space.accumulate is not None:
-        return [_changed(recipe, accumulate=space.accumulate)] if batch % space.accumulate == 0 else []
+        return [_made(recipe, Recipe.cut_into, space.accumulate)] if batch % space.accumulate == 0 else []
     sizes = sorted({size for size in (*range(1, 9), batch) if batch % size == 0})
-    return [_changed(recipe, accumulate=batch // size) for size in sizes]
+    return [_made(recipe, Recipe.cut_into, batch // size) for size in sizes]
 
 
 def _unschedulable(shape: Shape, candidate: Candidate) -> str | None:
     dims, recipe = candidate.dims, candidate.recipe
     if dims.pp == 1:
         return None
-    kind = find_schedule(recipe.parallel.schedule)
+    kind = recipe.parallel.pipeline
     try:
-        stages = dims.pp * kind.checked_stages_per_rank(recipe.parallel.stages_per_rank)
+        stages = dims.pp * recipe.parallel.stages_each
         kind.check_micro_batches(candidate.parts, dims.pp, stages)
         sizes = candidate.layers_per_stage
         split_layers(shape.layers, stages, sizes=None if sizes is None else list(sizes))
     except ValueError as error:
         return str(error).splitlines()[0].partition(": ")[2]
-    if kind.splits_backward and (recipe.parallel.compile or recipe.activations.kind in ("selective", "alternate")):
+    if kind.splits_backward and recipe.parallel.goes_back_once:
         return f"schedule {kind.name!r} goes backward twice through a block"
     return None

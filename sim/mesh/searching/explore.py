@@ -374,7 +374,7 @@ def _is_like(one: Candidate, other: Candidate) -> bool:
 def _unordered(recipe: Recipe) -> Recipe:
     """Return a recipe without the keys by which it keeps more, or less; which blocks it is for stays."""
     blocks = str(dataclasses.replace(recipe.activations, recompute="full", offload=False))
-    return recipe.bare(checkpointing=blocks, reduce_each=False, reshard_inputs=False).with_zero(3)
+    return recipe.keeping(blocks)
 
 
 def _is_larger(one: Candidate, other: Candidate) -> bool:
@@ -383,7 +383,7 @@ def _is_larger(one: Candidate, other: Candidate) -> bool:
         _LEVEL[one.recipe.checkpointing] <= _LEVEL[other.recipe.checkpointing]
         and one.recipe.zero <= other.recipe.zero
         and one.parts <= other.parts
-        and one.recipe.parallel.reduce_each <= other.recipe.parallel.reduce_each
-        and one.recipe.parallel.reshard_inputs <= other.recipe.parallel.reshard_inputs
+        and (one.recipe.reductions > 1) <= (other.recipe.reductions > 1)
+        and one.recipe.input_gathers <= other.recipe.input_gathers
         and one.dims.dp_shard <= other.dims.dp_shard
     )

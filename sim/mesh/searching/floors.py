@@ -16,7 +16,6 @@ from typing import Any
 
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.kernel.threads import collector_paused
 from sim.mesh.cost import Pricing, ring_kernel_of
 from sim.mesh.job import Job
@@ -73,7 +72,7 @@ class Floor:
         recipe = candidate.recipe
         if recipe.activations.first is not None or recipe.activations.every > 1 or recipe.activations.kind == "none":
             return 0.0
-        moves = 0.0 if recipe.parallel.compile else self.moves  # a compiler fuses them into what there is
+        moves = 0.0 if recipe.parallel.fuses else self.moves  # a compiler fuses them into what there is
         products = {"full": self.products, "alternate": _ALTERNATE * self.matmuls}.get(recipe.activations.kind, 0.0)
         return _DONE_AGAIN * (moves + products)
 
@@ -115,7 +114,7 @@ class Floors:
         if candidate.dims.pp == 1 and recipe.activations.kind != "none" and recipe.activations.first is None:
             seconds = min([_recomputed(program, self._pricing(recipe)) for program in programs])
             self._again[self._recomputes_as(candidate)] = seconds
-        if self._shards(candidate) and recipe.zero == 3 and (recipe.parallel.reduce_each or candidate.parts == 1):
+        if self._shards(candidate) and recipe.zero == 3 and recipe.reductions == candidate.parts:
             pricing, key = self._pricing(recipe), self._shards_as(candidate)
             found = min([_copies(program, pricing) for program in programs], key=lambda copies: copies.gradients)
             self._copies[key] = min(found, self._copies.get(key, found), key=lambda copies: copies.gradients)
@@ -178,7 +177,7 @@ class Floors:
     def _recomputes_as(self, candidate: Candidate) -> Any:
         """What recomputation depends on."""
         size = candidate.batch // candidate.parts
-        return self._key(candidate, size), candidate.recipe.parallel.checkpointing
+        return self._key(candidate, size), candidate.recipe.activations
 
     def _added_up(self, candidate: Candidate) -> float:
         """Return seconds that a micro-batch takes at least to add up the gradients of a block, which a stage keeps."""
@@ -196,7 +195,7 @@ class Floors:
         embedding = self.shape.vocab * self.shape.hidden  # is looked up
         tokens = candidate.batch * self.seq_len / dims.cp
         # Of frozen weights no gradients, and below the first adapters none of activations.
-        each = 4 - 2 / self.shape.layers if recipe.lora.rank else 6
+        each = 4 - 2 / self.shape.layers if recipe.lora.is_on else 6
         return each * (self.model.num_active_parameters - embedding) * tokens / (dims.tp * dims.pp) / peak
 
     def bytes(self, candidate: Candidate) -> float:
@@ -280,9 +279,7 @@ class Floors:
 @cache
 def _recorded_as(recipe: Recipe) -> Recipe:
     """Return the recipe that a floor is recorded with: nothing that only repeats or arranges what there is."""
-    return recipe.bare(
-        checkpointing="none", schedule="1f1b", stages_per_rank=None, reduce_each=False, reshard_inputs=False
-    ).with_zero(3)
+    return recipe.keeping("none", scheduled=False)
 
 
 def _computing(program: Program) -> Iterator[tuple[str, int | None, Op]]:
@@ -336,8 +333,7 @@ def least_turns(candidate: Candidate) -> float:
     dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
     if dims.pp == 1:
         return parts
-    kind = find_schedule(recipe.parallel.schedule)
-    if kind.splits_backward or kind.checked_stages_per_rank(recipe.parallel.stages_per_rank) > 1:
+    if recipe.parallel.pipeline.splits_backward or recipe.parallel.stages_each > 1:
         return parts / dims.pp
     return 1 / (1 - (1 - 1 / parts) ** dims.pp)
 
@@ -354,14 +350,14 @@ def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequenc
         backward: likewise.
         message: seconds that a micro-batch takes from one rank to the next.
     """
-    recipe, ranks, parts, owners = candidate.recipe, candidate.dims.pp, candidate.parts, owners_of(candidate)
-    if find_schedule(recipe.parallel.schedule).splits_backward or len(owners) * parts > _MOST:
+    parallel, ranks, parts, owners = candidate.recipe.parallel, candidate.dims.pp, candidate.parts, owners_of(candidate)
+    if parallel.pipeline.splits_backward or len(owners) * parts > _MOST:
         busy = [0.0] * ranks
         for owner, *seconds in zip(owners, forward, backward, strict=True):
             busy[owner] += parts * sum(seconds)
         return max(busy)
     return _makespan(
-        _orders(recipe.parallel.schedule, ranks, recipe.parallel.stages_per_rank, parts),
+        _orders(parallel.pipeline.name, ranks, parallel.stages_each, parts),
         owners,
         forward,
         backward,

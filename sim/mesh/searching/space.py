@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import ModelSpec
@@ -51,7 +50,7 @@ class Candidate:
     @property
     def parts(self) -> int:
         """Micro-batches of a step."""
-        return self.recipe.train.accumulate
+        return self.recipe.micro_batches
 
     @property
     def how(self) -> str:
@@ -61,23 +60,22 @@ class Candidate:
             some = self.recipe.activations.first
             texts.append(f"{self.recipe.checkpointing} ckpt" + ("" if some is None else f" of {some}"))
         if self.dims.pp > 1:
-            each = "" if self.recipe.parallel.stages_per_rank is None else f" x {self.recipe.parallel.stages_per_rank}"
-            texts.append(f"{self.recipe.parallel.schedule}{each} of {self.parts} x {self.batch // self.parts}")
+            texts.append(f"{self.recipe.parallel.describe_pipeline()} of {self.parts} x {self.batch // self.parts}")
             if self.layers_per_stage is not None:
                 texts.append(f"layers {','.join(map(str, self.layers_per_stage))}")
         elif self.parts > 1:
             texts.append(f"{self.parts} x {self.batch // self.parts} sequences")
-        if self.recipe.parallel.reduce_each and self.parts > 1:
+        if self.recipe.reductions > 1:
             texts.append("reduced in each")
         if self.recipe.parallel.ranks_per_node is not None:
             texts.append("tokens once to each node")
-        if self.recipe.parallel.reshard_inputs:
+        if self.recipe.input_gathers > 1:
             texts.append("inputs gathered again")
         if self.recipe.parallel.tp_chunks > 1:
             texts.append(f"{self.recipe.parallel.tp_chunks} tp chunks")
         if self.recipe.parallel.whole_parameters:
             texts.append("whole parameters")
-        texts += ["compile"] if self.recipe.parallel.compile else []
+        texts += ["compile"] if self.recipe.parallel.fuses else []
         return ", ".join((*texts, *self.recipe.kernels))
 
     def __str__(self) -> str:
@@ -185,7 +183,7 @@ def default_recipes() -> tuple[Recipe, ...]:
     Offload to the host is among them; a search tries it if nothing else fits.
     """
     return tuple(
-        Recipe().having(checkpointing=checkpointing, reduce_each=each).with_zero(stage)
+        Recipe().with_savings(checkpointing, stage, each)
         for checkpointing in CHECKPOINTINGS
         for stage in (3, 2)
         for each in (False, True)
@@ -244,11 +242,10 @@ def _split(layers: int, stages: int, sizes: tuple[int, ...] | None) -> list[rang
 
 def owners_of(candidate: Candidate) -> list[int]:
     """Return the place along the pipeline of the rank that has each stage."""
-    recipe = candidate.recipe
-    return _owners(recipe.parallel.schedule, candidate.dims.pp, recipe.parallel.stages_per_rank)
+    parallel = candidate.recipe.parallel
+    return _owners(parallel.pipeline.name, candidate.dims.pp, parallel.stages_each)
 
 
 @functools.cache
-def _owners(schedule: str, ranks: int, stages_per_rank: int | None) -> list[int]:
-    each = find_schedule(schedule).checked_stages_per_rank(stages_per_rank)
+def _owners(schedule: str, ranks: int, each: int) -> list[int]:
     return [rank_of_stage(schedule, stage, ranks, each) for stage in range(ranks * each)]

@@ -12,7 +12,6 @@ from torch import nn
 from hyper_parallel.core.activations.api import ActivationPolicy, checkpointed
 from hyper_parallel.core.activations.offload import ActivationOffload
 from hyper_parallel.core.context_parallel.api import context_parallel
-from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.pipeline.split import StageSlice
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.parallelize import (
@@ -21,7 +20,6 @@ from hyper_parallel.trainer.parallelize import (
     ShareOfLoss,
     in_dtype,
     shard_blocks,
-    shard_units,
 )
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from sim.mesh.job import Job, StagePart
@@ -92,23 +90,8 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
 
 def shard_weights(job: Job, module: nn.Module, outer: list[tuple[int, nn.Module]]) -> None:
     """Shard the weights of a stage; `outer` is what stands in it in the places of its layers."""
-    dims, recipe = job.dims, job.recipe
-    if recipe.parallel.engine == "hsdp":
-        shard_blocks(module, [block for _, block in outer], dims, recipe)
-        return
-    policy = recipe.precision.policy()
-    if dims.token_ranks > 1 or policy is not None:
-        whole, again = recipe.parallel.whole_parameters, recipe.zero == 3
-        policy = policy or MixedPrecisionPolicy()
-        shard_units(module, [block for _, block in outer], dims, policy, reshard_after_forward=again, whole=whole)
-        for unit in (*(block for _, block in outer), module):
-            _sum_up(unit)
-
-
-def _sum_up(unit: Any) -> None:
-    set_op = getattr(unit, "set_reduce_op_type", None)
-    if set_op is not None:
-        set_op("sum")
+    zero = max(job.recipe.zero, 2)  # without a stage of sharding another engine shards
+    shard_blocks(module, [block for _, block in outer], job.dims, job.recipe.with_zero(zero))
 
 
 def follow_block(recorder: Recorder, layer: int, block: nn.Module, *, is_first: bool) -> None:
@@ -175,7 +158,7 @@ def checkpoint_blocks(
     outer: list[tuple[int, nn.Module]] = []
     for number, block in blocks:
         kind = policy.kind if number in chosen else "none"
-        is_done = recipe.parallel.compile and compile_block(block, kind, graphs=graphs)
+        is_done = recipe.parallel.fuses and compile_block(block, kind, graphs=graphs)
         wrapped = block
         if number in chosen:
             wrapped = checkpointed(block, replace(policy, recompute="none") if is_done else policy, offload)

@@ -127,7 +127,7 @@ def sends_end(recipe: Recipe) -> str:
         recipe: of the schedule. 1F1B exchanges one message for another, and waits for both; GPipe waits after all
             forwards, and after all backwards; the others when the step ends.
     """
-    return {"1f1b": "each", "gpipe": "phase"}.get(recipe.parallel.schedule, "step")
+    return {"1f1b": "each", "gpipe": "phase"}.get(recipe.parallel.pipeline.name, "step")
 
 
 # Make the recording of a deep stage from that of a shallow one: the middle layer's part is repeated -------------------
@@ -481,7 +481,8 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         order += [(key, -1) for name in _AFTER for key in program.segments if key[0] == name]
         program.order = order
         return [program]
-    actions = orders(job.recipe.parallel.schedule, job.dims.pp, job.recipe.parallel.stages_per_rank, job.microbatches)
+    parallel = job.recipe.parallel
+    actions = orders(parallel.pipeline.name, job.dims.pp, parallel.stages_each, job.microbatches)
     programs = []
     for rank in range(job.dims.pp):
         device = job.rank_of_stage_rank(rank)

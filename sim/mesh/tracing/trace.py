@@ -29,7 +29,6 @@ from hyper_parallel.core.mesh.device_mesh import OwnerMesh, mesh_among
 from hyper_parallel.core.mesh.parallel_dims import RANK_ORDER, ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
-from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.stage import Stage, StagePosition
 from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, finish_step, training_step
@@ -236,9 +235,7 @@ class StageRun:
 
     def begins_all_stages(self) -> bool:
         """Whether a rank of a pipeline has begun each of its stages before the first of them ends."""
-        return find_schedule(self.job.recipe.parallel.schedule).begins_all_stages(
-            self.job.microbatches, self.job.dims.pp
-        )
+        return self.job.recipe.parallel.pipeline.begins_all_stages(self.job.microbatches, self.job.dims.pp)
 
     @staticmethod
     def finish(job: Job, programs: list[Program]) -> list[Program]:
@@ -267,9 +264,7 @@ class StageRun:
             targets,
             share=share,
             groups=groups,
-            accumulate=self.count,
-            reduce_each=job.recipe.parallel.reduce_each,
-            max_grad_norm=job.recipe.optimizer.max_grad_norm,
+            **(job.recipe.step_options() | {"accumulate": self.count}),
         )
         recorder.answer = None
         del tokens, inputs, targets, model
@@ -372,7 +367,7 @@ class StageRun:
         self.close("begin", "only")
         for index in range(self.count):
             variant, is_last = variant_of(index, self.count), index == self.count - 1
-            self.communicate(is_last or job.recipe.parallel.reduce_each)
+            self.communicate(is_last or job.recipe.reductions > 1)
             recorder.place = Place("forward")
             inputs = spec.inputs(job.micro_batch, job.local_seq_len)
             loss = self.plain_loss(inputs)
@@ -458,7 +453,7 @@ class StageRun:
         """Make the pipeline's stage, ready for its first micro-batch."""
         job, part, built = self.job, self.part, self.built
         spec, dims = job.model, job.dims
-        group, kind = dims.get_mesh("pp").get_group(), find_schedule(job.recipe.parallel.schedule)
+        group, kind = dims.get_mesh("pp").get_group(), job.recipe.parallel.pipeline
         boundary: Layout | None = None
         batch, seq, width = job.micro_batch, job.local_seq_len, spec.hidden_size
         assert width is not None, "a model with stages has a width"

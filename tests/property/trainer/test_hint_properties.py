@@ -18,7 +18,6 @@ from hyper_parallel.core.pipeline.schedules import SCHEDULES
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.preflight import (
-    check_blocks,
     check_given,
     check_lora,
     check_memory,
@@ -75,7 +74,7 @@ def faults(run: Config, ranks: int) -> dict[str, HyperParallelError]:
     dims, found, way = ParallelDims(dp_shard=ranks, world_size=ranks), {}, run.parallel
     checks: dict[str, Callable[[], Any]] = {
         "plan": lambda: plan_run(run, ranks),
-        "blocks": lambda: check_blocks(way.schedule, way.checkpointing, compiled=way.compile),
+        "blocks": way.check_blocks,
         "platform": lambda: check_platform(run, _Npu()),
         "lora": lambda: check_lora(run),
         "given": lambda: check_given(run, dims),

@@ -11,16 +11,15 @@ import io
 import json
 import re
 import tokenize
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-from hyper_parallel.trainer.config import Config
+from run_keys import files_of_keys
 
 ROOT = Path(__file__).parents[3]
 
@@ -596,17 +595,9 @@ def figures() -> dict[str, tuple[int, int]]:
 
 
 def files_by_key(all_sources: Iterable[Source]) -> dict[str, int]:
-    """Count the files that name a key of a run; only keys with an underscore, because `steps` means much else."""
-    keys = {key.name for section in fields(Config) for key in fields(section.default_factory) if "_" in key.name}
-    named = (name for source in all_sources for name in keys & set(_names_in(source)))
-    return {f"files that name {key}": count for key, count in sorted(Counter(named).items())}
-
-
-def _names_in(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
-        for attribute in ("id", "attr", "arg", "value"):  # of names, attributes, arguments and texts
-            if isinstance(name := getattr(node, attribute, None), str):
-                yield name
+    """Count the files that read or set each key of a run."""
+    used = files_of_keys((source.path, source.module, source.tree) for source in all_sources)
+    return {f"files that use {key}": len(paths) for key, paths in sorted(used.items())}
 
 
 def lines_of(path: Path) -> int:
@@ -707,9 +698,56 @@ def test_figures_stay_within_their_bounds_or_debts() -> None:
     )
 
 
+SECTION = "class ParallelConfig:\n    tp_chunks: int = 1\n    def halves(self): ..."
+RUN = "class Config:\n    parallel: ParallelConfig\nclass Recipe(Config):\n    def having(self, **keys) -> Self: ..."
+
+
+@pytest.mark.parametrize("text", [
+    "def f(run: Config):\n    return run.parallel.tp_chunks",
+    "def f(run):\n    return run.parallel.tp_chunks",
+    "def f(parallel):\n    return parallel.tp_chunks",
+    "def f(one: ParallelConfig | None):\n    return one.tp_chunks",
+    "def f(runs: list[Recipe]):\n    return [(lambda: one.parallel)().tp_chunks for one in runs]",
+    "class A:\n    def __init__(b, run: Config):\n        b.a = run.parallel\n    def f(b):\n        b.a.tp_chunks",
+    "def f(run: Config):\n    x, y = run, run.parallel\n    with g(x), y as z:\n        return z.tp_chunks",
+    "def f(run: Config):\n    return getattr(run.parallel, 'tp_chunks')",
+    "def f(run: Config):\n    for key in ('tp_chunks',):\n        print(vars(run.parallel)[key])",
+    "from operator import attrgetter\nf = attrgetter('parallel.tp_chunks')",
+    "from a import ParallelConfig as P\nP(tp_chunks=2)",
+    "def f(run: Recipe):\n    return run.having(tp_chunks=2)",
+    "def f(run: Recipe, **keys):\n    return run.having(**keys)\nf(run, tp_chunks=2)",
+    "def f(run: Recipe, keys: dict[str, int]):\n    return run.having(**keys)\nf(run, {'tp_chunks': 2})",
+    "def f(run: Recipe, keys: dict[str, int]):\n    keys['tp_chunks'] = 2\n    return run.having(**keys)",
+    "def f(run: Config):\n    return run.with_changes('parallel', {'tp_chunks': 2})",
+    "import dataclasses\ndef f(run: Config):\n    return dataclasses.replace(run.parallel, tp_chunks=2)",
+    "def f(run: Any):\n    return cast(Any, run.parallel).tp_chunks",
+    "def g(run: Config) -> Any:\n    return run.parallel\ndef f(run: Config):\n    return g(run).tp_chunks",
+    "def f(one: object):\n    match one:\n        case ParallelConfig(tp_chunks=2): ...",
+])  # fmt: skip
+def test_a_file_that_uses_a_key_is_counted(text: str) -> None:
+    files = [Source.of(f"{name}.py", body) for name, body in (("a", f"{SECTION}\n{RUN}"), ("b", text))]
+    assert files_by_key(files)["files that use parallel.tp_chunks"] == 2
+
+
+@pytest.mark.parametrize("text", [
+    "def f(plan: Plan):\n    return plan.tp_chunks",
+    "def f(parallel: Mesh):\n    return parallel.tp_chunks",
+    "def f(tp_chunks: int):\n    return g(tp_chunks=tp_chunks)",
+    "def f(run: Config):\n    return run.parallel.halves(), 'tp_chunks'",
+    "class Mesh:\n    tp_chunks: int\ndef f(dims: Mesh):\n    return dims.tp_chunks, Mesh(tp_chunks=2)",
+    "def f(run: Config):\n    return g(run.parallel)",
+])  # fmt: skip
+def test_a_file_that_only_has_the_word_is_not_counted(text: str) -> None:
+    files = [Source.of(f"{name}.py", body) for name, body in (("a", f"{SECTION}\n{RUN}"), ("b", text))]
+    assert files_by_key(files)["files that use parallel.tp_chunks"] == 1
+
+
+def test_a_key_above_its_bound_is_found() -> None:
+    files = [Source.of(f"{name}.py", "run.parallel.tp_chunks") for name in "abcdef"]
+    assert files_by_key(files)["files that use parallel.tp_chunks"] == 6 > MOST_FILES_OF_A_KEY
+
+
 def test_figures_count_what_they_say(tmp_path: Path) -> None:
-    files = [Source.of(f"{text}.py", text) for text in ("run.tp_chunks", "f(tp_chunks=2)", "'tp_chunks'", "tp_chunk")]
-    assert files_by_key(files) == {"files that name tp_chunks": 3}
     (tmp_path / "a.py").write_text("x = 1\ny = 2\n")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c.py").write_text("z = 3\n")

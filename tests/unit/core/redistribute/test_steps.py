@@ -15,13 +15,13 @@ import sim
 from hyper_parallel.core.activations import checkpoint_blocks
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.fully_shard.unit import unit_of
-from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
+from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED
 from hyper_parallel.trainer.loop import RankPlace, RunGroups
-from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss, compile_blocks, describe_axes, shard_units
+from hyper_parallel.trainer.parallelize import Parallelized, ShareOfLoss, compile_blocks, describe_axes, shard_blocks
 
 SMALL = {
     "vocab_size": 32,
@@ -202,7 +202,7 @@ def test_stages_of_a_pipeline_keep_their_weights_between_micro_batches(
     dims = ParallelDims(**degrees, world_size=4)
     dims.build_mesh("cpu")
     blocks = nn.Sequential(nn.Linear(4, 4))
-    shard_units(blocks, list(blocks), dims, MixedPrecisionPolicy(), reshard_after_forward=True)
+    shard_blocks(blocks, list(blocks), dims, Config())
     assert unit_of(blocks[0]).options.reshard_after_forward == again
 
 

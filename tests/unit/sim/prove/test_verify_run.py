@@ -206,15 +206,15 @@ def with_gradients_times(factor: float, names: str = "") -> Callable[..., object
 
 
 def test_gradients_that_are_averaged_over_the_ranks() -> None:
-    real = parallelize.shard_units
+    real = parallelize.shard_blocks
 
-    def averaging(model: torch.nn.Module, blocks: object, *args: object, **kwargs: object) -> None:
-        real(model, blocks, *args, **kwargs)  # type: ignore[arg-type]
+    def averaging(model: torch.nn.Module, *args: Any) -> None:
+        real(model, *args)
         for unit in model.modules():
             if hasattr(unit, "set_reduce_op_type"):
                 unit.set_reduce_op_type("avg")
 
-    said = found(DENSE, 2, parallelize, "shard_units", averaging)
+    said = found(DENSE, 2, parallelize_llama, "shard_blocks", averaging)
     assert said.startswith("the gradient of head.weight of step 1: every part is 1/2 of what it should be")
 
 
