@@ -250,7 +250,7 @@ class _StepLoop(Loop):
         *,
         keeps_graph: bool = False,
     ) -> LoopRecord:
-        watch = LoopWatch(roots, self.steps, keeps_graph=keeps_graph, shared=shared, calms_all=True)
+        watch = LoopWatch(roots, self.steps, keeps_graph=keeps_graph, shared=shared, calms_all=True, is_told=True)
         watch.note_initial()
         chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
         optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
@@ -263,19 +263,20 @@ class _StepLoop(Loop):
                 is_called = any(there) or watch.has_differentiated or watch.has_updated
                 if isinstance(loss, torch.Tensor) and loss.requires_grad and not is_called:
                     loss.backward()
+                is_own = watch.has_updated
                 look("the end of the step", [loss] if isinstance(loss, torch.Tensor) else [], ())
                 watch.note_result(loss)
-                if not watch.has_updated:
+                if not is_own:
                     look_at_gradients(watch.parameters().values())
-                if not watch.has_updated and optimizer is not None:
+                if not is_own and optimizer is not None:
                     # Imported here: whoever imports `sim` needs no trainer.
                     from hyper_parallel.trainer.optimizer import update
 
                     with _disable_current_modes():
                         update(optimizer)
-                elif not watch.has_updated:
+                elif not is_own:
                     watch.note_gradients()
-                for parameter in watch.parameters().values():
+                for parameter in () if is_own else watch.parameters().values():  # else the step clears them
                     parameter.grad = None
                 watch.end_step()
         return watch.record

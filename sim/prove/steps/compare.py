@@ -109,6 +109,7 @@ class LoopComparison:
         self._own: dict[str, None] = {}  # statistics of each rank's own rows that differ
         self._made: dict[str, None] = {}  # buffers that ranks make for themselves, and nobody changes
         self._gradients: dict[str, Finding] = {}  # of the parameters, in the step that is judged
+        self._late: set[str] = set()  # boundaries that are right until the step updates weights
         self._moves: dict[int, dict[str, float]] = {}
         self._replays = {rank: UpdateReplay() for rank in range(len(ranks))}
         self._inputs: dict[str, Layout | None] = {}  # how ranks hold what went into modules first
@@ -231,8 +232,14 @@ class LoopComparison:
         mine = self.expected.steps[number]
         others = [each.steps[number] for each in self.moved if number < len(each.steps)]
         theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
+        self._late = set()
         rows = [*self._numbers("forward", mine, others, theirs), *self._forward(mine, others, theirs)]
         self._gradients = {}
+        # What is computed with weights that the step has updated goes wrong because of them: its gradients come first.
+        is_late = [row.place in self._late or (row.tensor == "loss" and bool(self._late)) for row in rows]
+        late, rows = (
+            [row for row, is_it in zip(rows, is_late, strict=True) if is_it is which] for which in (True, False)
+        )
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
             named = list(self._named(kind, title, number, mine, others, theirs))
             if kind == "gradients" and not any(
@@ -241,6 +248,7 @@ class LoopComparison:
                 named = [*self._backward(named, mine, others, theirs), *named]
             rows += named
             rows += self._numbers(title, mine, others, theirs)
+        rows += late
         losses = [row for row in rows if row.tensor == "loss" and not row.module]
         is_trained = self._is_trained(number, rows)
         if losses and losses[0].verdict == "bug" and is_trained:
@@ -336,6 +344,14 @@ class LoopComparison:
                 continue
             bound = bound_of(full, (_joined(other.calls.get(key, [])) for other in others))
             found = self._find(parts, full, bound, may_reorder=True)
+            if found.status == "unexplained":
+                calls_apart = self._call_by_call(key, mine, others, there)
+                early = (mine.early or {}).get(key, len(values))
+                if len(calls_apart) > early and all(
+                    each.status in ("right", "pending") for each in calls_apart[:early]
+                ):
+                    self._late.add(ReportRow(path, _title(key), "forward").place)
+                found = _all_right(calls_apart) or found
             if side == "input":
                 given.setdefault(path, found.found)
             elif path in self.expected.batch_norms:
@@ -346,6 +362,21 @@ class LoopComparison:
             if is_given:  # a constant: it stands where the outputs of its module do
                 nodes = [node for (other, _), node in mine.nodes.items() if other[:2] == (path, "output")]
             yield Judged(path, _title(key), "forward", found, tuple(nodes), given=is_given)
+
+    def _call_by_call(
+        self,
+        key: CallKey,
+        mine: RecordedStep,
+        others: Sequence[RecordedStep],
+        there: Mapping[int, Sequence[torch.Tensor]],
+    ) -> list[Finding]:
+        """Judge each call by itself, e.g. a GAN's two of its generator, if the ranks make as many."""
+        values, found = mine.calls[key], []
+        if len(values) > 1 and all(len(each) == len(values) for each in there.values()):
+            for at, full in enumerate(values):
+                bound = bound_of(full, _calls_at(others, key, at))
+                found.append(self._find({rank: each[at] for rank, each in there.items()}, full, bound))
+        return found
 
     def _backward(
         self,
@@ -489,12 +520,15 @@ class LoopComparison:
     ) -> Iterator[ReportRow]:
         full_by_name: dict[str, Any] = getattr(mine, kind)
         named = {rank: self._tensors(kind, rank, step) for rank, step in theirs.items()}
-        order = reversed(full_by_name) if kind == "gradients" else iter(full_by_name)
+        order = list(full_by_name)
+        if kind == "gradients":  # as backward computes them, those of the first optimizer first
+            order.reverse()
+            order.sort(key=lambda name: mine.turns.get(name, 0))
         scale = max((largest(full) for full in full_by_name.values() if full is not None), default=0.0)
         updates = self._updates(number, mine, theirs) if kind == "updates" else None
         stepped = {rank: self._tensors("stepped", rank, step) for rank, step in theirs.items()}
         held = {rank: self.names.translated(self.ranks[rank].initial, self._shapes) for rank in theirs}
-        for name in list(order):
+        for name in order:
             full, module, leaf = full_by_name[name], *split_name(name)
             parts = _there({rank: tensors.get(name) for rank, tensors in named.items()})
             row = ReportRow(module, leaf, title)
@@ -677,6 +711,17 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if values[0].dim() == 0 or any(value.shape[1:] != values[0].shape[1:] for value in values):
         return None
     return torch.cat(list(values))
+
+
+def _all_right(calls: Sequence[Finding]) -> Finding | None:
+    """Return the finding of the call that is furthest off, if all are explained."""
+    explained = [each for each in calls if each.status in ("right", "pending")]
+    return max(calls, key=lambda each: (each.status == "pending", each.ratio)) if calls and calls == explained else None
+
+
+def _calls_at(steps: Sequence[RecordedStep], key: CallKey, at: int) -> Iterator[torch.Tensor]:
+    """Yield what stood at a boundary in one call, of steps that have it."""
+    return (step.calls[key][at] for step in steps if len(step.calls.get(key, [])) > at)
 
 
 def _value_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Tensor | None:

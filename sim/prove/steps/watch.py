@@ -62,6 +62,8 @@ class RecordedStep:
         numbers: what the step reports besides its loss, by kind of row and title, e.g. the norm of all gradients; the
             same on all ranks.
         clipped: by what clipping has scaled the gradients.
+        early: how many calls there were before the first update; None: there was none.
+        turns: of each parameter, how much modules had computed when its optimizer took the gradient.
     """
 
     calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -76,6 +78,8 @@ class RecordedStep:
     stepped: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     clipped: float = 1.0
+    early: Mapping[CallKey, int] | None = None
+    turns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -190,6 +194,7 @@ class LoopWatch:
         shared: random numbers in place of their means.
         calms_all: do so with those outside of modules, too: they are a step's own, and no weights or batches.
         is_whole: the modules are parts of one model, whose names they have, such as several stages of a pipeline.
+        is_told: steps end with `end_step` alone; else also where a forward or a loss follows an update.
     """
 
     def __init__(
@@ -202,6 +207,7 @@ class LoopWatch:
         shared: Mapping[DrawPlace, torch.Tensor] | None = None,
         calms_all: bool = False,
         is_whole: bool = False,
+        is_told: bool = False,
     ) -> None:
         self.record = LoopRecord()
         self.calms_all, self._keeps_graph = calms_all, keeps_graph
@@ -211,7 +217,8 @@ class LoopWatch:
         self._paths: dict[int, str] = {}
         self._kept: list[nn.Module] = []  # so that no other module gets the id of one that has a name
         self._inside: list[int] = []
-        self._taken: set[int] = set()  # optimizers that have stepped in the current step
+        self._taken: dict[int, Any] = {}  # optimizers that have stepped in the current step
+        self._is_told = is_told
         self._is_over = True
         self._is_enough = self._is_for_shapes = self._has_optimizer = False
         self._rank: int | None = None
@@ -305,7 +312,7 @@ class LoopWatch:
             self._note_end()
             if not self.record.steps:
                 self.note_initial()
-            self._is_over, self._taken = False, set()
+            self._is_over, self._taken = False, {}
             self._is_enough = self._most is not None and len(self.record.steps) >= self._most
             if self._is_enough:
                 self._on_more()
@@ -329,7 +336,7 @@ class LoopWatch:
             self._is_for_shapes = _asks_for_shapes()
             if id(module) not in self._paths:
                 self._name(module)
-            self._is_over = self._is_over or (self._counts() and self._have_weights_moved())
+            self._is_over = self._is_over or (self._counts() and not self._is_told and self._have_weights_moved())
         if id(module) in self._paths and self._counts():
             self._begin()  # before the module gathers its parameters, which are noted as they are
         self._inside.append(id(module))
@@ -356,7 +363,8 @@ class LoopWatch:
         return not self._is_for_shapes and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     def _begin(self) -> RecordedStep | None:
-        self._is_over = self._is_over or bool(self._taken)  # an optimizer has ended the step before
+        if not self._is_told:
+            self._is_over = self._is_over or bool(self._taken)  # an optimizer has ended the step before
         return self._step()
 
     def _note(self, module: nn.Module, side: str, place: str, value: Any) -> None:
@@ -432,9 +440,10 @@ class LoopWatch:
         """Copy the gradients of some parameters, or of all."""
         step = self._step()
         if step is not None:
+            turn = sum(map(len, step.calls.values()))
             for name, parameter in self.parameters().items():
                 if chosen is None or id(parameter) in chosen:
-                    grad = parameter.grad
+                    grad, step.turns[name] = parameter.grad, turn
                     step.gradients[name] = None if grad is None else copy_of(grad)
                     if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
                         step.partial.add(name)
@@ -473,12 +482,13 @@ class LoopWatch:
         del args, kwargs
         if current_rank() != self._rank:
             return  # torch has one table of these hooks for all ranks
-        if id(optimizer) in self._taken:
-            self._is_over = True
+        again = id(optimizer) in self._taken
+        self._is_over = self._is_over or (again and not self._is_told)
         step = self._step()
         self.note_gradients(_params_of(optimizer))
         if step is not None:
-            step.starts = step.starts.joined(UpdateStarts.of(optimizer, self.parameters()))
+            starts = step.starts.joined(UpdateStarts.of(optimizer, self.parameters()))
+            step.starts = UpdateStarts({}, starts.values) if again and self._is_told else starts  # no replay of two
         self.is_updating = self._has_optimizer = True
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -488,8 +498,9 @@ class LoopWatch:
         self.is_updating = False
         step, own = self._step(), _params_of(optimizer)
         if step is not None:
+            step.early = step.early or {key: len(values) for key, values in step.calls.items()}
             step.stepped.update({name: copy_of(each) for name, each in self.parameters().items() if id(each) in own})
-        self._taken.add(id(optimizer))
+        self._taken[id(optimizer)] = optimizer  # kept, so that no other one gets its id
 
     @property
     def has_differentiated(self) -> bool:

@@ -65,6 +65,9 @@ def test_a_right_run_is_proved(name: str) -> None:
     kinds = {row.kind for row in report.rows}
     assert kinds >= {"parameter", "forward", "gradient", "update"}
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
+    if name == "tp, dp":
+        put_in = report.sensitivity(6)
+        assert ({row.outcome for row in put_in.rows} <= {"found", "none"}, put_in.possible > 30) == (True, True)
 
 
 STORED = {
