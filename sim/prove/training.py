@@ -362,8 +362,7 @@ def verify_run(run: Config, world_size: int) -> Report:
     )
     axes = {name: size for name, size in plan_run(run, world_size).mesh_axes.items() if size > 1}
     loop = _RunLoop(_ASKED, world_size, torch.float64, {}, machine, run, axes)
-    references = loop.references()
-    report = loop.proved(references)
+    report = loop.proved(references := loop.references())
     notes = [f"reduced: {', '.join(said)}"] if said else []
     notes += [*report.notes, *_coarse(report.rows, references[0])]
     notes += [note for note in machine_words(machine, every) if note not in notes]

@@ -235,11 +235,8 @@ class LoopComparison:
         self._late = set()
         rows = [*self._numbers("forward", mine, others, theirs), *self._forward(mine, others, theirs)]
         self._gradients = {}
-        # What is computed with weights that the step has updated goes wrong because of them: its gradients come first.
-        is_late = [row.place in self._late or (row.tensor == "loss" and bool(self._late)) for row in rows]
-        late, rows = (
-            [row for row, is_it in zip(rows, is_late, strict=True) if is_it is which] for which in (True, False)
-        )
+        late = [row for row in rows if row.place in self._late or (row.tensor == "loss" and self._late)]
+        at = len(rows := [row for row in rows if row not in late])
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
             named = list(self._named(kind, title, number, mine, others, theirs))
             if kind == "gradients" and not any(
@@ -248,7 +245,11 @@ class LoopComparison:
                 named = [*self._backward(named, mine, others, theirs), *named]
             rows += named
             rows += self._numbers(title, mine, others, theirs)
-        rows += late
+        # What is computed with weights that a wrong gradient has updated in the same step is wrong because of it.
+        first, turns = first_bug(rows[at:]), mine.turns
+        name = "" if first is None else f"{first.module}.{first.tensor}".lstrip(".")
+        is_cause = first is not None and turns.get(name, math.inf) < max(turns.values(), default=0)
+        rows = [*rows, *late] if is_cause else [*rows[:at], *late, *rows[at:]]
         losses = [row for row in rows if row.tensor == "loss" and not row.module]
         is_trained = self._is_trained(number, rows)
         if losses and losses[0].verdict == "bug" and is_trained:
@@ -346,10 +347,9 @@ class LoopComparison:
             found = self._find(parts, full, bound, may_reorder=True)
             if found.status == "unexplained":
                 calls_apart = self._call_by_call(key, mine, others, there)
-                early = (mine.early or {}).get(key, len(values))
-                if len(calls_apart) > early and all(
-                    each.status in ("right", "pending") for each in calls_apart[:early]
-                ):
+                early = len(values) if mine.early is None else mine.early.get(key, 0)
+                is_right = [each.status in ("right", "pending") for each in calls_apart[:early]]
+                if early == 0 or (len(calls_apart) > early and all(is_right)):
                     self._late.add(ReportRow(path, _title(key), "forward").place)
                 found = _all_right(calls_apart) or found
             if side == "input":
@@ -357,7 +357,7 @@ class LoopComparison:
             elif path in self.expected.batch_norms:
                 found = of_own_rows(found, given.get(path), parts, full)
             found = replace(found, is_zero=largest(full) <= bound)
-            nodes = [mine.nodes[key, call] for call in range(len(values)) if (key, call) in mine.nodes]
+            nodes = [node for (other, _), node in mine.nodes.items() if other == key]
             is_given = not nodes and side == "input"
             if is_given:  # a constant: it stands where the outputs of its module do
                 nodes = [node for (other, _), node in mine.nodes.items() if other[:2] == (path, "output")]

@@ -498,7 +498,8 @@ class LoopWatch:
         self.is_updating = False
         step, own = self._step(), _params_of(optimizer)
         if step is not None:
-            step.early = step.early or {key: len(values) for key, values in step.calls.items()}
+            if step.early is None:
+                step.early = {key: len(values) for key, values in step.calls.items()}
             step.stepped.update({name: copy_of(each) for name, each in self.parameters().items() if id(each) in own})
         self._taken[id(optimizer)] = optimizer  # kept, so that no other one gets its id
 
