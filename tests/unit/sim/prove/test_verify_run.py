@@ -217,7 +217,7 @@ def test_gradients_that_are_averaged_over_the_ranks() -> None:
             if hasattr(unit, "set_reduce_op_type"):
                 unit.set_reduce_op_type("avg")
 
-    said = found(DENSE, 2, parallelize_llama, "shard_blocks", averaging)
+    said = found(DENSE, 2, parallelize, "shard_blocks", averaging)
     assert said.startswith("the gradient of head.weight of step 1: every part is 1/2 of what it should be")
 
 
