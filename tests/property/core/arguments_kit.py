@@ -35,6 +35,7 @@ PLUGGED = "an interface that platforms implement; callers get one from get_platf
 EXCEPTION = "an exception, which takes any text"
 FORWARD = "models call it in every step, and torch says what it cannot compute with"
 NO_EFFECT = "without effect"
+ASKED = "what plans, steps and prices ask of a run that is checked"
 LEFT_OUT = {
     **dict.fromkeys(("HyperParallelError", "InvalidState", "InvalidType", "InvalidValue"), EXCEPTION),
     "CheckpointError": EXCEPTION,
@@ -63,6 +64,8 @@ LEFT_OUT = {
     **dict.fromkeys(("Layout.from_entries", "Layout.of_spec"), "for verbs, which have checked what they pass on"),
     **dict.fromkeys(("Llama.build_block", "MoELlama.build_block"), "for models to override; constructors call it"),
     "Trainer": "a rank's side of `train`, which checks the config",
+    **dict.fromkeys(("ParallelConfig.check_nodes", "ParallelConfig.placed", "ParallelConfig.split_options"), ASKED),
+    **dict.fromkeys(("ParallelConfig.unplaced", "TrainConfig.patience", "Config.cut_into", "Config.seed_of"), ASKED),
     **dict.fromkeys(("HSDPCell", "HSDPModule"), "classes that are mixed in; their methods are called"),
 }
 """Names that are not called with wrong arguments; with a class its methods, but for those of what is mixed in."""
