@@ -1,7 +1,7 @@
 """The operations of a thread as one stream: one dispatch mode and one function mode, to which subscribers are added.
 
     class Counting(OnOperations):
-        order, count = Order.COUNT, 0
+        order, count = Level.COUNT, 0
 
         def handle(self, func, types, args, kwargs, proceed):
             self.count += 1
@@ -32,8 +32,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 Proceed = Callable[..., Any]
 
 
-class Order(IntEnum):
-    """Which subscriber sees a call first, whatever the order of the `with` statements; of two equals the later one."""
+class Level(IntEnum):
+    """Order of the subscribers: the least sees a call first, and of two equals the one entered later."""
 
     # Calls of torch's functions, before autograd.
     KERNELS = auto()  # An accelerator's kernel stands for the call, so that all others see the calls of the kernel.
@@ -55,14 +55,14 @@ class Order(IntEnum):
 
 
 class Subscriber:
-    """One that is given the calls of the thread that has entered it; a context manager.
+    """A handler of calls of the thread that has entered it; a context manager.
 
     Attributes:
-        order: its place among the others.
-        only: the operations that it is given; None: all.
+        order: its level among the others.
+        only: the operations that it handles; None: all.
     """
 
-    order: ClassVar[Order]
+    order: ClassVar[Level]
     only: ClassVar[frozenset[Any] | None] = None
     _mode: ClassVar[type[_Stream]]
 

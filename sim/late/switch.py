@@ -25,7 +25,7 @@ from sim.late.fused import FUSED
 from sim.late.module import MEMORY, MODULE, LateEvent, LateStream
 from sim.late.shadow import EVENT, STREAM, Shadow
 from sim.late.shared import SHARED, SharedDevice
-from sim.ops import OnFunctions, Order, Proceed
+from sim.ops import Level, OnFunctions, Proceed
 from sim.patches.devices import device_module, has_named, importable
 from sim.patches.locks import exchange
 from sim.patches.rank import Host, Undo
@@ -38,7 +38,7 @@ class LateMode(OnFunctions):
         device: Of the rank.
     """
 
-    order = Order.LATE
+    order = Level.LATE
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device

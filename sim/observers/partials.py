@@ -25,7 +25,7 @@ from sim.explain.errors import ReplicaMismatch
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context
 from sim.observers.spread import axis_names
-from sim.ops import PLAIN, OnOperations, Order, Proceed, Subscriber, tensors_of, written_tensors
+from sim.ops import PLAIN, Level, OnOperations, Proceed, Subscriber, tensors_of, written_tensors
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _FEWEST_TO_TIDY = 256
@@ -115,7 +115,7 @@ def _part_of(x: DTensor) -> Mark | None:
 class _Operations(OnOperations):
     """Carries the marks along."""
 
-    order = Order.PARTIALS
+    order = Level.PARTIALS
 
     def __init__(self, partials: RankPartials) -> None:
         self._partials = partials

@@ -20,7 +20,7 @@ from sim.comm.observer import Observer, memory_of
 from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
-from sim.ops import PLAIN, OnFunctions, OnOperations, Order, Proceed, Subscriber, local_part, subscribers, tensors_of
+from sim.ops import PLAIN, Level, OnFunctions, OnOperations, Proceed, Subscriber, local_part, subscribers, tensors_of
 
 
 class Part(NamedTuple):
@@ -194,7 +194,7 @@ _LOOK = frozenset(
 class _Accesses(OnOperations):
     """Looks at what every operation reads and writes."""
 
-    order = Order.RACES
+    order = Level.RACES
 
     def __init__(self, flights: Flights) -> None:
         self.flights = flights
@@ -249,7 +249,7 @@ def _accessed(func: Any) -> tuple[tuple[int, str, bool], ...]:
 class _Looks(OnFunctions):
     """Looks at the methods that read a tensor without an operation of torch."""
 
-    order = Order.READS
+    order = Level.READS
 
     def __init__(self, flights: Flights) -> None:
         self._flights = flights

@@ -31,7 +31,7 @@ from hyper_parallel.platform import Platform
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
-from sim.ops import OnFunctions, Order, Proceed
+from sim.ops import Level, OnFunctions, Proceed
 from sim.patches.locks import exchange
 from sim.patches.rank import Host, RankContext, Undo
 
@@ -76,7 +76,7 @@ class MapDevice(OnFunctions):
     device(type='cpu')
     """
 
-    order = Order.MAPPED_DEVICE
+    order = Level.MAPPED_DEVICE
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

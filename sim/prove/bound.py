@@ -23,7 +23,7 @@ import torch
 from torch._ops import OpOverload
 
 from hyper_parallel.core.common.errors import InvalidValue
-from sim.ops import PLAIN, OnOperations, Order, Proceed, tensors_of
+from sim.ops import PLAIN, Level, OnOperations, Proceed, tensors_of
 from sim.prove.evidence import gap, largest, top, unit_roundoff
 
 __all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
@@ -258,7 +258,7 @@ class Perturbed(OnOperations):
         ValueError: u_floor is not between 0 and 1.
     """
 
-    order = Order.NOISE
+    order = Level.NOISE
 
     def __init__(self, u_floor: float | None = None, seed: int = 0) -> None:
         floor = 0.0 if u_floor is None else float(u_floor)
@@ -369,7 +369,7 @@ class DoubleGroupedProducts(OnOperations):
     Backward takes grouped products too, and has to run within. Plain tensors only.
     """
 
-    order, only = Order.PRODUCTS, frozenset({torch.ops.aten._grouped_mm.default})
+    order, only = Level.PRODUCTS, frozenset({torch.ops.aten._grouped_mm.default})
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Take a product."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
-from sim.ops import OnOperations, Order, Proceed, local_part, named_arguments
+from sim.ops import Level, OnOperations, Proceed, local_part, named_arguments
 from sim.prove.record import local_of, ranks_along, tensors_in
 from sim.prove.report import ReportRow
 
@@ -99,7 +99,7 @@ class NoRandomness(OnOperations):
         bare: where numbers are drawn that nothing is put in place of, and by which operation.
     """
 
-    order = Order.DRAWS
+    order = Level.DRAWS
 
     def __init__(self, path: Callable[[], str], shared: Mapping[DrawPlace, torch.Tensor] | None = None) -> None:
         self.path = path

@@ -258,7 +258,7 @@ def _take_steps(
     trainer, rank = _trainer(run, world_size), RankPlace.current().rank
     parts, device = trainer.model.parts, trainer.platform.device_type
     is_plain, shared = world_size == 1 and seed is None, numbers[rank] if numbers else None
-    watch = LoopWatch(parts, _STEPS, keeps_graph=is_plain, shared=shared, is_whole=True, is_told=True)
+    watch = LoopWatch(parts, _STEPS, keeps_graph=is_plain, shared=shared, one_model=True, explicit_steps=True)
     put_into_model(mutant, parts, rank)
     watch.note_initial()
     choices = Choices(lambda: watch.where if watch.is_inside else None, taken)

@@ -33,7 +33,7 @@ from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.platform import get_platform
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
 from sim.mesh.pricing.measure_steps import step_samples, timed_steps
-from sim.ops import OnOperations, Order, Proceed
+from sim.ops import Level, OnOperations, Proceed
 
 _HEADS = 2
 _ATTENTIONS = ((64, 64, True), (128, 64, True), (256, 64, True), (256, 64, False), (512, 64, True), (256, 128, True))
@@ -225,7 +225,7 @@ def _attentions(clock: _Clock) -> list[Sample]:
 class _Counting(OnOperations):
     """Counts the operations that are kernels, as far as a model of tiny tensors has them."""
 
-    order, count = Order.COUNT, 0
+    order, count = Level.COUNT, 0
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         self.count += not getattr(func, "is_view", False)

@@ -20,7 +20,7 @@ from hyper_parallel.platform.attention import (
 )
 from sim.kernel.context import current_context
 from sim.late import fused
-from sim.ops import OnFunctions, Order, Proceed
+from sim.ops import Level, OnFunctions, Proceed
 
 # Kernels that accelerators have and torch's CPU lacks, for tensors without values -------------------------------------
 #
@@ -52,7 +52,7 @@ class AcceleratorKernels(OnFunctions):
         norms: False: `rms_norm` stays the operations of a CPU.
     """
 
-    order = Order.KERNELS
+    order = Level.KERNELS
 
     def __init__(self, *, norms: bool = True) -> None:
         self._kernels: dict[Any, Callable[..., Any]] = {

@@ -52,7 +52,7 @@ from sim.mesh.tracing.kinds import (
     region,
 )
 from sim.mesh.tracing.lone import Listener
-from sim.ops import OnOperations, Order, Proceed, mode_before_all, tensors_of, written_tensors
+from sim.ops import Level, OnOperations, Proceed, mode_before_all, tensors_of, written_tensors
 
 _SCALAR = 8  # bytes: what a kernel may read of the host's memory
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -78,7 +78,7 @@ class _Kernel:
 class _Fakes(OnOperations):
     """Not a recorder of its own: hands every operation to its recorder, before fake tensors take it for theirs."""
 
-    order = Order.RECORD
+    order = Level.RECORD
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

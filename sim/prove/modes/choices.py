@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.ops import OnOperations, Order, Proceed, named_arguments
+from sim.ops import Level, OnOperations, Proceed, named_arguments
 from sim.prove.evidence import gap, top
 from sim.prove.infer import explanations, submesh
 from sim.prove.record import local_of
@@ -61,7 +61,7 @@ class Choices(OnOperations):
         taken: indices to take, as they were recorded.
     """
 
-    order, only = Order.CHOICES, _CHOOSING
+    order, only = Level.CHOICES, _CHOOSING
 
     def __init__(self, where: Callable[[], str | None], taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> None:
         self._where, self._taken = where, taken or {}

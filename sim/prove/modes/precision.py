@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sim.ops import OnOperations, Order, Proceed
+from sim.ops import Level, OnOperations, Proceed
 from sim.prove.bound import AtenCall, rounding_of
 from sim.prove.record import tensors_in
 
@@ -49,7 +49,7 @@ class WidePrecision(OnOperations):
         where: returns the path of the module that is running, None outside of modules.
     """
 
-    order = Order.PRECISION
+    order = Level.PRECISION
 
     def __init__(self, dtype: torch.dtype, where: Callable[[], str | None] = lambda: None) -> None:
         self._where = where

@@ -41,7 +41,7 @@ from sim.world import world
 __all__ = ["verify_step"]
 
 _ASKED = "cannot verify a step"
-_RUNS = 3
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _DEPTH = 3  # attributes of attributes in which modules are looked for, such as those of a pipeline's schedule
 
 
@@ -106,7 +106,7 @@ def verify_step(
         parallelize: called with the model and the mesh on each rank, returns what the step is called with: the
             parallel model, one of its own making, a stage, or an object that holds modules, such as a schedule of
             torch's pipelining. None: the same model, or what it returns where that is None.
-        rank_step: what ranks call in place of `step`; one that takes a third argument gets the mesh, too.
+        rank_step: what ranks call in place of `step`; one that needs a third argument gets the mesh, too.
         shard_batch: called with the batch and the mesh on each rank, returns the rank's batch. From what it does with
             numbered elements, the prover knows in which order the ranks hold the batch, zig-zag or interleaved too.
             None: all of it.
@@ -250,7 +250,9 @@ class _StepLoop(Loop):
         *,
         keeps_graph: bool = False,
     ) -> LoopRecord:
-        watch = LoopWatch(roots, self.steps, keeps_graph=keeps_graph, shared=shared, calms_all=True, is_told=True)
+        watch = LoopWatch(
+            roots, self.steps, keeps_graph=keeps_graph, shared=shared, calms_all=True, explicit_steps=True
+        )
         watch.note_initial()
         chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
         optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
@@ -303,12 +305,13 @@ class _StepLoop(Loop):
         return _Made(made, list(_modules_in(made)), batches, order, wide, self._step_on(mesh))
 
     def _step_on(self, mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
-        """Return the ranks' step, with the mesh if it takes a third argument."""
+        """Return the ranks' step, with the mesh if it needs a third argument."""
         try:
-            inspect.signature(self.rank_step).bind(None, None)
-        except TypeError:
-            return lambda model, batch: self.rank_step(model, batch, mesh)
-        return self.rank_step
+            given = list(inspect.signature(self.rank_step).parameters.values())
+        except ValueError:  # of a callable in C, which has none
+            given = []
+        needed = [each for each in given if each.default is each.empty and each.kind in _POSITIONAL]
+        return (lambda model, batch: self.rank_step(model, batch, mesh)) if len(needed) == 3 else self.rank_step
 
     def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
         """Take the steps on the ranks."""
@@ -361,7 +364,7 @@ class _StepLoop(Loop):
 
 
 class _Made(NamedTuple):
-    """What a rank takes steps with.
+    """Model, batches and step of a rank.
 
     Attributes:
         model: what the step is called with.

@@ -374,7 +374,7 @@ class LoopComparison:
         values, found = mine.calls[key], []
         if len(values) > 1 and all(len(each) == len(values) for each in there.values()):
             for at, full in enumerate(values):
-                bound = bound_of(full, _calls_at(others, key, at))
+                bound = bound_of(full, (each.calls[key][at] for each in others if len(each.calls.get(key, ())) > at))
                 found.append(self._find({rank: each[at] for rank, each in there.items()}, full, bound))
         return found
 
@@ -717,11 +717,6 @@ def _all_right(calls: Sequence[Finding]) -> Finding | None:
     """Return the finding of the call that is furthest off, if all are explained."""
     explained = [each for each in calls if each.status in ("right", "pending")]
     return max(calls, key=lambda each: (each.status == "pending", each.ratio)) if calls and calls == explained else None
-
-
-def _calls_at(steps: Sequence[RecordedStep], key: CallKey, at: int) -> Iterator[torch.Tensor]:
-    """Yield what stood at a boundary in one call, of steps that have it."""
-    return (step.calls[key][at] for step in steps if len(step.calls.get(key, [])) > at)
 
 
 def _value_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Tensor | None:

@@ -35,16 +35,16 @@ Taken: TypeAlias = Mapping[ChoiceKey, torch.Tensor]
 
 @dataclass
 class RanksRecord:
-    """What the ranks did.
+    """The record of all ranks' loops.
 
     Attributes:
         loops: of each rank.
         events: of their communication.
         wide: of ranks, where the program asks for fewer bits than it computes in.
         orders: permutations of the batch in which ranks hold it.
-        rows: what has been found already.
-        notes: what was done otherwise than the program says.
-        groups: in which ranks could communicate: what each is called, and its ranks.
+        rows: faults found before the comparison.
+        notes: changes to the program, for the report.
+        groups: process groups: name and ranks of each.
         offloads: there are blocks whose activations wait on the host.
         why_not: these cannot be proved on a device; "": they can.
         has_moved: activations have been on the host.
@@ -64,10 +64,10 @@ class RanksRecord:
 
 @dataclass(frozen=True)
 class Compared:
-    """What ranks compute, beside what one device does.
+    """A comparison of the ranks with one device.
 
     Attributes:
-        report: says whether it is the same.
+        report: its rows, without the perturbations that follow.
         events: of the ranks' communication.
         names: of their parameters.
         on_device: compares once more on a kind of device; None: there are no activations that go to the host.
@@ -84,7 +84,7 @@ class Compared:
 
 
 class Proof(ABC):
-    """What is proved: a model with a plan, or a loop of steps."""
+    """A program to be proved: a model with a plan, or a loop of steps."""
 
     shared: SharedDraws | None
     """Random numbers, in place of their means."""
@@ -99,7 +99,7 @@ class Proof(ABC):
 
     @abstractmethod
     def make(self) -> None:
-        """Make what the ranks begin with once more, in a world that compares what engines split."""
+        """Make the ranks' models once more, in a world that compares the copies that engines split."""
 
     @abstractmethod
     def with_draws(self, shared: SharedDraws) -> Proof:
@@ -128,11 +128,12 @@ class Proof(ABC):
             report = proved_on_device(report, found.on_device, found.why_not)
         if report.bug is not None or found.draws is None:
             return report
-        return proved_with(report, found.draws(), self._proved_with)
 
-    def _proved_with(self, shared: SharedDraws) -> Report:
-        program = self.with_draws(shared)
-        return program.proved(program.references())
+        def prove(shared: SharedDraws) -> Report:
+            program = self.with_draws(shared)
+            return program.proved(program.references())
+
+        return proved_with(report, found.draws(), prove)
 
     def _mutated(self, found: Compared, most: int) -> Sensitivity:
         """Compare with faults put in, one at a time."""
@@ -146,7 +147,7 @@ class Loop(Proof):
     """A program that takes steps, on one device and on ranks.
 
     Attributes:
-        asked: what a mistake is called: "cannot verify a step".
+        asked: first words of an error, e.g. "cannot verify a step".
         world_size: of the ranks.
         dtype: that ranks compute in.
         names: names of parameters on the ranks -> names on one device.
@@ -176,7 +177,7 @@ class Loop(Proof):
         """Return the axes of the ranks."""
 
     def explained(self, report: Report, comparison: LoopComparison, found: RanksRecord) -> Report:
-        """Add to a report what this kind of program alone knows."""
+        """Add notes and hints of this kind of program to a report."""
         del comparison, found
         return report
 
@@ -208,9 +209,6 @@ class Loop(Proof):
             comparison.check_used(self.shared)
         if self.device != "cpu" and not found.has_moved:
             report = replace(report, rows=())
-        on_device = partial(self._on_device, references) if found.offloads else None
+        on_device = (lambda kind: replace(self, device=kind).compared(references).report) if found.offloads else None
         draws = comparison.shared if comparison.draws else None
         return Compared(report, found.events, known, on_device, found.why_not, draws)
-
-    def _on_device(self, references: Any, device: str) -> Report:
-        return replace(self, device=device).compared(references).report

@@ -18,7 +18,7 @@ from torch.optim import optimizer as optimizer_hooks
 from hyper_parallel.core.common.torch_compat import own_statistics
 from sim.kernel.context import current_rank
 from sim.observers.races import is_awaited
-from sim.ops import OnFunctions, Order, Proceed
+from sim.ops import Level, OnFunctions, Proceed
 from sim.prove.bound import Perturbed
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
@@ -61,9 +61,9 @@ class RecordedStep:
         nodes: where that stands in autograd's graph; kept for one device alone.
         numbers: what the step reports besides its loss, by kind of row and title, e.g. the norm of all gradients; the
             same on all ranks.
-        clipped: by what clipping has scaled the gradients.
-        early: how many calls there were before the first update; None: there was none.
-        turns: of each parameter, how much modules had computed when its optimizer took the gradient.
+        clipped: the factor by which clipping has scaled the gradients.
+        early: number of calls before the first update, by boundary; None: no update.
+        turns: number of recorded tensors when its optimizer took the gradient, by parameter.
     """
 
     calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -193,8 +193,8 @@ class LoopWatch:
         keeps_graph: keep where tensors stand in autograd's graph.
         shared: random numbers in place of their means.
         calms_all: do so with those outside of modules, too: they are a step's own, and no weights or batches.
-        is_whole: the modules are parts of one model, whose names they have, such as several stages of a pipeline.
-        is_told: steps end with `end_step` alone; else also where a forward or a loss follows an update.
+        one_model: the modules are parts of one model and have its names, e.g. several stages of a pipeline.
+        explicit_steps: steps end at `end_step` only; else also where a forward or a loss follows an update.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class LoopWatch:
         keeps_graph: bool = False,
         shared: Mapping[DrawPlace, torch.Tensor] | None = None,
         calms_all: bool = False,
-        is_whole: bool = False,
-        is_told: bool = False,
+        one_model: bool = False,
+        explicit_steps: bool = False,
     ) -> None:
         self.record = LoopRecord()
         self.calms_all, self._keeps_graph = calms_all, keeps_graph
@@ -218,7 +218,7 @@ class LoopWatch:
         self._kept: list[nn.Module] = []  # so that no other module gets the id of one that has a name
         self._inside: list[int] = []
         self._taken: dict[int, Any] = {}  # optimizers that have stepped in the current step
-        self._is_told = is_told
+        self._explicit_steps = explicit_steps
         self._is_over = True
         self._is_enough = self._is_for_shapes = self._has_optimizer = False
         self._rank: int | None = None
@@ -226,7 +226,7 @@ class LoopWatch:
         self._calm = _CalmInSteps(self, shared)
         self.record.uses, self.record.bare = self._calm.uses, self._calm.bare
         for root in roots:
-            self._name(root, is_whole=is_whole)
+            self._name(root, one_model=one_model)
 
     @property
     def where(self) -> str:
@@ -271,11 +271,11 @@ class LoopWatch:
 
     # -- names -------------------------------------------------------------------------------------------------------
 
-    def _name(self, root: nn.Module, *, is_whole: bool = False) -> None:
+    def _name(self, root: nn.Module, *, one_model: bool = False) -> None:
         """Name the modules of an outermost one; the first has no prefix, others that of their class."""
         found = named_modules(root)
         known = [self._paths[id(module)] for module in found.values() if id(module) in self._paths]
-        first = is_whole or not self._roots or all(next(each.parameters(), None) is None for _, each in self._roots)
+        first = one_model or not self._roots or all(next(each.parameters(), None) is None for _, each in self._roots)
         prefix = "" if first or (known and "" in known) else type(root).__name__
         count = sum(other == prefix or other.rpartition("_")[0] == prefix for other, _ in self._roots)
         prefix += f"_{count}" if prefix and count else ""
@@ -336,7 +336,9 @@ class LoopWatch:
             self._is_for_shapes = _asks_for_shapes()
             if id(module) not in self._paths:
                 self._name(module)
-            self._is_over = self._is_over or (self._counts() and not self._is_told and self._have_weights_moved())
+            self._is_over = self._is_over or (
+                self._counts() and not self._explicit_steps and self._have_weights_moved()
+            )
         if id(module) in self._paths and self._counts():
             self._begin()  # before the module gathers its parameters, which are noted as they are
         self._inside.append(id(module))
@@ -363,7 +365,7 @@ class LoopWatch:
         return not self._is_for_shapes and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     def _begin(self) -> RecordedStep | None:
-        if not self._is_told:
+        if not self._explicit_steps:
             self._is_over = self._is_over or bool(self._taken)  # an optimizer has ended the step before
         return self._step()
 
@@ -483,12 +485,14 @@ class LoopWatch:
         if current_rank() != self._rank:
             return  # torch has one table of these hooks for all ranks
         again = id(optimizer) in self._taken
-        self._is_over = self._is_over or (again and not self._is_told)
+        self._is_over = self._is_over or (again and not self._explicit_steps)
         step = self._step()
         self.note_gradients(_params_of(optimizer))
         if step is not None:
             starts = step.starts.joined(UpdateStarts.of(optimizer, self.parameters()))
-            step.starts = UpdateStarts({}, starts.values) if again and self._is_told else starts  # no replay of two
+            step.starts = (
+                UpdateStarts({}, starts.values) if again and self._explicit_steps else starts
+            )  # no replay of two
         self.is_updating = self._has_optimizer = True
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -583,8 +587,7 @@ class _CalmInSteps(NoRandomness):
 
 
 class PerturbedSteps(Perturbed):
-    """Perturbs a loop from its first step on: how it makes its weights and its data stays exact, and so do the updates
-    of its optimizers.
+    """Perturbs a loop from its first step on; its weights and data, and updates by its optimizers, stay exact.
 
     Args:
         watch: of the loop.
@@ -607,7 +610,7 @@ class PerturbedSteps(Perturbed):
 class _Losses(OnFunctions):
     """Sees which scalars are differentiated."""
 
-    order = Order.LOSSES
+    order = Level.LOSSES
 
     def __init__(self, watch: LoopWatch) -> None:
         self._watch = watch

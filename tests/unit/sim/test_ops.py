@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sim.ops import OnFunctions, OnOperations, Order, mode_before_all, subscribers
+from sim.ops import Level, OnFunctions, OnOperations, mode_before_all, subscribers
 
 pytestmark = pytest.mark.sim
 
@@ -43,7 +43,7 @@ class Sums(Seen):
 class Twice(OnOperations):
     """Gives sums other arguments, and doubles their results."""
 
-    order, only = Order.NOISE, frozenset({_ADD})
+    order, only = Level.NOISE, frozenset({_ADD})
 
     def handle(self, func, types, args, kwargs, proceed):
         return proceed(args[0], 10 * args[1], **kwargs) * 2
@@ -92,30 +92,30 @@ def who(seen, name):
     return [order for order, each in seen if each == name]
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations([Order.CHOICES, Order.NOISE, Order.RACES])])
+@pytest.mark.parametrize("order", [*itertools.permutations([Level.CHOICES, Level.NOISE, Level.RACES])])
 def test_the_order_is_the_stated_one_whatever_the_order_of_with_is(order):
     seen = []
     one, other, last = (Seen(each, seen) for each in order)
     with one, other, last:
-        assert [each.order for each in subscribers()] == [Order.CHOICES, Order.NOISE, Order.RACES]
+        assert [each.order for each in subscribers()] == [Level.CHOICES, Level.NOISE, Level.RACES]
         torch.ones(2).neg()
-    assert who(seen, "neg") == [Order.CHOICES, Order.NOISE, Order.RACES]
+    assert who(seen, "neg") == [Level.CHOICES, Level.NOISE, Level.RACES]
 
 
 def test_functions_have_a_stated_order_too_and_of_two_equals_the_later_is_first():
     seen = []
-    with Calls(Order.LATE, seen), Calls(Order.KERNELS, seen), Calls(Order.READS, seen):
+    with Calls(Level.LATE, seen), Calls(Level.KERNELS, seen), Calls(Level.READS, seen):
         torch.neg(torch.ones(2))
-    assert who(seen, "neg") == [Order.KERNELS, Order.READS, Order.LATE]
-    with Seen(Order.NOISE, seen) as first, Seen(Order.NOISE, seen) as second:
+    assert who(seen, "neg") == [Level.KERNELS, Level.READS, Level.LATE]
+    with Seen(Level.NOISE, seen) as first, Seen(Level.NOISE, seen) as second:
         assert subscribers() == [second, first]
 
 
 def test_there_is_one_mode_while_somebody_has_subscribed_and_none_else():
     seen = []
     assert (subscribers(), modes()) == ([], (0, 0))
-    with Seen(Order.NOISE, seen):
-        with Seen(Order.RACES, seen), Seen(Order.CHOICES, seen), Calls(Order.LATE, seen), Calls(Order.READS, seen):
+    with Seen(Level.NOISE, seen):
+        with Seen(Level.RACES, seen), Seen(Level.CHOICES, seen), Calls(Level.LATE, seen), Calls(Level.READS, seen):
             assert modes() == (1, 1)
         assert modes() == (1, 0)
     assert (subscribers(), modes()) == ([], (0, 0))
@@ -123,13 +123,13 @@ def test_there_is_one_mode_while_somebody_has_subscribed_and_none_else():
 
 def test_leaving_restores_who_was_there_whoever_leaves_first():
     seen = []
-    races, noise, user = Seen(Order.RACES, seen), Seen(Order.NOISE, seen), Mode(Seen("user", seen))
+    races, noise, user = Seen(Level.RACES, seen), Seen(Level.NOISE, seen), Mode(Seen("user", seen))
     races.__enter__()
     noise.__enter__()
     user.__enter__()
     races.__exit__(None, None, None)
     torch.ones(2).neg()
-    assert who(seen, "neg") == ["user", Order.NOISE]
+    assert who(seen, "neg") == ["user", Level.NOISE]
     noise.__exit__(None, None, None)
     torch.ones(2).abs()
     assert who(seen, "abs") == ["user"]
@@ -143,42 +143,42 @@ def test_an_error_leaves_everything_as_it_was():
             raise ValueError("no")
 
     seen, fails = [], [True]
-    with Seen(Order.CHOICES, seen), Seen(Order.NOISE, seen, fail), Seen(Order.RACES, seen):
+    with Seen(Level.CHOICES, seen), Seen(Level.NOISE, seen, fail), Seen(Level.RACES, seen):
         with pytest.raises(ValueError, match="no"):
             torch.ones(2)
         fails.clear()
         seen.clear()
         torch.ones(2)
-        assert [order for order, _ in seen] == [Order.CHOICES, Order.NOISE, Order.RACES]
+        assert [order for order, _ in seen] == [Level.CHOICES, Level.NOISE, Level.RACES]
     assert (subscribers(), modes()) == ([], (0, 0))
 
 
 def test_a_subscriber_answers_by_itself_and_only_those_behind_it_see_what_it_calls():
     class Zero(OnOperations):
-        order = Order.CHOICES
+        order = Level.CHOICES
 
         def handle(self, func, types, args, kwargs, proceed):
             return torch.zeros(2) if func is _ADD else proceed(*args, **kwargs)
 
     seen, x = [], torch.ones(2)
-    with Seen(Order.RECORD, seen), Zero(), Seen(Order.RACES, seen):
+    with Seen(Level.RECORD, seen), Zero(), Seen(Level.RACES, seen):
         out = x + x
-    assert (seen, out.tolist()) == ([(Order.RECORD, "add"), (Order.RACES, "zeros")], [0.0, 0.0])
+    assert (seen, out.tolist()) == ([(Level.RECORD, "add"), (Level.RACES, "zeros")], [0.0, 0.0])
     seen.clear()
-    with Seen(Order.RACES, seen), Seen(Order.CHOICES, seen), Twice():
+    with Seen(Level.RACES, seen), Seen(Level.CHOICES, seen), Twice():
         out = x + x
-    assert seen == [(Order.CHOICES, "add"), (Order.RACES, "mul"), (Order.RACES, "add"), (Order.RACES, "mul")]
+    assert seen == [(Level.CHOICES, "add"), (Level.RACES, "mul"), (Level.RACES, "add"), (Level.RACES, "mul")]
     assert out.tolist() == [22.0, 22.0]
 
 
 def test_a_subscriber_of_some_operations_is_given_no_others():
     seen, x = [], torch.ones(2)
-    with Sums(Order.CHOICES, seen), Sums(Order.RACES, seen):
+    with Sums(Level.CHOICES, seen), Sums(Level.RACES, seen):
         x.neg()
         x + x
-    with Seen(Order.PRECISION, seen), Sums(Order.RACES, seen):
+    with Seen(Level.PRECISION, seen), Sums(Level.RACES, seen):
         x.neg()
-    assert seen == [(Order.CHOICES, "add"), (Order.RACES, "add"), (Order.PRECISION, "neg")]
+    assert seen == [(Level.CHOICES, "add"), (Level.RACES, "add"), (Level.PRECISION, "neg")]
 
 
 def test_a_stream_is_as_good_as_a_mode_for_each_subscriber():
@@ -186,8 +186,8 @@ def test_a_stream_is_as_good_as_a_mode_for_each_subscriber():
 
     def seen_by(as_mode):
         seen = []
-        made = [Declining(Order.RACES, seen), Seen(Order.PARTIALS, seen, lambda: x * 2), Twice()]
-        made += [Seen(Order.PRECISION, seen, lambda: x + x), Seen(Order.RECORD, seen, x.neg)]
+        made = [Declining(Level.RACES, seen), Seen(Level.PARTIALS, seen, lambda: x * 2), Twice()]
+        made += [Seen(Level.PRECISION, seen, lambda: x + x), Seen(Level.RECORD, seen, x.neg)]
         one, two, three, four, five = (Mode(each) if as_mode and not each.only else each for each in made)
         with one, two, three, four, five:
             result = Wrapped(x).cos() + Wrapped(x)
@@ -199,31 +199,31 @@ def test_a_stream_is_as_good_as_a_mode_for_each_subscriber():
 @pytest.mark.parametrize(("one", "other"), [(Declining, Seen), (Seen, Declining)])
 def test_one_that_declines_a_dtensor_is_given_its_local_operations(one, other):
     seen = []
-    with one(Order.RACES, seen), other(Order.PARTIALS, seen):
+    with one(Level.RACES, seen), other(Level.PARTIALS, seen):
         Wrapped(torch.ones(2)).neg()
-    assert who(seen, "neg") == [Order.PARTIALS, Order.RACES]
+    assert who(seen, "neg") == [Level.PARTIALS, Level.RACES]
 
 
 def test_backward_and_what_it_computes_again_is_seen():
     seen, x = [], torch.ones(2, requires_grad=True)
-    with Seen(Order.RACES, seen), Seen(Order.CHOICES, seen):
+    with Seen(Level.RACES, seen), Seen(Level.CHOICES, seen):
         out = torch.utils.checkpoint.checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum()
         seen.clear()
         out.backward()
-    names = [name for order, name in seen if order == Order.CHOICES]
-    assert names == [name for order, name in seen if order == Order.RACES]
+    names = [name for order, name in seen if order == Level.CHOICES]
+    assert names == [name for order, name in seen if order == Level.RACES]
     assert {"sin", "cos", "mul"} <= set(names)
 
 
 def test_a_mode_of_the_users_divides_the_stream():
     seen = []
-    with Seen(Order.CHOICES, seen), Mode(Seen("user", seen)):
+    with Seen(Level.CHOICES, seen), Mode(Seen("user", seen)):
         assert mode_before_all()
-        with Seen(Order.RACES, seen), Seen(Order.NOISE, seen):
-            assert [each.order for each in subscribers()] == [Order.NOISE, Order.RACES, Order.CHOICES]
+        with Seen(Level.RACES, seen), Seen(Level.NOISE, seen):
+            assert [each.order for each in subscribers()] == [Level.NOISE, Level.RACES, Level.CHOICES]
             assert not mode_before_all()
             torch.ones(2).neg()
-    assert who(seen, "neg") == [Order.NOISE, Order.RACES, "user", Order.CHOICES]
+    assert who(seen, "neg") == [Level.NOISE, Level.RACES, "user", Level.CHOICES]
     assert modes() == (0, 0)
 
 
@@ -231,25 +231,25 @@ def test_without_modes_and_on_another_thread_nobody_sees_and_a_subscriber_may_co
     def alone():
         torch.ones(2)
         found.append((list(seen), subscribers()))
-        with Seen(Order.NOISE, seen):
+        with Seen(Level.NOISE, seen):
             torch.ones(2)
 
     seen, found = [], []
-    with Seen(Order.RACES, seen):
+    with Seen(Level.RACES, seen):
         with _disable_current_modes():
             alone()
         thread = threading.Thread(target=alone)
         thread.start()
         thread.join()
         torch.ones(2)
-    noise = [(Order.NOISE, "ones")]
-    assert (found, seen) == ([([], []), (noise, [])], [*noise, *noise, (Order.RACES, "ones")])
+    noise = [(Level.NOISE, "ones")]
+    assert (found, seen) == ([([], []), (noise, [])], [*noise, *noise, (Level.RACES, "ones")])
 
 
 @pytest.mark.parametrize("has_another", [False, True])
 def test_a_subscriber_enters_itself_again_while_it_handles_a_call(has_another):
     class Again(OnFunctions):
-        order, calls = Order.KERNELS, ()
+        order, calls = Level.KERNELS, ()
 
         def handle(self, func, types, args, kwargs, proceed):
             self.calls = [*self.calls, func.__name__]
@@ -259,7 +259,7 @@ def test_a_subscriber_enters_itself_again_while_it_handles_a_call(has_another):
                 return torch.abs(x)
 
     x, seen = torch.ones(2), []
-    with Again() as again, Calls(Order.LATE, seen) if has_another else nullcontext():
+    with Again() as again, Calls(Level.LATE, seen) if has_another else nullcontext():
         torch.neg(x)
         assert again.calls == ["neg", "abs"]
     assert modes() == (0, 0)

@@ -62,12 +62,10 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_run_is_proved(name: str) -> None:
     report = right(verify_run(*RIGHT[name]))
-    kinds = {row.kind for row in report.rows}
-    assert kinds >= {"parameter", "forward", "gradient", "update"}
+    assert {row.kind for row in report.rows} >= {"parameter", "forward", "gradient", "update"}
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
     if name == "tp, dp":
-        put_in = report.sensitivity(6)
-        assert ({row.outcome for row in put_in.rows} <= {"found", "none"}, put_in.possible > 30) == (True, True)
+        assert {"found"} <= {row.outcome for row in report.sensitivity(6).rows} <= {"found", "none"}
 
 
 STORED = {

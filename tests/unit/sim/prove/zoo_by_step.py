@@ -548,4 +548,3 @@ NOT_PROVED = {
     "ZeRO-3 whose flat shards are of whole weights": "values are compared by shape, so that flat ones have no name",
     "local SGD, a round in one step": "a step that calls its model more often on one device is none of the ranks'",
 }
-NOT_FOUND: dict[str, str] = {}
