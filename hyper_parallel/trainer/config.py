@@ -667,7 +667,7 @@ def changed_text(file: TomlFile | None, config: Config) -> str:
 
 
 def _sections() -> dict[str, type]:
-    return {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config)}
+    return {each.name: each.default_factory for each in dataclasses.fields(Config)}  # type: ignore[misc]
 
 
 def _home(key: str) -> str:
