@@ -134,6 +134,10 @@ class Judge:
             bound: what rounding can do to an element.
             addends: returns full tensors by name, of which one may have been added once per rank.
         """
+        return self.explained(parts, full, bound) or self.unexplained(parts, full, bound, addends())
+
+    def explained(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> Finding | None:
+        """Find a layout that explains the parts, as `undeclared` does; None if there is none, without a reason."""
         for layout in self._recent.get(full.ndim, []):
             found = self._fit(parts, full, layout, bound)
             if found is not None and found.fits:
@@ -148,7 +152,7 @@ class Judge:
             sentence = f"the ranks hold {pending_words(best.layout)}"
             alike = self._alike(parts)
             return Finding("pending", best.layout, "", best.error, best.ratio, bound, sentence, alike=alike)
-        return self._unexplained(parts, full, bound, addends())
+        return None
 
     def _alike(self, parts: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
         """Return the axes along which all ranks hold the same, to the last bit."""
@@ -158,11 +162,16 @@ class Judge:
         lines = {rank: ranks_along(self.mesh, (axis,), rank)[0] for rank in parts}
         return all(torch.equal(part, parts[lines[rank]]) for rank, part in parts.items())
 
-    def _unexplained(
-        self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, addends: Mapping[str, torch.Tensor]
+    def unexplained(
+        self,
+        parts: Mapping[int, torch.Tensor],
+        full: torch.Tensor,
+        bound: float,
+        addends: Mapping[str, torch.Tensor] | None = None,
     ) -> Finding:
+        """Say what is wrong with parts that no layout explains."""
         near = self._nearest(parts, full, bound)
-        diagnosis = diagnose(parts, full, self.mesh, bound, addends=addends)
+        diagnosis = diagnose(parts, full, self.mesh, bound, addends=addends or {})
         shapes = sorted({tuple(part.shape) for part in parts.values()})
         if diagnosis is not None:
             sentence = diagnosis.sentence

@@ -171,17 +171,31 @@ class Run:
     step: int = 0
 
     def held(self, path: str) -> list[str]:
-        """Say which parts of a module's parameters the rank has, in as many lines as one reads."""
-        prefix = f"{path}." if path else ""
-        rows = []
-        for name, part in self.initial.items():
-            if not name.startswith(prefix):
-                continue
+        """Say which parts of a module's parameters the rank has."""
+
+        def split(name: str) -> str:
             (layout, known), full = self.layouts[name], tuple(self.leaves[name].shape)
             said = "" if layout is None else spread_layout(layout.placement_to_tensor_map(len(full)), known)
-            split = said and f" of {full}, declared {said}"
-            rows.append(f"{name.removeprefix(prefix)}: {tuple(part.shape)}{split}")
-        return rows if len(rows) <= _MOST_HELD else [*rows[:_MOST_HELD], f"... and {len(rows) - _MOST_HELD} more"]
+            return said and f" of {full}, declared {said}"
+
+        return place_words(path, self.initial, split)
+
+
+def place_words(
+    path: str | None, initial: Mapping[str, torch.Tensor], split: Callable[[str], str] = lambda name: ""
+) -> list[str]:
+    """Say which parameters of a module a rank has, in as many lines as one reads.
+
+    Args:
+        path: of the module; None: none.
+        initial: the parameters of all modules, by name.
+        split: returns how one of them is split, in words.
+    """
+    prefix, rows = f"{path}." if path else "", []
+    for name, part in initial.items():
+        if path is not None and name.startswith(prefix):
+            rows.append(f"{name.removeprefix(prefix)}: {tuple(part.shape)}{split(name)}")
+    return rows if len(rows) <= _MOST_HELD else [*rows[:_MOST_HELD], f"... and {len(rows) - _MOST_HELD} more"]
 
 
 class _Session:

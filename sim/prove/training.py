@@ -216,9 +216,10 @@ class _RunLoop(Loop):
     def on_one(self, taken: Taken | None, seed: int | None) -> LoopRecord:
         """Take the steps without any degree."""
         numbers = [self.shared.one] if self.shared is not None else ()
+        loops: dict[int, LoopRecord] = {}
         with World(1, WorldOptions(seed=self.run.train.seed, machine=self.machine)) as world:
-            ((record, _),) = world.run(_take_steps, args=(_on_one_device(self.run), 1, seed, taken, None, numbers))
-        return record
+            world.run(_take_steps, args=(loops, _on_one_device(self.run), 1, seed, taken, None, numbers))
+        return loops[0]
 
     def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
         """Take the steps on the ranks."""
@@ -228,11 +229,12 @@ class _RunLoop(Loop):
         options: Any = {"device": device, "machine": self.machine, "check_races": watched}
         run = self.run.with_changes("train", {"device": self.device})
         with World(self.world_size, WorldOptions(seed=run.train.seed, **options)) as world:
-            with put_in(world, mutant):
-                found = world.run(_take_steps, args=(run, self.world_size, None, None, mutant, numbers))
-            has_moved, events = any(moved for _, moved in found), list(world.trace.kept())
+            found, loops, moved = RanksRecord(), dict[int, LoopRecord](), list[bool]()
+            with put_in(world, mutant), found.until_stopped(loops, self.world_size):
+                moved = world.run(_take_steps, args=(loops, run, self.world_size, None, None, mutant, numbers))
+            events = list(world.trace.kept())
         offloads = ActivationPolicy.of(run.parallel.checkpointing).offload
-        return RanksRecord([record for record, _ in found], events, offloads=offloads, has_moved=has_moved)
+        return dataclasses.replace(found, events=events, offloads=offloads, has_moved=any(moved))
 
     def make(self) -> None:
         """Build the trainers once more, in a world that compares what engines split."""
@@ -247,18 +249,20 @@ class _RunLoop(Loop):
 
 
 def _take_steps(
+    loops: dict[int, LoopRecord],
     run: Config,
     world_size: int,
     seed: int | None,
     taken: Taken | None,
     mutant: Mutant | None,
     numbers: Sequence[Mapping[DrawPlace, torch.Tensor]],
-) -> tuple[LoopRecord, bool]:
-    """Take the first steps of a run as one of its ranks; return their record, and whether activations were moved."""
+) -> bool:
+    """Take the first steps of a run as one of its ranks, record them, and return whether activations were moved."""
     trainer, rank = _trainer(run, world_size), RankPlace.current().rank
     parts, device = trainer.model.parts, trainer.platform.device_type
     is_plain, shared = world_size == 1 and seed is None, numbers[rank] if numbers else None
     watch = LoopWatch(parts, _STEPS, keeps_graph=is_plain, shared=shared, one_model=True, explicit_steps=True)
+    loops[rank] = watch.record
     put_into_model(mutant, parts, rank)
     watch.note_initial()
     choices = Choices(lambda: watch.where if watch.is_inside else None, taken)
@@ -273,7 +277,7 @@ def _take_steps(
     settle(device)
     if device != "cpu":  # proved without
         watch.record.uses, watch.record.choices = {}, {}
-    return watch.record, any(block.has_moved for part in parts for block in offloaded_of(part))
+    return any(block.has_moved for part in parts for block in offloaded_of(part))
 
 
 def _wrong_dtypes(run: Config, world_size: int) -> list[tuple[str, str, torch.dtype, torch.dtype]]:

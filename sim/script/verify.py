@@ -26,7 +26,7 @@ import torch
 from hyper_parallel.core.common.errors import InvalidValue, explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
-from sim.explain.errors import InFlightBufferRace, RankFailed, ReplicaMismatch, SimError
+from sim.explain.errors import InFlightBufferRace, RankFailed, SimError
 from sim.kernel.context import current_rank
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import Choices
@@ -181,8 +181,10 @@ class _ScriptLoop(Loop):
         numbers = [self.shared.one] if self.shared is not None else ()
         is_plain = taken is None and seed is None  # else it has been said once
         with nullcontext() if is_plain and not numbers else redirect_stderr(io.StringIO()):
-            (loop,) = self._execute(self.reference, self.reference_source, seed, taken=taken, numbers=numbers).loops
-        return loop
+            found = self._execute(self.reference, self.reference_source, seed, taken=taken, numbers=numbers)
+        if found.stopped is not None:
+            raise found.stopped
+        return found.loops[0]
 
     def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
         """Execute the script on its ranks."""
@@ -190,7 +192,7 @@ class _ScriptLoop(Loop):
         launch = self.launch if mutant is None and not numbers else replace(self.launch, show=())
         with redirect_stderr(io.StringIO()) if numbers else nullcontext():
             found = self._execute(launch, self.source, None, mutant, numbers=numbers, is_watched=launch is self.launch)
-        if not any(step.updates for loop in found.loops for step in loop.steps):
+        if found.stopped is None and not any(step.updates for loop in found.loops for step in loop.steps):
             raise InvalidValue(*_no_steps(self.launch.script, "no rank has made a step"))
         return replace(found, loops=[_told_by_values(loop, expected) for loop in found.loops])
 
@@ -198,7 +200,9 @@ class _ScriptLoop(Loop):
         """Execute the script on its ranks until the first forward, and compare what engines split."""
         first = replace(self, steps=0, launch=replace(self.launch, show=()))
         with redirect_stderr(io.StringIO()):
-            first._execute(first.launch, self.source, None, compares=True)
+            found = first._execute(first.launch, self.source, None, compares=True)
+        if found.stopped is not None:
+            raise found.stopped
 
     def possible(self, mutants: list[Mutant]) -> list[Mutant]:
         """Return the faults of communication: a script makes its parameters when it likes."""
@@ -283,16 +287,15 @@ class _ScriptLoop(Loop):
             views = prepare_views(ranks, launch, source)
             try:
                 with ranks, put_in(ranks, mutant):
-                    try:
+                    with found.until_stopped(loops, launch.nproc):
                         ranks.run(body)
-                    except SimError as error:  # who has ended may be waited for, by ranks that have done their steps
-                        is_final = isinstance(error, (RankFailed, ReplicaMismatch))
-                        if is_final or not self._are_complete(loops, launch.nproc):
-                            raise
+                    waits = found.stopped is not None and not isinstance(found.stopped, RankFailed)
+                    if waits and self._are_complete(loops, launch.nproc):
+                        found.stopped = None  # who has ended may be waited for, by ranks that have done their steps
                     found.groups, found.events = list(_groups_of(ranks)), list(ranks.trace.kept())
             finally:
                 finish_views(views)
-        found.loops, found.notes = [loops[rank] for rank in sorted(loops)], list(changes)
+        found.notes = list(changes)
         return found
 
     def _are_complete(self, loops: Mapping[int, LoopRecord], nproc: int) -> bool:

@@ -234,26 +234,29 @@ class _StepLoop(Loop):
             torch.default_generator.manual_seed(self.seed + 1)
             with nullcontext() if seed is None else Perturbed(floor, seed=seed):
                 batches = [_copied(batch, self.dtype) for batch in self._batches]
-                numbers = self.shared.one if self.shared is not None else None
-                wide, keeps = WidePrecision(self.dtype), seed is None
-                return self._take(model, [model], self.step, batches, wide, taken, numbers, keeps_graph=keeps)
+                watch = self._watch([model], None if self.shared is None else self.shared.one, keeps_graph=seed is None)
+                self._take(watch, model, self.step, batches, WidePrecision(self.dtype), taken)
+                return watch.record
+
+    def _watch(
+        self, roots: Sequence[nn.Module], shared: Mapping[DrawPlace, torch.Tensor] | None, *, keeps_graph: bool = False
+    ) -> LoopWatch:
+        """Make the recorder of one device or a rank."""
+        options: dict[str, Any] = {"calms_all": True, "explicit_steps": True}
+        watch = LoopWatch(roots, self.steps, keeps_graph=keeps_graph, shared=shared, **options)
+        watch.note_initial()
+        return watch
 
     def _take(
         self,
+        watch: LoopWatch,
         model: Any,
-        roots: list[nn.Module],
         step: Callable[[Any, Any], Any],
         batches: Sequence[Any],
         wide: WidePrecision,
         taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
-        shared: Mapping[DrawPlace, torch.Tensor] | None = None,
-        *,
-        keeps_graph: bool = False,
-    ) -> LoopRecord:
-        watch = LoopWatch(
-            roots, self.steps, keeps_graph=keeps_graph, shared=shared, calms_all=True, explicit_steps=True
-        )
-        watch.note_initial()
+    ) -> None:
+        """Take the steps on one device or a rank."""
         chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
         optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
         choices = Choices(lambda: watch.where if watch.is_inside else None, taken)
@@ -281,7 +284,6 @@ class _StepLoop(Loop):
                 for parameter in () if is_own else watch.parameters().values():  # else the step clears them
                     parameter.grad = None
                 watch.end_step()
-        return watch.record
 
     def make(self) -> None:
         """Make the ranks' models once more, in a world that compares what engines split."""
@@ -324,26 +326,27 @@ class _StepLoop(Loop):
                 roots = [each.roots for each in made]
                 drawn = DrawnWeights() if moves else self._give_shards(expected.initial, roots)
 
-                def take() -> LoopRecord:
+                found, loops = RanksRecord(rows=drawn.rows, notes=drawn.notes), dict[int, LoopRecord]()
+
+                def take() -> None:
                     rank = dist.get_rank()
                     own = made[rank]
                     put_into_model(mutant, own.roots, rank)
-                    numbers = self.shared.ranks[rank] if self.shared is not None else None
-                    record = self._take(own.model, own.roots, own.step, own.batches, own.wide, shared=numbers)
+                    watch = self._watch(own.roots, None if self.shared is None else self.shared.ranks[rank])
+                    loops[rank] = watch.record
+                    self._take(watch, own.model, own.step, own.batches, own.wide)
                     settle(self.device)
                     if moves:
-                        record.uses, record.choices = {}, {}
-                    return record
+                        watch.record.uses, watch.record.choices = {}, {}
 
-                loops = ranks.run(take)
+                with found.until_stopped(loops, self.world_size):
+                    ranks.run(take)
             offloaded = [block for each in roots for root in each for block in offloaded_of(root)]
-            return RanksRecord(
-                loops,
-                list(ranks.trace.kept()),
-                [each.wide for each in made],
-                list(_permutations(self.batch, [each.order for each in made])),
-                drawn.rows,
-                drawn.notes,
+            return replace(
+                found,
+                events=list(ranks.trace.kept()),
+                wide=[each.wide for each in made],
+                orders=list(_permutations(self.batch, [each.order for each in made])),
                 offloads=bool(offloaded),
                 why_not="ranks draw weights by themselves" if drawn.said else "",
                 has_moved=any(block.has_moved for block in offloaded),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from sim.prove.judge import (
     pending_words,
     row_of,
     settle,
+    short,
     split_name,
 )
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
@@ -83,6 +84,7 @@ class LoopComparison:
         mesh: the axes.
         names: a map of names that was given.
         orders: permutations of the batch in which the ranks hold it, where they are known.
+        stopped: the ranks have failed; compared is what came before.
     """
 
     def __init__(
@@ -93,7 +95,10 @@ class LoopComparison:
         mesh: Layout,
         names: Mapping[str, Any],
         orders: Sequence[Permutation] = (),
+        *,
+        stopped: bool = False,
     ) -> None:
+        self._stopped = stopped
         self.expected, self.moved, self.ranks, self.mesh = expected, moved, ranks, mesh
         self.names = find_names(expected.initial, [rank.initial for rank in ranks], mesh, names)
         self.before: list[ReportRow] = []  # what has been found already
@@ -117,6 +122,8 @@ class LoopComparison:
     def report(self) -> Report:
         """Judge everything, in the order in which things happen."""
         rows = [*self.before, *self._parameters()]
+        if self._stopped:
+            return self._until_stopped(rows)
         for number in range(len(self.expected.steps)):
             rows += self._of_step(number)
         rows += self._redrawn()
@@ -138,6 +145,32 @@ class LoopComparison:
         if self._made:
             self.notes.append(f"the ranks' own, which no step changes: {self._some(self._made)}")
         return Report(tuple(rows), str(self.mesh.axes), tuple(self.notes))
+
+    def _until_stopped(self, rows: list[ReportRow]) -> Report:
+        """Judge the steps that all ranks have taken, and forward of the one in which they failed."""
+        done = min(sum(bool(step.updates) for step in rank.steps) for rank in self.ranks)
+        for number in range(min(done, len(self.expected.steps))):
+            rows += self._of_step(number)
+        if done < len(self.expected.steps):
+            rows += self._with_number(self._forward(*self._sides(done)), done)
+        return Report(tuple(advised(rows)), str(self.mesh.axes), tuple(self.notes))
+
+    def held_in(self, rank: int, path: str) -> Iterator[str]:
+        """Say what a module took and returned on a rank before it failed, where shapes are not those of one device."""
+        done = len(self.ranks[rank].steps) - 1
+        if not 0 <= done < len(self.expected.steps):
+            return
+        (mine, others, theirs), path = self._sides(done), self._paths[rank].get(path, path)
+        calls = {each: self._calls(step, self._paths[each]) for each, step in theirs.items()}
+        for key, values in mine.calls.items():
+            own = calls[rank].get(key)
+            if not own or own[-1].shape == values[-1].shape or not f"{key[0]}.".startswith(f"{path}." if path else ""):
+                continue
+            parts = {each: held[key][-1] for each, held in calls.items() if key in held}
+            found = self._find(parts, values[-1], bound_of(values[-1], [other.calls[key][-1] for other in others]))
+            layout = f", found {short(found.found)}" if found.found is not None else ""
+            place = ReportRow(key[0], _title(key), "forward").place
+            yield f"{place}: {tuple(own[-1].shape)} of {tuple(values[-1].shape)}{layout}"
 
     def _redrawn(self) -> Iterator[ReportRow]:
         named = [
@@ -229,9 +262,7 @@ class LoopComparison:
             yield self._row(row, self._find(parts, self.names.ordered(name, full), bound_of(full, ())))
 
     def _of_step(self, number: int) -> list[ReportRow]:
-        mine = self.expected.steps[number]
-        others = [each.steps[number] for each in self.moved if number < len(each.steps)]
-        theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
+        mine, others, theirs = self._sides(number)
         self._late = set()
         rows = [*self._numbers("forward", mine, others, theirs), *self._forward(mine, others, theirs)]
         self._gradients = {}
@@ -259,6 +290,15 @@ class LoopComparison:
             rows = [_as_private(row) if row.kind == "forward" else row for row in rows]
         if is_trained:
             rows = [self._as_made(row) if row.kind == "buffer" else row for row in rows]
+        return self._with_number(rows, number)
+
+    def _sides(self, number: int) -> tuple[RecordedStep, list[RecordedStep], dict[int, RecordedStep]]:
+        """Return a step of one device, the same perturbed, and those of the ranks."""
+        others = [each.steps[number] for each in self.moved if number < len(each.steps)]
+        theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
+        return self.expected.steps[number], others, theirs
+
+    def _with_number(self, rows: Iterable[ReportRow], number: int) -> list[ReportRow]:
         step = f" of step {number + 1}" if len(self.expected.steps) > 1 else ""
         return [replace(row, tensor=f"{row.tensor}{step}") for row in rows]
 
@@ -340,6 +380,8 @@ class LoopComparison:
             joined = _there({rank: _joined(each) for rank, each in there.items()})
             parts = {rank: there[rank][0] for rank in joined} if alike else joined
             full = values[0] if alike and _are_equal(values) else _joined(values)
+            if self._stopped and not self._is_complete(path, there, full):
+                continue
             if full is None or not parts:
                 self._left.update({path: None} if path and not parts else {})
                 continue
@@ -362,6 +404,19 @@ class LoopComparison:
             if is_given:  # a constant: it stands where the outputs of its module do
                 nodes = [node for (other, _), node in mine.nodes.items() if other[:2] == (path, "output")]
             yield Judged(path, _title(key), "forward", found, tuple(nodes), given=is_given)
+
+    def _is_complete(self, path: str, there: Mapping[int, Sequence[torch.Tensor]], full: torch.Tensor | None) -> bool:
+        """Return True if all ranks with a module have called it as often, and hold no less than one device does.
+
+        Before a failure, they may have had the first of several micro-batches only.
+        """
+        having = {rank for rank, paths in enumerate(self._paths) if path in paths.values()}
+        if full is None or having != set(there) or len({len(values) for values in there.values()}) > 1:
+            return False
+        distinct: list[torch.Tensor] = []
+        for value in itertools.chain(*there.values()):
+            distinct += [] if any(torch.equal(value, other) for other in distinct) else [value]
+        return sum(value.numel() for value in distinct) >= full.numel()
 
     def _call_by_call(
         self,
@@ -453,7 +508,7 @@ class LoopComparison:
         if full is None or not parts or len(parts) < len(there) or (call is not None and len(counts) > 1):
             return False
         bound = bound_of(full, [_value_of(other, key, call) for other in others])
-        return self._find(parts, full, bound, may_reorder=True).status in ("right", "pending")
+        return self._explained(parts, full, bound, may_reorder=True) is not None
 
     def _named_calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, CallKey]:
         """Return what a rank calls each boundary of one device."""
@@ -464,8 +519,8 @@ class LoopComparison:
         sizes = [size for size in self.mesh.mesh_shape if size > 1]
         products = {math.prod(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count)}
         for times in sorted(products):
-            found = self._find(parts, full * times, bound * times, may_reorder=True)
-            if found.status == "right":
+            found = self._explained(parts, full * times, bound * times, may_reorder=True)
+            if found is not None and found.status == "right":
                 return float(times)
         here = submesh(self.mesh, tuple(sorted(parts)))
         fault = diagnose(parts, full, here, bound)
@@ -482,6 +537,8 @@ class LoopComparison:
             return
         full, moved = _sum(mine), [_sum(other) for other in others if other.losses]
         parts = {rank: _sum(step) for rank, step in theirs.items() if step.losses}
+        if self._stopped and {len(step.losses) for step in theirs.values()} != {len(mine.losses)}:
+            return
         if parts:
             found = self._find(parts, full, bound_of(full, moved, mine.losses[0].dtype))
             found = replace(found, status="right") if found.status == "pending" else found
@@ -580,7 +637,8 @@ class LoopComparison:
         for other, full in gradients.items():
             if other == name or full is None or full.shape != gradients[name].shape or not bool(full.any()):
                 continue
-            if self._find(parts, full, max(found.bound, bound_of(full, ()))).status == "right":
+            same = self._explained(parts, full, max(found.bound, bound_of(full, ())))
+            if same is not None and same.status == "right":
                 hint = "look at the order in which gradients are put into buffers, and taken out again"
                 return replace(found, sentence=f"it is the gradient of {other}", suggestion=hint)
         return found
@@ -648,23 +706,28 @@ class LoopComparison:
         self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False
     ) -> Finding:
         """Judge a tensor as it is, then in the orders in which ranks are known, or found, to hold the batch."""
-        judge = self._judge(parts)
-        if any(part.dtype.is_floating_point != full.dtype.is_floating_point for part in parts.values()):
-            full = full.double()
-        found = judge.undeclared(parts, full, bound)
-        if found.status != "unexplained" or not may_reorder:
+        found = self._explained(parts, full, bound, may_reorder=may_reorder)
+        return found or self._judge(parts).unexplained(parts, _as_parts(full, parts), bound)
+
+    def _explained(
+        self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False
+    ) -> Finding | None:
+        """Judge a tensor as `_find` does; None where nothing explains it: to find out why takes far longer."""
+        judge, full = self._judge(parts), _as_parts(full, parts)
+        found = judge.explained(parts, full, bound)
+        if found is not None or not may_reorder:
             return found
         for other in in_orders(full, self._orders):
-            again = judge.undeclared(parts, other, bound)
-            if again.status != "unexplained":
-                return again
+            found = judge.explained(parts, other, bound)
+            if found is not None:
+                return found
         order = order_of_rows(parts, full, bound)
         if order is None:
-            return found
+            return None
         dim, pieces = order
         places = tuple(itertools.chain(*pieces))
         self._orders.append(places)
-        return judge.undeclared(parts, full.index_select(dim, torch.tensor(places)), bound)
+        return judge.explained(parts, full.index_select(dim, torch.tensor(places)), bound)
 
     def _judge(self, parts: Collection[int]) -> Judge:
         here = tuple(sorted(parts))
@@ -697,6 +760,12 @@ def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:
 
 def _as_private(row: ReportRow) -> ReportRow:
     return replace(row, verdict="private", sentence="") if row.verdict == "bug" else row
+
+
+def _as_parts(full: torch.Tensor, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of whole numbers in floating point, if a part of it is."""
+    is_float = full.dtype.is_floating_point
+    return full if all(part.dtype.is_floating_point == is_float for part in parts.values()) else full.double()
 
 
 def _are_equal(values: Sequence[torch.Tensor]) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import Machine
+from sim.explain.errors import CollectiveMismatch, InFlightBufferRace, RankFailed, ReplicaMismatch, SimError
 from sim.prove.evidence import machine_words
 from sim.prove.modes.choices import ChoiceKey
 from sim.prove.modes.draws import SharedDraws, proved_with
@@ -19,7 +21,7 @@ from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.modes.values import check_varied, unreached
 from sim.prove.randomness import bare_words
 from sim.prove.report import Report, ReportRow, Sensitivity
-from sim.prove.runs import proved_on_device
+from sim.prove.runs import place_words, proved_on_device
 from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
 from sim.prove.steps.drawn import with_cause
 from sim.prove.steps.mutants import Mutant, mutants_of, run_mutants
@@ -28,6 +30,9 @@ from sim.prove.steps.watch import LoopRecord
 
 RUNS = 3
 """Perturbed runs of one device."""
+
+_SAY_ALL = (InFlightBufferRace, ReplicaMismatch)  # errors that name what is wrong themselves
+_MOST_LINES = 6  # that say what a rank held where it failed
 
 Taken: TypeAlias = Mapping[ChoiceKey, torch.Tensor]
 """Choices that one device is to make as the ranks did."""
@@ -48,6 +53,7 @@ class RanksRecord:
         offloads: there are blocks whose activations wait on the host.
         why_not: these cannot be proved on a device; "": they can.
         has_moved: activations have been on the host.
+        stopped: a rank has failed, or ranks did not come together; the loops have what came before.
     """
 
     loops: list[LoopRecord] = field(default_factory=list)
@@ -60,6 +66,20 @@ class RanksRecord:
     offloads: bool = False
     why_not: str = ""
     has_moved: bool = False
+    stopped: SimError | None = None
+
+    @contextmanager
+    def until_stopped(self, loops: Mapping[int, LoopRecord], count: int) -> Iterator[None]:
+        """Keep the records that ranks make in a `with` block, also if they fail there once all `count` have begun."""
+        try:
+            yield
+        except SimError as error:
+            has_begun = len(loops) == count and all(loop.steps and loop.initial for loop in loops.values())
+            is_said = isinstance(error, _SAY_ALL) or (isinstance(error, CollectiveMismatch) and bool(error.meant))
+            if is_said or not has_begun:
+                raise
+            self.stopped = error
+        self.loops = [loops[rank] for rank in sorted(loops)]
 
 
 @dataclass(frozen=True)
@@ -199,11 +219,14 @@ class Loop(Proof):
         mesh, known = self.mesh_of(found), list(dict.fromkeys(name for loop in found.loops for name in loop.initial))
         expected, moved, notes = agreed_choices(expected, moved, found.loops, mesh, self.references)
         names = read_names(self.asked, self.names, known, list(expected.initial))
-        comparison = LoopComparison(expected, moved, found.loops, mesh, names, found.orders)
+        stopped = found.stopped is not None
+        comparison = LoopComparison(expected, moved, found.loops, mesh, names, found.orders, stopped=stopped)
         comparison.before += found.rows
         comparison.notes += [*found.notes, *notes, *narrow_words(found.wide, self.dtype)]
         comparison.notes += unreached([step.gradients for step in expected.steps], expected.trained, expected.tables)
         comparison.notes += [*bare_words(found.loops), *machine_words(self.machine, self.world_size)]
+        if found.stopped is not None:
+            return Compared(_until(found.stopped, comparison))
         report = self.explained(comparison.report(), comparison, found)
         if self.shared is not None:
             comparison.check_used(self.shared)
@@ -212,3 +235,22 @@ class Loop(Proof):
         on_device = (lambda kind: replace(self, device=kind).compared(references).report) if found.offloads else None
         draws = comparison.shared if comparison.draws else None
         return Compared(report, found.events, known, on_device, found.why_not, draws)
+
+
+def _until(error: SimError, comparison: LoopComparison) -> Report:
+    """Return the report of what came before a failure, if something was wrong there; else raise it, with its place."""
+    report = comparison.report()
+    ranks = [error.rank] if isinstance(error, RankFailed) else list(range(len(comparison.ranks)))
+    lines = []
+    for rank in ranks:
+        path = comparison.ranks[rank].stopped_in
+        where = "no module" if path is None else f"module {path or '(the model)'!r}"
+        lines.append(f"  rank {rank} was in {where}")
+        held = [] if path is None else [*comparison.held_in(rank, path)][-_MOST_LINES:]
+        lines += [f"    {line}" for line in [*place_words(path, comparison.ranks[rank].initial), *held]]
+    if report.bug is None:
+        error.args = ("\n".join([str(error), *lines]), *error.args[1:])
+        raise error
+    places = [line.strip() for line in lines if line.startswith("  rank")]
+    note = "; ".join([f"the ranks have stopped: {str(error).splitlines()[0]}", *places])
+    return replace(report, notes=(*report.notes, note))

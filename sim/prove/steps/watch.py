@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,7 @@ class LoopRecord:
         repeats: backward has computed some of them again.
         is_misfit: they have other shapes than those that were shared.
         bare: where numbers are drawn that nothing is put in place of.
+        stopped_in: path of the module that was running when the loop failed; None: none.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -124,6 +126,7 @@ class LoopRecord:
     repeats: bool = False
     is_misfit: bool = False
     bare: Mapping[str, None] = field(default_factory=dict)
+    stopped_in: str | None = None
 
     def root_of(self, path: str) -> str:
         """Return the root that a module or a tensor belongs to."""
@@ -221,6 +224,7 @@ class LoopWatch:
         self._explicit_steps = explicit_steps
         self._is_over = True
         self._is_enough = self._is_for_shapes = self._has_optimizer = False
+        self._failed_in: str | None = None  # the innermost module that an exception has left
         self._rank: int | None = None
         self._stack = ExitStack()
         self._calm = _CalmInSteps(self, shared)
@@ -262,12 +266,17 @@ class LoopWatch:
         self._stack.enter_context(_Losses(self))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stack.close()
-        if self._taken or self._have_weights_moved():
+        has_failed = kind is not None and not self._is_enough and (self._inside or issubclass(kind, Exception))
+        if has_failed:
+            self.record.stopped_in = self.where if self._inside else self._failed_in
+        if not (has_failed and self._explicit_steps) and (self._taken or self._have_weights_moved()):
             self._note_end()
         self.record.redraw = redrawn(self._calm.draws, self._calm.again)
         self.record.repeats, self.record.is_misfit = self._calm.repeats, self._calm.is_misfit
+        if has_failed:
+            time.sleep(1e-6)  # on the virtual clock: the other ranks compute as far as they come, to be compared
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -332,6 +341,7 @@ class LoopWatch:
                 self.record.leaves[name] = id(parameter)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._failed_in = None
         if not self._inside:
             self._is_for_shapes = _asks_for_shapes()
             if id(module) not in self._paths:
@@ -358,6 +368,8 @@ class LoopWatch:
         del args
         while self._inside and self._inside.pop() != id(module):
             pass  # a module that an exception has ended, caught on the way
+        if sys.exc_info()[0] is not None:
+            self._failed_in = self._failed_in or self._paths.get(id(module))
         self._note(module, "output", "", output)
 
     def _counts(self) -> bool:

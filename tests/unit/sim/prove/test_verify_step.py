@@ -1195,6 +1195,61 @@ def test_a_report_that_is_wrong_already_has_no_sensitivity():
         report.sensitivity()
 
 
+@made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "up": nn.Linear(WIDTH, 16), "down": nn.Linear(16, WIDTH)})
+def narrowing(self, x):
+    return self.down(F.gelu(self.up(self.first(x))))
+
+
+def half_up(model, mesh, *, first=1.0):
+    """Split `up` and forget `down`, which takes all of what `up` returns; `first` times the weight of the first."""
+    for name in ("weight", "bias"):
+        part = getattr(model.up, name).detach().chunk(2)[mesh.get_rank()].clone()
+        setattr(model.up, name, nn.Parameter(part))
+    model.first.register_forward_hook(lambda module, args, out: out * first)
+
+
+def one_by_one(model, batch):
+    """Take the rows one by one."""
+    for row in batch.split(1):
+        loss = squared(model, row) / len(batch)
+    return loss
+
+
+@pytest.mark.parametrize("rank_step", [squared, one_by_one])
+def test_a_rank_that_fails_says_in_which_module_and_what_that_was_given(rank_step):
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        sim.verify_step(squared, narrowing, draw(2, WIDTH), "tp=2", parallelize=half_up, rank_step=rank_step)
+    assert isinstance(caught.value, sim.RankFailed)
+    rows = 2 if rank_step is squared else 1
+    assert str(caught.value).splitlines()[2:] == [
+        f"  rank {caught.value.rank} was in module 'down'",
+        "    weight: (8, 16)",
+        "    bias: (8,)",
+        f"    down.input: ({rows}, 8) of (2, 16)" + ", found (-, tp)" * (rows == 2),
+    ]
+
+
+def test_what_was_wrong_before_a_rank_failed_is_reported():
+    parallelize = partial(half_up, first=2.0)
+    report = sim.verify_step(squared, narrowing, draw(2, WIDTH), "tp=2", parallelize=parallelize)
+    assert report.first.place == "up.input", report
+    assert report.first.sentence.startswith("every part is 2 times what it should be")
+    (note,) = [note for note in report.notes if "stopped" in note]
+    assert "cannot be multiplied" in note
+    assert note.endswith("was in module 'down'")
+
+
+def test_ranks_that_wait_for_each_other_say_where_each_is():
+    def alone(model, mesh):
+        if mesh.get_rank() == 0:
+            model.down.register_forward_pre_hook(lambda module, args: dist.all_reduce(args[0].detach().clone()))
+
+    with pytest.raises(sim.Deadlock) as caught:
+        sim.verify_step(squared, narrowing, draw(2, WIDTH), "tp=2", parallelize=alone)
+    assert "  rank 0 was in module 'down'\n" in str(caught.value)
+    assert "  rank 1 was in no module" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
