@@ -395,21 +395,21 @@ def order_of(parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> Order | N
     return found if bool(covered.all()) else None
 
 
-def order_of_rows(
+def pieces_of(
     parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float
-) -> tuple[int, list[tuple[int, ...]]] | None:
-    """Return along which dim, and where in the full tensor, the slices of each rank are; of copies, one rank's.
+) -> tuple[int, dict[int, tuple[int, ...]]] | None:
+    """Return along which dim, and where in the full tensor, the slices of each rank are, if together they are all.
 
     >>> parts = {0: torch.tensor([3.0]), 1: torch.tensor([]), 2: torch.tensor([1.0, 2.0])}
-    >>> order_of_rows(parts, torch.tensor([1.0, 2.0, 3.0]), 0.0)
-    (0, [(2,), (0, 1)])
+    >>> pieces_of(parts, torch.tensor([1.0, 2.0, 3.0]), 0.0)
+    (0, {0: (2,), 1: (), 2: (0, 1)})
     """
     for dim in range(min(full.dim(), 2)):
-        size, lists = full.shape[dim], dict[tuple[int, ...], None]()
+        size, found = full.shape[dim], dict[int, tuple[int, ...]]()
         rest = [length for at, length in enumerate(full.shape) if at != dim]
         if size < 2 or any([n for at, n in enumerate(part.shape) if at != dim] != rest for part in parts.values()):
             continue
-        for part in parts.values():
+        for rank, part in parts.items():
             places: list[int] = []
             for row in part.unbind(dim):
                 near = (
@@ -419,10 +419,57 @@ def order_of_rows(
                     and top(gap(row, full.select(dim, at))) <= (bound if row.is_floating_point() else 0)
                 )
                 places.append(next(near, -1))
-            lists[tuple(places)] = None
-        lists.pop((), None)
-        if sorted(chain.from_iterable(lists)) == list(range(size)):
-            return dim, list(lists)
+            found[rank] = tuple(places)
+        if sorted(_in_turn(found)) == list(range(size)):
+            return dim, found
+    return None
+
+
+def _in_turn(pieces: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the places of all ranks, one behind the other; of copies, those of one rank."""
+    return tuple(chain.from_iterable(dict.fromkeys(pieces.values())))
+
+
+def order_of_rows(
+    parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float
+) -> tuple[int, list[tuple[int, ...]]] | None:
+    """Return along which dim, and where in the full tensor, the slices of each rank are; of copies, one rank's.
+
+    >>> parts = {0: torch.tensor([3.0]), 1: torch.tensor([3.0]), 2: torch.tensor([1.0, 2.0])}
+    >>> order_of_rows(parts, torch.tensor([1.0, 2.0, 3.0]), 0.0)
+    (0, [(2,), (0, 1)])
+    """
+    found = pieces_of(parts, full, bound)
+    return None if found is None else (found[0], [piece for piece in dict.fromkeys(found[1].values()) if piece])
+
+
+def evened(
+    parts: Mapping[int, torch.Tensor], full: torch.Tensor, pieces: Mapping[int, tuple[int, ...]]
+) -> tuple[dict[int, torch.Tensor], torch.Tensor] | None:
+    """Return parts of different lengths, and the full tensor, filled up with zeros to the longest; None if none fit.
+
+    So an even split explains what ranks hold of a ragged one, such as documents or the tokens of an expert.
+
+    >>> held = {0: torch.tensor([1]), 1: torch.tensor([2, 3])}
+    >>> parts, full = evened(held, torch.tensor([1, 2, 3]), {0: (0,), 1: (1, 2)})
+    >>> parts[0].tolist(), full.tolist()
+    ([1, 0], [1, 0, 2, 3])
+    """
+    order, most = _in_turn(pieces), max(map(len, pieces.values()))
+    for dim in range(min(full.dim(), 3)):
+        fit = full.shape[dim] == len(order) and all(
+            part.dim() == full.dim() and part.shape[dim] == len(pieces.get(rank, ())) for rank, part in parts.items()
+        )
+        if fit:
+
+            def filled(tensor: torch.Tensor, dim: int = dim) -> torch.Tensor:
+                shape = list(tensor.shape)
+                shape[dim] = most - shape[dim]
+                return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+            places = [torch.tensor(each, dtype=torch.long) for each in dict.fromkeys(pieces.values())]
+            whole = torch.cat([filled(full.index_select(dim, each)) for each in places], dim)
+            return {rank: filled(part) for rank, part in parts.items()}, whole
     return None
 
 

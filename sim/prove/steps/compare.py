@@ -15,7 +15,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.bound import FEW, bound_of
 from sim.prove.evidence import largest
 from sim.prove.faults import diagnose
-from sim.prove.infer import in_orders, order_of_rows, submesh
+from sim.prove.infer import evened, in_orders, pieces_of, submesh
 from sim.prove.judge import (
     NOTHING_TRAINED,
     AutogradGraph,
@@ -104,6 +104,7 @@ class LoopComparison:
         self.before: list[ReportRow] = []  # what has been found already
         self.notes: list[str] = []
         self._orders = list(dict.fromkeys(orders))
+        self._pieces: list[Mapping[int, Permutation]] = []  # rows of each rank, where these are of different numbers
         self._judges: dict[tuple[int, ...], Judge] = {}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in expected.initial.items()}
         paths = [rank.paths for rank in ranks]
@@ -625,10 +626,21 @@ class LoopComparison:
                 found = replace(found, status="right")
             if kind == "gradients" and found.status == "unexplained":
                 found = self._of_another(name, parts, full_by_name, found)
+            if kind == "updates" and found.status in ("wrong", "unexplained") and mine.gradients.get(name) is None:
+                found = self._of_zeros(name, theirs, found)
             if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
                 found = replace(found, is_coarse=_is_coarse(found, full, scale))
                 self._gradients[name] = replace(found, is_zero=largest(full) <= found.bound)
             yield self._row(row, found)
+
+    def _of_zeros(self, name: str, theirs: Mapping[int, RecordedStep], found: Finding) -> Finding:
+        """Explain an update from a gradient of zeros, of a parameter that has no gradient on one device."""
+        named = (self.names.translated(step.gradients, self._shapes) for step in theirs.values())
+        grads = [tensors[name] for tensors in named if tensors.get(name) is not None]
+        if not grads or any(bool(grad.count_nonzero()) for grad in grads):
+            return found
+        sentence = "one device has no gradient of it, and the ranks one of zeros: their optimizer moves it"
+        return replace(found, sentence=sentence, suggestion="leave its grad None on ranks, or fill it on one device")
 
     def _of_another(
         self, name: str, parts: Mapping[int, torch.Tensor], gradients: Mapping[str, Any], found: Finding
@@ -707,7 +719,10 @@ class LoopComparison:
     ) -> Finding:
         """Judge a tensor as it is, then in the orders in which ranks are known, or found, to hold the batch."""
         found = self._explained(parts, full, bound, may_reorder=may_reorder)
-        return found or self._judge(parts).unexplained(parts, _as_parts(full, parts), bound)
+        if found is not None:
+            return found
+        judge, full = self._judge(parts), _as_parts(full, parts)
+        return self._of_pieces(judge.unexplained, parts, full, bound) or judge.unexplained(parts, full, bound)
 
     def _explained(
         self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False
@@ -721,13 +736,33 @@ class LoopComparison:
             found = judge.explained(parts, other, bound)
             if found is not None:
                 return found
-        order = order_of_rows(parts, full, bound)
-        if order is None:
-            return None
-        dim, pieces = order
-        places = tuple(itertools.chain(*pieces))
-        self._orders.append(places)
-        return judge.explained(parts, full.index_select(dim, torch.tensor(places)), bound)
+        found = self._of_pieces(judge.explained, parts, full, bound)
+        held = pieces_of(parts, full, bound) if found is None else None
+        if held is None:
+            return found
+        dim, pieces = held
+        places = tuple(itertools.chain(*dict.fromkeys(pieces.values())))
+        found = judge.explained(parts, full.index_select(dim, torch.tensor(places)), bound)
+        if found is not None:
+            self._orders.append(places)
+            return found
+        self._pieces.append(pieces)
+        return self._of_pieces(judge.explained, parts, full, bound)
+
+    def _of_pieces(
+        self,
+        judged: Callable[[Mapping[int, torch.Tensor], torch.Tensor, float], Finding | None],
+        parts: Mapping[int, torch.Tensor],
+        full: torch.Tensor,
+        bound: float,
+    ) -> Finding | None:
+        """Judge a tensor of which ranks hold pieces of different lengths, where these are known."""
+        for pieces in self._pieces:
+            even = evened(parts, full, pieces)
+            found = judged(*even, bound) if even is not None else None
+            if found is not None:
+                return replace(found, found=None) if found.status == "right" else found  # no layout of this tensor
+        return None
 
     def _judge(self, parts: Collection[int]) -> Judge:
         here = tuple(sorted(parts))

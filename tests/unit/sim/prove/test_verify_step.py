@@ -1195,6 +1195,70 @@ def test_a_report_that_is_wrong_already_has_no_sensitivity():
         report.sensitivity()
 
 
+@made_of(lambda: {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "out": nn.Linear(WIDTH, WIDTH)})
+def documents(self, x, lengths):
+    """Let the tokens of each document attend to those before them in it."""
+    return self.out(torch.cat([attended(*each[None].chunk(3, -1))[0] for each in self.qkv(x).split(lengths)]))
+
+
+def sum_of_squares(model, batch):
+    loss = model(batch["x"], batch["lengths"].tolist()).square().sum() / 16
+    loss.backward()
+    return loss
+
+
+def whole_documents(batch, mesh):
+    """Give the first rank the first document, and the second rank the others."""
+    first, lengths = int(batch["lengths"][0]), batch["lengths"]
+    if mesh.get_rank() == 0:
+        return {"x": batch["x"][:first], "lengths": lengths[:1]}
+    return {"x": batch["x"][first:], "lengths": lengths[1:]}
+
+
+def prove_documents(parallelize=None):
+    def added(model, batch):
+        loss = sum_of_squares(model, batch)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        return loss
+
+    given = {"x": draw(16, WIDTH), "lengths": torch.tensor([3, 8, 5])}
+    options = {"rank_step": added, "shard_batch": whole_documents}
+    return sim.verify_step(sum_of_squares, documents, given, "dp=2", parallelize=parallelize, **options)
+
+
+def test_documents_of_different_lengths_are_right():
+    right(prove_documents())
+
+
+def test_tokens_that_see_another_document_are_found_where_they_do():
+    def leaking(model, mesh):
+        model.forward = lambda x, lengths: type(model).forward(model, x, [len(x)])
+
+    report = prove_documents(leaking)
+    assert report.first.place == "out.input", report
+    assert report.first.sentence == "rank 1 (dp=1) is wrong, and the other one holds what it should"
+    assert "computed from qkv.output, which is right" in report.first.suggestion
+
+
+def test_a_gradient_of_zeros_moves_what_one_device_leaves():
+    def filled(model, batch):
+        loss = squared(model, batch)
+        model.unused.weight.grad = torch.zeros_like(model.unused.weight)
+        return loss
+
+    def model():
+        found = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        found.unused = nn.Linear(WIDTH, WIDTH, bias=False)
+        found.forward = found[0].forward
+        return found
+
+    report = sim.verify_step(squared, model, draw(ROWS, WIDTH), "dp=2", rank_step=filled)
+    assert report.first.place == "unused.weight", report
+    assert report.first.sentence.startswith("one device has no gradient of it, and the ranks one of zeros")
+    assert report.first.suggestion == "leave its grad None on ranks, or fill it on one device"
+
+
 @made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "up": nn.Linear(WIDTH, 16), "down": nn.Linear(16, WIDTH)})
 def narrowing(self, x):
     return self.down(F.gelu(self.up(self.first(x))))
