@@ -220,9 +220,10 @@ def permuted(evidence: Evidence, splits: Splits) -> Diagnosis | None:
         for dim, size in enumerate(evidence.parts[0].shape):
             if size % ranks or not size:
                 continue
-            orders = {_order(case, position, dim, ranks) for position in range(len(evidence.parts))}
-            order = next(iter(orders))
-            if len(orders) == 1 and order is not None and order != tuple(range(ranks)):
+            order = _order(case, 0, dim, ranks)
+            if order is None or order == tuple(range(ranks)):
+                continue
+            if all(_order(case, position, dim, ranks) == order for position in range(1, len(evidence.parts))):
                 names = [evidence.names[axis] for axis in axes]
                 sentence = f"the {ranks} pieces of dim {dim} are in another order: {order}"
                 sentence += f", as if gathered over {quoted(names)} in another order of ranks"
@@ -242,7 +243,10 @@ def _order(case: SuspectedSplit, position: int, dim: int, count: int) -> tuple[i
     for place, piece in enumerate(held):
         likely = [place, *(other for other in range(count) if other != place)]
         likely = [at for at in likely if want[at].shape == piece.shape]  # parts of uneven splits have other sizes
-        order.append(next((at for at in likely if bool((gap(piece, want[at]) <= limit).all())), -1))
+        at = next((at for at in likely if bool((gap(piece, want[at]) <= limit).all())), None)
+        if at is None:
+            return None
+        order.append(at)
     return tuple(order) if sorted(order) == list(range(count)) else None
 
 

@@ -8,6 +8,8 @@ import torch
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
+from sim.prove import faults
+from sim.prove.evidence import gap
 from sim.prove.faults import diagnose
 from sim.prove.infer import explanations, fit
 
@@ -277,6 +279,16 @@ def test_pieces_of_a_gathered_tensor_in_another_order():
     found = diagnosed([torch.cat([*pieces[::2], *pieces[1::2]])] * 8, full)
     assert found.sentence.startswith(f"the 8 {words}: (0, 2, 4, 6, 1, 3, 5, 7), as if gathered over 'dp' and 'tp'")
     assert diagnosed([torch.cat([*pieces[:7], pieces[0]])] * 8, full) is None  # a piece is lost
+
+
+def test_to_look_for_another_order_costs_as_many_comparisons_as_there_are_ranks(monkeypatch):
+    def comparisons(dp):
+        full, seen = torch.rand(64, 2), []
+        monkeypatch.setattr(faults, "gap", lambda *pair: seen.append(pair) or gap(*pair))
+        assert "should hold the same" in diagnosed([torch.rand(64, 2) for _ in range(dp)], full, f"dp={dp}").sentence
+        return len(seen)
+
+    assert comparisons(64) <= 8 * comparisons(8)
 
 
 def test_pieces_that_are_not_as_many_as_ranks():
