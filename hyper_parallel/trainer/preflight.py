@@ -47,7 +47,7 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
         asked, seen = "cannot read the text", f"model.vocab_size: {config.shape().vocab_size}"
         raise InvalidValue(asked, "its 256 byte values need a vocab_size of 256", seen, "vocab_size=256")
     _check_experts(config, dims)
-    _check_sequence(config.train.seq_len, dims)
+    check_sequence(config.train.seq_len, dims)
     _check_pipeline(config, dims)
     check_engine(config, dims)
     _check_saving(config.checkpoint)
@@ -72,7 +72,8 @@ def _check_experts(config: Config, dims: ParallelDims) -> None:
         raise InvalidValue(asked, "it does not divide", dims.summary(), hint)
 
 
-def _check_sequence(seq_len: int, dims: ParallelDims) -> None:
+def check_sequence(seq_len: int, dims: ParallelDims) -> None:
+    """Raise ValueError for sequences that do not split over the ranks along cp and tp."""
     multiple = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp if dims.cp_enabled else 1
     if seq_len % multiple:
         around = sorted({max(seq_len // multiple, 1) * multiple, -(-seq_len // multiple) * multiple})
