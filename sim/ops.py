@@ -16,6 +16,7 @@ divides the stream: subscribers that are added later are above it.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from functools import partial
@@ -227,7 +228,7 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, (list, tuple)):
             found += tensors_of(value)
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, UserDict)):  # the latter of transformers
             found += tensors_of(value.values())
     return found
 

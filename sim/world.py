@@ -33,6 +33,7 @@ from sim.comm.store import SharedStore
 from sim.explain import deadlock, mismatch
 from sim.explain.callables import check_call, check_result
 from sim.explain.errors import RankLost, RankStopped, SimError, exit_status, rank_failed
+from sim.explain.failure import device_hint, exit_hint
 from sim.kernel import threads
 from sim.kernel.context import current_rank, this_thread
 from sim.kernel.scheduler import Scheduler
@@ -55,7 +56,6 @@ from sim.patches.dtensor import thread_has_caches
 from sim.patches.process_groups import new_c10d_state
 from sim.patches.rank import Host, RankContext, copy_of_filters, enter_filters, forget_settings, leave_filters
 from sim.patches.torch_modules import enter_hooks, leave_hooks
-from sim.script.failure import device_hint, exit_hint
 from sim.script.packages import SharedReferences, check_own
 from sim.trace import Trace
 

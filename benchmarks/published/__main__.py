@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +32,7 @@ def validate(
 
     python -m benchmarks.published --write docs/generated/validation.md
     """
-    with mistakes_as_messages(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")  # torch, of fake tensors
+    with mistakes_as_messages():
 
         def say(done: int, count: int, outcome: Outcome) -> None:
             stderr_console().print(f"{done}/{count} {outcome.line()}", markup=False)

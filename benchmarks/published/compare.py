@@ -23,21 +23,6 @@ from typing import Any, NamedTuple
 from benchmarks.published.rows import Case, Row, Skipped, case_of, is_held_out
 from sim.mesh.estimate import LEVELS, level_of
 
-__all__ = [
-    "Compared",
-    "Known",
-    "Outcome",
-    "Prediction",
-    "known",
-    "outcome_of",
-    "publication",
-    "read_outcomes",
-    "run",
-    "seen_in",
-    "wanted",
-    "write_outcomes",
-]
-
 GIB = 2**30
 CACHE = Path("~/.cache/hyper-parallel/mesh").expanduser()
 """Where traces are kept unless another folder is named."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections import Counter, defaultdict
@@ -12,9 +13,9 @@ from dataclasses import replace
 from functools import cache, cached_property
 from itertools import repeat
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import sim.mesh
 from benchmarks.published.compare import Prediction, publication, wanted
 from benchmarks.published.conventions import FOLDER
 from benchmarks.published.gpt import GPTConfig, GPTSpec
@@ -24,35 +25,23 @@ from hyper_parallel.core.machine.calibration import Calibration, load_calibratio
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.machine.toml_file import read_toml
 from hyper_parallel.models.llama import LlamaConfig
+from sim.mesh import program
 from sim.mesh.cost import Pricing, ring_kernel_of
 from sim.mesh.estimate import Z80, Estimate, kernels_of, price, step_spread
 from sim.mesh.job import Job
 from sim.mesh.memory import ClassMemory
 from sim.mesh.models import find_model, short_count
-from sim.mesh.program import Program
+from sim.mesh.program import Program, Segment
 from sim.mesh.recipe import Recipe
 from sim.mesh.replay.timeline import replay_time
 from sim.mesh.spec import ModelSpec
 from sim.mesh.tracing.trace import trace
 
-__all__ = [
-    "Simulator",
-    "figures_of",
-    "hardware_of",
-    "job_of",
-    "load_figures",
-    "prediction_of",
-    "programs_of",
-    "runs_seen",
-    "seconds_of",
-    "spec_of",
-]
-
 _FUSED_BY_HAND = {"scalar": 1e9, "general": 1e9} | dict.fromkeys(("several", "norm", "norm_backward"), 0.86)
 _FUSED_BY_HAND |= {"optimizer": 0.8}
 """Figures of memory of frameworks that have kernels of their own where torchtitan has torch's, one for each operation:
 their rows are fitted with these, and nobody has published what theirs attain."""
-_TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing")
+_TRACED = ("data/operations.toml", "job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
 _HOOKS = (
     "float8.py",
@@ -144,20 +133,48 @@ def programs_of(case: Case, folder: str | Path | None) -> list[Program]:
     said = (case.model, case.dims, case.batch, case.seq_len, case.recipe, _ring_kernel(case), _tracer())
     path = Path(folder) / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
-        if programs := [Program.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]:
+        programs = [_read(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        if programs and all(isinstance(one, Program) for one in programs):
             return programs
     programs = trace(job_of(case))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text("".join(f"{program.to_json()}\n" for program in programs), encoding="utf-8")
+    lines = [json.dumps(_as_data(one), separators=(",", ":")) for one in programs]
+    partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     partial.replace(path)
     return programs
+
+
+_OURS = tuple(kind for kind in vars(program).values() if getattr(kind, "__module__", "") == program.__name__)
+_KINDS = MappingProxyType({kind.__name__: kind for kind in (*_OURS, list, tuple, frozenset, dict)})
+
+
+def _as_data(value: Any) -> Any:
+    """Return a value for JSON: a collection or an event as the name of its kind, then its parts."""
+    kind = type(value)
+    if kind in (Program, Segment):
+        return [kind.__name__, *map(_as_data, vars(value).values())]
+    if kind is range:  # there may be a hundred thousand
+        return ["range", value.start, value.stop, value.step]
+    if kind.__name__ in _KINDS:
+        return [kind.__name__, *map(_as_data, value.items() if kind is dict else value)]
+    return value
+
+
+def _read(data: Any) -> Any:
+    if not isinstance(data, list):
+        return data
+    kind, parts = data[0], [_read(each) if isinstance(each, list) else each for each in data[1:]]
+    if kind == "range":
+        return range(*parts)
+    made: Any = _KINDS[kind]
+    return made(*parts) if made in _OURS else made(parts)
 
 
 @cache
 def _tracer() -> str:
     """Return a fingerprint of the code that traces: what it made before is not what it makes now."""
-    here = Path(sim.mesh.__file__).parent
+    here = Path(program.__file__).parent
     files = [file for name in _TRACED for file in sorted((here / name).rglob("*.py")) or [here / name]]
     files += [Path(__file__).parent / name for name in _HOOKS]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

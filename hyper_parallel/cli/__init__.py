@@ -44,8 +44,11 @@ app = typer.Typer(
 )
 for _command in (train.train, train.demo, train.export, train.plot, plan.plan, verify.verify):
     app.command()(_command)
-# What follows the script is its own.
-app.command(context_settings={"allow_interspersed_args": False})(simulate.simulate)
+# It reads its own command line, and what follows the script is the script's.
+app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)(simulate.simulate)
 for _command in (estimate.estimate, estimate.search, doctor.doctor):
     app.command()(_command)
 app.add_typer(hardware.hardware, name="hardware")

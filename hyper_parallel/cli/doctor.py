@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import platform
 import re
@@ -35,9 +34,7 @@ _EXTRAS: Mapping[str, str] = MappingProxyType(
 _BACKENDS: Mapping[str, str] = MappingProxyType({"cpu": "gloo", "cuda": "nccl", "npu": "hccl"})
 _WIDTH = 110  # columns
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)(?:;(.*))?")
-# Functions of the module operator.
-_COMPARE = MappingProxyType({"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "~=": "ge"})
-_BOUND = re.compile(r"(<=|>=|<|>|==|!=|~=)\s*([\d.]+)")
+_BOUND = re.compile(r"(<|>=)\s*([\d.]+)")  # requirements of this library have no others
 
 
 class _Finding(NamedTuple):
@@ -61,9 +58,7 @@ def doctor() -> None:
     """
     with warnings.catch_warnings(), busy("looking around"):
         warnings.simplefilter("ignore")
-        found = [*_machine(), *_packages()]
-        failed = _torch_fails()
-        found += [failed] if failed is not None else [*_devices(), *_backends(), *_hardware()]
+        found = [*_machine(), *_packages(), *_of_torch()]
     print_wide(_view(found), _WIDTH)
     if any(each.stops for each in found):
         raise typer.Exit(FAILURE)
@@ -120,18 +115,13 @@ def _packages() -> Iterator[_Finding]:
     except metadata.PackageNotFoundError:  # a folder on PYTHONPATH: its requirements are written nowhere
         required = ["torch", "numpy", "rich", "typer", "safetensors", "tomlkit"]
     listed: dict[str, _Finding] = {}
-    for text in required:
-        match = _REQUIREMENT.fullmatch(text)
-        assert match is not None, text
-        name, versions, marker = match[1], match[2].strip(), match[3] or ""
-        extra = next((each for each in _EXTRAS if f"extra == '{each}'" in marker.replace('"', "'")), None)
-        if _is_for_other_pythons(marker) or ("extra" in marker and extra is None):
-            continue
-        here = _package(name, versions, extra)
-        known = listed.get(name)  # under several extras: the first of the table's
-        if known is None or [*_EXTRAS.values()].index(here.about) < [*_EXTRAS.values()].index(known.about):
-            listed[name] = here
-    yield from sorted(listed.values(), key=lambda each: (each.about != "", [*_EXTRAS.values(), ""].index(each.about)))
+    for extra in (None, *_EXTRAS):  # a package of several extras is in the first of them
+        for text in required:
+            name, versions, marker = _REQUIREMENT.fullmatch(text).groups("")  # type: ignore[union-attr]  # all match
+            of = re.search(r"extra == ['\"](\w+)", marker)
+            if (of and of[1]) == extra and name not in listed and not _is_for_other_pythons(marker):
+                listed[name] = _package(name, versions.strip(), extra)
+    yield from listed.values()
     there = _version("triton")
     why = "kernels that torch.compile makes for GPUs" + ("" if there else "; comes with a torch for CUDA")
     yield _Finding("package", "triton", there, why)
@@ -166,7 +156,7 @@ def _satisfies(version: str, bounds: str) -> bool:
     (True, False, False)
     """
     has = _numbers(version)
-    return all(getattr(operator, _COMPARE[sign])(has, _numbers(bound)) for sign, bound in _BOUND.findall(bounds))
+    return all((has < _numbers(bound)) == (sign == "<") for sign, bound in _BOUND.findall(bounds))
 
 
 def _numbers(version: str) -> list[int]:
@@ -178,17 +168,16 @@ def _numbers(version: str) -> list[int]:
 # -- with torch --------------------------------------------------------------------------------------------------------
 
 
-def _torch_fails() -> _Finding | None:
-    """Import torch, and say why it cannot be imported, if so."""
+def _of_torch() -> Iterator[_Finding]:
+    """Yield what torch finds, or why it cannot be imported."""
     try:
         import torch  # noqa: F401
     except Exception as error:  # a library that is missing shows up as ImportError or OSError
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         wanted = "pip install --force-reinstall torch"
-        return _Finding(
-            "device", "torch", "", f"its import failed ({type(error).__name__}: {first})", wanted, stops=True
-        )
-    return None
+        yield _Finding("device", "torch", "", f"its import failed ({type(error).__name__}: {first})", wanted, True)
+        return
+    yield from (*_devices(), *_backends(), *_hardware())
 
 
 def _devices() -> Iterator[_Finding]:

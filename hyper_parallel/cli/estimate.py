@@ -6,9 +6,6 @@ import json
 import re
 import shlex
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _OTHER, _OUT = "What is no part of a run", "What comes out"
-
 
 # What `estimate` and `search` have in common beside fields of dataclasses
 Routing = Annotated[
@@ -70,10 +66,8 @@ def estimate(
 
     The exit code is 3 if it does not fit.
     """
-    with _mistakes_as_messages():
-        config = file_of(words, given)
-        if config is None:  # before anything is imported
-            _hardware(given["train"].get("hardware"))
+    with mistakes_as_messages():
+        _, run, spec, hardware = _read(words, given, model, start_from)
         from sim.mesh.estimate import estimate_job
         from sim.mesh.job import Job
         from sim.mesh.recipe import Routing
@@ -84,8 +78,6 @@ def estimate(
         if budget is not None and "checkpointing" in given["parallel"]:
             blame, seen = "a budget chooses the checkpointing", f"--checkpointing {given['parallel']['checkpointing']}"
             raise InvalidValue(f"cannot use --budget {budget:g}", blame, seen, "one of both options")
-        run, spec = _run(config, given, model, start_from)
-        hardware = _hardware(run.train.hardware)
         job = Job.of_run(
             run, devices_of(run, devices), model=spec, routing=None if routing is None else Routing.zipf(routing)
         )
@@ -110,8 +102,17 @@ def _hardware(named: str | None) -> str:
     return named
 
 
-def _run(file: Path | None, given: Given, model: str | None, start_from: str | None) -> tuple[Config, Any]:
-    """Return the run that was asked for, and its model if the trainer does not know it."""
+def _read(
+    words: list[str] | None, given: Given, model: str | None, start_from: str | None
+) -> tuple[Path | None, Config, Any, str]:
+    """Return the file of the run that was asked for, the run, its model if the trainer does not know it, and on what.
+
+    Raises:
+        ValueError: as `file_of`, `read_run` and `find_model`; no hardware, which is said before anything is imported.
+    """
+    file = file_of(words, given)
+    if file is None:
+        _hardware(given["train"].get("hardware"))
     from hyper_parallel.models.llama import LlamaConfig
     from hyper_parallel.models.moe import MoEConfig
     from hyper_parallel.trainer.config import MODELS
@@ -126,7 +127,7 @@ def _run(file: Path | None, given: Given, model: str | None, start_from: str | N
         blame, seen = "it has a shape of its own, which they are no part of", f"given: {', '.join(changes)}"
         raise InvalidValue(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out")
     run = read_run(file, given, start_from, shape=spec.config if spec is not None and is_trained else None)
-    return run, None if is_trained else spec
+    return file, run, None if is_trained else spec, _hardware(run.train.hardware)
 
 
 def _show_estimate(
@@ -179,7 +180,8 @@ def search(
 
     Ctrl-C or SIGTERM ends it: what it has found so far is printed. The exit code is 3 if nothing fits.
     """
-    with _mistakes_as_messages():
+    with mistakes_as_messages():
+        config, run, spec, hardware = _read(words, given, model, start_from)
         from hyper_parallel.core.mesh.parallel_dims import DEGREES
         from hyper_parallel.trainer.preflight import plan_run
         from sim.mesh.models import find_model
@@ -188,12 +190,7 @@ def search(
         from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
         from sim.mesh.searching.search import search as search_ways
 
-        config = file_of(words, given)
-        if config is None:
-            _hardware(given["train"].get("hardware"))
         _check_files(write, json_file)
-        run, spec = _run(config, given, model, start_from)
-        hardware = _hardware(run.train.hardware)
         if spec is not None and write is not None:
             blame = "the trainer does not know the model, so that train cannot run what is written"
             raise InvalidValue(f"cannot write {write}", blame, f"--model {model}", "leave out --write")
@@ -298,14 +295,6 @@ def _model(name: str) -> Any:
         hint = "return sim.mesh.Custom(...), a LlamaConfig or a MoEConfig"
         raise InvalidValue(f"cannot use --model {name}", blame, f"returned: {type(made).__name__}", hint)
     return made
-
-
-@contextmanager
-def _mistakes_as_messages() -> Iterator[None]:
-    """Turn mistakes, and operations that have no price, into one message and exit code 2."""
-    with mistakes_as_messages(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")  # torch, of fake tensors
-        yield
 
 
 def _check_files(path: Path | None, json_file: str | None) -> None:

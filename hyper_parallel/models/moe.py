@@ -75,6 +75,11 @@ class ExpertsConfig:
         """Joint width of the shared experts."""
         return self.num_shared_experts * self.expert_intermediate_size
 
+    @property
+    def active_intermediate_size(self) -> int:
+        """Joint width of the experts that compute a token, the shared ones among them."""
+        return (self.experts_per_token + self.num_shared_experts) * self.expert_intermediate_size
+
     def is_dense(self, layer: int) -> bool:
         """Tell whether the layer with this number has a dense feed-forward."""
         return layer < self.num_dense_layers

@@ -100,8 +100,7 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     mixtures = config.num_hidden_layers - getattr(config, "num_dense_layers", config.num_hidden_layers)
     if mixtures:
         mixture: Any = config
-        active = mixture.experts_per_token + mixture.num_shared_experts
-        sparse = dense(1, intermediate_size=active * mixture.expert_intermediate_size)
+        sparse = dense(1, intermediate_size=mixture.active_intermediate_size)
         router = 6 * config.hidden_size * mixture.num_experts * seq_len
         total += mixtures * (sparse - one + router)
     return total / seq_len

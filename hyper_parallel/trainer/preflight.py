@@ -28,8 +28,6 @@ from hyper_parallel.trainer.metrics import least_kept
 from hyper_parallel.trainer.report import check_tensorboard
 from hyper_parallel.trainer.saving import run_to_go_on_from
 
-GB = 2**30
-
 
 def plan_run(config: Config, world_size: int) -> ParallelDims:
     """Check what a run asks for against the number of ranks, and return its degrees.
@@ -49,7 +47,7 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
         asked, seen = "cannot read the text", f"model.vocab_size: {config.shape().vocab_size}"
         raise InvalidValue(asked, "its 256 byte values need a vocab_size of 256", seen, "vocab_size=256")
     _check_experts(config, dims)
-    _check_sequence(config.train.seq_len, dims)
+    check_sequence(config.train.seq_len, dims)
     _check_pipeline(config, dims)
     check_engine(config, dims)
     _check_saving(config.checkpoint)
@@ -74,7 +72,8 @@ def _check_experts(config: Config, dims: ParallelDims) -> None:
         raise InvalidValue(asked, "it does not divide", dims.summary(), hint)
 
 
-def _check_sequence(seq_len: int, dims: ParallelDims) -> None:
+def check_sequence(seq_len: int, dims: ParallelDims) -> None:
+    """Raise ValueError for sequences that do not split over the ranks along cp and tp."""
     multiple = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp if dims.cp_enabled else 1
     if seq_len % multiple:
         around = sorted({max(seq_len // multiple, 1) * multiple, -(-seq_len // multiple) * multiple})
@@ -303,7 +302,10 @@ def _least_parts(config: Config, dims: ParallelDims, policy: ActivationPolicy) -
     attention = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
     # What is frozen needs no inputs in backward.
     kinds = ("full", "full") if config.lora.is_on else ("none", policy.kind)
-    whole, part = (least_kept(kind, shape.hidden_size, attention, _inner_width(config)) for kind in kinds)
+    inner: float = shape.intermediate_size
+    if isinstance(shape, MoEConfig):  # in the layers where it is least
+        inner = min(inner if shape.num_dense_layers else math.inf, shape.active_intermediate_size)
+    whole, part = (least_kept(kind, shape.hidden_size, attention, inner) for kind in kinds)
     taken = sum(map(policy.takes, range(shape.num_hidden_layers)))
     of_block = whole + (taken / shape.num_hidden_layers) * ((0 if policy.offload else part) - whole)
     # 1F1B, of which no schedule needs less: a stage has as many micro-batches under way as stages are left with it.
@@ -312,21 +314,12 @@ def _least_parts(config: Config, dims: ParallelDims, policy: ActivationPolicy) -
     return int(state), int(trained * kept / shards), int(tokens * of_token * computed / (dims.tp * dims.pp))
 
 
-def _inner_width(config: Config) -> int:
-    """Width of what a token's feed-forward computes, in the layers where it is least."""
-    dense, experts = config.model.intermediate_size, config.experts
-    if config.train.model != "moe":
-        return dense
-    width = (experts.experts_per_token + experts.num_shared_experts) * experts.expert_intermediate_size
-    return min(dense, width) if experts.num_dense_layers else width
-
-
 def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
     """Raise ValueError when the ranks of this machine cannot do with the limit, or with what is free."""
     limit: float | None = available_memory()
     what = "free on this machine"
     if config.train.memory_limit_gb is not None:
-        limit, what = config.train.memory_limit_gb * GB, "allowed by memory_limit_gb"
+        limit, what = config.train.memory_limit_gb * 2**30, "allowed by memory_limit_gb"
     least = least_memory(config, dims)
     if limit is not None and least * local_ranks > limit:
         state, gradients, activations = map(readable_bytes, _least_parts(config, dims, config.parallel.activations))

@@ -346,10 +346,9 @@ def _check_optimizer(config: Config, metadata: CheckpointMetadata, asked: str) -
 
 def _is_progress(extra: dict[str, Any]) -> bool:
     """Tell whether a checkpoint has the numbers of how far the run had come."""
-    progress, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
-    if not isinstance(progress, dict):
-        return False
-    return set(progress) == known and all(type(n) is int and n >= 0 for n in progress.values())
+    progress: Any = extra.get("progress")
+    has_all = isinstance(progress, dict) and set(progress) == {field.name for field in dataclasses.fields(Progress)}
+    return has_all and all(type(n) is int and n >= 0 for n in progress.values())
 
 
 def _shape(config: Config) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class Pricing:
         asked = f"cannot price the operation {op.name!r}"
         blame = f"its kind is {op.kind!r}, which says neither how much it computes nor what it moves"
         seen = f"dtype: {op.dtype}   reads and writes: {op.bytes} bytes"
-        hint = "give it a kind in sim/mesh/tracing/kinds.py, or build the model of operations that have one"
+        hint = "give it a kind in sim/mesh/data/operations.toml, or build the model of operations that have one"
         raise UnknownOperation(asked, blame, seen, hint)
 
     def _host_price(self, moved: int) -> Price:

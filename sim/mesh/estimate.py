@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.common.tables import as_html
+from hyper_parallel.core.common.tables import as_html, as_text
 from hyper_parallel.core.machine.calibration import Calibration, load_calibration
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -26,7 +26,7 @@ from sim.mesh.replay.allocator import PLAIN, AllocatorRules
 from sim.mesh.replay.pieces import PriceBasis
 from sim.mesh.replay.player import RankTime
 from sim.mesh.replay.timeline import Timeline, replay_time
-from sim.mesh.report import estimate_line, estimate_text, estimate_view, memory_line
+from sim.mesh.report import estimate_line, estimate_view, memory_line
 from sim.mesh.tracing.trace import trace
 
 Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
@@ -190,7 +190,7 @@ class Estimate:
         return self.job.seq_len
 
     def __str__(self) -> str:
-        return estimate_text(self)
+        return as_text(estimate_view(self))
 
     def __repr__(self) -> str:
         return f"Estimate({estimate_line(self)})"

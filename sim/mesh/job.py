@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hyper_parallel.core.common.checks import read_int
+from hyper_parallel.core.common.checks import check_choice, read_int
 from hyper_parallel.core.common.errors import InvalidValue
-from hyper_parallel.core.context_parallel.api import split_over
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
+from hyper_parallel.core.pipeline.split import StageSlice, rank_of_stage, split_layers
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.preflight import check_engine, plan_run
+from hyper_parallel.trainer.preflight import check_engine, check_sequence, plan_run
 from sim.mesh.models import LlamaSpec, Model, are_alike, find_model
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
@@ -20,22 +19,14 @@ _RING_KERNELS = ("flash", "cudnn", "npu", "cpu")
 
 
 @dataclass(frozen=True)
-class StagePart:
+class StagePart(StageSlice):
     """One stage of a pipeline, or the whole model.
 
     Attributes:
-        index: its number.
         rank: along the pipeline axis, who has it.
-        layers: numbers of its layers in the whole model.
-        is_first: whether it has what comes before the layers.
-        is_last: whether it has what comes after them.
     """
 
-    index: int
     rank: int
-    layers: range
-    is_first: bool
-    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -71,9 +62,7 @@ class Job:
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"
-        if self.ring_kernel not in _RING_KERNELS:
-            hint = f"ring_kernel = one of {_RING_KERNELS}"
-            raise InvalidValue(asked, "no such kernel", f"ring_kernel: {self.ring_kernel!r}", hint)
+        check_choice(asked, "ring_kernel", self.ring_kernel, _RING_KERNELS)
         for name in ("batch", "seq_len"):
             read_int(asked, name, getattr(self, name), 1)
         if self.dims.pp_enabled and not self.model.has_stages:
@@ -157,16 +146,9 @@ class Job:
             hint = f"{less}, or a model with experts"
             raise InvalidValue(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint)
         self.recipe.parallel.check_nodes(asked, dims)
-        if self.model.family not in ("llama", "moe"):
-            return
-        dims.validate_against_model(self.model, self.seq_len if self.recipe.sequence_parallel else None)
-        if not dims.cp_enabled:
-            return
-        multiple = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp
-        if self.seq_len % multiple:
-            blame = f"every rank of a ring has an early and a late part, so that seq_len is a multiple of {multiple}"
-            hint = f"seq_len={-(-self.seq_len // multiple) * multiple}"
-            raise InvalidValue(asked, blame, f"seq_len: {self.seq_len}   cp: {dims.cp}   tp: {dims.tp}", hint)
+        if self.model.family in ("llama", "moe"):
+            dims.validate_against_model(self.model, self.seq_len if self.recipe.sequence_parallel else None)
+            check_sequence(self.seq_len, dims)
 
     @property
     def microbatches(self) -> int:
@@ -192,20 +174,13 @@ class Job:
         """Return the stages of all ranks, in model order; one with everything, without a pipeline."""
         count = self.model.num_layers
         if not self.dims.pp_enabled:
-            return [StagePart(0, 0, range(count), is_first=True, is_last=True)]
-        kind, each = self.recipe.parallel.pipeline, self.recipe.parallel.stages_each
-        total = self.dims.pp * each
+            return [StagePart(0, range(count), is_first=True, is_last=True, rank=0)]
+        name, ranks, each = self.recipe.parallel.pipeline.name, self.dims.pp, self.recipe.parallel.stages_each
+        last = ranks * each - 1
         sizes = None if self.layers_per_stage is None else list(self.layers_per_stage)
-        ranges = split_layers(count, total, sizes=sizes)
         return [
-            StagePart(
-                index,
-                rank_of_stage(kind.name, index, self.dims.pp, each),
-                layers,
-                is_first=index == 0,
-                is_last=index == total - 1,
-            )
-            for index, layers in enumerate(ranges)
+            StagePart(index, layers, index == 0, index == last, rank_of_stage(name, index, ranks, each))
+            for index, layers in enumerate(split_layers(count, last + 1, sizes=sizes))
         ]
 
     @property

@@ -92,11 +92,6 @@ class ClassMemory:
         """Bytes in the host's memory at most."""
         return sum(self.on_host.values())
 
-    @property
-    def fragments(self) -> int:
-        """Bytes that are reserved at most beyond what is allocated at most."""
-        return self.peak_reserved - self.peak_allocated
-
 
 def replay_memory(
     program: Program, rules: AllocatorRules | None = CACHING, *, context_bytes: int = 0, cut: bool = True
@@ -115,9 +110,6 @@ def replay_memory(
         rules: of the allocator. None: no allocator, sizes are only rounded up to 512 bytes; reserved is then allocated.
         context_bytes: to be kept with the result.
         cut: whether repetitions are left out.
-
-    Raises:
-        ValueError: the order names a segment that the program does not have.
     """
     plan = MemoryPlan(program)
     replay = _Replay(plan, rules if rules is not None else AllocatorRules(caching=False), cut)
@@ -322,14 +314,9 @@ class _Walk:
                 totals[used[0]] += used[1]
                 yield index, used[1]
 
-    def rename(self, shift: int) -> None:
-        """The blocks in use are those of later micro-batches."""
-        stride = self.plan.stride
-        self.live = {(n + stride * shift if n >= stride else n): used for n, used in self.live.items()}
-
     def step(self, found: _Step) -> dict[str, int]:
         """Replay the step as it was found; return the totals at its peak, and keep the curve."""
-        order = self.plan.program.order
+        order, stride = self.plan.program.order, self.plan.stride
         jumps = {jump.start: jump for jump in found.jumps}
         at_peak = list(self.totals)
         reserved, kept, finest = 0, -1, max(1, int(_FINEST * found.allocated))
@@ -339,7 +326,8 @@ class _Walk:
             jump = jumps.get(position)
             if jump is not None:
                 self._repeat(jump, starts)
-                self.rename(jump.shift)
+                by = stride * jump.shift  # the blocks in use are those of later micro-batches
+                self.live = {(n + by if n >= stride else n): used for n, used in self.live.items()}
                 position = jump.end
                 continue
             starts[position] = len(self.points)
@@ -374,13 +362,9 @@ def _by_category(
     left = first.reserved_after[max(first.reserved_after)] if first.reserved_after else first.reserved
     walk.points.append(CurvePoint(-1, 0, tuple(walk.totals), left))
     totals = walk.step(second)
-    return totals, _thinned(walk.points)
-
-
-def _thinned(points: list[CurvePoint]) -> list[CurvePoint]:
-    """Return at most `_MOST_POINTS` points: the highest of neighbours."""
-    each = -(-len(points) // _MOST_POINTS)
-    return [max(points[at : at + each], key=lambda point: sum(point.totals)) for at in range(0, len(points), each)]
+    points, each = walk.points, -(-len(walk.points) // _MOST_POINTS)  # of more points, the highest of neighbours
+    highest = (max(points[at : at + each], key=lambda it: sum(it.totals)) for at in range(0, len(points), each))
+    return totals, list(highest)
 
 
 def _describe(plan: MemoryPlan, position: int, index: int) -> str:

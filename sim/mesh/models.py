@@ -35,16 +35,6 @@ def model_names() -> tuple[str, ...]:
     return (*_tables(), *(name for table in _tables().values() for name in table.get("also", ())))
 
 
-def model_source(name: str) -> dict[str, Any]:
-    """Return what is published of a model: its source, its parameters where they are counted, what it is only like.
-
-    >>> model_source("llama3-8b")["parameters"]
-    8030261248
-    """
-    table = _tables()[find_model(name).name]
-    return {key: table[key] for key in _ABOUT if key in table}
-
-
 def find_model(model: Model) -> ModelSpec:
     """Return what an estimate asks of a model.
 

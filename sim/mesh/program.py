@@ -7,11 +7,10 @@ host issues them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 COMPUTE = 0
 """The stream that operations are queued on unless the engine says otherwise."""
@@ -246,45 +245,3 @@ class Program:
         """Yield the segments of a step with the micro-batch of each."""
         for key, batch in self.order:
             yield self.segments[key], batch
-
-    def to_json(self) -> str:
-        """Return the program as text that `from_json` reads back: it equals this one."""
-        return json.dumps(_as_data(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Program:
-        """Return the program of which `to_json` is the text.
-
-        Raises:
-            ValueError, TypeError, KeyError, IndexError: it is not such a text.
-        """
-        found = _read(json.loads(text))
-        if not isinstance(found, cls):
-            raise TypeError(f"the text is one of a {type(found).__name__}")
-        return found
-
-
-_OURS = (Program, Segment, CommGroup, Place, Touch, Op, Comm, Wait, EventRecord, Await, HostWait, Alloc, Free)
-_KINDS = MappingProxyType({kind.__name__: kind for kind in (*_OURS, list, tuple, frozenset, dict)})
-
-
-def _as_data(value: Any) -> Any:
-    """Return a value for JSON: a collection or an event as the name of its kind, then its parts."""
-    kind = type(value)
-    if kind in (Program, Segment):
-        return [kind.__name__, *map(_as_data, vars(value).values())]
-    if kind is range:  # there may be a hundred thousand
-        return ["range", value.start, value.stop, value.step]
-    if kind.__name__ in _KINDS:
-        return [kind.__name__, *map(_as_data, value.items() if kind is dict else value)]
-    return value
-
-
-def _read(data: Any) -> Any:
-    if not isinstance(data, list):
-        return data
-    kind, parts = data[0], [_read(each) if isinstance(each, list) else each for each in data[1:]]
-    if kind == "range":
-        return range(*parts)
-    made: Any = _KINDS[kind]
-    return made(*parts) if made in _OURS else made(parts)

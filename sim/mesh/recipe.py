@@ -32,8 +32,8 @@ class Routing:
     [[3, 3, 3, 3], [3, 3, 3, 3]]
     >>> Routing(shares=[3, 1, 1, 1]).counts(tokens=6, experts=4, per_token=2, ranks=1).tolist()
     [[6, 2, 2, 2]]
-    >>> round(Routing.zipf(1.0).imbalance(tokens=4096, experts=8, per_token=2, ranks=4), 2)
-    2.21
+    >>> Routing.zipf(1.0).heaviest(tokens=4096, experts=8, per_token=2, ranks=4)
+    0
 
     A token goes to an expert once, so none gets more than all tokens: what an expert's share has above that goes to the
     others. All ranks are taken to have equally many tokens, and every layer the same routing.
@@ -80,11 +80,6 @@ class Routing:
         [8, 8]
         """
         return replace(self, seed=seed)
-
-    @property
-    def is_balanced(self) -> bool:
-        """Whether all experts get the same, but for what does not divide."""
-        return self.seed is None and not self.exponent and (self.shares is None or len(set(self.shares)) == 1)
 
     def describe(self) -> str:
         """Say in a few words what it is."""
@@ -164,11 +159,6 @@ class Routing:
     def heaviest(self, *, tokens: int, experts: int, per_token: int, ranks: int) -> int:
         """Return the rank that computes most rows; all wait for it."""
         return int(self.received(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks).argmax())
-
-    def imbalance(self, *, tokens: int, experts: int, per_token: int, ranks: int) -> float:
-        """Return the rows of the rank with most, by the mean of all ranks."""
-        received = self.received(tokens=tokens, experts=experts, per_token=per_token, ranks=ranks)
-        return float(received.max() / received.mean()) if received.any() else 1.0
 
     def choose(self, *, tokens: int, experts: int, per_token: int, ranks: int = 1, rank: int = 0) -> Tensor:
         """Return experts for each token of a rank that come to these counts, int64 (tokens, experts per token).

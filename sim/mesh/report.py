@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hyper_parallel.core.common.tables import View, as_text, plain_table
+from hyper_parallel.core.common.tables import View, plain_table
 from sim.mesh.models import find_model
 from sim.mesh.pricing.profiled import Breakdown, compare_seconds
 from sim.mesh.searching.space import Candidate
@@ -41,17 +41,19 @@ def seconds(amount: float) -> str:
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if amount >= 0.9995 * size:
-            return f"{_three_digits(amount / size)} {unit}"
-    return f"{_three_digits(amount / 1e-6)} us"
+            return f"{per_second(amount / size)} {unit}"
+    return f"{per_second(amount / 1e-6)} us"
 
 
 def per_second(amount: float) -> str:
-    """Write a rate.
+    """Write a rate, or another number, with three digits.
 
     >>> per_second(5432.1), per_second(54.321), per_second(0.5)
     ('5,432', '54.3', '0.500')
     """
-    return _three_digits(amount)
+    if amount >= 99.95:
+        return f"{amount:,.0f}"
+    return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}" if amount >= 0.9995 else f"{amount:.3f}"
 
 
 def percent(part: float) -> str:
@@ -75,12 +77,6 @@ def interval(quantity: Any, write: Any = seconds) -> str:
     return f"{number} to {high}" if unit and high.endswith(" " + unit) else f"{low} to {high}"
 
 
-def _three_digits(amount: float) -> str:
-    if amount >= 99.95:
-        return f"{amount:,.0f}"
-    return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}" if amount >= 0.9995 else f"{amount:.3f}"
-
-
 # Estimates as tables --------------------------------------------------------------------------------------------------
 
 _MOST_CLASSES = 8
@@ -92,11 +88,6 @@ _ORDER = ("parameters", "gradients", "optimizer", "activations", "gathered weigh
 def model_name(estimate: Any) -> str:
     """Return what the model of an estimate is called."""
     return find_model(estimate.model).name
-
-
-def estimate_text(estimate: Any) -> str:
-    """Return the tables of an estimate as text."""
-    return as_text(estimate_view(estimate))
 
 
 def estimate_view(estimate: Any) -> View:
@@ -171,13 +162,9 @@ def memory_table(estimate: Any) -> Table:
             f"{one.like:,}",
             gib(one.peak_reserved),
             gib(one.peak_allocated),
-            *map(_gib_or_none, [*shown, rest]),
+            *(gib(amount) if amount else "-" for amount in (*shown, rest)),
         )
     return table
-
-
-def _gib_or_none(amount: float) -> str:
-    return gib(amount) if amount else "-"
 
 
 def _shown(classes: Sequence[Any]) -> list[Any]:
@@ -200,8 +187,7 @@ def memory_notes(estimate: Any) -> list[str]:
     fits = "fits" if memory.fits() else "DOES NOT FIT"
     outside = f" and {gib(fullest.context_bytes)} outside of torch's allocator" if fullest.context_bytes else ""
     notes.append(f"{fits}: {gib(memory.reserved)} reserved{outside}, {percent(used / limit)} of {gib(limit)}")
-    if memory.interval is not None:
-        notes.append(f"80 % interval of reserved: {_range(memory.interval)}")
+    notes.append(f"80 % interval of reserved: {gib(memory.interval.low)} to {gib(memory.interval.high)}")
     return notes + _host_notes(memory)
 
 
@@ -222,12 +208,6 @@ def _host_notes(memory: Any) -> list[str]:
         over = "" if fullest.host_bytes <= memory.host_limit else ", which DOES NOT FIT"
         share = f", {percent(fullest.host_bytes / memory.host_limit)} of a device's share{over}"
     return [f"on the host: {gib(fullest.host_bytes)} for each rank{share}: {parts}"]
-
-
-def _range(between: Any) -> str:
-    """Write an interval of bytes, given as a quantity or as a pair."""
-    low, high = (between.low, between.high) if hasattr(between, "low") else between
-    return f"{gib(low)} to {gib(high)}"
 
 
 def terms(estimate: Any) -> list[tuple[str, Any]]:
@@ -279,18 +259,13 @@ def _time_notes(estimate: Any) -> list[str]:
         compute_note(estimate),
         *([f"the optimizer's part of the step, with its communication: {percent(optimizer)}"] if optimizer else []),
         f"{per_second(rate.value)} {unit}/s on each device ({interval(rate, per_second)}), "
-        f"{per_second(rate.value * estimate.dims.world_size)} on all; MFU {percent(number(time.mfu))}",
+        f"{per_second(rate.value * estimate.dims.world_size)} on all; MFU {percent(time.mfu.value)}",
     ]
 
 
 def compute_note(estimate: Any) -> str:
     """Say what the slowest rank computes."""
     return "compute: " + ", ".join(f"{name} {percent(share)}" for name, share in kinds(estimate) if share >= 0.005)
-
-
-def number(quantity: Any) -> float:
-    """Return the value of a quantity, or the number that it is."""
-    return float(getattr(quantity, "value", quantity))
 
 
 def estimate_dict(estimate: Any) -> dict[str, Any]:
@@ -305,7 +280,7 @@ def estimate_dict(estimate: Any) -> dict[str, Any]:
         "batch": estimate.batch,
         "seq_len": estimate.seq_len,
         "memory": memory_dict(memory),
-        "time": terms_dict(estimate) | {"mfu": number(time.mfu), f"{unit}_per_second_per_device": _quantity(rate)},
+        "time": terms_dict(estimate) | {"mfu": time.mfu.value, f"{unit}_per_second_per_device": _quantity(rate)},
     }
 
 

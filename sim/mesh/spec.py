@@ -33,6 +33,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import MeshLike, llama_loss
+from sim.ops import tensors_of
 
 if TYPE_CHECKING:
     from sim.mesh.recipe import Recipe
@@ -348,7 +349,7 @@ class CustomSpec(ModelSpec):
     def has_tokens(self, seq_len: int) -> bool:
         """Tell whether the shapes of its inputs depend on `seq_len`."""
         with FakeTensorMode():
-            shapes = [[tuple(one.shape) for one in _tensors(self.inputs(1, n))] for n in (seq_len, 2 * seq_len)]
+            shapes = [[tuple(one.shape) for one in tensors_of(self.inputs(1, n))] for n in (seq_len, 2 * seq_len)]
         return shapes[0] != shapes[1]
 
     def inputs(self, batch: int, seq_len: int) -> tuple[Any, ...]:
@@ -381,7 +382,7 @@ class CustomSpec(ModelSpec):
         if isinstance(logits, Tensor):
             flat = logits.flatten(0, -2)
             return F.cross_entropy(flat.float(), torch.zeros(len(flat), dtype=torch.long, device=flat.device))
-        tensor = next(iter(_tensors(output)), None)
+        tensor = next(iter(tensors_of((output,))), None)
         if tensor is None:
             blame = f"it has returned a {type(output).__name__} without a tensor, and loss is None"
             hint = "Custom(..., loss=lambda output, inputs: ...)"
@@ -454,17 +455,6 @@ _FLOPS = MappingProxyType(  # torch's counter knows attention of accelerators on
 
 def _part(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
 
 
 @contextmanager

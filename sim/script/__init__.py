@@ -1,8 +1,8 @@
 """Unmodified scripts for torchrun: on simulated ranks (`python -m sim run`), compared with one device, or estimated.
 
 launch -> options -> modules -> packages
+          options -> arguments
 launch -> output
-launch -> failure
 verify -> launch
           changes
 estimate -> launch

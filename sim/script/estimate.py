@@ -28,6 +28,7 @@ from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine.calibration import load_calibration
 from hyper_parallel.core.machine.description import Machine, find_machine
 from sim.comm.trace import Event
+from sim.explain.failure import report_failure
 from sim.kernel.context import current_rank
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import MemoryEstimate, TimeEstimate, memory_of, time_of
@@ -36,7 +37,7 @@ from sim.mesh.replay.timeline import Timeline, replay_time
 from sim.mesh.report import compute_note, memory_dict, memory_notes, memory_table, percent, terms_dict, time_table
 from sim.mesh.spec import failed_in, module_title
 from sim.mesh.tracing.lone import MAX_LONE_RANKS, FewRanksWorld
-from sim.script.failure import report_failure
+from sim.script.arguments import new_parser
 from sim.script.launch import (
     ScriptSource,
     execute_script,
@@ -45,7 +46,7 @@ from sim.script.launch import (
     read_script,
     script_folder_first,
 )
-from sim.script.options import Launch, launch_of, new_parser
+from sim.script.options import Launch, launch_of
 from sim.script.recording import EnoughSteps, NeedsRank, ScriptRecorder, StandIn, recorders_in_place
 from sim.world import WorldOptions
 

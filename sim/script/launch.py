@@ -20,8 +20,8 @@ from types import CodeType, ModuleType
 from typing import NamedTuple
 
 from sim.explain.errors import exit_status
+from sim.explain.failure import report_failure
 from sim.kernel.context import current_context
-from sim.script.failure import report_failure
 from sim.script.modules import find_module
 from sim.script.options import Launch, parse
 from sim.script.output import ProcessView, RankStream

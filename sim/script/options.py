@@ -1,11 +1,7 @@
-"""The command line of `python -m sim run`: that of torchrun, as far as it means something in one process.
-
-`hyper-parallel simulate` has the same options, written down once more where torch is not imported yet.
-"""
+"""The launch of a script: which one, on how many ranks, and whose output is shown."""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
 import shlex
@@ -16,17 +12,12 @@ from pathlib import Path
 
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine import find_machine
-from sim.patches.devices import KINDS
+from sim.script.arguments import read_arguments
 from sim.script.modules import find_module
 from sim.script.packages import check_own
 from sim.world import MAX_RANKS
 
-__all__ = ["HARDWARE_HELP", "IGNORED", "Launch", "launch_of", "new_parser", "parse"]
-
-IGNORED = (
-    *("master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "node-rank"),
-    *("max-restarts", "monitor-interval", "start-method", "role", "local-addr"),
-)
+__all__ = ["Launch", "launch_of", "parse"]
 
 
 @dataclass(frozen=True)
@@ -99,48 +90,7 @@ def parse(arguments: Sequence[str] | None = None, command: str = "python -m sim 
         ValueError: It cannot be run.
         SystemExit: It cannot be read, or asks for help.
     """
-    asked = vars(_parser(command).parse_args(arguments))
-    for name in ("standalone", *(name.replace("-", "_") for name in IGNORED)):
-        del asked[name]
-    return launch_of(command, **asked)
-
-
-def _parser(command: str) -> argparse.ArgumentParser:
-    about = "Run an unmodified torchrun script on simulated ranks, in this process and on the CPU."
-    parser = new_parser(command, about, "--nproc 8 --seed 5 train.py --steps 10")
-    parser.add_argument("--hardware", help=HARDWARE_HELP)
-    parser.add_argument("--device", choices=KINDS, help="the device that all ranks share; npu may be a simulated one")
-    parser.add_argument("--check-races", action="store_true", help="look for buffers touched before the wait")
-    parser.add_argument("--check-replicas", action="store_true", help="compare copies before steps of optimizers")
-    parser.add_argument(
-        "--check-identity", choices=("on", "off"), default="on", help="compare what collectives are for (on)"
-    )
-    torchrun = parser.add_argument_group("torchrun's options that mean nothing here")
-    torchrun.add_argument("--standalone", action="store_true")
-    torchrun.add_argument("--nnodes", default="1", help="1: there is one machine")
-    for name in IGNORED:
-        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-        torchrun.add_argument(*spellings, metavar="X", help="ignored")
-    return parser
-
-
-HARDWARE_HELP = "the ranks' machine, for plans and virtual time: a name, such as h100-sxm, or a TOML file"
-
-
-def new_parser(command: str, about: str, example: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every command that runs a script: which one, and on how many ranks."""
-    epilog = f"example: {command} {example}"
-    parser = argparse.ArgumentParser(prog=command, description=about, epilog=epilog, allow_abbrev=False)
-    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", type=int, required=True, help="ranks")
-    parser.add_argument("--seed", type=int, default=0, help="fixes the interleaving of the ranks (0)")
-    parser.add_argument("--map-device", choices=KINDS, help="put on the CPU what the script puts on this device")
-    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="a variable for every rank")
-    parser.add_argument("--own", default="", metavar="NAMES", help="packages of which each rank gets a copy: a,b")
-    parser.add_argument("--show", default="0", metavar="RANKS", help="whose standard output: 0 (default), 0,3 or all")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
-    parser.add_argument("script", help="a Python file that torchrun could start; with -m, a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    return parser
+    return launch_of(command, **read_arguments(arguments, command))
 
 
 def launch_of(

@@ -233,7 +233,7 @@ class ScriptRecorder(Recorder):
             if value is not None:
                 self.values.set(tensor, value, stands_in=True)
         self.note(f"the sizes of aten.{name}", said)
-        if not self._asleep:
+        if not self.asleep:
             reads = tuple(dict.fromkeys([self._touch(tensor) for tensor in given]))
             writes = tuple(dict.fromkeys([self._touch(tensor) for tensor in made]))
             dtype = str(given[0].dtype).removeprefix("torch.")

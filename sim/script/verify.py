@@ -27,6 +27,7 @@ from hyper_parallel.core.common.errors import InvalidValue, explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.explain.errors import InFlightBufferRace, RankFailed, SimError
+from sim.explain.failure import report_failure
 from sim.kernel.context import current_rank
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import Choices
@@ -39,8 +40,8 @@ from sim.prove.steps.mutants import Mutant, put_in
 from sim.prove.steps.names import roots_by_value
 from sim.prove.steps.proof import Loop, RanksRecord, Taken
 from sim.prove.steps.watch import LoopRecord, LoopWatch, PerturbedSteps
+from sim.script.arguments import HARDWARE_HELP, new_parser
 from sim.script.changes import without_compiler_and_workers
-from sim.script.failure import report_failure
 from sim.script.launch import (
     ScriptSource,
     execute_script,
@@ -49,7 +50,7 @@ from sim.script.launch import (
     read_script,
     script_folder_first,
 )
-from sim.script.options import HARDWARE_HELP, Launch, launch_of, new_parser
+from sim.script.options import Launch, launch_of
 from sim.world import World, world
 
 __all__ = ["main", "mesh_of_groups", "verify_script"]

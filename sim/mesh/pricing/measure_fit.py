@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +100,7 @@ def descend(
 # Fits a hardware description to what `sim/mesh/pricing/measure.py` has timed ----------------------------------------
 
 Sample = dict[str, Any]
+_NAMES = MappingProxyType({"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"})
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 
@@ -128,7 +131,7 @@ def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: i
     peaks: dict[str, float] = {}
     for sample in samples:
         if sample["what"] == "matmul":
-            name = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}[sample["dtype"]]
+            name = _NAMES[sample["dtype"]]
             rate = 2.0 * math.prod(sample["shape"]) / sample["seconds"]
             peaks[name] = max(peaks.get(name, 0.0), rate)
     for name, rate in peaks.items():
@@ -182,6 +185,10 @@ def _fit_overlap(samples: Sequence[Sample]) -> dict[str, float]:
     return {"slowdown": round(1.0 + statistics.median(busy), 3)}
 
 
+def _rows(samples: Sequence[Sample], predict: Callable[[Sample, Mapping[str, float]], float]) -> list[Measurement]:
+    return [Measurement("", sample["seconds"], partial(predict, sample)) for sample in samples]
+
+
 def _noted(figures: dict[str, Any], rows: list[Measurement]) -> dict[str, Any]:
     error = [round(x, 3) for x in summary(rows, figures)]
     return {**figures, "grade": "measured", "spread": max(0.03, spread_in(rows, figures)), "error": error}
@@ -195,25 +202,16 @@ def _fit_matmul(
     made: dict[str, Any] = {}
     for name, peak in peaks.items():
         item = 4 if name == "fp32" else 2
-        rows = []
-        for sample in samples:
-            if sample["what"] == "matmul" and sample["dtype"] == _torch_name(name):
-                shape = tuple(sample["shape"])
 
-                def predict(
-                    figures: Mapping[str, float], shape: Any = shape, peak: float = peak, item: int = item
-                ) -> float:
-                    # Timed in a row, operations do not pay what a model pays for each: that is floor_us.
-                    return matmul_seconds({**figures, "floor_us": 1.0}, shape, peak, cores, item, bandwidth)[0]
+        def predict(sample: Sample, at: Mapping[str, float], peak: float = peak, item: int = item) -> float:
+            # Timed in a row, operations do not pay what a model pays for each: that is floor_us.
+            return matmul_seconds({**at, "floor_us": 1.0}, tuple(sample["shape"]), peak, cores, item, bandwidth)[0]
 
-                rows.append(Measurement("", sample["seconds"], predict))
+        timed = [s for s in samples if s["what"] == "matmul" and _NAMES[s["dtype"]] == name]
+        rows = _rows(timed, predict)
         fitted = _noted(descend(rows, start, free), rows)
         made = {**made, name: fitted} if made else {**fitted, name: fitted}
     return made
-
-
-def _torch_name(name: str) -> str:
-    return {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[name]
 
 
 _SMALL, _LARGE = 2**14, 2**20
@@ -221,8 +219,8 @@ _SMALL, _LARGE = 2**14, 2**20
 
 
 def _fit_memory(samples: list[Sample], bandwidth: float, floor: float) -> dict[str, Any]:
-    def predict(sample: Sample) -> Callable[[Mapping[str, float]], float]:
-        return lambda at: stream_seconds({**at, "floor_us": at["least_us"]}, sample["bytes"], bandwidth)[0]
+    def predict(sample: Sample, at: Mapping[str, float]) -> float:
+        return stream_seconds({**at, "floor_us": at["least_us"]}, sample["bytes"], bandwidth)[0]
 
     timed = [sample for sample in samples if sample["what"] == "stream"]
     start = {"least_us": 1.0, "cache_mib": 8.0, "cache_speedup": 3.0, "stream": 1.0}
@@ -234,7 +232,7 @@ def _fit_memory(samples: list[Sample], bandwidth: float, floor: float) -> dict[s
         del free["least_us"]
         timed = [sample for sample in timed if sample["bytes"] >= _LARGE]
         timed += [sample for sample in in_steps if sample["bytes"] >= _SMALL]
-    rows = [Measurement("", sample["seconds"], predict(sample)) for sample in timed]
+    rows = _rows(timed, predict)
     fitted = descend(rows, start, free)
     made: dict[str, Any] = {**_noted(fitted, rows), "floor_us": round(max(floor, fitted["least_us"]), 2)}
     made |= {"fused": 1.0, "softmax": 1.0}
@@ -252,16 +250,13 @@ def _fit_attention(samples: list[Sample], peaks: Mapping[str, float], floor: flo
     made: dict[str, Any] = {**base, "floor_us": round(floor, 2), "grade": "measured", "spread": 0.05}
     causal = []
     for name, what in (("forward", "attention"), ("backward", "attention_backward")):
-        rows = []
-        for sample in timed:
-            if sample["what"] == what:
 
-                def predict(at: Mapping[str, float], shape: Any = tuple(sample["shape"]), name: str = name) -> float:
-                    shares = {"64": at["share"], "128": at["share"]}
-                    curve = {**base, name: shares, f"half_{name}": at["half"], "causal": at["causal"]}
-                    return attention_seconds(curve, shape, peak, backward=name == "backward")[0]
+        def predict(sample: Sample, at: Mapping[str, float], name: str = name) -> float:
+            shares = {"64": at["share"], "128": at["share"]}
+            curve = {**base, name: shares, f"half_{name}": at["half"], "causal": at["causal"]}
+            return attention_seconds(curve, tuple(sample["shape"]), peak, backward=name == "backward")[0]
 
-                rows.append(Measurement("", sample["seconds"], predict))
+        rows = _rows([sample for sample in timed if sample["what"] == what], predict)
         free = {"share": (0.01, 1.5), "half": (1, 1000), "causal": (0.4, 1.0)}
         fitted = descend(rows, {"share": 0.5, "half": 100, "causal": 0.9}, free)
         made |= {name: {"64": fitted["share"], "128": fitted["share"]}, f"half_{name}": fitted["half"]}
@@ -283,18 +278,14 @@ def _fit_links(samples: list[Sample], processes: int) -> tuple[float, dict[str, 
     fastest = max(wire(sample) / sample["seconds"] for sample in timed)
     made = {}
     for op in OPS:
-        rows = []
-        for sample in timed:
-            if sample["op"] == op:
+        name, ranks = ("broadcast", 2) if op == "send" else (op, processes)
 
-                def predict(at: Mapping[str, float], sample: Sample = sample, op: str = op) -> float:
-                    name = "broadcast" if op == "send" else op
-                    spread = NodeSpread(2 if op == "send" else processes, 1, 2 if op == "send" else processes)
-                    links = Links(fastest, False, processes, None, 2, 1.0, 0.0, {name: at}, {})
-                    return collective_seconds(links, name, sample["size"], spread)[0]
+        def predict(sample: Sample, at: Mapping[str, float], name: str = name, ranks: int = ranks) -> float:
+            links = Links(fastest, False, processes, None, 2, 1.0, 0.0, {name: at}, {})
+            return collective_seconds(links, name, sample["size"], NodeSpread(ranks, 1, ranks))[0]
 
-                rows.append(Measurement("", sample["seconds"], predict, sample["size"]))
-        smallest = min(sample["seconds"] for sample in timed if sample["op"] == op) * 1e6
+        rows = _rows([sample for sample in timed if sample["op"] == op], predict)
+        smallest = min(row.seconds for row in rows) * 1e6
         start = {"efficiency": 0.8, "base_us": smallest, "ramp_us": 20.0, "power": 0.8, "hop_us": 0.0, "pair_loss": 0.0}
         free = {"efficiency": (0.02, 1.2), "base_us": (1, 5000), "ramp_us": (1, 5000), "power": (0.5, 0.95)}
         starts = [start, *({**start, "ramp_us": ramp, "power": 0.6} for ramp in (100.0, 1000.0))]

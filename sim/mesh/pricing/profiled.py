@@ -327,16 +327,12 @@ def _kind(name: str) -> str | None:
         return None
     funcs = [getattr(packet, overload) for overload in packet.overloads()]
     funcs = [func for func in funcs if torch._C._dispatch_has_kernel(func.name())]  # not those of TorchScript alone
-    if not funcs or any(_is_composite(func.name()) for func in funcs):
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    # What is made of other operations: a dispatch mode sees these in its place.
+    if not funcs or any(has(f.name(), "CompositeImplicitAutograd") and not has(f.name(), "CPU") for f in funcs):
         return None
     kind = kind_of(funcs[0])
     return None if kind in ("host", "unknown") else reported_kind(kind, name)
-
-
-def _is_composite(name: str) -> bool:
-    """Tell whether an operation is made of others, which are what a dispatch mode sees in its place."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 def _collective(name: str) -> str | None:

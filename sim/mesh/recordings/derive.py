@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from sim.comm.process_group import moved_by_all_reduce
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Alloc, Comm, CommGroup, Event, Op, Touch
 from sim.mesh.tracing.categories import logit_sizes
-from sim.mesh.tracing.stitch import Chunk, Recording, UsedPlan
+from sim.mesh.tracing.stitch import Chunk, Recording, Standing, UsedPlan
 
 _COUNTED = ("dp_replicate", "dp_shard", "pp")
 """Axes of which a recording depends on whether there are several ranks, and not on how many."""
@@ -136,25 +137,16 @@ class _Sum:
         first, others = self.first, self.others
         if not others:
             return first
-        same = all(
-            first.places == other.places
-            and [group.axis for group in first.groups] == [group.axis for group in other.groups]
-            and first.categories == other.categories
-            and first.sizes.keys() == other.sizes.keys()
-            and _without_bytes(first) == _without_bytes(other)
-            and [(name, variant) for name, _, variant in first.segments]
-            == [(name, variant) for name, _, variant in other.segments]
-            for other in others
-        )
-        if not same:
+        if any(_frame(other) != _frame(first) for other in others):
             raise _DifferentError
-        sizes = {block: self.number(size, *[o.sizes[block] for o in others]) for block, size in first.sizes.items()}
-        standing = [each._replace(bytes=sizes[each.block]) for each in first.standing]
+        several = (first, *others)
+        sizes = {block: self.number(*[each.sizes[block] for each in several]) for block in first.sizes}
         segments = {
-            key: self.chunks(*[list(recording.segments.values())[at] for recording in (first, *others)])
+            key: self.chunks(*[list(recording.segments.values())[at] for recording in several])
             for at, key in enumerate(first.segments)
         }
-        plans = tuple([self.plan(used) for used in _side_by_side([r.plans for r in (first, *others)])])
+        standing = [self.value(alike) for alike in _side_by_side([each.standing for each in several])]
+        plans = tuple([self.value(alike) for alike in _side_by_side([each.plans for each in several])])
         return dataclasses.replace(first, sizes=sizes, standing=standing, segments=segments, plans=plans)
 
     def number(self, *values: int) -> int:
@@ -165,75 +157,56 @@ class _Sum:
             raise _DifferentError
         return int(total)
 
-    def plan(self, several: Sequence[UsedPlan]) -> UsedPlan:
-        found = several[0]._replace(shape=self.numbers([used.shape for used in several]))
-        if any(used._replace(shape=found.shape) != found for used in several):
-            raise _DifferentError
-        return found
-
     def chunks(self, *several: list[Chunk]) -> list[Chunk]:
         return [
-            (chunks[0][0], [self.event(events) for events in _side_by_side([events for _, events in chunks])])
+            (chunks[0][0], [self.value(events) for events in _side_by_side([events for _, events in chunks])])
             for chunks in _side_by_side(several)
         ]
 
-    def event(self, events: tuple[Any, ...]) -> Event:
-        first = events[0]
-        if all(first == other for other in events[1:]):
+    def value(self, several: Sequence[Any]) -> Any:
+        """Return the sum of numbers, of tuples of these, or of events and the like by their fields in `_SUMMED`."""
+        first = several[0]
+        if all(first == other for other in several[1:]):
             return first
-        if any(type(other) is not type(first) for other in events[1:]):
+        kind = type(first)
+        if kind is int:
+            return self.number(*several)
+        if kind is tuple:
+            return tuple([self.value(alike) for alike in _side_by_side(several)])
+        if kind not in _SUMMED or any(type(other) is not kind for other in several):
             raise _DifferentError
-        made: Event
-        if isinstance(first, Op):
-            flops, shape = self.number(*[event.flops for event in events]), self.numbers([e.shape for e in events])
-            reads, writes = self.touches([e.reads for e in events]), self.touches([e.writes for e in events])
-            made = first._replace(flops=flops, shape=shape, reads=reads, writes=writes)
-        elif isinstance(first, Comm):
-            made = self.communication(events)
-            events = tuple([event._replace(peer=first.peer) for event in events])
-        elif isinstance(first, Alloc):
-            made = first._replace(bytes=self.number(*[event.bytes for event in events]))
-        else:
-            raise _DifferentError
-        if any(_without_numbers(other) != _without_numbers(made) for other in events):
+        if kind is Comm:  # `_Move` finds the peer, and what an all_reduce moves over other ranks
+            several = [each._replace(peer=first.peer, moved=each.moved * (each.op != "all_reduce")) for each in several]
+        summed = {name: self.value([getattr(each, name) for each in several]) for name in _SUMMED[kind]}
+        made = several[0]._replace(**summed)
+        if any(other._replace(**summed) != made for other in several[1:]):
             raise _DifferentError
         return made
 
-    def communication(self, events: Sequence[Comm]) -> Comm:
-        first = events[0]
-        size = self.number(*[event.size for event in events])
-        moved = 0 if first.op == "all_reduce" else self.number(*[event.moved for event in events])
-        return first._replace(size=size, moved=moved)
 
-    def numbers(self, several: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        return tuple([self.number(*values) for values in _side_by_side(several)])
+def _frame(recording: Recording) -> tuple[object, ...]:
+    """Return what recordings must have in common before their numbers are looked at."""
+    axes, keys = [group.axis for group in recording.groups], [(name, kind) for name, _, kind in recording.segments]
+    return recording.places, axes, recording.categories, recording.sizes.keys(), keys
 
-    def touches(self, several: Sequence[tuple[Touch, ...]]) -> tuple[Touch, ...]:
-        return tuple(
-            [
-                Touch(touches[0].block, self.number(*[touch.bytes for touch in touches]))
-                for touches in _side_by_side(several)
-            ]
-        )
+
+_SUMMED = MappingProxyType(
+    {
+        Op: ("flops", "reads", "writes", "shape"),
+        Touch: ("bytes",),
+        Comm: ("size", "moved"),
+        Alloc: ("bytes",),
+        Standing: ("bytes",),
+        UsedPlan: ("shape",),
+    }
+)
+"""Fields that are sums of terms; all others are equal."""
 
 
 def _side_by_side(several: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
     if len({len(each) for each in several}) > 1:
         raise _DifferentError
     return zip(*several, strict=True)
-
-
-def _without_bytes(recording: Recording) -> list[Any]:
-    return [each._replace(bytes=0) for each in recording.standing]
-
-
-def _without_numbers(event: Any) -> Any:
-    if isinstance(event, Op):
-        blocks = [touch.block for touch in event.reads], [touch.block for touch in event.writes]
-        return (*event._replace(flops=0, reads=(), writes=(), shape=()), *blocks, len(event.shape))
-    if isinstance(event, Comm):
-        return event._replace(size=0, moved=0)
-    return event._replace(bytes=0)
 
 
 def _check_logits(anchor: Anchor, recording: Recording, job: Job) -> None:

@@ -26,7 +26,6 @@ class Library:
     def __init__(self, most_events: int = _MOST_EVENTS) -> None:
         self.most_events = most_events
         self.made = 0
-        self.derived = 0
         self._kinds: OrderedDict[Hashable, list[Anchor]] = OrderedDict()
         self._events = 0
         self._last: tuple[Job, list[Program]] | None = None
@@ -60,7 +59,6 @@ class Library:
         fitting = [anchor for anchor in anchors if anchor.holds_on(job.machine)]
         found = derive(fitting, job, part, kept)
         if found is not None:
-            self.derived += 1
             return found
         found = record()
         self.made += 1
@@ -71,10 +69,6 @@ class Library:
         self._events += _size(anchors[-1])
         self._forget()
         return found
-
-    def kept(self, kind: Hashable) -> list[Anchor]:
-        """Return the recordings of a kind, the latest last."""
-        return list(self._kinds.get(kind, ()))
 
     def clear(self) -> None:
         """Forget all recordings."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.common.errors import InvalidValue
 from sim.mesh.program import Alloc, Event, Free, Program
 
 # torch's caching allocator as a model: which memory it takes from the device, and which pieces of it lie idle ---------
@@ -34,7 +33,8 @@ class AllocatorRules:
 
     Attributes:
         caching: whether it keeps what is freed; if not, reserved is allocated.
-        expandable: `expandable_segments:True`: one range of addresses per stream and pool, which grows by pages.
+        expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`: one range of addresses per stream and pool, that
+            grows by pages.
         limit: what the device can give; before it passes that, it returns cached segments. None: no limit.
         round_to: sizes are multiples of this.
     """
@@ -47,8 +47,6 @@ class AllocatorRules:
 
 CACHING = AllocatorRules()
 """Of CUDA and NPU devices, as they are set without environment variables."""
-EXPANDABLE = AllocatorRules(expandable=True)
-"""The same with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 PLAIN = AllocatorRules(caching=False, round_to=64)
 """Of a CPU: nothing is kept; malloc aligns to 64 bytes."""
 
@@ -116,7 +114,8 @@ class CachingAllocator:
         small = size <= _SMALL
         arena = self._arenas.get((stream, small))
         if arena is None:
-            arena = self._new_arena(stream, small)
+            least_rest = rules.round_to if small or rules.expandable else _SMALL + 1
+            arena = self._arenas[stream, small] = _Arena(small, least_rest)
         if not rules.caching:
             self.allocated += size
             self.reserved = self.allocated
@@ -196,12 +195,6 @@ class CachingAllocator:
                     found.append((block.size, "free" if block.free else name(block)))
                     block = block.after
         return tuple(found)
-
-    def _new_arena(self, stream: int, small: bool) -> _Arena:
-        splits_small = small or self.rules.expandable
-        arena = _Arena(small, self.rules.round_to if splits_small else _SMALL + 1)
-        self._arenas[stream, small] = arena
-        return arena
 
     def _page(self, arena: _Arena) -> int:
         return _SMALL_SEGMENT if arena.small else _LARGE_SEGMENT
@@ -335,15 +328,6 @@ class MemoryPlan:
             ]
             for key, found in events.items()
         }
-        for key, _ in program.order:
-            if key not in self.memory:
-                known = ", ".join(map(str, sorted(self.memory)))
-                raise InvalidValue(
-                    f"cannot replay the memory of rank {program.rank}",
-                    f"its order names the segment {key}, which it does not have",
-                    f"segments: {known}",
-                    "a program whose segments are all there",
-                )
 
     def _once(self, events: dict[tuple[str, int, str], list[_Change]]) -> set[int]:
         """Blocks of which there is one, rather than one for each micro-batch.

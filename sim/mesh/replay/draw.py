@@ -315,8 +315,7 @@ def _finish(axes: Axes, timeline: ReplayedStep, lanes: Sequence[_Lane], scale: f
     axes.set_xlim(0, (timeline.step * scale or 1.0) * 1.005)
     axes.tick_params(length=0, labelsize=9, colors=_INK)
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.6, zorder=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _draw_memory(axes: Axes, timeline: ReplayedStep, row: int, memory: ClassMemory, scale: float) -> None:
@@ -344,8 +343,7 @@ def _draw_memory(axes: Axes, timeline: ReplayedStep, row: int, memory: ClassMemo
     axes.set_ylabel(f"memory of rank {memory.rank} (GiB)", color=_INK)
     axes.tick_params(length=0, labelsize=9, colors=_INK)
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.6, zorder=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from hyper_parallel.core.common.errors import InvalidValue
+from hyper_parallel.core.common.checks import check_choice
 from sim.mesh.memory import ClassMemory
 from sim.mesh.program import COMPUTE, Comm, Op, Place, Program
 from sim.mesh.replay.pieces import BUBBLE, HOST
@@ -62,9 +62,8 @@ def spans(timeline: ReplayedStep, detail: str | None = None, limit: int = 20_000
         detail = "op" if ops <= limit else "layer"
         if detail == "layer" and sum(1 for _ in _computed(timeline, "layer")) > limit:
             detail = "segment"
-    elif detail not in _DETAILS:
-        seen = f"detail: one of {', '.join(_DETAILS)}"
-        raise InvalidValue("cannot list spans", f"there is no detail {detail!r}", seen, "'layer'")
+    else:
+        check_choice("cannot list spans", "detail", detail, _DETAILS)
     found = [*_computed(timeline, detail), *_communicated(timeline), *_idle(timeline)]
     # Some stages are ahead of the first one, in what belongs to this step.
     return [span._replace(start=max(0.0, span.start)) for span in found if span.end > 0]
@@ -97,46 +96,36 @@ def _computed(timeline: ReplayedStep, detail: str) -> Iterator[DrawnSpan]:
     for one in chain(*timeline.occurrences):
         program = timeline.programs[one.row]
         if detail == "op":
-            yield from _each(one, program)
+            yield from _each(one, program, named="op")
         elif detail == "layer":
-            yield from _stretches(one, program)
+            yield from _stretches(_each(one, program, named="layer"))
         else:
             yield from _whole(one, program, timeline.step / 200)
 
 
-def _each(one: Occurrence, program: Program) -> Iterator[DrawnSpan]:
+def _each(one: Occurrence, program: Program, *, named: str) -> Iterator[DrawnSpan]:
+    """Yield the operations of a piece, named by themselves ("op") or by the layer that they are in ("layer")."""
     events = program.segments[one.piece.key].events
-    for ran in one.outcome.ops:
-        op = events[ran.event]
-        assert isinstance(op, Op)
-        kind = _phase(program.places[op.place]) if program.places else one.piece.key[0]
-        yield DrawnSpan(one.row, _lane(ran.lane), one.base + ran.start, one.base + ran.end, op.name, kind, one.batch)
-
-
-def _stretches(one: Occurrence, program: Program) -> Iterator[DrawnSpan]:
-    """Operations of the same layer and phase that follow each other on a stream, as one."""
-    events = program.segments[one.piece.key].events
-    open_: dict[int, tuple[tuple[str, int | None], float, float]] = {}
     for ran in one.outcome.ops:
         op = events[ran.event]
         assert isinstance(op, Op)
         place = program.places[op.place] if program.places else Place(one.piece.key[0])
-        what = (_phase(place), place.layer)
-        before = open_.get(ran.lane)
-        if before is not None and before[0] == what:
-            open_[ran.lane] = (what, before[1], ran.end)
-            continue
-        if before is not None:
-            yield _stretch(one, ran.lane, *before)
-        open_[ran.lane] = (what, ran.start, ran.end)
-    for lane, before in open_.items():
-        yield _stretch(one, lane, *before)
+        kind = "recompute" if place.recomputes else place.phase
+        name = op.name if named == "op" else kind if place.layer is None else str(place.layer)
+        yield DrawnSpan(one.row, _lane(ran.lane), one.base + ran.start, one.base + ran.end, name, kind, one.batch)
 
 
-def _stretch(one: Occurrence, lane: int, what: tuple[str, int | None], start: float, end: float) -> DrawnSpan:
-    phase, layer = what
-    name = phase if layer is None else str(layer)
-    return DrawnSpan(one.row, _lane(lane), one.base + start, one.base + end, name, phase, one.batch)
+def _stretches(found: Iterator[DrawnSpan]) -> Iterator[DrawnSpan]:
+    """Join spans of one name and kind that follow each other in a lane."""
+    open_: dict[str, DrawnSpan] = {}
+    for span in found:
+        before = open_.get(span.lane)
+        if before is not None and (before.name, before.kind) == (span.name, span.kind):
+            span = before._replace(end=span.end)
+        elif before is not None:
+            yield before
+        open_[span.lane] = span
+    yield from open_.values()
 
 
 def _whole(one: Occurrence, program: Program, closest: float) -> Iterator[DrawnSpan]:
@@ -183,10 +172,6 @@ def _idle(timeline: ReplayedStep) -> Iterator[DrawnSpan]:
 
 def _lane(stream: int) -> str:
     return "compute" if stream == COMPUTE else f"compute {stream}"
-
-
-def _phase(place: Place) -> str:
-    return "recompute" if place.recomputes else place.phase
 
 
 # A timeline as a file for https://ui.perfetto.dev and `chrome://tracing` --------------------------------------------

@@ -149,10 +149,7 @@ def _with_data_parallel(space: Space, degrees: dict[str, int]) -> Iterator[Paral
         yield ParallelDims(
             dp_replicate=dp_replicate,
             dp_shard=dp // dp_replicate,
-            cp=degrees["cp"],
-            tp=degrees["tp"],
-            pp=degrees["pp"],
-            ep=degrees["ep"],
+            **{name: size for name, size in degrees.items() if name != "dp"},
             etp=etp,
             ulysses_degree=ulysses,
             world_size=space.num_devices,
@@ -194,14 +191,9 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
 
 
 @functools.lru_cache(maxsize=4096)
-def _changed(recipe: Recipe, **changes: Any) -> Recipe:
-    """As `having`: the same few recipes belong to all degrees, and each one that is made is checked."""
-    return recipe.having(**changes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _made(recipe: Recipe, how: Callable[..., Recipe], *args: Any) -> Recipe:
-    return how(recipe, *args)
+def _made(recipe: Recipe, how: Callable[..., Recipe], *args: Any, **keys: Any) -> Recipe:
+    """Change a recipe: the same few belong to all degrees, and each one that is made is checked."""
+    return how(recipe, *args, **keys)
 
 
 def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
@@ -214,7 +206,7 @@ def _over_nodes(recipe: Recipe, space: Space, dims: ParallelDims) -> Recipe:
         nodes = 1
     visited = nodes * (1 - (1 - 1 / nodes) ** per_token)
     pays = nodes > 1 and (asked is not None or visited <= _SAVED_ROWS * per_token)
-    return _changed(recipe, ranks_per_node=size if pays else None)
+    return _made(recipe, Recipe.having, ranks_per_node=size if pays else None)
 
 
 def _resharded(recipe: Recipe, shape: Shape, dims: ParallelDims) -> list[Recipe]:
@@ -222,7 +214,7 @@ def _resharded(recipe: Recipe, shape: Shape, dims: ParallelDims) -> list[Recipe]
     keeps = dims.tp > 1 and recipe.sequence_parallel and recipe.checkpointing == "none" and shape.heads > 0
     if not keeps or recipe.input_gathers > 1:
         return [recipe]
-    return [recipe, _changed(recipe, reshard_inputs=True)]
+    return [recipe, _made(recipe, Recipe.having, reshard_inputs=True)]
 
 
 def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
@@ -244,7 +236,7 @@ def _schedules(recipe: Recipe, dims: ParallelDims, layers: int) -> list[Recipe]:
     if dims.pp == 1 or recipe.parallel.schedule != "1f1b" or recipe.parallel.stages_per_rank is not None:
         return [recipe]
     more = [None, *(count for count in _MORE_STAGES if count * dims.pp <= layers)]
-    return [recipe, *(_changed(recipe, schedule="interleaved", stages_per_rank=count) for count in more)]
+    return [recipe, *(_made(recipe, Recipe.having, schedule="interleaved", stages_per_rank=count) for count in more)]
 
 
 def _is_worth_its_stages(recipe: Recipe, dims: ParallelDims) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -15,15 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hyper_parallel.core.common.tables import View, as_html, as_text, plain_table
-from sim.mesh.report import estimate_dict, gib, interval, number, per_second, percent, seconds
+from sim.mesh.report import estimate_dict, gib, interval, per_second, percent, seconds
 from sim.mesh.searching.space import Candidate, Rejected
 
 # Searches as tables, and how far they are -----------------------------------------------------------------------------
-
-
-def search_text(result: Any, most: int = 10) -> str:
-    """Return the tables of a search as text."""
-    return as_text(search_view(result, most), width=170)
 
 
 def search_view(result: Any, most: int = 10) -> View:
@@ -53,7 +47,7 @@ def _ranking(result: Any, most: int) -> Table:
             per_second(rate.value),
             interval(rate, per_second),
             seconds(time.step.value),
-            percent(number(time.mfu)),
+            percent(time.mfu.value),
             gib(one.bytes),
             "" if one.chance is None else percent(one.chance),
         )
@@ -251,7 +245,11 @@ class SearchResult:
     @property
     def pareto(self) -> tuple[Found, ...]:
         """What is beaten by no other one in both memory and time, the smallest first."""
-        return pareto([*self.found, *self.too_large])
+        front: list[Found] = []
+        for entry in sorted((*self.found, *self.too_large), key=lambda one: (one.bytes, one.seconds)):
+            if not front or entry.seconds < front[-1].seconds:
+                front.append(entry)
+        return tuple(front)
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -261,7 +259,7 @@ class SearchResult:
         return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
     def __str__(self) -> str:
-        return search_text(self)
+        return as_text(search_view(self), width=170)
 
     def __repr__(self) -> str:
         best = f", best: {self.best.candidate}, {seconds(self.best.seconds)} a step" if self.found else ""
@@ -269,15 +267,6 @@ class SearchResult:
 
     def _repr_html_(self) -> str:
         return as_html(search_view(self))
-
-
-def pareto(found: Sequence[Found]) -> tuple[Found, ...]:
-    """Return what no other one beats in both memory and time, the smallest first."""
-    front: list[Found] = []
-    for entry in sorted(found, key=lambda one: (one.bytes, one.seconds)):
-        if not front or entry.seconds < front[-1].seconds:
-            front.append(entry)
-    return tuple(front)
 
 
 def chance_faster(first: Any, second: Any) -> float:
@@ -336,7 +325,7 @@ def limit_of(result: Any) -> Limit:
     shares = {f"communication on {axis}": quantity.value / step for axis, quantity in time.exposed.items()}
     shares["bubble"] = time.bubble.value / step
     shares["host"] = time.host.value / step
-    shares["kernels"] = max(0.0, time.compute.value / step - number(time.mfu))
+    shares["kernels"] = max(0.0, time.compute.value / step - time.mfu.value)
     faster = min(result.too_large, key=lambda one: one.seconds, default=None)
     saved = 0.0 if faster is None else 1 - faster.seconds / step
     if faster is not None and saved > 0:

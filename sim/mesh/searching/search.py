@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.common.checks import check_listed
-from hyper_parallel.core.common.errors import InvalidType, InvalidValue, nearest
+from hyper_parallel.core.common.checks import check_listed, read_int
+from hyper_parallel.core.common.errors import InvalidValue, nearest
 from hyper_parallel.core.machine.description import Machine, find_machine
 from hyper_parallel.core.mesh.parallel_dims import DEGREES
 from sim.mesh.models import Model, find_model
@@ -117,19 +117,12 @@ def search(
 
     chunks = tuple(tp_chunks)
     exploration = Exploration(space, rates_of(device), limit_bytes, limit, title, floors, chunks)
-    return exploration.run(one, progress or _silent)
-
-
-def _silent(done: int, total: int, now: str) -> None:
-    """The progress callback that does nothing."""
+    return exploration.run(one, progress or (lambda done, total, now: None))
 
 
 def _check(**counts: int) -> None:
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidType("cannot search", f"{name} must be an int", f"{name}: {value!r}", f"{name}=64")
-        if value < 1:
-            raise InvalidValue("cannot search", f"{name} must be 1 or more", f"{name}: {value}", f"{name}=64")
+        read_int("cannot search", name, value, 1, f"{name}=64")
 
 
 def _checked_fixed(fixed: Mapping[str, int], num_devices: int) -> dict[str, int]:

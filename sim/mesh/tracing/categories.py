@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -72,12 +73,8 @@ def _layer_names(built: Built) -> dict[str, int]:
 
 
 def _layer_of(name: str, layers: dict[str, int]) -> int | None:
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        found = layers.get(".".join(parts[:end]))
-        if found is not None:
-            return found
-    return None
+    paths = itertools.accumulate(name.split("."), "{}.{}".format)
+    return next((layers[path] for path in reversed([*paths]) if path in layers), None)
 
 
 def find_categories(

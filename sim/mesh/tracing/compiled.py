@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hyper_parallel.core.common.errors import InvalidValue, nearest
+from hyper_parallel.core.common.checks import check_choice
 from hyper_parallel.platform import attention_operators
 from sim.mesh.tracing.fusion import order_by_kernel
-from sim.mesh.tracing.kinds import being, enter, take_numbers, traces
+from sim.mesh.tracing.kinds import having, running
 
 # Graphs as `aot_function` traces them, run operation by operation, and what they take from modules --------------------
 
@@ -50,11 +50,11 @@ class Graph:
 
     def __call__(self, args: list[Any]) -> Any:
         """Run it; without values while graphs are traced."""
-        if traces() and any(isinstance(arg, FakeTensor) for arg in args):
+        if running.traces and any(isinstance(arg, FakeTensor) for arg in args):
             results = next(iter(reversed(self.runs.graph.nodes))).args[0]
             return [node.meta["val"] if isinstance(node, fx.Node) else node for node in results]
-        self.runs.first = take_numbers(self.kernels)
-        with being(region=0, recomputes=False):
+        self.runs.first = running.take(self.kernels)
+        with having(running, region=0, recomputes=False):
             try:
                 return self.runs.boxed_run(args)
             finally:
@@ -66,7 +66,7 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "placeholder":
-            enter(self.first + n.meta.get("kernel", 0), n.meta.get("again", False))
+            running.region, running.recomputes = self.first + n.meta.get("kernel", 0), n.meta.get("again", False)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -159,9 +159,8 @@ def shape_of(x: torch.Tensor) -> Any:
 #
 # `torch.compile` traces a block forward and backward at once and cuts that graph in two where the fewest bytes cross
 # (`min_cut_rematerialization_partition`). Here the same trace and the same cut are made, and the two graphs are then
-# run operation by operation, so that whoever looks on sees them. No kernel is generated, but `region()` numbers what
-# would become one, and `sim.mesh.tracing.fusion` groups them and makes one of them in what was
-# recorded.
+# run operation by operation, so that whoever looks on sees them. No kernel is generated, but `running.region` numbers
+# what would become one, and `sim.mesh.tracing.fusion` groups them and makes one of them in what was recorded.
 #
 # A graph is traced once for all blocks that are alike, in about a second.
 
@@ -172,7 +171,7 @@ _PRODUCTS = frozenset(
 )
 """What selective checkpointing keeps."""
 
-_POLICIES = ("none", "selective", "alternate", "full")
+_ASKED, _POLICIES = ("cannot compile", "checkpointing"), ("none", "selective", "alternate", "full")
 _MATRICES = frozenset({_aten.mm.default, _aten._scaled_mm.default})  # of which "alternate" keeps every other one
 _UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
 _TENSOR = object()  # stands where a tensor was among arguments
@@ -201,7 +200,7 @@ def compile_block(block: nn.Module, checkpointing: str = "none", *, graphs: dict
     if _is_one_graph(block):
         block.forward = CompiledLike(block, checkpointing, graphs=shared)
         return True
-    _check(checkpointing)
+    check_choice(*_ASKED, checkpointing, _POLICIES)
     for child in block.children():
         compile_pieces(child, shared)
     return checkpointing == "none"
@@ -243,12 +242,6 @@ def _crosses_ranks(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("hyper_parallel.core.context_parallel")
 
 
-def _check(checkpointing: object) -> None:
-    if checkpointing not in _POLICIES:
-        blame, hint = f"there is no policy {checkpointing!r}", nearest(checkpointing, _POLICIES)
-        raise InvalidValue("cannot compile", blame, f"checkpointing: {checkpointing!r}", hint)
-
-
 class _Reached(Exception):
     """The traced function has come to what is left out; with its arguments."""
 
@@ -273,14 +266,14 @@ class CompiledLike:
     """
 
     def __init__(self, target: Any, checkpointing: str = "none", *, graphs: dict[Any, Any] | None = None) -> None:
-        _check(checkpointing)
+        check_choice(*_ASKED, checkpointing, _POLICIES)
         self.module = target if isinstance(target, nn.Module) else None
         self.forward: Callable[..., Any] = target if self.module is None else target.forward
         self.checkpointing, self.graphs = checkpointing, {} if graphs is None else graphs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the function computes."""
-        if traces():
+        if running.traces:
             return self.forward(*args, **kwargs)
         seam: Any = None if self.module is None else vars(self.module).get("attend")
         try:
@@ -357,7 +350,8 @@ class CompiledLike:
         )
         try:
             # The first call traces; its result, without values, is thrown away. Those who look on see none of it.
-            with being(traces=True), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            unpacked = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            with having(running, traces=True), _disable_current_modes(), unpacked:
                 graph(*_lookalikes(own, given))
         except _UNTRACEABLE as error:
             return error.with_traceback(None)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from sim.mesh.program import MEMORY_KINDS, Alloc, Event, Free, Op, Place, Program, Segment, Touch
+from sim.mesh.tracing.kinds import FUSION
 
 # Fusion groups: the operations of a traced graph that a compiler makes one kernel of ----------------------------------
 #
@@ -24,22 +25,7 @@ from sim.mesh.program import MEMORY_KINDS, Alloc, Event, Free, Op, Place, Progra
 #    elements: a reduction goes over those that it reads. Reductions over different dims do not.
 # 4. Products, attention, sorting and what else is no loop over elements stay what they are.
 
-_VIEWS = frozenset(
-    {"alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice", "split"}
-    | {"split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_reshape_alias"}
-    | {"_unsafe_view", "reshape", "lift_fresh", "view_of"}
-)
-_REDUCTIONS = frozenset(
-    {"all", "amax", "amin", "any", "argmax", "argmin", "logsumexp", "max", "mean", "min", "norm", "prod"}
-    | {"std", "sum", "var", "var_mean"}
-)
-_ELEMENTWISE = frozenset(
-    {"_to_copy", "arange", "bernoulli", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy"}
-    | {"device_put", "embedding", "empty", "empty_like", "expand_copy", "fill", "full", "full_like", "gather"}
-    | {"index", "index_select", "iota", "lift_fresh_copy", "new_empty", "new_full", "new_ones", "new_zeros"}
-    | {"one_hot", "ones", "ones_like", "rand", "rand_like", "randn", "randn_like", "repeat", "roll"}
-    | {"scalar_tensor", "select_scatter", "slice_scatter", "stack", "tril", "triu", "zeros", "zeros_like"}
-)
+_VIEWS, _REDUCTIONS, _ELEMENTWISE = (FUSION[name] for name in ("views", "reductions", "elementwise"))
 _READS_SHARED = 4  # what has several readers and reads more buffers than this is written (realize_reads_threshold)
 _READS_ALONE = 8  # so is what reads more than this (realize_acc_reads_threshold)
 
@@ -320,8 +306,7 @@ def _side(argument: fx.Node, dims: Any) -> str:
 # 1. It reads what its operations read of blocks that were there before them, each once.
 # 2. It writes the blocks that are still there after it. The others vanish: such values stay in registers.
 # 3. Where it is the last to read a block that a compiled graph has made, its result takes that block's place, if it
-#    is as
-#    large: a compiler writes there.
+#    is as large: a compiler writes there.
 
 _FUSABLE = frozenset({*MEMORY_KINDS, "random", "host", "fused"})
 _NAMES_SHOWN = 4

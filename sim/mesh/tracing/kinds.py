@@ -4,55 +4,42 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from hyper_parallel.core.machine.toml_file import read_toml
 from sim.ops import named_arguments
 
 # Fused regions: the kernel that a running operation belongs to, where several are one ---------------------------------
 
 
-class _ThreadRegions(threading.local):
+class _Running(threading.local):
+    """The kernel that the calling thread's operations are in, where a compiler makes one of several.
+
+    Attributes:
+        region: its number; 0: what is running is not compiled. Each run of a graph has other numbers than those before.
+        taken: how many numbers kernels have had.
+        recomputes: whether a graph, of a backward, is at an operation that its forward has done before.
+        traces: whether a graph is being traced: then modules are called, and nothing is computed.
+    """
+
     region = 0
-    regions = 0
+    taken = 0
     recomputes = False
     traces = False
 
-
-_now = _ThreadRegions()
-
-
-def region() -> int:
-    """Return the number of the kernel that a compiler would make of what is running; 0: it is not compiled.
-
-    Each run of a graph has other numbers than those before it.
-    """
-    return _now.region
+    def take(self, count: int) -> int:
+        """Return the first of some numbers that no kernel has had."""
+        self.taken += count
+        return self.taken - count + 1
 
 
-def recomputes() -> bool:
-    """Tell whether the running graph, of a backward, is at an operation that its forward has done before."""
-    return _now.recomputes
-
-
-def traces() -> bool:
-    """Tell whether a graph is being traced: then modules are called, and nothing is computed."""
-    return _now.traces
-
-
-@contextmanager
-def one_kernel() -> Iterator[None]:
-    """Take what is computed in the block as one kernel, as if it was compiled, or written by hand."""
-    with being(region=take_numbers(1)):
-        yield
-
-
-def being(**values: Any) -> AbstractContextManager[None]:
-    """Let what this module tells be something else, until the end of the block."""
-    return having(_now, **values)
+running = _Running()
 
 
 @contextmanager
@@ -68,121 +55,18 @@ def having(holder: Any, **values: Any) -> Iterator[None]:
             setattr(holder, name, value)
 
 
-def take_numbers(count: int) -> int:
-    """Return the first of some numbers that no kernel has had."""
-    first = _now.regions + 1
-    _now.regions += count
-    return first
-
-
-def enter(number: int, again: bool) -> None:
-    """Say that the next operation is of a kernel, and whether it was done before."""
-    _now.region, _now.recomputes = number, again
-
-
 # The op kind of each of torch's operations, looked up once per operation and overload ---------------------------------
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_MATMULS = _words(
-    """
-    mm addmm bmm baddbmm addbmm addmv mv dot _scaled_mm _grouped_mm _int_mm linear convolution _convolution
-    convolution_backward cudnn_convolution mkldnn_convolution addr convolution_overrideable _slow_conv2d_forward
-    mkldnn_linear
-    """
+_TABLES = MappingProxyType(
+    {
+        table: MappingProxyType({name: frozenset(words.split()) for name, words in named.items()})
+        for table, named in read_toml(Path(__file__).parents[1] / "data" / "operations.toml").items()
+    }
 )
-_ATTENTIONS = _words(
-    """
-    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_fused_attention_overrideable npu_fusion_attention _flash_attention_forward
-    _efficient_attention_forward
-    """
-)
-_ATTENTION_BACKWARDS = _words(
-    """
-    _scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
-    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-    _scaled_dot_product_fused_attention_overrideable_backward npu_fusion_attention_grad _flash_attention_backward
-    _efficient_attention_backward
-    """
-)
-_RANDOM = _words(
-    """
-    bernoulli bernoulli_ native_dropout normal_ uniform_ rand randn rand_like randn_like randint randperm
-    exponential_ random_ normal multinomial randint_like _fused_dropout log_normal_ geometric_ cauchy_ poisson
-    rrelu_with_noise
-    """
-)
-_OPTIMIZERS = frozenset(
-    {"_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_", "_fused_adamw", "_fused_adam", "_fused_sgd"}
-)
-_HOST = _words(
-    """
-    empty empty_like empty_strided new_empty new_empty_strided empty_permuted _unsafe_view lift_fresh lift detach_
-    resize_ set_ is_same_size _version device size stride sym_size sym_stride sym_numel sym_storage_offset
-    is_contiguous _has_same_storage_numel unsqueeze_ squeeze_ transpose_ t_ as_strided_ record_stream
-    _debug_has_internal_overlap _to_functional_tensor is_pinned _local_scalar_dense item equal _assert_async
-    _foreach_empty
-    """
-)
-_MEMORY = _words(
-    # Copies and fills
-    """
-    copy_ _to_copy clone contiguous cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros
-    new_ones new_full scalar_tensor arange iota eye linspace split_with_sizes_copy _chunk_cat chunk_cat repeat
-    repeat_interleave constant_pad_nd flip roll tril triu tril_ triu_ unfold_copy select_backward slice_backward
-    unfold_backward copy index_fill_ index_fill select_scatter slice_scatter diagonal_backward pad as_strided_copy
-    _pin_memory tril_indices triu_indices lerp_ _reshape_copy view_copy logspace embedding_renorm_
-    """
-    # By index
-    """
-    index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put index_select index_add index_add_
-    index_copy index_copy_ index_reduce_ gather gather_backward scatter scatter_ scatter_add scatter_add_
-    scatter_reduce scatter_reduce_ masked_fill masked_fill_ masked_scatter masked_scatter_ masked_select nonzero
-    take put_ embedding where embedding_dense_backward _embedding_bag _embedding_bag_forward_only one_hot
-    take_along_dim searchsorted bucketize
-    """
-    # Reductions, scans, orders
-    """
-    sum mean amax amin aminmax max min prod any all argmax argmin var std var_mean std_mean norm linalg_vector_norm
-    logsumexp cumsum cumprod cumsum_ logcumsumexp _fft_r2c _fft_c2c _fft_c2r view_as_real_copy view_as_complex_copy
-    sort argsort topk kthvalue median unique _unique2 unique_dim bincount histc count_nonzero nansum cummax cummin
-    mode _weight_norm_interface _weight_norm_interface_backward
-    """
-    # Norms, softmaxes, losses
-    """
-    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_dropout_backward
-    native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward
-    _native_batch_norm_legit cudnn_batch_norm cudnn_batch_norm_backward batch_norm_backward _batch_norm_with_update
-    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax nll_loss_forward
-    nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward _masked_softmax
-    binary_cross_entropy binary_cross_entropy_backward smooth_l1_loss smooth_l1_loss_backward kl_div
-    """
-    # Element by element, though torch does not tag it
-    """
-    floor_divide rsub polar complex log_sigmoid_backward fill true_divide conj_physical
-    """
-    # Activations that torch does not tag
-    """
-    gelu gelu_backward silu silu_backward relu relu_ threshold_backward sigmoid_backward tanh_backward
-    hardtanh_backward leaky_relu_backward elu_backward softplus_backward glu glu_backward hardswish_backward
-    mish_backward prelu _prelu_kernel _prelu_kernel_backward log_sigmoid_forward
-    """
-    # Pooling and resizing
-    """
-    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
-    _adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward upsample_bilinear2d
-    upsample_bilinear2d_backward im2col col2im pixel_shuffle pixel_unshuffle max_pool2d avg_pool1d
-    _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_
-    """
-)
-_READS_ONLY_ITS_OUTPUT = frozenset(
-    {"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "masked_select", "take_along_dim"}
-)
+FUSION, _KINDS, _GROUPS = _TABLES["fusion"], _TABLES["kinds"], _TABLES["groups"]
+"""Names of operations by how a compiler fuses them, by the kind of their kernel, and by other traits."""
+_ATTENTIONS, _ATTENTION_BACKWARDS = _KINDS["attention"], _KINDS["attention_backward"]
+_MEMORY = frozenset[str]().union(*_TABLES["memory"].values())
 
 
 def kind_of(func: Any) -> str:
@@ -195,17 +79,10 @@ def kind_of(func: Any) -> str:
         func: an overload, as `__torch_dispatch__` gets it.
     """
     name = func._schema.name.rpartition("::")[2]
-    if name in _MATMULS:
-        return "matmul"
-    if name in _ATTENTIONS:
-        return "attention"
-    if name in _ATTENTION_BACKWARDS:
-        return "attention_backward"
-    if name in _OPTIMIZERS:
-        return "optimizer"
-    if name in _RANDOM:
-        return "random"
-    if name in _HOST or getattr(func, "is_view", False):
+    kind = next((kind for kind, names in _KINDS.items() if name in names), None)
+    if kind is not None:
+        return kind
+    if getattr(func, "is_view", False):
         return "host"
     if name in _MEMORY or name.removesuffix("_") in _MEMORY or name.startswith("_foreach_"):
         return "memory"
@@ -264,12 +141,6 @@ _REPORTED = {
     "optimizer": "optimizer",
     "fused": "fused operations",
 }
-_COPIES = _words(
-    """
-    copy_ _to_copy clone cat stack fill_ zero_ zeros zeros_like split_with_sizes_copy _chunk_cat constant_pad_nd
-    repeat new_zeros ones_like full _foreach_copy_ _foreach_zero_
-    """
-)
 
 
 def reported_kind(kind: str, name: str) -> str:
@@ -287,14 +158,14 @@ def reported_kind(kind: str, name: str) -> str:
         return "norms"
     if any(word in short for word in ("softmax", "nll_loss", "cross_entropy")):
         return "softmax and loss"
-    if short in _COPIES:
+    if short in _GROUPS["copies"]:
         return "copies"
     return "embedding" if "embedding" in short else "pointwise and reductions"
 
 
 def reads_only_its_output(func: Any) -> bool:
     """Tell whether an operation reads as much as it returns of its first argument, such as rows of a table."""
-    return func._schema.name.rpartition("::")[2] in _READS_ONLY_ITS_OUTPUT
+    return func._schema.name.rpartition("::")[2] in _GROUPS["reads_only_its_output"]
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hyper_parallel.core.common.checks import MOST_LISTED
+from hyper_parallel.core.common.checks import MOST_LISTED, read_int
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.machine.description import Machine
 from hyper_parallel.core.redistribute.plan import Plan
@@ -280,12 +280,8 @@ class LoneWorld(World):
 
     def __init__(self, world_size: int, rank: int, listener: Listener | None = None) -> None:
         asked = f"cannot let rank {rank!r} of {world_size!r} live alone"
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_LONE_RANKS:
-            blame = f"world_size is not an int from 1 to {MAX_LONE_RANKS:,}"
-            raise InvalidValue(asked, blame, f"world_size: {world_size!r}", "world_size=1024")
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
-            blame = f"rank is not an int from 0 to {world_size - 1}"
-            raise InvalidValue(asked, blame, f"rank: {rank!r}", "rank=0")
+        read_int(asked, "world_size", world_size, 1, "world_size=1024", MAX_LONE_RANKS, InvalidValue)
+        read_int(asked, "rank", rank, 0, "rank=0", world_size - 1, InvalidValue)
         self._let_live(
             world_size,
             (rank,),

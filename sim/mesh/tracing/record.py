@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from hyper_parallel.core.common.errors import InvalidValue
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.platform import AttentionKernel
+from hyper_parallel.platform.cpu import HostEvent, HostStream
 from sim.comm.collectives import Call
 from sim.kernel.waiting import Waitable
 from sim.mesh.program import (
@@ -48,8 +49,7 @@ from sim.mesh.tracing.kinds import (
     matmul_shape,
     memory_kind,
     reads_only_its_output,
-    recomputes,
-    region,
+    running,
 )
 from sim.mesh.tracing.lone import Listener
 from sim.ops import Level, OnOperations, Proceed, mode_before_all, tensors_of, written_tensors
@@ -95,7 +95,7 @@ class _Fakes(OnOperations):
         return self._recorder.on_operation(func, args, kwargs, proceed)
 
 
-class RecordedEvent:
+class RecordedEvent(HostEvent):
     """An event of the simulated device: a number."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -110,16 +110,12 @@ class RecordedEvent:
         """Make later work on `stream` wait."""
         self._recorder.await_event(self, stream)
 
-    def query(self) -> bool:
-        """Return True: nothing is ever under way here."""
-        return True
-
     def synchronize(self) -> None:
         """Let the host wait."""
         self._recorder.emit(HostWait(None))
 
 
-class RecordedStream:
+class RecordedStream(HostStream):
     """A stream of the simulated device: a number."""
 
     def __init__(self, recorder: Recorder, number: int) -> None:
@@ -141,10 +137,6 @@ class RecordedStream:
         event = RecordedEvent(self._recorder) if event is None else event
         event.record(self)
         return event
-
-    def query(self) -> bool:
-        """Return True: nothing is ever under way here."""
-        return True
 
     def synchronize(self) -> None:
         """Let the host wait."""
@@ -173,6 +165,8 @@ class Recorder(Listener):
         on_host: blocks that are in the host's memory.
         ring_kernel: whose fused attention computes the blocks of a ring, see `Job`.
         plans: of redistributions, each with its limit of memory, in order.
+        asleep: whether operations and communication are left out; memory goes on being followed.
+        borrows: whether what is made takes no memory of the rank's: another one has it, and keeps it longer.
     """
 
     def __init__(self) -> None:
@@ -203,8 +197,8 @@ class Recorder(Listener):
         self.on_host: set[int] = set()
         self.ring_kernel = "flash"
         self.plans: dict[tuple[Plan, int | None], None] = {}
-        self._asleep = False
-        self._borrows = False
+        self.asleep = False
+        self.borrows = False
         self._deaf = False
 
     # -- where ---------------------------------------------------------------------------------------------------
@@ -228,7 +222,7 @@ class Recorder(Listener):
 
     def emit(self, event: Event) -> None:
         """Append an event."""
-        if not self._asleep:
+        if not self.asleep:
             self.events.append(event)
 
     def begin(self, layer: int | None) -> None:
@@ -252,18 +246,6 @@ class Recorder(Listener):
         found = [(layer, self.events[start:end]) for (start, layer), end in zip(bounds, ends, strict=True)]
         self.cut()
         return found
-
-    def asleep(self) -> AbstractContextManager[None]:
-        """Leave out the operations and communication of the block; memory goes on being followed."""
-        return having(self, _asleep=True)
-
-    def answering(self, answer: float) -> AbstractContextManager[None]:
-        """Say that a tensor's value is `answer` where the block asks for one."""
-        return having(self, answer=answer)
-
-    def borrowing(self) -> AbstractContextManager[None]:
-        """Count no memory for what is made in the block: it is that of somebody else, who outlives it."""
-        return having(self, _borrows=True)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -315,7 +297,9 @@ class Recorder(Listener):
         out = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else proceed(*args, **kwargs)
         kind = kernel.kind
         if kind == "host":
-            self._know_all(out)
+            for tensor in tensors_of((out,)):
+                if tensor.device.type != "meta":  # no memory of anybody's
+                    self._block(tensor.untyped_storage())
             if self.on_host and any(self._is_on_host(t) for t in tensors_of(args)):
                 self.on_host.update([self._block(t.untyped_storage()) for t in tensors_of((out,))])
             return out
@@ -323,7 +307,7 @@ class Recorder(Listener):
         results = tensors_of((out,))
         sources = [self._touch(t) for t in given]
         targets = [self._touch(t) for t in results]
-        if self._asleep:
+        if self.asleep:
             return out
         # Fused optimizers say that they write gradients, which they do only to unscale them.
         written = written_tensors(func, args, kwargs, but="grads")
@@ -355,21 +339,16 @@ class Recorder(Listener):
             kind = memory_kind(func, args, given, results)
             shape = () if kind == "memory" else (results[0].numel(),)
         leading = given[0] if given else results[0]
-        place = self._compiled_place(region()) if region() else self._place
+        place = self._compiled_place(running.region) if running.region else self._place
         self.events.append(Op(kernel.name, kind, flops, reads, writes, _name(leading.dtype), shape, self.stream, place))
         return out
 
     def _compiled_place(self, kernel: int) -> int:
         """The place of an operation that a compiler makes one kernel of with others."""
         place = self.place
-        again = place.recomputes or recomputes()
+        again = place.recomputes or running.recomputes
         # A mode sees what calls a graph, not the kernels in it.
         return self._number_of(place._replace(compiled=kernel, recomputes=again, watched=False))
-
-    def _know_all(self, out: Any) -> None:
-        for tensor in tensors_of((out,)):
-            if tensor.device.type != "meta":  # no memory of anybody's
-                self._block(tensor.untyped_storage())
 
     def _each_once(
         self, kernel: _Kernel, tensors: Sequence[torch.Tensor], touches: Sequence[Touch]
@@ -418,7 +397,7 @@ class Recorder(Listener):
 
     def _copy(self, op: str, source: torch.Tensor, *, pinned: bool, wait: bool) -> None:
         """Write a copy down, in the order of the current stream."""
-        if self._asleep:
+        if self.asleep:
             return
         name = op if pinned else f"{op}_pageable"
         size = source.numel() * source.dtype.itemsize
@@ -448,7 +427,7 @@ class Recorder(Listener):
 
     def _take(self, storage: Any, key: int) -> int:
         block = self._next_block = self._next_block + 1
-        size = 0 if self._borrows else storage.nbytes()
+        size = 0 if self.borrows else storage.nbytes()
         self._blocks[key] = block
         self.sizes[block] = size
         self.sources[block] = self._place
@@ -522,7 +501,7 @@ class Recorder(Listener):
         for tensor in (*call.inputs, *call.outputs):
             self.gathered.setdefault(self.block_of(tensor), f"{call.contract.op} {axis}")
         handle = self._handle(waitable)
-        if self._asleep:
+        if self.asleep:
             return
         dtype = _name((*call.inputs, *call.outputs)[0].dtype) if call.inputs or call.outputs else ""
         self.events.append(
@@ -545,7 +524,7 @@ class Recorder(Listener):
         """Write one side of a message down; `pair` is this rank and the other one."""
         size = tensor.numel() * tensor.dtype.itemsize
         handle = self._handle(waitable)
-        if self._asleep:
+        if self.asleep:
             return
         op = "send" if sending else "recv"
         group = self._group(axis, (min(pair), max(pair)))  # in the order of a group's ranks, on both sides

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -463,7 +464,7 @@ def _made(event: Event) -> tuple[str, int] | None:
 
 # Put the programs of all ranks of a pipeline together, from the recordings of the kinds of their stages ---------------
 
-_BEFORE, _AFTER = ("count", "begin"), ("reduce", "numbers", "optimizer")
+_AROUND = ("count", "begin"), ("reduce", "numbers", "optimizer")
 _BYTES_OF_NORM = {"float32": 4, "float64": 8}
 _OF_A_RANK = ("count", "numbers")
 """Segments that a rank with several stages has once: what it tells and reads of the global batch."""
@@ -474,12 +475,9 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
     if not job.dims.pp_enabled:
         program = _program(job, job.rank_of_stage_rank(0), recordings.values())
         _Adder(job, program).add(parts[0], recordings[0])
-        order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
-        for number in range(job.microbatches):
-            variant = variant_of(number, job.microbatches)
-            order += [(("forward", 0, variant), number), (("backward", 0, variant), number)]
-        order += [(key, -1) for name in _AFTER for key in program.segments if key[0] == name]
-        program.order = order
+        turns = itertools.product(range(job.microbatches), ("forward", "backward"))
+        batches = [((name, 0, variant_of(number, job.microbatches)), number) for number, name in turns]
+        program.order = _around(program, batches)
         return [program]
     parallel = job.recipe.parallel
     actions = orders(parallel.pipeline.name, job.dims.pp, parallel.stages_each, job.microbatches)
@@ -493,7 +491,9 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         for part, others in zip(own, changed, strict=True):
             adder.add(part, recordings[part.index], others)
         program.stages = tuple(part.index for part in own)
-        program.order = _order(job, program, actions[rank])
+        variants = _variants(actions[rank], job.microbatches)
+        batches = [((kind, stage, variants[stage, batch]), batch) for kind, stage, batch in actions[rank]]
+        program.order = _around(program, batches)
         programs.append(program)
     return programs
 
@@ -624,12 +624,10 @@ def variant_of(number: int, count: int) -> str:
     return "last" if number == count - 1 else "steady"
 
 
-def _order(job: Job, program: Program, actions: Sequence[Action]) -> list[tuple[Key, int]]:
-    order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
-    variants = _variants(actions, job.microbatches)
-    for action in actions:
-        order.append(((action.kind, action.stage, variants[action.stage, action.batch]), action.batch))
-    return order + [(key, -1) for name in _AFTER for key in program.segments if key[0] == name]
+def _around(program: Program, batches: Sequence[tuple[Key, int]]) -> list[tuple[Key, int]]:
+    """Return the order of a step: what comes before its micro-batches, these, and what comes after them."""
+    before, after = ([key for name in names for key in program.segments if key[0] == name] for names in _AROUND)
+    return [*((key, -1) for key in before), *batches, *((key, -1) for key in after)]
 
 
 def _variants(actions: Sequence[Action], count: int) -> dict[tuple[int, int], str]:
@@ -647,9 +645,6 @@ def _variants(actions: Sequence[Action], count: int) -> dict[tuple[int, int], st
     return found
 
 
-_NOTHING: Mapping[int, Comm | None] = MappingProxyType({})
-
-
 class _Adder:
     """Adds recordings to a program, whose numbers go on from those already there."""
 
@@ -658,7 +653,7 @@ class _Adder:
         self.blocks = self.handles = self.events = 0
         self.by_rank = {part.index: part.rank for part in job.stages()}
 
-    def add(self, part: StagePart, recording: Recording, changed: Mapping[int, Comm | None] = _NOTHING) -> None:
+    def add(self, part: StagePart, recording: Recording, changed: Mapping[int, Comm | None] | None = None) -> None:
         """Add a stage, with other collectives in the place of those that have some handles; None: without them."""
         program = self.program
         shift_group, shift_place = len(program.groups), len(program.places)
@@ -708,7 +703,7 @@ class _Adder:
             key = (name, part.index, variant)
             if name in _OF_A_RANK and any(other[0] == name for other in program.segments):
                 continue
-            known = [made for event in _flat(chunks) if (made := _changed(event, changed)) is not None]
+            known = [made for event in _flat(chunks) if (made := _changed(event, changed or {})) is not None]
             program.segments[key] = Segment(name, part.index, variant, [moved(e) for e in known])
         program.categories.update({block + blocks: name for block, name in recording.categories.items()})
         self.blocks, self.handles, self.events = top

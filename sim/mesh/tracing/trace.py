@@ -44,9 +44,11 @@ from sim.mesh.tracing.build import Built, build_of_run, build_stage
 from sim.mesh.tracing.categories import ON_HOST, find_categories, standing_blocks
 from sim.mesh.tracing.fusion import fuse
 from sim.mesh.tracing.kernels import AcceleratorKernels
+from sim.mesh.tracing.kinds import having
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.stitch import (
+    Key,
     Recording,
     UsedPlan,
     Weight,
@@ -59,7 +61,6 @@ from sim.mesh.tracing.stitch import (
 )
 from sim.ops import local_part
 
-Key = tuple[str, int, str]
 _LARGE = float(2**60)
 _TOKEN_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # along which ranks have other tokens
 
@@ -454,18 +455,15 @@ class StageRun:
         job, part, built = self.job, self.part, self.built
         spec, dims = job.model, job.dims
         group, kind = dims.get_mesh("pp").get_group(), job.recipe.parallel.pipeline
-        boundary: Layout | None = None
+        boundary = None
         batch, seq, width = job.micro_batch, job.local_seq_len, spec.hidden_size
         assert width is not None, "a model with stages has a width"
         shape: tuple[int, ...] = (batch, seq, width)
         whole: tuple[int, ...] | None = None
         if dims.tp_enabled:
-            boundary = Layout.from_device_mesh(dims.get_mesh("tp"))
-            if job.recipe.sequence_parallel:
-                boundary, whole = boundary("None", "tp", "None"), shape
-                shape = (batch, math.ceil(seq / dims.tp), width)
-            else:
-                boundary, whole = boundary("None", "None", "None"), shape
+            along, parts = ("tp", dims.tp) if job.recipe.sequence_parallel else ("None", 1)
+            boundary = Layout.from_device_mesh(dims.get_mesh("tp"))("None", along, "None")
+            whole, shape = shape, (batch, math.ceil(seq / parts), width)
         between = Meta(shape, job.recipe.precision.dtype("param"), whole)
         tokens = Meta((batch, seq), torch.int64)
         begun = self.begins_all_stages()
@@ -612,7 +610,7 @@ class RecordedStage(Stage):
         self.has_backward = True
         # Torch asks the neighbours whether all shapes are known. Whoever they are, it is told yes.
         self.stage_index_to_group_rank = dict.fromkeys(owners, (self.group_rank + 1) % self.group_size)
-        with recorder.asleep(), recorder.answering(1.0):
+        with having(recorder, asleep=True, answer=1.0):
             schedule._initialize_stage((), {})
         self.stage_index_to_group_rank = owners
 
@@ -624,7 +622,7 @@ class RecordedStage(Stage):
     def run_forward(self, index: int, args: Any) -> Any:
         """Receive what a micro-batch needs, compute, and send what comes of it; return the loss, if it is one."""
         if self._is_near(-1):
-            with self._recorder.borrowing():  # the stage before keeps it until its own backward
+            with having(self._recorder, borrows=True):  # the stage before keeps it until its own backward
                 given = tuple(torch.empty(meta.shape, dtype=meta.dtype) for meta in self.received)
             self.set_local_fwd_input(given, index)
             del given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -95,6 +96,9 @@ def test_every_requirement_and_extra_of_the_distribution_is_looked_at() -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*project["optional-dependencies"]} - {"docs", "dev"} == {*doctor._EXTRAS}
+    wanted = (project["dependencies"], *project["optional-dependencies"].values())
+    bounds = " ".join(text.partition(";")[0] for texts in wanted for text in texts)
+    assert {*re.findall("[<>=!~]+", bounds)} == {"<", ">="}, "no others are read"
     _, text = diagnose()
     for name in ("torch", "numpy", "rich", "typer", "safetensors", "torch-npu", "matplotlib", "tensorboard", "pytest"):
         assert row(text, name)

@@ -83,7 +83,7 @@ def fake_estimate(
         bubble=quantity(bubble),
         optimizer=quantity(0.02 * seconds),
         host=quantity(0.0, grade="assumed"),
-        mfu=rate * spec.flops_per_token(seq_len) / device.peak("bf16"),
+        mfu=quantity(rate * spec.flops_per_token(seq_len) / device.peak("bf16"), 0.05),
         tokens_per_second_per_device=quantity(rate),
     )
     slowest = SimpleNamespace(kinds={"matmul": 0.7 * rest, "attention": 0.1 * rest, "memory": 0.2 * rest})

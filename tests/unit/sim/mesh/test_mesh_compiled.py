@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.published.float8 import use_float8
+from benchmarks.published.losses import one_kernel
 from benchmarks.published.step import PublishedRecipe
 from hyper_parallel.core.activations import ActivationPolicy
 from hyper_parallel.core.machine.calibration import load_calibration
@@ -29,7 +30,7 @@ from sim.mesh.models import find_model
 from sim.mesh.program import Op, Place
 from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.compiled import CompiledLike, compile_block
-from sim.mesh.tracing.kinds import one_kernel, recomputes, region, traces
+from sim.mesh.tracing.kinds import running
 from sim.mesh.tracing.trace import trace
 
 _CONFIG = LlamaConfig(256, 64, 192, 1, 4, 2, 128)
@@ -167,7 +168,7 @@ def test_while_kernels_run_they_have_numbers_and_what_is_done_again_is_told() ->
 
     class Looks(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append((func._schema.name, region(), recomputes()))
+            seen.append((func._schema.name, running.region, running.recomputes))
             return func(*args, **(kwargs or {}))
 
     function = CompiledLike(lambda x, w: (x.sin().cos() @ w).sin(), "full")
@@ -185,8 +186,8 @@ def test_while_kernels_run_they_have_numbers_and_what_is_done_again_is_told() ->
     assert ("aten::mm", True) in {(name, again) for name, _, again in seen}
     assert ("aten::mm", False) in {(name, again) for name, _, again in seen}
     assert not {n for _, n, _ in seen if n} & {n for _, n, _ in forward}
-    assert region() == 0
-    assert not traces()
+    assert running.region == 0
+    assert not running.traces
 
 
 def test_what_depends_on_values_is_run_as_it_is() -> None:
@@ -203,7 +204,7 @@ def test_attention_over_ranks_is_called_between_two_graphs() -> None:
     calls = []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        calls.append((q.shape, region()))
+        calls.append((q.shape, running.region))
         return causal_attention(q, k, v)
 
     attend.__module__ = "hyper_parallel.core.context_parallel.api"
@@ -290,9 +291,9 @@ def test_modes_of_selective_checkpointing_cost_the_host(policy: str, of_run: boo
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no policy 'ful'") as caught:
+    with pytest.raises(ValueError, match="there is no kind of checkpointing 'ful'") as caught:
         CompiledLike(lambda x: x, "ful")
-    assert "try: 'full'" in str(caught.value)
+    assert "try: checkpointing='full'" in str(caught.value)
 
 
 @pytest.mark.tier("full")
@@ -318,8 +319,8 @@ def test_float8_is_close_to_bfloat16() -> None:
 @pytest.mark.tier("test")
 def test_what_is_written_by_hand_is_one_kernel() -> None:
     with one_kernel():
-        first = region()
+        first = running.region
         assert first
     with one_kernel():
-        assert region() == first + 1
-    assert region() == 0
+        assert running.region == first + 1
+    assert running.region == 0

@@ -284,7 +284,7 @@ def test_an_unknown_operation_is_an_error_that_names_it(pricing, kind):
     ) as caught:
         pricing.op(Op("aten.foo", kind, 5, (Touch(1, 8),), (), "float32", (), 0, 0))
     assert "reads and writes: 8 bytes" in str(caught.value)
-    assert "sim/mesh/tracing/kinds.py" in str(caught.value)
+    assert "sim/mesh/data/operations.toml" in str(caught.value)
 
 
 # -- communication ---------------------------------------------------------------------------------------------------

@@ -192,14 +192,14 @@ def test_what_is_wrong_with_a_call_is_said_as_in_the_real_world():
 def test_a_world_that_cannot_be(size):
     with pytest.raises(ValueError, match=r"cannot let rank 0 of .* live alone") as found:
         LoneWorld(size, 0)
-    assert f"world_size is not an int from 1 to {MAX_LONE_RANKS:,}" in str(found.value)
+    assert (f"must be from 1 to {MAX_LONE_RANKS}\n" if type(size) is int else ", not an int\n") in str(found.value)
     assert f"world_size: {size!r}" in str(found.value)
     assert "try: world_size=1024" in str(found.value)
 
 
 @pytest.mark.parametrize("rank", [4, -1, True, 1.0, None])
 def test_a_rank_that_is_not_in_it(rank):
-    with pytest.raises(ValueError, match="rank is not an int from 0 to 3") as found:
+    with pytest.raises(ValueError, match=r"rank (must be from 0 to 3|is (a \w+|None), not an int)\n") as found:
         LoneWorld(4, rank)
     assert f"rank: {rank!r}" in str(found.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks.published import predict
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from sim.mesh.job import Job
@@ -22,7 +24,6 @@ from sim.mesh.program import Alloc, Event, Free, Op, Place, Program, Segment
 from sim.mesh.recipe import Recipe
 from sim.mesh.replay.allocator import (
     CACHING,
-    EXPANDABLE,
     PLAIN,
     AllocatorRules,
     CachingAllocator,
@@ -32,6 +33,7 @@ from sim.mesh.replay.allocator import (
 from sim.mesh.tracing.trace import trace
 
 MIB = 1 << 20
+EXPANDABLE = AllocatorRules(expandable=True)
 
 
 class TestAllocator:
@@ -359,8 +361,9 @@ class TestReplay:
 
     def test_fragments_are_reserved_beyond_what_is_allocated(self) -> None:
         found = replay_memory(program([Alloc(1, 3 * MIB, 0)], [Free(1)]))
-        assert (found.peak_reserved, found.fragments) == (20 * MIB, 17 * MIB)
-        assert replay_memory(program([Alloc(1, 3 * MIB, 0)], [Free(1)]), rules=None).fragments == 0
+        assert (found.peak_reserved, found.peak_allocated) == (20 * MIB, 3 * MIB)
+        plain = replay_memory(program([Alloc(1, 3 * MIB, 0)], [Free(1)]), rules=None)
+        assert plain.peak_reserved == plain.peak_allocated
 
     def test_blocks_without_bytes_are_nothing(self) -> None:
         found = replay_memory(program([Alloc(1, 0, 0)], [Free(1)]))
@@ -368,12 +371,6 @@ class TestReplay:
 
     def test_giving_back_what_is_not_there_is_counted(self) -> None:
         assert replay_memory(program([Free(1)], [])).unmatched == 1
-
-    def test_an_order_with_an_unknown_segment_is_an_error(self) -> None:
-        made = program([], [])
-        made.order.append((("forward", 7, "steady"), 0))
-        with pytest.raises(ValueError, match=r"its order names the segment \('forward', 7, 'steady'\)"):
-            replay_memory(made)
 
     def test_what_is_on_the_host_takes_none_of_the_device(self) -> None:
         made = program([Alloc(1, 3 * MIB, 0)], [Free(1), Alloc(2, 5 * MIB, 0)], [Alloc(3, 7 * MIB, 0), Free(2)])
@@ -385,7 +382,7 @@ class TestReplay:
         assert found.host_bytes == 12 * MIB
         assert found.by_category == {"activations": 3 * MIB}
         assert everything.peak_allocated == 12 * MIB
-        assert Program.from_json(made.to_json()) == made
+        assert predict._read(json.loads(json.dumps(predict._as_data(made)))) == made
 
     def test_the_curve_has_the_peak(self) -> None:
         made = program([Alloc(1, 30 * MIB, 0)], [Alloc(4, 8 * MIB, 0), Free(4), Free(1)], batches=5, ahead=2)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_parallel import get_platform
 from sim.mesh.program import Alloc, Await, Comm, EventRecord, Free, HostWait, Op, Place, Wait
+from sim.mesh.tracing.kinds import having
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.record import Recorder
 
@@ -336,7 +337,7 @@ def test_while_it_is_asleep_only_memory_is_followed():
     recorder = Recorder()
 
     def body() -> list[Any]:
-        with recorder.recording(), recorder.asleep():
+        with recorder.recording(), having(recorder, asleep=True):
             dist.all_reduce(torch.ones(2))
             return recorder.cut()
 

@@ -11,13 +11,14 @@ import pytest
 from mesh_fakes import fake_estimate, quantity
 from rich.console import Console
 
+from hyper_parallel.core.common.tables import as_text
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from sim.mesh.explain import advise, explain
 from sim.mesh.program import MEMORY_KINDS
 from sim.mesh.recipe import Recipe
-from sim.mesh.report import estimate_dict, estimate_text, kinds
-from sim.mesh.searching.ranking import SearchBar, search_dict, search_text
+from sim.mesh.report import estimate_dict, estimate_view, kinds
+from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
 from sim.mesh.searching.search import search
 
 EIGHT = ParallelDims(dp_shard=8, world_size=8)
@@ -32,7 +33,7 @@ def lines(text: str) -> list[str]:
 
 
 def test_the_tables_of_an_estimate() -> None:
-    text = estimate_text(estimated(ParallelDims(dp_shard=4, tp=2, world_size=8), batch=4, accumulate=2))
+    text = as_text(estimate_view(estimated(ParallelDims(dp_shard=4, tp=2, world_size=8), batch=4, accumulate=2)))
     found = lines(text)
     assert found[0].endswith("NVIDIA H100 SXM5, 80 GB HBM3, 700 W, in nodes of 8 (DGX H100): dp_shard=4 tp=2")
     assert found[1] == ("16 sequences of 8,192 tokens in a step, 4 on each data-parallel rank, in 2 micro-batches of 2")
@@ -48,12 +49,12 @@ def test_the_tables_of_an_estimate() -> None:
 
 
 def test_what_does_not_fit_is_said_loudly() -> None:
-    assert "\nfits: " in estimate_text(estimated(checkpointing="full"))
-    assert "\nDOES NOT FIT: " in estimate_text(estimated(scale=9.0))
+    assert "\nfits: " in as_text(estimate_view(estimated(checkpointing="full")))
+    assert "\nDOES NOT FIT: " in as_text(estimate_view(estimated(scale=9.0)))
 
 
 def test_many_rank_classes_are_told_by_their_fullest() -> None:
-    text = estimate_text(estimated(ParallelDims(pp=16, world_size=16), batch=16))
+    text = as_text(estimate_view(estimated(ParallelDims(pp=16, world_size=16), batch=16)))
     table = text.split("where it is fullest\n")[1].split("\nfits")[0]
     assert [line.split()[0] for line in table.splitlines()[1:9]] == ["0", "1", "2", "3", "4", "5", "15", "9"]
     assert "9 more rank classes are not shown" in table
@@ -62,7 +63,7 @@ def test_many_rank_classes_are_told_by_their_fullest() -> None:
 @pytest.mark.tier("test")
 def test_a_model_without_a_name_is_told_by_its_config() -> None:
     found = fake_estimate(LlamaConfig(), ParallelDims(), 1, 128, "h100-sxm", Recipe())
-    assert estimate_text(found).startswith("llama-0.9m on 1 x NVIDIA")
+    assert as_text(estimate_view(found)).startswith("llama-0.9m on 1 x NVIDIA")
 
 
 def test_an_estimate_as_data() -> None:
@@ -79,7 +80,7 @@ def test_an_estimate_as_data() -> None:
 @pytest.mark.tier("full")
 def test_the_tables_of_a_search() -> None:
     result = search("llama3-8b", "h100-sxm", 64, 128, seq_len=8192, limit=30, estimator=fake_estimate)
-    text = search_text(result, most=3)
+    text = as_text(search_view(result, 3), width=170)
     assert text.startswith("llama3-8b on 64 x h100-sxm, 128 x 8,192 tokens; 79.1 GiB on a device\n")
     ranking = text.split("Fastest first\n")[1].split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in ranking[1:4]] == ["1", "2", "3"]

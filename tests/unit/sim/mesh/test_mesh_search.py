@@ -1079,7 +1079,7 @@ def test_nothing_fits_after_estimates() -> None:
             {"global_batch": 7, "fixed": {"pp": 1}, "num_devices": 256},
             "cannot train llama3-8b on 256 x h100-sxm, 7 x 8,192 tokens: no degrees can be placed",
         ),
-        ({"num_devices": 0}, "cannot search: num_devices must be 1 or more\n  num_devices: 0\n  try: num_devices=64"),
+        ({"num_devices": 0}, "cannot search: num_devices must be at least 1\n  num_devices: 0\n  try: num_devices=64"),
         ({"memory_limit": -1.0}, "cannot search: a memory limit must be above 0\n  memory_limit: -1.0"),
         ({"fixed": {"pt": 2}}, "cannot search: there is no degree 'pt'\n  fixed: {'pt': 2}\n  try: 'tp'"),
         (
@@ -1097,7 +1097,7 @@ def test_wrong_arguments(options: dict[str, Any], expected: str) -> None:
 
 def test_a_count_must_be_whole() -> None:
     shown = message("llama3-8b", "h100-sxm", 64.0, 128, error=TypeError)
-    assert shown == "cannot search: num_devices must be an int\n  num_devices: 64.0\n  try: num_devices=64"
+    assert shown == "cannot search: num_devices is a float, not an int\n  num_devices: 64.0\n  try: num_devices=64"
 
 
 # Activation policies by a budget of memory

@@ -456,7 +456,7 @@ class TestSpans:
         assert (moved.end - moved.start, part.end - part.start) == pytest.approx((5 * US, 3 * US))
 
     def test_a_detail_that_there_is_not_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="detail: one of op, layer, segment"):
+        with pytest.raises(ValueError, match="detail=one of 'op', 'layer', 'segment'"):
             spans(step_of(op(1)), "module")
 
     def test_the_moment_of_an_event_is_when_the_device_gets_there(self) -> None:
