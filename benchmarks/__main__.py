@@ -148,7 +148,8 @@ def _step() -> dict[str, str]:
 
 
 def _verify() -> dict[str, str]:
-    return {"verify": f"{_conditions()}; the median of {verify.ROUNDS} proofs.\n\n{verify.table()}"}
+    head = f"{_conditions()}; the median of {verify.ROUNDS} proofs.\n\n"
+    return {"verify": head + verify.table(), "verify ranks": head + verify.ranks_table()}
 
 
 def _proofs() -> dict[str, str]:

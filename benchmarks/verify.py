@@ -1,10 +1,11 @@
-"""How long a proof takes: the Llama of 10 million parameters on 8 simulated ranks, and where the time goes.
+"""How long a proof takes: the Llama of 10 million parameters on 8 simulated ranks, where the time goes, and on 64.
 
 The stages are timed from inside, by functions of `sim.prove` that are wrapped for the time of one proof.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,7 +14,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import sim
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 from sim.prove import verify as prove
@@ -61,6 +65,48 @@ def table() -> str:
         "|---|--:|--:|--:|" + "--:|" * len(_STAGES),
     ]
     return "\n".join([*head, *rows])
+
+
+def of_ranks(ranks: int, *, is_right: bool, by_steps: bool) -> Report:
+    """Verify data parallelism of four MLPs, which forgets to average the gradients unless it is right."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)])
+
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        def averaged(grad: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(grad, op=dist.ReduceOp.AVG, group=mesh.get_group())
+            return grad
+
+        for parameter in model.parameters() if is_right else ():
+            parameter.register_hook(averaged)
+
+    def loss_of(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (y - x).square().mean()
+
+    x, mesh = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), f"dp={ranks}"
+    if not by_steps:
+        layouts = [("dp", "None")]
+        return sim.verify_plan(model, (x,), mesh, parallelize=parallelize, input_layouts=layouts, loss_fn=loss_of)
+    return sim.verify_step(
+        lambda model, x: loss_of(model(x), x), model, x, mesh, parallelize=parallelize,
+        shard_batch=lambda x, mesh: x.chunk(mesh.size())[mesh.get_rank()],
+    )  # fmt: skip
+
+
+def ranks_table() -> str:
+    """Write what proofs on 8 and on 64 ranks cost, in turns."""
+    rows = ["| program | proof | 8 ranks, CPU-s | 64 ranks, CPU-s | ratio | aim |", "|---|---|--:|--:|--:|--:|"]
+    for is_right, by_steps in itertools.product((True, False), (False, True)):
+        spent = defaultdict[int, list[float]](list)
+        for _, ranks in itertools.product(range(ROUNDS), (8, 64)):
+            start = time.process_time()
+            assert of_ranks(ranks, is_right=is_right, by_steps=by_steps).ok is is_right
+            spent[ranks].append(time.process_time() - start)
+        few, many = (sorted(spent[ranks])[ROUNDS // 2] for ranks in (8, 64))
+        names = "right" if is_right else "no gradient is averaged", "verify_step" if by_steps else "verify_plan"
+        rows.append(f"| {' | '.join(names)} | {few:.1f} | {many:.1f} | {many / few:.1f} | 8 |")
+    return "\n".join(rows)
 
 
 def _row(name: str, dtype: torch.dtype) -> str:
