@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,15 @@ from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
 from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.steps.names import find_names
-from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
+from sim.prove.steps.updates import (
+    ROUNDINGS,
+    RankGradients,
+    UpdateReplay,
+    UpdateRule,
+    UpdatesOfStep,
+    UpdateStarts,
+    one_cause,
+)
 from sim.prove.steps.watch import LOSS, CallKey, LoopRecord, RecordedStep
 
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
@@ -109,6 +117,7 @@ class LoopComparison:
         self._own: dict[str, None] = {}  # statistics of each rank's own rows that differ
         self._made: dict[str, None] = {}  # buffers that ranks make for themselves, and nobody changes
         self._gradients: dict[str, Finding] = {}  # of the parameters, in the step that is judged
+        self._layouts: dict[str, Layout] = {}  # of the parameters
         self._late: set[str] = set()  # boundaries that are right until the step updates weights
         self._moves: dict[int, dict[str, float]] = {}
         self._replays = {rank: UpdateReplay() for rank in range(len(ranks))}
@@ -226,7 +235,9 @@ class LoopComparison:
                 missing = f"; the ranks' {self._some(self.names.missing)} stand for none" if self.names.missing else ""
                 yield replace(row, verdict="bug", sentence=f"no rank has it{missing}", suggestion=hint)
                 continue
-            yield self._row(row, self._find(parts, self.names.ordered(name, full), bound_of(full, ())))
+            found = self._find(parts, self.names.ordered(name, full), bound_of(full, ()))
+            self._layouts |= {} if found.found is None else {name: found.found}
+            yield self._row(row, found)
 
     def _of_step(self, number: int) -> list[ReportRow]:
         mine = self.expected.steps[number]
@@ -239,6 +250,8 @@ class LoopComparison:
         at = len(rows := [row for row in rows if row not in late])
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
             named = list(self._named(kind, title, number, mine, others, theirs))
+            if kind == "gradients":
+                named = self._with_one_cause(named, mine, theirs)
             if kind == "gradients" and not any(
                 row.verdict == "bug" and row.place == "the model's loss" for row in rows
             ):
@@ -573,6 +586,34 @@ class LoopComparison:
                 self._gradients[name] = replace(found, is_zero=largest(full) <= found.bound)
             yield self._row(row, found)
 
+    def _with_one_cause(
+        self, rows: list[ReportRow], mine: RecordedStep, theirs: Mapping[int, RecordedStep]
+    ) -> list[ReportRow]:
+        """Say in the first wrong gradient which one cause explains all that are wrong, if there is one."""
+        bug, odd = first_bug(rows), [found.status for found in self._gradients.values() if found.status != "right"]
+        if bug is None or {*odd} != {"unexplained"} or len(odd) < sum(row.verdict == "bug" for row in rows):
+            return rows
+        ranks = {}
+        for rank, step in theirs.items():
+            taken, raw = (self.names.translated(each, self._shapes) for each in (step.gradients, step.raw))
+            here = [name for name in self._gradients if taken.get(name) is not None]
+            wanted = [self._part(name, rank, mine.gradients[name]) for name in here]
+            if not here or any(part.shape != taken[name].shape for name, part in zip(here, wanted, strict=True)):
+                return rows
+            bounds = (torch.full_like(taken[name], self._gradients[name].bound) for name in here)
+            tensors = (wanted, bounds, (taken[name] for name in here), (raw[name] for name in here if name in raw))
+            ranks[rank] = RankGradients(*(_flat(each) for each in tensors))
+        sentence, hint = one_cause(ranks, self.mesh) or (bug.sentence, bug.suggestion)
+        return [replace(row, sentence=sentence, suggestion=hint) if row is bug else row for row in rows]
+
+    def _part(self, name: str, rank: int, full: torch.Tensor | None) -> torch.Tensor:
+        """Return a rank's part of a tensor that is split as a parameter is; nothing, where that is not known."""
+        layout = self._layouts.get(name)
+        if full is None or layout is None or rank not in layout.rank_list:
+            return torch.empty(0)
+        box = layout.slices(full.shape)[layout.rank_list.index(rank)].tolist()
+        return self.names.ordered(name, full)[tuple(slice(start, stop) for start, stop in box)]
+
     def _of_another(
         self, name: str, parts: Mapping[int, torch.Tensor], gradients: Mapping[str, Any], found: Finding
     ) -> Finding:
@@ -746,6 +787,10 @@ def _sum(step: RecordedStep) -> torch.Tensor:
 def _there(parts: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
     """Return the parts of the ranks that have one."""
     return {rank: part for rank, part in parts.items() if part is not None}
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.empty(0), *(each.flatten() for each in tensors)])
 
 
 def _title(key: CallKey) -> str:

@@ -6,19 +6,21 @@ of it, within a few roundings, however wide the bounds of the gradients are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.evidence import gap, magnitude, top, unit_roundoff
 from sim.prove.judge import Finding
-from sim.prove.record import copy_of
+from sim.prove.record import copy_of, ranks_along
 
 ROUNDINGS = 16.0
 """Units of rounding that a step is granted, of the largest element: Adam's chain from gradient to parameter has 12."""
@@ -274,3 +276,74 @@ def _differences(one: UpdateRule, other: UpdateRule) -> list[tuple[str, str]]:
 
 def _plain(value: Any) -> str:
     return f"{value.item():g}" if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+
+
+# -- one cause of all wrong gradients ----------------------------------------------------------------------------------
+
+
+class RankGradients(NamedTuple):
+    """All gradients of a rank in one step, flattened, one parameter behind the other."""
+
+    wanted: torch.Tensor  # its parts of one device's
+    bounds: torch.Tensor  # of rounding, per element of these
+    taken: torch.Tensor  # by its optimizer
+    raw: torch.Tensor  # when its backward ended; shorter where some are not known
+
+
+def one_cause(ranks: Mapping[int, RankGradients], mesh: Layout) -> tuple[str, str] | None:
+    """Return one cause of all wrong gradients of a step, and a remedy, if one explains them within rounding."""
+    large = [name for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True) if size > 1]
+    ways = (axes for count in range(len(large) + 1) for axes in itertools.combinations(large, count))
+    return next((found for axes in ways if (found := _clipped_apart(ranks, mesh, axes)) is not None), None)
+
+
+def _clipped_apart(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Sequence[str]) -> tuple[str, str] | None:
+    """Say so if each rank clips by the norm of its own gradients, before they are reduced over some axes, if any."""
+    factors, pairs = dict[int, float](), []
+    for rank, own in ranks.items():
+        group = ranks_along(mesh, axes, rank)
+        raws = [ranks[each].raw for each in group if each in ranks]
+        if len(raws) < len(group) or any(each.shape != own.taken.shape for each in raws):
+            return None
+        columns = torch.stack(raws, 1)
+        found = torch.linalg.lstsq(columns, own.taken[:, None]).solution.flatten()
+        few = ROUNDINGS * len(group) * unit_roundoff(own.taken.dtype) * max(magnitude(own.taken), magnitude(columns))
+        if not top(gap(columns @ found, own.taken)) <= few:
+            return None
+        factors[rank] = float(found[group.index(rank)])
+        pairs.append((own.wanted, columns.sum(1), own.bounds))
+    raw = {rank: each.raw for rank, each in ranks.items()}
+    if _multiple(pairs) is None or not any(_are_of_one_limit(factors, raw, times) for times in {1, len(group)}):
+        return None
+    over = " and ".join(map(repr, axes))
+    norms = ", ".join(f"{float(each.norm()):.4g} on rank {rank}" for rank, each in list(raw.items())[:_MOST_SAID])
+    if not axes:
+        hint = "clip by one norm, with the squares of all ranks added up"
+        return f"each rank clips by the norm of its own parts, not of all: {norms}", hint
+    words = f"each rank clips its gradients by their own norm, before they are reduced over {over}: {norms}"
+    return words, f"clip after the all_reduce over {over}"
+
+
+def _multiple(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> float | None:
+    """Return the number of times that the first of each pair is the second, within bounds; None: there is none."""
+    square = sum(float(base.square().sum()) for _, base, _ in pairs)
+    factor = sum(float((each * base).sum()) for each, base, _ in pairs) / square if square else 0.0
+    slack = 2 * max(1.0, abs(factor))
+    return factor if all(bool((gap(each, base * factor) <= slack * most).all()) for each, base, most in pairs) else None
+
+
+def _are_of_one_limit(factors: Mapping[int, float], raw: Mapping[int, torch.Tensor], times: int) -> bool:
+    """Return True if so many times each factor is the one that brings a rank's norm down to a limit of all."""
+    few = max(_ALIKE, *(64 * unit_roundoff(each.dtype) for each in raw.values()))
+    own = {rank: factor * times for rank, factor in factors.items()}
+    if max(own.values()) > 1 + few or max(own.values()) - min(own.values()) <= few:
+        return False
+    for extra in (1e-6, 0.0):  # torch.nn.utils.clip_grad_norm_ adds it to the norm, and others do not
+        norms = {rank: float(each.norm()) + extra for rank, each in raw.items()}
+        limits = [factor * norms[rank] for rank, factor in own.items() if factor < 1 - few]
+        others = [norms[rank] for rank, factor in own.items() if factor >= 1 - few]
+        is_one = max(limits) <= min(limits) * (1 + few) and max(others, default=0.0) <= limits[0] * (1 + few)
+        # One rank alone has any limit; a number such as 0.5 is no accident.
+        if is_one and (len(limits) > 1 or math.isclose(limits[0], float(f"{limits[0]:.2g}"), rel_tol=few)):
+            return True
+    return False

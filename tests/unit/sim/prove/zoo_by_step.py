@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from zoo_case import Program, add_program, fault
-from zoo_kit import Collect, Gather, average, draw, made_of, rank_of, squared, summed
+from zoo_kit import Collect, Gather, average, draw, made_of, rank_of, same, squared, summed
 
 PROGRAMS: dict[str, Program] = {}
 program = partial(add_program, PROGRAMS)
@@ -81,6 +81,30 @@ def _(model, batch, fault):
     if not on_last(fault, "clamp"):
         model[2].weight.data.clamp_(-0.1, 0.1)
     return total
+
+
+# -- gradients that change between backward and the optimizer ----------------------------------------------------------
+
+
+def clip(module, most=0.05, over=same):
+    norm = over(sum(each.grad.square().sum() for each in module.parameters())).sqrt()
+    for each in module.parameters():
+        each.grad *= (most / norm).clamp(max=1.0)
+
+
+@program("clipping by the norm of the mean", tower, X, most=0.05)
+@program("clipping that not all need", tower, X, most=0.5)
+@fault("clipping before the mean", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
+@fault("clipping before the sum", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
+def _(model, batch, fault, most):
+    loss = squared(model, batch)
+    if fault:
+        clip(model, most)
+    (summing if "sum" in fault else average)(model)
+    if not fault:
+        clip(model, most)
+    sgd(model)
+    return loss
 
 
 # -- ZeRO over flat buffers --------------------------------------------------------------------------------------------
@@ -165,7 +189,7 @@ class Unit(nn.Module):
 
 
 def unsharded(model, mesh, fault):
-    for unit in (model[0], model[2]):
+    for unit in model[::2]:
         unit.flat, unit.fault = nn.Parameter(unit.flat.detach().chunk(2)[mesh.get_rank()].clone()), fault
 
 
@@ -185,6 +209,15 @@ def flattened(model, mesh, fault):
 @fault("stale weights in the second step", "forward", "0.output of step 2")
 def _(model, batch, fault):
     loss = squared(model, batch)
+    sgd(model)
+    return loss
+
+
+@program("ZeRO-3 with clipping", lambda: Unit(6, WIDTH), X, parallelize=lambda *args: unsharded([args[0]], *args[1:]))
+@fault("the norm of the rank's part", "gradient", "the gradient of the model's flat", "of its own parts, not of all")
+def _(model, batch, fault):
+    loss = squared(model, batch)
+    clip(model, over=same if fault else added)
     sgd(model)
     return loss
 
