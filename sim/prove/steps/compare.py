@@ -251,7 +251,8 @@ class LoopComparison:
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
             named = list(self._named(kind, title, number, mine, others, theirs))
             if kind == "gradients":
-                named = self._with_one_cause(named, mine, theirs)
+                cause = self._cause(number, named, mine, theirs)
+                rows, named = _blamed(rows, cause), _blamed(named, cause)
             if kind == "gradients" and not any(
                 row.verdict == "bug" and row.place == "the model's loss" for row in rows
             ):
@@ -586,25 +587,31 @@ class LoopComparison:
                 self._gradients[name] = replace(found, is_zero=largest(full) <= found.bound)
             yield self._row(row, found)
 
-    def _with_one_cause(
-        self, rows: list[ReportRow], mine: RecordedStep, theirs: Mapping[int, RecordedStep]
-    ) -> list[ReportRow]:
-        """Say in the first wrong gradient which one cause explains all that are wrong, if there is one."""
-        bug, odd = first_bug(rows), [found.status for found in self._gradients.values() if found.status != "right"]
-        if bug is None or {*odd} != {"unexplained"} or len(odd) < sum(row.verdict == "bug" for row in rows):
-            return rows
-        ranks = {}
+    def _cause(
+        self, number: int, rows: Sequence[ReportRow], mine: RecordedStep, theirs: Mapping[int, RecordedStep]
+    ) -> tuple[str, str] | None:
+        """Return one cause of all gradients that are wrong, and a remedy, if there is one."""
+        odd = [found.status for found in self._gradients.values() if found.status != "right"]
+        if {*odd} != {"unexplained"} or len(odd) < sum(row.verdict == "bug" for row in rows):
+            return None
+        ranks, at = {}, number - 1
         for rank, step in theirs.items():
-            taken, raw = (self.names.translated(each, self._shapes) for each in (step.gradients, step.raw))
-            here = [name for name in self._gradients if taken.get(name) is not None]
+            before = self.ranks[rank].steps[at].updates if number else self.ranks[rank].initial
+            kinds = (step.gradients, step.raw, before)
+            taken, raw, weights = (self.names.translated(each, self._shapes) for each in kinds)
+            here = [name for name in self._gradients if taken.get(name) is not None and name in weights]
             wanted = [self._part(name, rank, mine.gradients[name]) for name in here]
             if not here or any(part.shape != taken[name].shape for name, part in zip(here, wanted, strict=True)):
-                return rows
-            bounds = (torch.full_like(taken[name], self._gradients[name].bound) for name in here)
-            tensors = (wanted, bounds, (taken[name] for name in here), (raw[name] for name in here if name in raw))
-            ranks[rank] = RankGradients(*(_flat(each) for each in tensors))
-        sentence, hint = one_cause(ranks, self.mesh) or (bug.sentence, bug.suggestion)
-        return [replace(row, sentence=sentence, suggestion=hint) if row is bug else row for row in rows]
+                return None
+            ranks[rank] = RankGradients(
+                _flat(wanted) / mine.clipped,
+                _flat(self._part(name, rank, mine.raw.get(name)) for name in here),
+                _flat(torch.full_like(taken[name], self._gradients[name].bound) for name in here),
+                _flat(taken[name] for name in here) / step.clipped,
+                _flat(raw[name] for name in here if name in raw),
+                _flat(weights[name] for name in here),
+            )
+        return one_cause(ranks, self.mesh)
 
     def _part(self, name: str, rank: int, full: torch.Tensor | None) -> torch.Tensor:
         """Return a rank's part of a tensor that is split as a parameter is; nothing, where that is not known."""
@@ -734,6 +741,15 @@ def _renamed(tensors: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, 
 def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:
     """Whether a bound is so wide that a fault could hide below it; `scale`: of the largest tensor of the kind."""
     return found.bound > max(_COARSE * largest(full), _TINY * scale)
+
+
+def _blamed(rows: list[ReportRow], cause: tuple[str, str] | None) -> list[ReportRow]:
+    """Say in the first wrong loss or gradient which cause all wrong gradients have."""
+    bug = first_bug(rows)
+    if bug is None or cause is None or (bug.kind != "gradient" and bug.place != "the model's loss"):
+        return rows
+    sentence = cause[0] if bug.kind == "gradient" else f"{bug.sentence}; {cause[0]}"
+    return [replace(row, sentence=sentence, suggestion=cause[1]) if row is bug else row for row in rows]
 
 
 def _as_private(row: ReportRow) -> ReportRow:

@@ -28,6 +28,7 @@ ROUNDINGS = 16.0
 _ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"}
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # options that change no values
 _MOST_SAID = 3
+_FEWEST = 4  # wrong elements that are off by one number times the weights, so that it is no accident
 _ALIKE = 1e-6  # factors of which only rounding can tell the difference
 
 
@@ -285,16 +286,47 @@ class RankGradients(NamedTuple):
     """All gradients of a rank in one step, flattened, one parameter behind the other."""
 
     wanted: torch.Tensor  # its parts of one device's
-    bounds: torch.Tensor  # of rounding, per element of these
+    plain: torch.Tensor  # the same, when one device's backward ended; shorter where some are not known
+    bounds: torch.Tensor  # of rounding, per element of `wanted`
     taken: torch.Tensor  # by its optimizer
     raw: torch.Tensor  # when its backward ended; shorter where some are not known
+    weights: torch.Tensor  # before the step
 
 
 def one_cause(ranks: Mapping[int, RankGradients], mesh: Layout) -> tuple[str, str] | None:
     """Return one cause of all wrong gradients of a step, and a remedy, if one explains them within rounding."""
     large = [name for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True) if size > 1]
-    ways = (axes for count in range(len(large) + 1) for axes in itertools.combinations(large, count))
-    return next((found for axes in ways if (found := _clipped_apart(ranks, mesh, axes)) is not None), None)
+    ways = [axes for count in range(len(large) + 1) for axes in itertools.combinations(large, count)]
+    copies = [math.prod(mesh.mesh_shape[mesh.alias_name.index(name)] for name in axes) for axes in ways]
+    found = (_clipped_apart(ranks, mesh, axes) for axes in ways)
+    every = [*ranks.values()]
+    return next(filter(None, found), None) or _off_by_weights(every, copies)
+
+
+def _off_by_weights(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tuple[str, str] | None:
+    """Say so if what is wrong with the gradients are the weights, or their signs, times one number."""
+    odd = [gap(each.taken, each.wanted) > 2 * each.bounds for each in ranks]
+    for power, words in (1, "the weights"), (0, "the signs of the weights"):
+        bases = [
+            each.weights.abs() ** power * each.weights.sign() * there for each, there in zip(ranks, odd, strict=True)
+        ]
+        both = list(zip(ranks, bases, strict=True))
+        off = _multiple([(each.taken - each.wanted, base, each.bounds) for each, base in both])
+        if off is None or max(map(torch.count_nonzero, odd)) < _FEWEST:
+            continue
+        own = _multiple(
+            [(each.wanted - each.plain, base, each.bounds) for each, base in both if len(each.plain) == len(base)]
+        )
+        hint = "add a decay or a penalty of the weights once: after the sum over ranks, or 1/ranks of it on each"
+        if not own:
+            return f"the gradients are off by {off:.4g} times {words}: by a decay or a penalty of the weights", hint
+        times = round(1 + off / own, 6)
+        if not times:
+            return f"the gradients lack the decay of one device, which is {own:.4g} times {words}", hint
+        words = f"{times:.4g} times the decay of one device, which is {own:.4g} times {words}"
+        is_each = any(math.isclose(times, count, rel_tol=_ALIKE) for count in copies)
+        return f"the gradients have {words}{': each rank adds it before the sum' * is_each}", hint
+    return None
 
 
 def _clipped_apart(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Sequence[str]) -> tuple[str, str] | None:

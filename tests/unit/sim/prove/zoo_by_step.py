@@ -92,6 +92,32 @@ def clip(module, most=0.05, over=same):
         each.grad *= (most / norm).clamp(max=1.0)
 
 
+ADDED = "the gradients are off by 0.1 times the weights: by a decay or a penalty"
+
+
+@program("a decay of weights in their gradients", tower, X, power=0)
+@program("a sum of squares of weights in the loss", tower, X, power=2)
+@program("a sum of sizes of weights in the loss", tower, X, power=1)
+@fault("a decay that is added up", "gradient", "the gradient of 2.weight of", "2 times the decay of one device", of=0)
+@fault("squares that are added up", "forward", "the model's loss of step 1", ADDED, of=2)
+@fault("sizes that are added up", "forward", "the model's loss of step 1", "0.05 times the signs of the weights", of=1)
+@fault(
+    "a decay that ranks lack", "gradient", "the gradient of 2.weight of step 1", "lack the decay of one device", of=0
+)
+def _(model, batch, fault, power):
+    """The losses of the ranks' rows are added up, and with them a part of what pulls weights to zero."""
+    part = 0 if "lack" in fault else 1 if fault or not parallel() else 1 / 2
+    loss = model(batch).square().sum() / (ROWS * WIDTH)
+    for each in (model[0].weight, model[2].weight) if power else ():
+        loss = loss + 0.05 * part * each.abs().pow(power).sum()
+    loss.backward()
+    for each in (model[0].weight, model[2].weight) if not power else ():
+        each.grad += 0.1 * part * each.detach()
+    summing(model)
+    sgd(model)
+    return loss
+
+
 @program("clipping by the norm of the mean", tower, X, most=0.05)
 @program("clipping that not all need", tower, X, most=0.5)
 @fault("clipping before the mean", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
