@@ -300,7 +300,20 @@ def one_cause(ranks: Mapping[int, RankGradients], mesh: Layout) -> tuple[str, st
     copies = [math.prod(mesh.mesh_shape[mesh.alias_name.index(name)] for name in axes) for axes in ways]
     found = (_clipped_apart(ranks, mesh, axes) for axes in ways)
     every = [*ranks.values()]
-    return next(filter(None, found), None) or _off_by_weights(every, copies)
+    return next(filter(None, found), None) or _off_by_weights(every, copies) or _off_by_factor(every, copies)
+
+
+def _off_by_factor(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tuple[str, str] | None:
+    """Say so if all gradients are the right ones times one number, which is no number of ranks."""
+    factor = _multiple([(each.taken, each.wanted, each.bounds) for each in ranks])
+    if not factor or any(math.isclose(max(factor, 1 / factor), count, rel_tol=_ALIKE) for count in copies):
+        return None
+    words = f"all gradients are {factor:.4g} times what they should be"
+    own = _multiple([(e.wanted, e.plain, e.bounds) for e in ranks if len(e.plain) == len(e.wanted)])
+    if not own or math.isclose(own, 1, rel_tol=_ALIKE):
+        return words, "one scale of losses, or of gradients, on the ranks and on one device"
+    words += f": one device multiplies its own by {own:.4g} after backward, and the ranks by {factor * own:.4g}"
+    return words, "unscale and clip on the ranks as one device does: divide by the scale first, then clip"
 
 
 def _off_by_weights(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tuple[str, str] | None:

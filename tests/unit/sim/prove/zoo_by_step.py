@@ -118,6 +118,24 @@ def _(model, batch, fault, power):
     return loss
 
 
+@program("a loss that is scaled", tower, X, most=1e6)
+@program("a loss that is scaled, and clipping", tower, X, most=0.05)
+@fault("a scale that stays", "gradient", "the gradient of 2.bias of step 1", "own by 0.001 after backward", of=1e6)
+@fault("clipping before the scale", "gradient", "the gradient of 2.bias of step 1", "are 0.001 times", of=0.05)
+def _(model, batch, fault, most):
+    loss = model(batch).square().mean()
+    (1000 * loss).backward()
+    average(model)
+    if "before" in fault:
+        clip(model, most)
+    for each in model.parameters() if "stays" not in fault else ():
+        each.grad /= 1000
+    if "before" not in fault:
+        clip(model, most)
+    sgd(model)
+    return loss
+
+
 @program("clipping by the norm of the mean", tower, X, most=0.05)
 @program("clipping that not all need", tower, X, most=0.5)
 @fault("clipping before the mean", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
