@@ -174,7 +174,14 @@ class Judge:
             what = "all ranks hold the same, and it is wrong" if agree else "no layout explains what the ranks hold"
             sentence = f"{what}; as {short(near.layout)}, {near}"
         error, ratio = (near.error, near.ratio) if near is not None else (math.inf, math.inf)
-        return Finding("unexplained", None, "", error, ratio, bound, sentence, alike=self._alike(parts))
+        is_more = (
+            diagnosis is not None
+            and diagnosis.kind == "added"
+            and diagnosis.factor is not None
+            and diagnosis.factor > 0
+        )
+        hint = "add it once, after the reduction, or a share of it on each rank" if is_more else ""
+        return Finding("unexplained", None, "", error, ratio, bound, sentence, hint, self._alike(parts))
 
     def _explain_wrong(
         self,

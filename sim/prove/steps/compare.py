@@ -117,6 +117,7 @@ class LoopComparison:
         self._own: dict[str, None] = {}  # statistics of each rank's own rows that differ
         self._made: dict[str, None] = {}  # buffers that ranks make for themselves, and nobody changes
         self._gradients: dict[str, Finding] = {}  # of the parameters, in the step that is judged
+        self._weights = expected.initial  # before the step that is judged
         self._layouts: dict[str, Layout] = {}  # of the parameters
         self._late: set[str] = set()  # boundaries that are right until the step updates weights
         self._moves: dict[int, dict[str, float]] = {}
@@ -244,6 +245,7 @@ class LoopComparison:
         others = [each.steps[number] for each in self.moved if number < len(each.steps)]
         theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
         self._late = set()
+        self._weights = self.expected.steps[number - 1].updates if number else self.expected.initial
         rows = [*self._numbers("forward", mine, others, theirs), *self._forward(mine, others, theirs)]
         self._gradients = {}
         late = [row for row in rows if row.place in self._late or (row.tensor == "loss" and self._late)]
@@ -358,7 +360,9 @@ class LoopComparison:
                 self._left.update({path: None} if path and not parts else {})
                 continue
             bound = bound_of(full, (_joined(other.calls.get(key, [])) for other in others))
-            found = self._find(parts, full, bound, may_reorder=True)
+            bias = f"{path}.bias".lstrip(".")
+            addends = {bias: self._weights[bias]} if side == "output" and bias in self._weights else {}
+            found = self._find(parts, full, bound, may_reorder=True, addends=addends)
             if found.status == "unexplained":
                 calls_apart = self._call_by_call(key, mine, others, there)
                 early = len(values) if mine.early is None else mine.early.get(key, 0)
@@ -594,9 +598,9 @@ class LoopComparison:
         odd = [found.status for found in self._gradients.values() if found.status != "right"]
         if {*odd} != {"unexplained"} or len(odd) < sum(row.verdict == "bug" for row in rows):
             return None
-        ranks, at = {}, number - 1
+        ranks = {}
         for rank, step in theirs.items():
-            before = self.ranks[rank].steps[at].updates if number else self.ranks[rank].initial
+            before = self.ranks[rank].steps[number - 1].updates if number else self.ranks[rank].initial
             kinds = (step.gradients, step.raw, before)
             taken, raw, weights = (self.names.translated(each, self._shapes) for each in kinds)
             here = [name for name in self._gradients if taken.get(name) is not None and name in weights]
@@ -693,13 +697,19 @@ class LoopComparison:
     # -- one tensor --------------------------------------------------------------------------------------------------
 
     def _find(
-        self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False
+        self,
+        parts: Mapping[int, torch.Tensor],
+        full: torch.Tensor,
+        bound: float,
+        *,
+        may_reorder: bool = False,
+        addends: Mapping[str, torch.Tensor] | None = None,
     ) -> Finding:
         """Judge a tensor as it is, then in the orders in which ranks are known, or found, to hold the batch."""
         judge = self._judge(parts)
         if any(part.dtype.is_floating_point != full.dtype.is_floating_point for part in parts.values()):
             full = full.double()
-        found = judge.undeclared(parts, full, bound)
+        found = judge.undeclared(parts, full, bound, lambda: addends or {})
         if found.status != "unexplained" or not may_reorder:
             return found
         for other in in_orders(full, self._orders):

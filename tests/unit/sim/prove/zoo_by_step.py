@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from zoo_case import Program, add_program, fault
-from zoo_kit import Collect, Gather, average, draw, made_of, rank_of, same, squared, summed
+from zoo_kit import Collect, Gather, Mlp, average, axis, draw, made_of, rank_of, same, split_part, squared, summed
 
 PROGRAMS: dict[str, Program] = {}
 program = partial(add_program, PROGRAMS)
@@ -262,6 +262,26 @@ def _(model, batch, fault):
 def _(model, batch, fault):
     loss = squared(model, batch)
     clip(model, over=same if fault else added)
+    sgd(model)
+    return loss
+
+
+# -- weights that are split --------------------------------------------------------------------------------------------
+
+
+def by_columns_and_rows(model, mesh, fault):
+    split_part(model, (model.up,), model.down, *axis(mesh))
+    if fault:
+        del model.down.forward
+
+
+BIASES = "'tp' is the reference plus down.bias once more: each of the 2 ranks adds it"
+
+
+@program("tensor parallelism", partial(Mlp, WIDTH, 6), X, parallelize=by_columns_and_rows, mesh="tp=2")
+@fault("a bias on each rank", "forward", "down.output of step 1", BIASES)
+def _(model, batch, fault):
+    loss = squared(model, batch)
     sgd(model)
     return loss
 
