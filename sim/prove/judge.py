@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -316,6 +317,38 @@ def of_own_rows(found: Finding, given: Layout | None, parts: Mapping[int, torch.
     axes = " and ".join(given.alias_name[axis] for axis in rows)
     sentence = f"each rank along {axes} normalises with the mean and the variance of its own rows, not of all"
     return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
+
+
+def of_other_rows(
+    found: Finding, parts: Mapping[int, torch.Tensor], full: torch.Tensor, others: Iterable[torch.Tensor | None]
+) -> Finding:
+    """Say which rows of a batch ranks have, where they have not each once, or those of another step's batch."""
+    if found.status != "unexplained" or not all(each.dim() for each in (full, *parts.values())):
+        return found
+    rows, held = _rows(full), dict[tuple[Any, ...], list[int]]()
+    for rank, part in parts.items():  # copies on several ranks count once
+        held.setdefault(tuple(_rows(part)), []).append(rank)
+    once, there = Counter(rows), Counter(itertools.chain(*held))
+    known = {*rows, *(row for each in others if each is not None and each.dim() for row in _rows(each))}
+    if there == once or not {*there} <= known:
+        return found
+    words = []
+    for each, ranks in held.items():
+        own, verb = [rows.index(row) for row in each if row in once], "has" if len(ranks) == 1 else "have"
+        more = len(each) - len(own)
+        some = [f"{ranks_phrase(own).replace('rank', 'row')} of the batch"] * bool(own)
+        some += [f"{more} row{'s' * (more > 1)} of another step's batch"] * (more > 0)
+        words.append(f"{ranks_phrase(ranks)} {verb} {' and '.join(some)}")
+    lost = [rows.index(row) for row in once - there]
+    words += [f"no rank has {ranks_phrase(lost).replace('rank', 'row')}"] * bool(lost)
+    hint = (
+        "each row on one rank: a sampler with this rank and the number of ranks; one seed, epoch and position for all"
+    )
+    return replace(found, sentence="; ".join(words), suggestion=hint)
+
+
+def _rows(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
+    return [tuple(row.flatten().tolist()) for row in tensor]
 
 
 def of_unequal_shares(

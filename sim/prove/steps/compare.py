@@ -25,6 +25,7 @@ from sim.prove.judge import (
     advised,
     divided_words,
     first_bug,
+    of_other_rows,
     of_own_rows,
     of_unequal_shares,
     pending_words,
@@ -372,6 +373,9 @@ class LoopComparison:
                 found = _all_right(calls_apart) or found
             if side == "input":
                 given.setdefault(path, found.found)
+                if path in self.expected.roots:
+                    steps = self.expected.steps
+                    found = of_other_rows(found, parts, full, (_joined(each.calls.get(key, [])) for each in steps))
             elif path in self.expected.batch_norms:
                 found = of_own_rows(found, given.get(path), parts, full)
             found = replace(found, is_zero=largest(full) <= bound)

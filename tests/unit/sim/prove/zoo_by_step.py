@@ -266,6 +266,28 @@ def _(model, batch, fault):
     return loss
 
 
+# -- rows of the batch -------------------------------------------------------------------------------------------------
+
+
+ALIKE = "ranks 0-1 have rows 0, 2 of the batch; no rank has rows 1, 3"
+OTHERS = "rank 0 has rows 0, 2 of the batch; rank 1 has 2 rows of another step's batch; no rank has rows 1, 3"
+
+
+@program("a sampler of rows", tower, X, mesh="ranks=2")
+@fault("a sampler without the rank", "forward", "the model's input of step 1", ALIKE)
+@fault("a sampler of another epoch", "forward", "the model's input of step 1", "and 1 row of another step's batch")
+@fault("a sampler at another position", "forward", "the model's input of step 1", OTHERS)
+def _(model, batch, fault):
+    """The first half of a shuffled epoch, then the other one, each dealt to the ranks."""
+    model.count = getattr(model, "count", -1) + 1
+    order = torch.arange(len(batch)) * 3 % len(batch)
+    half = (order.roll(2) if on_last(fault, "epoch") else order).chunk(2)[model.count % 2 - on_last(fault, "position")]
+    loss = squared(model, batch[half[0 if "without" in fault else rank_of() :: 2 if parallel() else 1]])
+    average(model)
+    sgd(model)
+    return loss
+
+
 # -- weights that are split --------------------------------------------------------------------------------------------
 
 
