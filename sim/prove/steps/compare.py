@@ -276,6 +276,7 @@ class LoopComparison:
             rows = [_as_private(row) if row.kind == "forward" else row for row in rows]
         if is_trained:
             rows = [self._as_made(row) if row.kind == "buffer" else row for row in rows]
+        rows += self._results(mine, others, theirs)
         step = f" of step {number + 1}" if len(self.expected.steps) > 1 else ""
         return [replace(row, tensor=f"{row.tensor}{step}") for row in rows]
 
@@ -530,6 +531,23 @@ class LoopComparison:
                 parts = {rank: step.numbers[key] for rank, step in theirs.items()}
                 found = self._judge(parts).declared(parts, full, bound, self.mesh(), self.mesh.alias_name)
                 yield self._row(ReportRow("", key[1], kind), replace(found, is_coarse=_is_coarse(found, full)))
+
+    def _results(
+        self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
+    ) -> Iterator[ReportRow]:
+        """Judge other numbers that all ranks return alike; each may return those of its own rows, as of its loss."""
+        for (kind, title), full in mine.numbers.items():
+            parts = _there({rank: step.numbers.get((kind, title)) for rank, step in theirs.items()})
+            moved = [each for each in (other.numbers.get((kind, title)) for other in others) if each is not None]
+            is_own = kind == "float" and all(torch.equal(each, full) for each in moved)  # e.g. a rate, or a size
+            if kind not in ("float", "tensor") or is_own or len({float(part) for part in parts.values()}) != 1:
+                continue
+            found = self._find(parts, full, bound_of(full, moved, next(iter(self.expected.initial.values())).dtype))
+            if found.status != "pending" and not _is_coarse(found, full):
+                hint = (
+                    "add up sums and counts over all ranks, and divide once: a mean of means weighs unequal parts alike"
+                )
+                yield self._row(ReportRow("", title, "forward"), replace(found, suggestion=hint))
 
     def _named(
         self,

@@ -288,6 +288,20 @@ def _(model, batch, fault):
     return loss
 
 
+@program("a dict with a metric of unequal rows", tower, X[:7], result=lambda **each: each)
+@program("a tuple with a metric of unequal rows", tower, X[:7], result=lambda loss, **each: (loss, *each.values()))
+@fault("a mean of means", "forward", "the model's result", "all ranks hold the same, and it is wrong")
+def _(model, batch, fault, result):
+    """The losses of the ranks' rows are added up; the rate and the rows of each are its own."""
+    error = model(batch).square().sum(-1)
+    loss = error.sum() / 7
+    loss.backward()
+    summing(model)
+    metric = mean(error.detach().mean()) if fault else added(error.detach().sum()) / added(torch.tensor(len(batch)))
+    sgd(model)
+    return result(loss=loss, error=metric, rate=0.1 * (1 + parallel()), rows=len(batch), own=error.detach().mean())
+
+
 # -- weights that are split --------------------------------------------------------------------------------------------
 
 
