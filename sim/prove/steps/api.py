@@ -410,15 +410,14 @@ def _parted(result: Any) -> tuple[Any, dict[tuple[str, str], Any]]:
     named = dict(enumerate(result)) if isinstance(result, (tuple, list)) else result
     if not isinstance(named, Mapping):
         return result, {}
-    first = 0 if named is not result else "loss"
-    plain = {name: each for name, each in named.items() if name != first and type(each) in (float, torch.Tensor)}
-    numbers = {name: each for name, each in plain.items() if isinstance(each, float) or _is_number(each)}
-    kinds = {float: "float", torch.Tensor: "tensor"}
+    first, kinds = 0 if named is not result else "loss", {float: "float", torch.Tensor: "tensor"}
+    numbers = {name: each for name, each in named.items() if name != first and type(each) in kinds}
+    numbers = {
+        name: each
+        for name, each in numbers.items()
+        if torch.is_floating_point(x := torch.as_tensor(each)) and x.numel() == 1
+    }
     return named.get(first), {(kinds[type(each)], f"result {name!r}"): each for name, each in numbers.items()}
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() == 1
 
 
 def _copied(value: Any, dtype: torch.dtype) -> Any:

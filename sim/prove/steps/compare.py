@@ -38,15 +38,7 @@ from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
 from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.steps.names import find_names
-from sim.prove.steps.updates import (
-    ROUNDINGS,
-    RankGradients,
-    UpdateReplay,
-    UpdateRule,
-    UpdatesOfStep,
-    UpdateStarts,
-    one_cause,
-)
+from sim.prove.steps.updates import ROUNDINGS, RankGradients, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import LOSS, CallKey, LoopRecord, RecordedStep
 
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
@@ -54,6 +46,7 @@ _MOST_SAID = 6
 _MOST_ROUNDS = 16  # of choices that follow from others
 
 Permutation = tuple[int, ...]
+Parts = Mapping[int, torch.Tensor]
 
 
 def agreed_choices(
@@ -364,7 +357,7 @@ class LoopComparison:
             bound = bound_of(full, (_joined(other.calls.get(key, [])) for other in others))
             bias = f"{path}.bias".lstrip(".")
             addends = {bias: self._weights[bias]} if side == "output" and bias in self._weights else {}
-            found = self._find(parts, full, bound, may_reorder=True, addends=addends)
+            found = self._find(parts, full, bound, addends, may_reorder=True)
             if found.status == "unexplained":
                 calls_apart = self._call_by_call(key, mine, others, there)
                 early = len(values) if mine.early is None else mine.early.get(key, 0)
@@ -620,29 +613,31 @@ class LoopComparison:
         odd = [found.status for found in self._gradients.values() if found.status != "right"]
         if {*odd} != {"unexplained"} or len(odd) < sum(row.verdict == "bug" for row in rows):
             return None
+        fulls = {name: full for name, full in mine.gradients.items() if full is not None and name in self._gradients}
         ranks = {}
         for rank, step in theirs.items():
             before = self.ranks[rank].steps[number - 1].updates if number else self.ranks[rank].initial
-            kinds = (step.gradients, step.raw, before)
-            taken, raw, weights = (self.names.translated(each, self._shapes) for each in kinds)
-            here = [name for name in self._gradients if taken.get(name) is not None and name in weights]
-            wanted = [self._part(name, rank, mine.gradients[name]) for name in here]
+            taken, raw, weights = (
+                self.names.translated(each, self._shapes) for each in (step.gradients, step.raw, before)
+            )
+            here = {name: full for name, full in fulls.items() if taken.get(name) is not None and name in weights}
+            wanted = [self._part(name, rank, full) for name, full in here.items()]
             if not here or any(part.shape != taken[name].shape for name, part in zip(here, wanted, strict=True)):
                 return None
             ranks[rank] = RankGradients(
                 _flat(wanted) / mine.clipped,
-                _flat(self._part(name, rank, mine.raw.get(name)) for name in here),
+                _flat(self._part(name, rank, mine.raw.get(name, torch.nan * full)) for name, full in here.items()),
                 _flat(torch.full_like(taken[name], self._gradients[name].bound) for name in here),
                 _flat(taken[name] for name in here) / step.clipped,
-                _flat(raw[name] for name in here if name in raw),
+                _flat(raw.get(name, torch.nan * taken[name]) for name in here),
                 _flat(weights[name] for name in here),
             )
-        return one_cause(ranks, self.mesh)
+        return RankGradients.cause_of(ranks, self.mesh)
 
-    def _part(self, name: str, rank: int, full: torch.Tensor | None) -> torch.Tensor:
+    def _part(self, name: str, rank: int, full: torch.Tensor) -> torch.Tensor:
         """Return a rank's part of a tensor that is split as a parameter is; nothing, where that is not known."""
         layout = self._layouts.get(name)
-        if full is None or layout is None or rank not in layout.rank_list:
+        if layout is None or rank not in layout.rank_list:
             return torch.empty(0)
         box = layout.slices(full.shape)[layout.rank_list.index(rank)].tolist()
         return self.names.ordered(name, full)[tuple(slice(start, stop) for start, stop in box)]
@@ -719,13 +714,7 @@ class LoopComparison:
     # -- one tensor --------------------------------------------------------------------------------------------------
 
     def _find(
-        self,
-        parts: Mapping[int, torch.Tensor],
-        full: torch.Tensor,
-        bound: float,
-        *,
-        may_reorder: bool = False,
-        addends: Mapping[str, torch.Tensor] | None = None,
+        self, parts: Parts, full: torch.Tensor, bound: float, addends: Any = None, *, may_reorder: bool = False
     ) -> Finding:
         """Judge a tensor as it is, then in the orders in which ranks are known, or found, to hold the batch."""
         judge = self._judge(parts)

@@ -283,24 +283,23 @@ def _plain(value: Any) -> str:
 
 
 class RankGradients(NamedTuple):
-    """All gradients of a rank in one step, flattened, one parameter behind the other."""
+    """All gradients of a rank in one step, flattened, one parameter behind the other; nan where not known."""
 
     wanted: torch.Tensor  # its parts of one device's
-    plain: torch.Tensor  # the same, when one device's backward ended; shorter where some are not known
+    plain: torch.Tensor  # the same, when one device's backward ended
     bounds: torch.Tensor  # of rounding, per element of `wanted`
     taken: torch.Tensor  # by its optimizer
-    raw: torch.Tensor  # when its backward ended; shorter where some are not known
+    raw: torch.Tensor  # when its backward ended
     weights: torch.Tensor  # before the step
 
-
-def one_cause(ranks: Mapping[int, RankGradients], mesh: Layout) -> tuple[str, str] | None:
-    """Return one cause of all wrong gradients of a step, and a remedy, if one explains them within rounding."""
-    large = [name for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True) if size > 1]
-    ways = [axes for count in range(len(large) + 1) for axes in itertools.combinations(large, count)]
-    copies = [math.prod(mesh.mesh_shape[mesh.alias_name.index(name)] for name in axes) for axes in ways]
-    found = (_clipped_apart(ranks, mesh, axes) for axes in ways)
-    every = [*ranks.values()]
-    return next(filter(None, found), None) or _off_by_weights(every, copies) or _off_by_factor(every, copies)
+    @staticmethod
+    def cause_of(ranks: Mapping[int, RankGradients], mesh: Layout) -> tuple[str, str] | None:
+        """Return one cause of all wrong gradients, and a remedy, if one explains them within rounding."""
+        sizes = {name: size for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True) if size > 1}
+        ways = [axes for count in range(len(sizes) + 1) for axes in itertools.combinations(sizes, count)]
+        copies, every = [math.prod(sizes[name] for name in axes) for axes in ways], list(ranks.values())
+        found = filter(None, (_clipped_apart(ranks, mesh, axes) for axes in ways))
+        return next(found, None) or _off_by_weights(every, copies) or _off_by_factor(every, copies)
 
 
 def _off_by_factor(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tuple[str, str] | None:
@@ -309,7 +308,7 @@ def _off_by_factor(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tup
     if not factor or any(math.isclose(max(factor, 1 / factor), count, rel_tol=_ALIKE) for count in copies):
         return None
     words = f"all gradients are {factor:.4g} times what they should be"
-    own = _multiple([(e.wanted, e.plain, e.bounds) for e in ranks if len(e.plain) == len(e.wanted)])
+    own = _multiple([(each.wanted, each.plain, each.bounds) for each in ranks])
     if not own or math.isclose(own, 1, rel_tol=_ALIKE):
         return words, "one scale of losses, or of gradients, on the ranks and on one device"
     words += f": one device multiplies its own by {own:.4g} after backward, and the ranks by {factor * own:.4g}"
@@ -318,18 +317,14 @@ def _off_by_factor(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tup
 
 def _off_by_weights(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tuple[str, str] | None:
     """Say so if what is wrong with the gradients are the weights, or their signs, times one number."""
-    odd = [gap(each.taken, each.wanted) > 2 * each.bounds for each in ranks]
     for power, words in (1, "the weights"), (0, "the signs of the weights"):
-        bases = [
-            each.weights.abs() ** power * each.weights.sign() * there for each, there in zip(ranks, odd, strict=True)
-        ]
+        odd = [gap(each.taken, each.wanted) > 2 * each.bounds for each in ranks]
+        bases = [each.weights.sign() * each.weights.abs() ** power * at for each, at in zip(ranks, odd, strict=True)]
         both = list(zip(ranks, bases, strict=True))
         off = _multiple([(each.taken - each.wanted, base, each.bounds) for each, base in both])
-        if off is None or max(map(torch.count_nonzero, odd)) < _FEWEST:
+        if off is None or max(int(base.count_nonzero()) for base in bases) < _FEWEST:
             continue
-        own = _multiple(
-            [(each.wanted - each.plain, base, each.bounds) for each, base in both if len(each.plain) == len(base)]
-        )
+        own = _multiple([(each.wanted - each.plain, base, each.bounds) for each, base in both])
         hint = "add a decay or a penalty of the weights once: after the sum over ranks, or 1/ranks of it on each"
         if not own:
             return f"the gradients are off by {off:.4g} times {words}: by a decay or a penalty of the weights", hint
@@ -348,7 +343,7 @@ def _clipped_apart(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Seque
     for rank, own in ranks.items():
         group = ranks_along(mesh, axes, rank)
         raws = [ranks[each].raw for each in group if each in ranks]
-        if len(raws) < len(group) or any(each.shape != own.taken.shape for each in raws):
+        if len(raws) < len(group) or any(len(each) != len(own.taken) or each.isnan().any() for each in raws):
             return None
         columns = torch.stack(raws, 1)
         found = torch.linalg.lstsq(columns, own.taken[:, None]).solution.flatten()
@@ -379,16 +374,13 @@ def _multiple(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) 
 
 def _are_of_one_limit(factors: Mapping[int, float], raw: Mapping[int, torch.Tensor], times: int) -> bool:
     """Return True if so many times each factor is the one that brings a rank's norm down to a limit of all."""
-    few = max(_ALIKE, *(64 * unit_roundoff(each.dtype) for each in raw.values()))
+    norms = {rank: float(each.norm()) for rank, each in raw.items()}
+    few = _ALIKE + max(64 * unit_roundoff(each.dtype) for each in raw.values())
+    few += 1e-6 / max(min(norms.values()), 1e-6)  # torch.nn.utils.clip_grad_norm_ adds that to the norm
     own = {rank: factor * times for rank, factor in factors.items()}
-    if max(own.values()) > 1 + few or max(own.values()) - min(own.values()) <= few:
+    if max(own.values()) > 1 + few or max(own.values()) - min(own.values()) <= 2 * few:
         return False
-    for extra in (1e-6, 0.0):  # torch.nn.utils.clip_grad_norm_ adds it to the norm, and others do not
-        norms = {rank: float(each.norm()) + extra for rank, each in raw.items()}
-        limits = [factor * norms[rank] for rank, factor in own.items() if factor < 1 - few]
-        others = [norms[rank] for rank, factor in own.items() if factor >= 1 - few]
-        is_one = max(limits) <= min(limits) * (1 + few) and max(others, default=0.0) <= limits[0] * (1 + few)
-        # One rank alone has any limit; a number such as 0.5 is no accident.
-        if is_one and (len(limits) > 1 or math.isclose(limits[0], float(f"{limits[0]:.2g}"), rel_tol=few)):
-            return True
-    return False
+    limits = [factor * norms[rank] for rank, factor in own.items() if factor < 1 - few]
+    most = min(limits) * (1 + few)  # of one rank alone it is any number; one such as 0.5 is no accident
+    is_plain = len(limits) > 1 or math.isclose(limits[0], float(f"{limits[0]:.2g}"), rel_tol=few)
+    return is_plain and max(limits) <= most and all(norms[rank] <= most for rank in own if own[rank] >= 1 - few)
