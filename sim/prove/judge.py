@@ -74,11 +74,12 @@ class Judge:
     """Compares parts with full tensors; remembers which layouts were found, as the next tensor often has the same.
 
     Args:
-        mesh: the axes of all ranks.
+        mesh: the axes of all ranks, or of those that have a tensor.
+        is_whole: of all.
     """
 
-    def __init__(self, mesh: Layout) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Layout, *, is_whole: bool = True) -> None:
+        self.mesh, self._is_whole = mesh, is_whole
         self._sizes = dict(zip(mesh.alias_name, mesh.mesh_shape, strict=True))
         self._recent: dict[int, list[Layout]] = {}
 
@@ -162,7 +163,9 @@ class Judge:
             sentence = f"no layout gives the ranks parts of shape {held} of a tensor of shape {tuple(full.shape)}"
         else:
             agree = all(size == 1 or name in self._alike(parts) for name, size in self._sizes.items())
-            what = "all ranks hold the same, and it is wrong" if agree else "no layout explains what the ranks hold"
+            who = "all ranks hold the same" if self._is_whole else f"{ranks_phrase(parts)} hold the same"
+            who = f"{ranks_phrase(parts)} alone has it" if len(parts) == 1 and not self._is_whole else who
+            what = f"{who}, and it is wrong" if agree else "no layout explains what the ranks hold"
             sentence = f"{what}; as {short(near.layout)}, {near}"
         error, ratio = (near.error, near.ratio) if near is not None else (math.inf, math.inf)
         is_more = diagnosis is not None and diagnosis.kind == "added" and (diagnosis.factor or 0) > 0

@@ -737,7 +737,8 @@ class LoopComparison:
 
     def _judge(self, parts: Collection[int]) -> Judge:
         here = tuple(sorted(parts))
-        return self._judges.setdefault(here, Judge(submesh(self.mesh, here)))
+        is_whole = len(here) == len(self.ranks)
+        return self._judges.setdefault(here, Judge(submesh(self.mesh, here), is_whole=is_whole))
 
     def _row(self, row: ReportRow, found: Finding) -> ReportRow:
         row = row_of(Judged(row.module, row.tensor, row.kind, found))

@@ -644,7 +644,7 @@ def nesterov(model, new, forgets):
 @fault("gradients that are averaged", "gradient", "the gradient of nets.1.2.bias of step 1", "rank 1 holds")
 @fault("a worker that steps further", "update", "nets.1.0.weight of step 1", "rank 1 steps with lr=0.2")
 @fault("a worker that keeps its weights", "update", "nets.1.0.weight of step 2", "rank 1 holds")
-@fault("weights that are added up", "update", "nets.0.0.weight of step 2")
+@fault("weights that are added up", "update", "nets.0.0.weight of step 2", "rank 0 alone has it, and it is wrong")
 @fault("a momentum that one rank forgets", "update", "nets.1.0.weight of step 4", "rank 1 holds", of=nesterov)
 def _(model, batch, fault, outer):
     """A step of each worker on its own rows, and after every second one the mean of both; one device has both."""
