@@ -325,10 +325,8 @@ def _pieces(evidence: Evidence) -> Diagnosis | None:
             return None
         held.setdefault(found[0], []).append(str(rank))
     words = [f"ranks {', '.join(ranks[:8])} hold piece {at}" for at, ranks in sorted(held.items())]
-    sentence = (
-        f"dim {odd[0]} is held in {len(pieces)} pieces, which no split over the mesh gives: {'; '.join(words[:4])}"
-    )
-    return Diagnosis("pieces", sentence)
+    text = f"dim {odd[0]} is held in {len(pieces)} pieces, which no split over the mesh gives: {'; '.join(words[:4])}"
+    return Diagnosis("pieces", text)
 
 
 # -- value faults: counted too often, added too often, wrong on some ranks only, not the same --------------------------

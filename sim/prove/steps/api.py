@@ -411,13 +411,10 @@ def _parted(result: Any) -> tuple[Any, dict[tuple[str, str], Any]]:
     if not isinstance(named, Mapping):
         return result, {}
     first, kinds = 0 if named is not result else "loss", {float: "float", torch.Tensor: "tensor"}
-    numbers = {name: each for name, each in named.items() if name != first and type(each) in kinds}
-    numbers = {
-        name: each
-        for name, each in numbers.items()
-        if torch.is_floating_point(x := torch.as_tensor(each)) and x.numel() == 1
-    }
-    return named.get(first), {(kinds[type(each)], f"result {name!r}"): each for name, each in numbers.items()}
+    others = {name: each for name, each in named.items() if name != first and type(each) in kinds}
+    plain = {name: torch.as_tensor(each) for name, each in others.items()}
+    numbers = [name for name, each in plain.items() if each.is_floating_point() and each.numel() == 1]
+    return named.get(first), {(kinds[type(others[name])], f"result {name!r}"): others[name] for name in numbers}
 
 
 def _copied(value: Any, dtype: torch.dtype) -> Any:

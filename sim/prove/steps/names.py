@@ -121,12 +121,8 @@ def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping
         suffix = f".{leaf}"
         within = [name[: -len(suffix)] for name in one if name.endswith(suffix)] + [""] * (leaf in one)
         places = [place for place in dict.fromkeys([root, *within]) if place not in result.values()]
-        found = {
-            place: [(part, one.get(f"{place}.{name}".lstrip("."))) for name, part in held.items()] for place in places
-        }
-        fits = (
-            at for at, pairs in found.items() if all(full is not None and is_piece(part, full) for part, full in pairs)
-        )
+        found = {at: [(part, one.get(f"{at}.{name}".lstrip("."))) for name, part in held.items()] for at in places}
+        fits = (at for at, both in found.items() if all(of is not None and is_piece(part, of) for part, of in both))
         result[root] = next(fits, root) if leaf is not None else root
     return result
 

@@ -343,7 +343,8 @@ def _clipped_apart(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Seque
     for rank, own in ranks.items():
         group = ranks_along(mesh, axes, rank)
         raws = [ranks[each].raw for each in group if each in ranks]
-        if len(raws) < len(group) or any(len(each) != len(own.taken) or each.isnan().any() for each in raws):
+        is_known = all(len(each) == len(own.taken) and bool(each.isfinite().all()) for each in (*raws, own.taken))
+        if len(raws) < len(group) or not is_known:
             return None
         columns = torch.stack(raws, 1)
         found = torch.linalg.lstsq(columns, own.taken[:, None]).solution.flatten()

@@ -421,11 +421,13 @@ class LoopWatch:
         self.note_loss(loss)
 
     def after_backward(self) -> None:
-        """Copy the gradients before the step goes on to reduce, add to, or scale them."""
-        if not self._is_over and not self._is_enough:
+        """Copy the gradients before the step goes on to reduce, add to, or scale them; not those on a device."""
+        is_plain = self._keeps_graph or self._rank is not None  # perturbed runs need none
+        if is_plain and not self._is_over and not self._is_enough:
             step, grads = self.record.steps[-1], {name: each.grad for name, each in self.parameters().items()}
             there = {name: grad for name, grad in grads.items() if grad is not None and name not in step.gradients}
-            step.raw.update({name: copy_of(grad) for name, grad in there.items() if not is_awaited(grad)})
+            here = {name: grad for name, grad in there.items() if grad.device.type == "cpu" and not is_awaited(grad)}
+            step.raw.update({name: copy_of(grad) for name, grad in here.items()})
 
     def note_result(self, value: Any) -> None:
         """Keep what the step returned in place of what it differentiated."""
