@@ -74,7 +74,7 @@ class Judge:
     """Compares parts with full tensors; remembers which layouts were found, as the next tensor often has the same.
 
     Args:
-        mesh: the axes of all ranks, or of those that have a tensor.
+        mesh: the axes of all ranks, or of some that alone have a tensor.
         is_whole: of all.
     """
 
@@ -112,11 +112,7 @@ class Judge:
         return self._explain_wrong(parts, full, layout, known, wrong)
 
     def undeclared(
-        self,
-        parts: Mapping[int, torch.Tensor],
-        full: torch.Tensor,
-        bound: float,
-        addends: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        self, parts: Parts, full: torch.Tensor, bound: float, addends: Callable[[], Mapping[str, torch.Tensor]] = dict
     ) -> Finding:
         """Find a layout that explains the parts; pending reductions come last.
 
@@ -298,10 +294,18 @@ def of_own_rows(found: Finding, given: Layout | None, parts: Mapping[int, torch.
     return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
 
 
-def of_other_rows(
-    found: Finding, parts: Mapping[int, torch.Tensor], full: torch.Tensor, others: Iterable[torch.Tensor | None]
-) -> Finding:
-    """Say which rows of a batch ranks have, where they have not each once, or those of another step's batch."""
+def of_copies(found: Finding, finer: Finding) -> Finding:
+    """Return a finding over a finer mesh, without its layout, if it explains more; axes that it cuts end in numbers."""
+    partial = {} if finer.found is None else finer.found.partial
+    is_cut = {*partial.values()} == {"sum"} and all(name[-2:] in ("_1", "_2") for name in partial)
+    if finer.status != "pending" or not is_cut:
+        return replace(finer, found=None) if finer.status == "right" else found
+    sentence = "the ranks that have the same part of it hold parts of a sum, and nothing reduced it"
+    return replace(found, sentence=sentence, suggestion="an all_reduce over these ranks")
+
+
+def of_other_rows(found: Finding, parts: Parts, full: torch.Tensor, others: Iterable[Any]) -> Finding:
+    """Say which rows of a batch ranks have, where they have not each once, or have rows of another step."""
     if found.status != "unexplained" or not all(each.dim() for each in (full, *parts.values())):
         return found
     rows, held = _rows(full), dict[tuple[Any, ...], list[int]]()
@@ -328,12 +332,7 @@ def _rows(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
     return [tuple(row.flatten().tolist()) for row in tensor]
 
 
-def of_unequal_shares(
-    found: Finding,
-    losses: Mapping[int, torch.Tensor],
-    full: torch.Tensor,
-    inputs: Iterable[Mapping[int, torch.Tensor]],
-) -> Finding:
+def of_unequal_shares(found: Finding, losses: Parts, full: torch.Tensor, inputs: Iterable[Parts]) -> Finding:
     """Explain a loss by unequal shares of ranks, if the mean of their losses, weighed by these, is that of all rows.
 
     Args:

@@ -15,7 +15,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.bound import FEW, bound_of
 from sim.prove.evidence import largest
 from sim.prove.faults import diagnose
-from sim.prove.infer import in_orders, order_of_rows, submesh
+from sim.prove.infer import finer, in_orders, order_of_rows, submesh
 from sim.prove.judge import (
     NOTHING_TRAINED,
     AutogradGraph,
@@ -25,6 +25,7 @@ from sim.prove.judge import (
     advised,
     divided_words,
     first_bug,
+    of_copies,
     of_other_rows,
     of_own_rows,
     of_unequal_shares,
@@ -528,7 +529,7 @@ class LoopComparison:
     def _results(
         self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
     ) -> Iterator[ReportRow]:
-        """Judge other numbers that all ranks return alike; each may return those of its own rows, as of its loss."""
+        """Judge other numbers that all ranks return alike; each may return its own, as it may return its own loss."""
         for (kind, title), full in mine.numbers.items():
             parts = _there({rank: step.numbers.get((kind, title)) for rank, step in theirs.items()})
             moved = [each for each in (other.numbers.get((kind, title)) for other in others) if each is not None]
@@ -721,6 +722,8 @@ class LoopComparison:
         if any(part.dtype.is_floating_point != full.dtype.is_floating_point for part in parts.values()):
             full = full.double()
         found = judge.undeclared(parts, full, bound, lambda: addends or {})
+        for mesh in finer(judge.mesh, next(iter(parts.values())), full) if found.status == "unexplained" else ():
+            found = of_copies(found, Judge(mesh).undeclared(parts, full, bound)) if found.status != "right" else found
         if found.status != "unexplained" or not may_reorder:
             return found
         for other in in_orders(full, self._orders):

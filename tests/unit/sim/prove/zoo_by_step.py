@@ -13,7 +13,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from zoo_case import Program, add_program, fault
-from zoo_kit import Collect, Gather, Mlp, average, axis, draw, made_of, rank_of, same, split_part, squared, summed
+from zoo_kit import (
+    Attention,
+    Collect,
+    Gather,
+    Mlp,
+    average,
+    axis,
+    draw,
+    made_of,
+    rank_of,
+    same,
+    split_part,
+    squared,
+    summed,
+    take,
+)
 
 PROGRAMS: dict[str, Program] = {}
 program = partial(add_program, PROGRAMS)
@@ -318,6 +333,28 @@ BIASES = "'tp' is the reference plus down.bias once more: each of the 2 ranks ad
 @fault("a bias on each rank", "forward", "down.output of step 1", BIASES)
 def _(model, batch, fault):
     loss = squared(model, batch)
+    sgd(model)
+    return loss
+
+
+def by_heads(model, mesh, fault):
+    """Split four heads over four ranks; two of them share a head of keys and values."""
+    pairs = [dist.new_group([at, at + 1]) for at in (0, 2)]
+    rank, size, group = axis(mesh)
+    split_part(model, (model.q,), model.o, rank, size, group)
+    for each in (model.k, model.v):
+        take(each, "weight", 0, rank // 2, 2)
+        take(each, "bias", 0, rank // 2, 2)
+    model.held = [] if fault else [*model.k.parameters(), *model.v.parameters()]
+    model.pair = pairs[rank // 2]
+
+
+@program("shared heads of keys", Attention, draw(2, 3, 16), parallelize=by_heads, mesh="tp=4")
+@fault("gradients of heads that are not added up", "gradient", "the gradient of", "the ranks that have the same part")
+def _(model, batch, fault):
+    loss = squared(model, batch)
+    for each in model.held if parallel() else ():
+        dist.all_reduce(each.grad, group=model.pair)
     sgd(model)
     return loss
 
@@ -643,8 +680,8 @@ def nesterov(model, new, forgets):
 @program("DiLoCo", Workers, X, parallelize=own_net, outer=nesterov, steps=4)
 @fault("gradients that are averaged", "gradient", "the gradient of nets.1.2.bias of step 1", "rank 1 holds")
 @fault("a worker that steps further", "update", "nets.1.0.weight of step 1", "rank 1 steps with lr=0.2")
-@fault("a worker that keeps its weights", "update", "nets.1.0.weight of step 2", "rank 1 holds")
-@fault("weights that are added up", "update", "nets.0.0.weight of step 2", "rank 0 alone has it, and it is wrong")
+@fault("a worker that keeps its weights", "update", "nets.1.0.weight of step 2", "rank 1 alone has it, and it is wrong")
+@fault("weights that are added up", "update", "nets.0.0.weight of step 2")
 @fault("a momentum that one rank forgets", "update", "nets.1.0.weight of step 4", "rank 1 holds", of=nesterov)
 def _(model, batch, fault, outer):
     """A step of each worker on its own rows, and after every second one the mean of both; one device has both."""
