@@ -54,7 +54,7 @@ def finer(mesh: Layout, part: torch.Tensor, full: torch.Tensor) -> Iterator[Layo
     """Yield meshes with an axis cut in two, where a dim is in as many parts, e.g. 2 heads of keys over 4 ranks of tp.
 
     >>> list(finer(Layout((4,), ("tp",)), torch.ones(1), torch.ones(2)))
-    [Layout((2, 2), ('tp_1', 'tp_2'), range(0, 4))]
+    [Layout((2, 2), ('tp_1', 'tp_2'))]
     """
     counts = {size // held for size, held in zip(full.shape, part.shape, strict=False) if held}
     for at, (name, size) in enumerate(zip(mesh.alias_name, mesh.mesh_shape, strict=True)):
