@@ -114,11 +114,7 @@ def coordinates(evidence: Evidence, position: int) -> tuple[int, ...]:
 def named_ranks(evidence: Evidence, positions: Sequence[int]) -> str:
     """Name ranks, and where they lie if that is one place along an axis."""
     ranks = [evidence.ranks[position] for position in positions]
-    words = (
-        ("rank " if len(ranks) == 1 else "ranks ")
-        + ", ".join(map(str, ranks[:8]))
-        + (", ..." if len(ranks) > 8 else "")
-    )
+    words = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
     for axis, size in enumerate(evidence.sizes):
         there = {coordinates(evidence, position)[axis] for position in positions}
         if size > 1 and len(there) == 1 and len(positions) == math.prod(evidence.sizes) // size:
@@ -333,10 +329,8 @@ def _pieces(evidence: Evidence) -> Diagnosis | None:
             return None
         held.setdefault(found[0], []).append(str(rank))
     words = [f"ranks {', '.join(ranks[:8])} hold piece {at}" for at, ranks in sorted(held.items())]
-    sentence = (
-        f"dim {odd[0]} is held in {len(pieces)} pieces, which no split over the mesh gives: {'; '.join(words[:4])}"
-    )
-    return Diagnosis("pieces", sentence)
+    text = f"dim {odd[0]} is held in {len(pieces)} pieces, which no split over the mesh gives: {'; '.join(words[:4])}"
+    return Diagnosis("pieces", text)
 
 
 # -- value faults: counted too often, added too often, wrong on some ranks only, not the same --------------------------
@@ -584,19 +578,8 @@ def _axis_of(evidence: Evidence, positions: list[int]) -> str | None:
 # -- the first of them that fits ---------------------------------------------------------------------------------------
 
 _MOST_SPLITS = 32
-_CHECKS = (
-    not_finite,
-    scaled,
-    coarse,
-    same_values,
-    reordered,
-    permuted,
-    some_ranks,
-    scaled_sums,
-    blocks,
-    added,
-    copies_differ,
-)
+_CHECKS: tuple[Callable[..., Diagnosis | None], ...] = (not_finite, scaled, coarse, same_values, reordered, permuted)
+_CHECKS += (some_ranks, scaled_sums, blocks, added, copies_differ)
 
 
 def diagnose(

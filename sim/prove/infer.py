@@ -50,6 +50,20 @@ def submesh(mesh: Layout, ranks: Sequence[int]) -> Layout:
     return Layout(tuple(size for _, size in axes), tuple(name for name, _ in axes), rank_list=tuple(ranks))
 
 
+def finer(mesh: Layout, part: torch.Tensor, full: torch.Tensor) -> Iterator[Layout]:
+    """Yield meshes with an axis cut in two, where a dim is in as many parts, e.g. 2 heads of keys over 4 ranks of tp.
+
+    >>> list(finer(Layout((4,), ("tp",)), torch.ones(1), torch.ones(2)))
+    [Layout((2, 2), ('tp_1', 'tp_2'))]
+    """
+    counts = {size // held for size, held in zip(full.shape, part.shape, strict=False) if held}
+    for at, (name, size) in enumerate(zip(mesh.alias_name, mesh.mesh_shape, strict=True)):
+        for outer in (each for each in range(2, size) if size % each == 0 and {each, size // each} & counts):
+            shape = (*mesh.mesh_shape[:at], outer, size // outer, *mesh.mesh_shape[at + 1 :])
+            names = (*mesh.alias_name[:at], f"{name}_1", f"{name}_2", *mesh.alias_name[at + 1 :])
+            yield Layout(shape, names, rank_list=mesh.rank_list)
+
+
 def splits_by_shape(evidence: Evidence) -> list[Splits]:
     """Return every way to split the full tensor that gives each rank a part of the shape that it holds.
 
@@ -199,10 +213,8 @@ def fit(locals: Parts, reference: torch.Tensor, layout: Layout, bound: Bound = N
     shapes = np.diff(all_boxes(evidence.full.shape, evidence.sizes, splits))[..., 0].tolist()
     for rank, part, shape in zip(evidence.ranks, evidence.parts, shapes, strict=True):
         if tuple(part.shape) != tuple(shape):
-            short = str(layout).partition(" on ")[0].removeprefix("(").replace(")", "", 1)
-            problem = (
-                f"rank {rank} holds shape {tuple(part.shape)} where {short or 'the layout'} gives it {tuple(shape)}"
-            )
+            short = str(layout).partition(" on ")[0].removeprefix("(").replace(")", "", 1) or "the layout"
+            problem = f"rank {rank} holds shape {tuple(part.shape)} where {short} gives it {tuple(shape)}"
             return Fit(layout, math.inf, math.inf, rank, problem=problem)
     return measured(evidence, layout, splits, pending, evidence.worst(splits, pending))
 

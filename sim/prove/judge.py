@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,12 +34,8 @@ NOTHING_TRAINED = ReportRow(
 )
 """The row of a proof in which neither a gradient nor an update tells anything."""
 
-_WORDS = {
-    "sum": "parts of a sum",
-    "avg": "parts of an average",
-    "max": "parts of a maximum",
-    "min": "parts of a minimum",
-}
+Parts = Mapping[int, torch.Tensor]
+_WORDS = {"sum": "a sum", "avg": "an average", "max": "a maximum", "min": "a minimum"}
 
 
 @dataclass(frozen=True)
@@ -77,11 +74,12 @@ class Judge:
     """Compares parts with full tensors; remembers which layouts were found, as the next tensor often has the same.
 
     Args:
-        mesh: the axes of all ranks.
+        mesh: the axes of all ranks, or of some that alone have a tensor.
+        is_whole: of all.
     """
 
-    def __init__(self, mesh: Layout) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Layout, *, is_whole: bool = True) -> None:
+        self.mesh, self._is_whole = mesh, is_whole
         self._sizes = dict(zip(mesh.alias_name, mesh.mesh_shape, strict=True))
         self._recent: dict[int, list[Layout]] = {}
 
@@ -110,21 +108,11 @@ class Judge:
         if best is None:
             sentence = f"the declaration is for more dims than the tensor's {full.ndim}"
             return Finding("wrong", None, text, math.inf, math.inf, bound, sentence)
-        return self._explain_wrong(
-            parts,
-            full,
-            bound,
-            layout,
-            known,
-            Finding("wrong", None, text, best.error, best.ratio, bound, f"declared {text}, and {best}"),
-        )
+        wrong = Finding("wrong", None, text, best.error, best.ratio, bound, f"declared {text}, and {best}")
+        return self._explain_wrong(parts, full, layout, known, wrong)
 
     def undeclared(
-        self,
-        parts: Mapping[int, torch.Tensor],
-        full: torch.Tensor,
-        bound: float,
-        addends: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        self, parts: Parts, full: torch.Tensor, bound: float, addends: Callable[[], Mapping[str, torch.Tensor]] = dict
     ) -> Finding:
         """Find a layout that explains the parts; pending reductions come last.
 
@@ -180,22 +168,20 @@ class Judge:
             sentence = f"no layout gives the ranks parts of shape {held} of a tensor of shape {tuple(full.shape)}"
         else:
             agree = all(size == 1 or name in self._alike(parts) for name, size in self._sizes.items())
-            what = "all ranks hold the same, and it is wrong" if agree else "no layout explains what the ranks hold"
+            who = "all ranks hold the same" if self._is_whole else f"{ranks_phrase(parts)} hold the same"
+            who = f"{ranks_phrase(parts)} alone has it" if len(parts) == 1 and not self._is_whole else who
+            what = f"{who}, and it is wrong" if agree else "no layout explains what the ranks hold"
             sentence = f"{what}; as {short(near.layout)}, {near}"
         error, ratio = (near.error, near.ratio) if near is not None else (math.inf, math.inf)
-        return Finding("unexplained", None, "", error, ratio, bound, sentence, alike=self._alike(parts))
+        is_more = diagnosis is not None and diagnosis.kind == "added" and (diagnosis.factor or 0) > 0
+        hint = "add it once, after the reduction, or a share of it on each rank" if is_more else ""
+        return Finding("unexplained", None, "", error, ratio, bound, sentence, hint, self._alike(parts))
 
     def _explain_wrong(
-        self,
-        parts: Mapping[int, torch.Tensor],
-        full: torch.Tensor,
-        bound: float,
-        layout: Layout,
-        known: Sequence[str],
-        finding: Finding,
+        self, parts: Parts, full: torch.Tensor, layout: Layout, known: Sequence[str], finding: Finding
     ) -> Finding:
         """Say what the parts are instead of what was declared."""
-        fits = explanations(parts, full, self.mesh, bound)
+        fits = explanations(parts, full, self.mesh, bound := finding.bound)
         alike = self._alike(parts)  # equal copies of 1/n are rather divided once too often than parts of a sum
         fits = [each for each in fits if not any(name in alike for name in each.layout.partial)]
         if not fits:
@@ -213,11 +199,8 @@ class Judge:
             return replace(finding, status="right", found=found, error=0.0, ratio=0.0, sentence="")
         if not sentences:
             sentences = [f"declared {finding.declared}, but the ranks hold {short(found)}"]
-        hint = "; ".join(hint for hint in hints if hint)
-        spelled = f"declare {spelling(found)}"
-        return replace(
-            finding, found=found, sentence="; ".join(sentences), suggestion=f"{hint}; or {spelled}" if hint else spelled
-        )
+        hint = "; or ".join(filter(None, ("; ".join(filter(None, hints)), f"declare {spelling(found)}")))
+        return replace(finding, found=found, sentence="; ".join(sentences), suggestion=hint)
 
     def _distance(self, found: Layout, declared: Layout, known: Sequence[str], ndim: int) -> int:
         return sum(use_of(found, name, ndim) != use_of(declared, name, ndim) for name in known)
@@ -320,12 +303,45 @@ def of_own_rows(found: Finding, given: Layout | None, parts: Mapping[int, torch.
     return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
 
 
-def of_unequal_shares(
-    found: Finding,
-    losses: Mapping[int, torch.Tensor],
-    full: torch.Tensor,
-    inputs: Iterable[Mapping[int, torch.Tensor]],
-) -> Finding:
+def of_copies(found: Finding, finer: Finding) -> Finding:
+    """Return a finding over a finer mesh, without its layout, if it explains more; axes that it cuts end in numbers."""
+    partial = {} if finer.found is None else finer.found.partial
+    is_cut = {*partial.values()} == {"sum"} and all(name[-2:] in ("_1", "_2") for name in partial)
+    if finer.status != "pending" or not is_cut:
+        return replace(finer, found=None) if finer.status == "right" else found
+    sentence = "the ranks that have the same part of it hold parts of a sum, and nothing reduced it"
+    return replace(found, sentence=sentence, suggestion="an all_reduce over these ranks")
+
+
+def of_other_rows(found: Finding, parts: Parts, full: torch.Tensor, others: Iterable[Any]) -> Finding:
+    """Say which rows of a batch ranks have, where they have not each once, or have rows of another step."""
+    if found.status != "unexplained" or not all(each.dim() for each in (full, *parts.values())):
+        return found
+    rows, held = _rows(full), dict[tuple[Any, ...], list[int]]()
+    for rank, part in parts.items():  # copies on several ranks count once
+        held.setdefault(tuple(_rows(part)), []).append(rank)
+    once, there = Counter(rows), Counter(itertools.chain(*held))
+    known = {*rows, *(row for each in others if each is not None and each.dim() for row in _rows(each))}
+    if there == once or not {*there} <= known:
+        return found
+    words = []
+    for each, ranks in held.items():
+        own, verb = [rows.index(row) for row in each if row in once], "has" if len(ranks) == 1 else "have"
+        more = len(each) - len(own)
+        some = [f"{ranks_phrase(own).replace('rank', 'row')} of the batch"] * bool(own)
+        some += [f"{more} row{'s' * (more > 1)} of another step's batch"] * (more > 0)
+        words.append(f"{ranks_phrase(ranks)} {verb} {' and '.join(some)}")
+    lost = [rows.index(row) for row in once - there]
+    words += [f"no rank has {ranks_phrase(lost).replace('rank', 'row')}"] * bool(lost)
+    hint = "each row on one rank: a sampler with the rank and the number of ranks; one seed, epoch and position for all"
+    return replace(found, sentence="; ".join(words), suggestion=hint)
+
+
+def _rows(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
+    return [tuple(row.flatten().tolist()) for row in tensor]
+
+
+def of_unequal_shares(found: Finding, losses: Parts, full: torch.Tensor, inputs: Iterable[Parts]) -> Finding:
     """Explain a loss by unequal shares of ranks, if the mean of their losses, weighed by these, is that of all rows.
 
     Args:
@@ -362,18 +378,10 @@ def short(layout: Layout | None) -> str:
     >>> short(Layout((2, 2), ("dp", "tp"))("dp", partial={"tp": "sum"}))
     '(dp) pending sum over tp'
     """
-    return (
-        ""
-        if layout is None
-        else str(layout).partition(" on ")[0]
-        if layout.alias_placements
-        else "replicated"
-        + (
-            f" pending {', '.join(f'{kind} over {name}' for name, kind in layout.partial.items())}"
-            if layout.partial
-            else ""
-        )
-    )
+    if layout is None or layout.alias_placements:
+        return "" if layout is None else str(layout).partition(" on ")[0]
+    pending = ", ".join(f"{kind} over {name}" for name, kind in layout.partial.items())
+    return f"replicated pending {pending}" if pending else "replicated"
 
 
 def use_of(layout: Layout, axis: str, ndim: int) -> str:
@@ -395,18 +403,15 @@ def use_of(layout: Layout, axis: str, ndim: int) -> str:
 def spelling(layout: Layout) -> str:
     """Write a layout as a plan does."""
     if layout.is_partial():
-        return (
-            "("
-            + ", ".join(use_of(layout, name, len(layout.alias_placements or ())) for name in layout.alias_name)
-            + ")"
-        )
+        uses = (use_of(layout, name, len(layout.alias_placements or ())) for name in layout.alias_name)
+        return f"({', '.join(uses)})"
     entries = layout.alias_placements or ()
     return repr(entries) if entries else "it replicated"
 
 
 def pending_words(layout: Layout) -> str:
     """Say which reductions are still to be taken."""
-    parts = [f"{_WORDS.get(kind, f'parts of a {kind}')} over {name}" for name, kind in layout.partial.items()]
+    parts = [f"parts of {_WORDS.get(kind, f'a {kind}')} over {name}" for name, kind in layout.partial.items()]
     return " and ".join(parts)
 
 
@@ -415,7 +420,7 @@ def _held(found: Layout, axis: str, ndim: int) -> str:
     if use == "Replicate":
         return f"the same over {axis}"
     if use.startswith("Partial"):
-        return f"{_WORDS.get(found.partial[axis], f'parts of a {found.partial[axis]}')} over {axis}"
+        return f"parts of {_WORDS.get(found.partial[axis], f'a {found.partial[axis]}')} over {axis}"
     return f"dim {use[6:-1]} split over {axis}"
 
 
@@ -434,14 +439,8 @@ def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
     return () if entry == "None" else (entry,) if isinstance(entry, str) else entry
 
 
-_VERDICTS = {
-    "pending": "pending",
-    "private": "private",
-    "absent": "skipped",
-    "missing": "skipped",
-    "wrong": "bug",
-    "unexplained": "bug",
-}
+_VERDICTS = dict.fromkeys(("absent", "missing"), "skipped") | dict.fromkeys(("wrong", "unexplained"), "bug")
+_VERDICTS |= {"pending": "pending", "private": "private"}
 
 CUT_OFF = "look for what cuts it off: detach, no_grad, a collective in place, gradients that are not synchronised"
 
@@ -487,19 +486,8 @@ def row_of(event: Judged) -> ReportRow:
     hint = found.suggestion
     if found.is_coarse and verdict in ("rounding", "exact"):
         verdict, sentence, hint = "not proved", COARSE, hint or WIDER
-    return ReportRow(
-        event.module,
-        event.tensor,
-        event.kind,
-        found.declared,
-        short(found.found),
-        found.error,
-        found.bound,
-        found.ratio,
-        verdict,
-        sentence,
-        hint,
-    )
+    place, numbers = (event.module, event.tensor, event.kind), (found.error, found.bound, found.ratio)
+    return ReportRow(*place, found.declared, short(found.found), *numbers, verdict, sentence, hint)
 
 
 def title_of(entry: Entry) -> str:

@@ -118,9 +118,7 @@ class Sensitivity:
         for row in self.rows:
             counts.setdefault(row.kind, Counter())[row.outcome] += 1
         lines = [f"{len(self.rows)} of {self.possible} faults were put in", f"{'fault':20} found  missed  no effect"]
-        lines += [
-            f"{kind:20} {count['found']:5}  {count['missed']:6}  {count['none']:9}" for kind, count in counts.items()
-        ]
+        lines += [f"{kind:20} {n['found']:5}  {n['missed']:6}  {n['none']:9}" for kind, n in counts.items()]
         lines += [f"missed: {row.kind}, {row.place}" for row in self.missed]
         return "\n".join(_wrapped(line, _WIDTH) for line in lines)
 
@@ -242,11 +240,9 @@ class Report:
         counts = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
         worst = max((row.ratio for row in self.rows if row.verdict == "rounding"), default=0.0)
         if self.ok:
-            return (
-                f"the model on {self.mesh} computes what it computes on one device: "
-                f"{counts} of {len(self.rows)} tensors"
-                + (f"; the worst rounding is {worst:.2g} of its bound" if worst else "")
-            )
+            said = f"{counts} of {len(self.rows)} tensors"
+            said += f"; the worst rounding is {worst:.2g} of its bound" if worst else ""
+            return f"the model on {self.mesh} computes what it computes on one device: {said}"
         if self.bug is None:
             return f"it is not proved that the model on {self.mesh} computes what it computes on one device ({counts})"
         return f"the model on {self.mesh} does not compute what it computes on one device ({counts})"
@@ -271,10 +267,8 @@ def _table(rows: list[ReportRow]) -> list[str]:
     while sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
         widest = max((0, 2, 3), key=lambda at: widths[at])
         widths[widest] -= 1
-    return [
-        "  ".join(_cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    lines = ("  ".join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)) for row in cells)
+    return [line.rstrip() for line in lines]
 
 
 def _cells(row: ReportRow) -> tuple[str, ...]:

@@ -313,15 +313,10 @@ def _stored_otherwise(run: Config, world_size: int) -> Iterator[ReportRow]:
 
 def _on_one_device(run: Config) -> Config:
     """The same run without any degree."""
-    alone: dict[str, Any] = dict.fromkeys(_DEGREES, 1)
-    parallel = dataclasses.replace(
-        run.parallel, **alone, ulysses_degree=None, etp=None, layers_per_stage=None, stages_per_rank=None
-    )
-    return dataclasses.replace(
-        run,
-        parallel=dataclasses.replace(parallel, engine="fully_shard", checkpointing="none", schedule="1f1b"),
-        train=dataclasses.replace(run.train, accumulate=1),
-    )
+    alone: dict[str, Any] = {**dict.fromkeys(_DEGREES, 1), "checkpointing": "none", "schedule": "1f1b"}
+    alone |= {"engine": "fully_shard", "ulysses_degree": None, "etp": None, "layers_per_stage": None}
+    parallel = dataclasses.replace(run.parallel, **alone, stages_per_rank=None)
+    return dataclasses.replace(run, parallel=parallel, train=dataclasses.replace(run.train, accumulate=1))
 
 
 def verify_run(run: Config, world_size: int) -> Report:
@@ -350,20 +345,11 @@ def verify_run(run: Config, world_size: int) -> Report:
     """
     precision, machine, every = run.precision, run.train.hardware, world_size
     run, world_size, said = reduced_run(run, world_size)
-    run = dataclasses.replace(
-        run,
-        # Steps of full length: the first of a long warmup would move weights by less than they are rounded by.
-        optimizer=dataclasses.replace(run.optimizer, warmup_steps=0, schedule="constant"),
-        train=dataclasses.replace(
-            run.train,
-            device="cpu",
-            eval_every=0,
-            log=None,
-            tensorboard=None,
-            start_from=None,
-            on_nonfinite="stop",  # a step that is skipped, on one device too, would prove nothing
-        ),
-    )
+    # Steps of full length: the first of a long warmup would move weights by less than they are rounded by.
+    run = run.with_changes("optimizer", {"warmup_steps": 0, "schedule": "constant"})
+    # A step that is skipped, on one device too, would prove nothing.
+    run = run.with_changes("train", {"device": "cpu", "eval_every": 0, "on_nonfinite": "stop"})
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, log=None, tensorboard=None, start_from=None))
     axes = {name: size for name, size in plan_run(run, world_size).mesh_axes.items() if size > 1}
     loop = _RunLoop(_ASKED, world_size, torch.float64, {}, machine, run, axes)
     report = loop.proved(references := loop.references())
@@ -382,10 +368,8 @@ def _coarse(rows: Sequence[ReportRow], expected: LoopRecord) -> list[str]:
     bounds = {(row.kind, f"{row.module}.{row.tensor}".lstrip(".")): row.bound for row in rows}
     wide = []
     for number, step in enumerate(expected.steps, 1):
-        held = [
-            ("forward", "loss", torch.stack(step.losses).sum()),
-            *((*key, each) for key, each in step.numbers.items()),
-        ]
+        held = [("forward", "loss", torch.stack(step.losses).sum())]
+        held += [(*key, each) for key, each in step.numbers.items()]
         held += [("gradient", name, each) for name, each in step.gradients.items() if each is not None]
         held += [("update", name, each) for name, each in step.updates.items()]
         for kind, name, full in held:
@@ -398,6 +382,5 @@ _TOKENS, _NORM = ("forward", "count of tokens"), ("gradient", "norm of the gradi
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    return (
-        f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''}"
-    )
+    more, few = " ..." * (len(numbers) > 8), ", ".join(map(str, numbers[:8]))
+    return f"rank{'s' * (len(numbers) > 1)} {few}{more}"

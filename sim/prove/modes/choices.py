@@ -132,9 +132,7 @@ def free_choices(
 def agreed_words(taken: Iterable[ChoiceKey]) -> list[str]:
     """Say where one device chose as the ranks did."""
     places = ", ".join(dict.fromkeys(f"{op} of {path or 'the model'}" for path, op, _ in taken))
-    return (
-        [f"in {places}, candidates lie within the bound: one device took those that the ranks chose"] if places else []
-    )
+    return [f"in {places}, candidates lie within the bound: one device took those that the ranks chose"] * bool(places)
 
 
 def _joined(choice: Choice, held: Mapping[int, Choice], mesh: Layout, limit: float) -> torch.Tensor | None:

@@ -371,9 +371,7 @@ class _Matching:
         found = {rank: _part(source, drawn, held, rank) for rank, drawn in held_by.items()}
         if any(part is None for part in found.values()):
             return False
-        ranks = {
-            rank: (held_by[rank].places, held_by[rank].parts(part)) for rank, part in found.items() if part is not None
-        }
+        ranks = {at: (held_by[at].places, held_by[at].parts(part)) for at, part in found.items() if part is not None}
         self._take(source.places, [use.drawn for use in source.uses], ranks)
         uses = {rank: drawn.uses[0] for rank, drawn in held_by.items()}
         self.shared.rows += _apart(source.places[0], uses, held.layout, source.given)

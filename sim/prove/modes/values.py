@@ -320,10 +320,7 @@ def proved_once(value: Any, report: Report) -> Report:
 
 def _with_hidden(report: Report, *values: Any) -> Report:
     """Note which inputs have one value, in all steps; whole numbers that count, such as lengths, among them."""
-    ways = [
-        {way.lstrip(".") for way, tensor in tensors_in(value) if is_constant(tensor) and tensor.dim()}
-        for value in values
-    ]
+    ways = [{way.lstrip(".") for way, each in tensors_in(x) if is_constant(each) and each.dim()} for x in values]
     same = [way for way in (way.lstrip(".") for way, _ in tensors_in(values[0])) if all(way in each for each in ways)]
     note = f"a fault may hide behind input {listed(same)}: of one value"
     return replace(report, notes=(*report.notes, note)) if same else report

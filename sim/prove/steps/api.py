@@ -99,7 +99,8 @@ def verify_step(
     which all elements are equal are moved on both sides, as by `verify_plan`.
 
     Args:
-        step: called with the model and the batch, returns the loss.
+        step: called with the model and the batch, returns the loss; or a dict with a "loss", or a tuple with the loss
+            first, whose other floating-point numbers are compared where all ranks return the same.
         model_fn: makes the model for one device.
         batch: what one device is given: a tensor, or containers of them.
         mesh_shape: as for `verify_plan`.
@@ -263,7 +264,7 @@ class _StepLoop(Loop):
         watch.record.choices = choices.made
         with watch, wide, choices:
             for number in range(self.steps):
-                loss = step(model, batches[min(number, len(batches) - 1)])
+                loss, numbers = _parted(step(model, batches[min(number, len(batches) - 1)]))
                 there = [parameter.grad is not None for parameter in watch.parameters().values()]
                 is_called = any(there) or watch.has_differentiated or watch.has_updated
                 if isinstance(loss, torch.Tensor) and loss.requires_grad and not is_called:
@@ -271,6 +272,7 @@ class _StepLoop(Loop):
                 is_own = watch.has_updated
                 look("the end of the step", [loss] if isinstance(loss, torch.Tensor) else [], ())
                 watch.note_result(loss)
+                watch.note_numbers(numbers)
                 if not is_own:
                     look_at_gradients(watch.parameters().values())
                 if not is_own and optimizer is not None:
@@ -404,6 +406,18 @@ def _modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:
                     if id(module) not in seen:
                         seen.add(id(module))
                         yield module
+
+
+def _parted(result: Any) -> tuple[Any, dict[tuple[str, str], Any]]:
+    """Return the loss of what a step returned, and other numbers, by kind and key: floating tensors, and floats."""
+    named = dict(enumerate(result)) if isinstance(result, (tuple, list)) else result
+    if not isinstance(named, Mapping):
+        return result, {}
+    first, kinds = 0 if named is not result else "loss", {float: "float", torch.Tensor: "tensor"}
+    others = {name: each for name, each in named.items() if name != first and type(each) in kinds}
+    plain = {name: torch.as_tensor(each) for name, each in others.items()}
+    numbers = [name for name, each in plain.items() if each.is_floating_point() and each.numel() == 1]
+    return named.get(first), {(kinds[type(others[name])], f"result {name!r}"): others[name] for name in numbers}
 
 
 def _copied(value: Any, dtype: torch.dtype) -> Any:

@@ -15,7 +15,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.bound import FEW, bound_of
 from sim.prove.evidence import largest
 from sim.prove.faults import diagnose
-from sim.prove.infer import evened, in_orders, pieces_of, submesh
+from sim.prove.infer import evened, finer, in_orders, pieces_of, submesh
 from sim.prove.judge import (
     NOTHING_TRAINED,
     AutogradGraph,
@@ -25,6 +25,8 @@ from sim.prove.judge import (
     advised,
     divided_words,
     first_bug,
+    of_copies,
+    of_other_rows,
     of_own_rows,
     of_unequal_shares,
     pending_words,
@@ -38,7 +40,7 @@ from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
 from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.steps.names import find_names
-from sim.prove.steps.updates import ROUNDINGS, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
+from sim.prove.steps.updates import ROUNDINGS, RankGradients, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import LOSS, CallKey, LoopRecord, RecordedStep
 
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
@@ -46,6 +48,7 @@ _MOST_SAID = 6
 _MOST_ROUNDS = 16  # of choices that follow from others
 
 Permutation = tuple[int, ...]
+Parts = Mapping[int, torch.Tensor]
 
 
 def agreed_choices(
@@ -115,6 +118,8 @@ class LoopComparison:
         self._own: dict[str, None] = {}  # statistics of each rank's own rows that differ
         self._made: dict[str, None] = {}  # buffers that ranks make for themselves, and nobody changes
         self._gradients: dict[str, Finding] = {}  # of the parameters, in the step that is judged
+        self._weights = expected.initial  # before the step that is judged
+        self._layouts: dict[str, Layout] = {}  # of the parameters
         self._late: set[str] = set()  # boundaries that are right until the step updates weights
         self._moves: dict[int, dict[str, float]] = {}
         self._replays = {rank: UpdateReplay() for rank in range(len(ranks))}
@@ -260,17 +265,23 @@ class LoopComparison:
                 missing = f"; the ranks' {self._some(self.names.missing)} stand for none" if self.names.missing else ""
                 yield replace(row, verdict="bug", sentence=f"no rank has it{missing}", suggestion=hint)
                 continue
-            yield self._row(row, self._find(parts, self.names.ordered(name, full), bound_of(full, ())))
+            found = self._find(parts, self.names.ordered(name, full), bound_of(full, ()))
+            self._layouts |= {} if found.found is None else {name: found.found}
+            yield self._row(row, found)
 
     def _of_step(self, number: int) -> list[ReportRow]:
         mine, others, theirs = self._sides(number)
         self._late = set()
+        self._weights = self.expected.steps[number - 1].updates if number else self.expected.initial
         rows = [*self._numbers("forward", mine, others, theirs), *self._forward(mine, others, theirs)]
         self._gradients = {}
         late = [row for row in rows if row.place in self._late or (row.tensor == "loss" and self._late)]
         at = len(rows := [row for row in rows if row not in late])
         for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
             named = list(self._named(kind, title, number, mine, others, theirs))
+            if kind == "gradients":
+                cause = self._cause(number, named, mine, theirs)
+                rows, named = _blamed(rows, cause), _blamed(named, cause)
             if kind == "gradients" and not any(
                 row.verdict == "bug" and row.place == "the model's loss" for row in rows
             ):
@@ -291,6 +302,7 @@ class LoopComparison:
             rows = [_as_private(row) if row.kind == "forward" else row for row in rows]
         if is_trained:
             rows = [self._as_made(row) if row.kind == "buffer" else row for row in rows]
+        rows += self._results(mine, others, theirs)
         return self._with_number(rows, number)
 
     def _sides(self, number: int) -> tuple[RecordedStep, list[RecordedStep], dict[int, RecordedStep]]:
@@ -387,7 +399,9 @@ class LoopComparison:
                 self._left.update({path: None} if path and not parts else {})
                 continue
             bound = bound_of(full, (_joined(other.calls.get(key, [])) for other in others))
-            found = self._find(parts, full, bound, may_reorder=True)
+            bias = f"{path}.bias".lstrip(".")
+            addends = {bias: self._weights[bias]} if side == "output" and bias in self._weights else {}
+            found = self._find(parts, full, bound, addends, may_reorder=True)
             if found.status == "unexplained":
                 calls_apart = self._call_by_call(key, mine, others, there)
                 early = len(values) if mine.early is None else mine.early.get(key, 0)
@@ -397,6 +411,9 @@ class LoopComparison:
                 found = _all_right(calls_apart) or found
             if side == "input":
                 given.setdefault(path, found.found)
+                if path in self.expected.roots:
+                    steps = self.expected.steps
+                    found = of_other_rows(found, parts, full, (_joined(each.calls.get(key, [])) for each in steps))
             elif path in self.expected.batch_norms:
                 found = of_own_rows(found, given.get(path), parts, full)
             found = replace(found, is_zero=largest(full) <= bound)
@@ -567,6 +584,23 @@ class LoopComparison:
                 found = self._judge(parts).declared(parts, full, bound, self.mesh(), self.mesh.alias_name)
                 yield self._row(ReportRow("", key[1], kind), replace(found, is_coarse=_is_coarse(found, full)))
 
+    def _results(
+        self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
+    ) -> Iterator[ReportRow]:
+        """Judge other numbers that all ranks return alike; each may return its own, as it may return its own loss."""
+        for (kind, title), full in mine.numbers.items():
+            parts = _there({rank: step.numbers.get((kind, title)) for rank, step in theirs.items()})
+            moved = [each for each in (other.numbers.get((kind, title)) for other in others) if each is not None]
+            is_own = kind == "float" and all(torch.equal(each, full) for each in moved)  # e.g. a rate, or a size
+            if kind not in ("float", "tensor") or is_own or len({float(part) for part in parts.values()}) != 1:
+                continue
+            found = self._find(parts, full, bound_of(full, moved, next(iter(self.expected.initial.values())).dtype))
+            if found.status != "pending" and not _is_coarse(found, full):
+                hint = (
+                    "add up sums and counts over all ranks, and divide once: a mean of means weighs unequal parts alike"
+                )
+                yield self._row(ReportRow("", title, "forward"), replace(found, suggestion=hint))
+
     def _named(
         self,
         kind: str,
@@ -642,6 +676,42 @@ class LoopComparison:
         sentence = "one device has no gradient of it, and the ranks one of zeros: their optimizer moves it"
         return replace(found, sentence=sentence, suggestion="leave its grad None on ranks, or fill it on one device")
 
+    def _cause(
+        self, number: int, rows: Sequence[ReportRow], mine: RecordedStep, theirs: Mapping[int, RecordedStep]
+    ) -> tuple[str, str] | None:
+        """Return one cause of all gradients that are wrong, and a remedy, if there is one."""
+        odd = [found.status for found in self._gradients.values() if found.status != "right"]
+        if {*odd} != {"unexplained"} or len(odd) < sum(row.verdict == "bug" for row in rows):
+            return None
+        fulls = {name: full for name, full in mine.gradients.items() if full is not None and name in self._gradients}
+        ranks = {}
+        for rank, step in theirs.items():
+            before = self.ranks[rank].steps[number - 1].updates if number else self.ranks[rank].initial
+            taken, raw, weights = (
+                self.names.translated(each, self._shapes) for each in (step.gradients, step.raw, before)
+            )
+            here = {name: full for name, full in fulls.items() if taken.get(name) is not None and name in weights}
+            wanted = [self._part(name, rank, full) for name, full in here.items()]
+            if not here or any(part.shape != taken[name].shape for name, part in zip(here, wanted, strict=True)):
+                return None
+            ranks[rank] = RankGradients(
+                _flat(wanted) / mine.clipped,
+                _flat(self._part(name, rank, mine.raw.get(name, torch.nan * full)) for name, full in here.items()),
+                _flat(torch.full_like(taken[name], self._gradients[name].bound) for name in here),
+                _flat(taken[name] for name in here) / step.clipped,
+                _flat(raw.get(name, torch.nan * taken[name]) for name in here),
+                _flat(weights[name] for name in here),
+            )
+        return RankGradients.cause_of(ranks, self.mesh)
+
+    def _part(self, name: str, rank: int, full: torch.Tensor) -> torch.Tensor:
+        """Return a rank's part of a tensor that is split as a parameter is; nothing, where that is not known."""
+        layout = self._layouts.get(name)
+        if layout is None or rank not in layout.rank_list:
+            return torch.empty(0)
+        box = layout.slices(full.shape)[layout.rank_list.index(rank)].tolist()
+        return self.names.ordered(name, full)[tuple(slice(start, stop) for start, stop in box)]
+
     def _of_another(
         self, name: str, parts: Mapping[int, torch.Tensor], gradients: Mapping[str, Any], found: Finding
     ) -> Finding:
@@ -715,21 +785,30 @@ class LoopComparison:
     # -- one tensor --------------------------------------------------------------------------------------------------
 
     def _find(
-        self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False
+        self, parts: Parts, full: torch.Tensor, bound: float, addends: Any = None, *, may_reorder: bool = False
     ) -> Finding:
         """Judge a tensor as it is, then in the orders in which ranks are known, or found, to hold the batch."""
         found = self._explained(parts, full, bound, may_reorder=may_reorder)
         if found is not None:
             return found
         judge, full = self._judge(parts), _as_parts(full, parts)
-        return self._of_pieces(judge.unexplained, parts, full, bound) or judge.unexplained(parts, full, bound)
+        found = self._of_pieces(judge.unexplained, parts, full, bound)
+        found = found or judge.unexplained(parts, full, bound, addends)
+        for mesh in finer(judge.mesh, next(iter(parts.values())), full):
+            again = Judge(mesh).explained(parts, full, bound)
+            found = of_copies(found, again) if again is not None else found
+        return found
 
     def _explained(
-        self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False
+        self, parts: Parts, full: torch.Tensor, bound: float, *, may_reorder: bool = False
     ) -> Finding | None:
         """Judge a tensor as `_find` does; None where nothing explains it: to find out why takes far longer."""
         judge, full = self._judge(parts), _as_parts(full, parts)
         found = judge.explained(parts, full, bound)
+        for mesh in finer(judge.mesh, next(iter(parts.values())), full) if found is None else ():
+            again = Judge(mesh).explained(parts, full, bound)
+            if again is not None and again.status == "right":
+                return replace(again, found=None)
         if found is not None or not may_reorder:
             return found
         for other in in_orders(full, self._orders):
@@ -766,7 +845,8 @@ class LoopComparison:
 
     def _judge(self, parts: Collection[int]) -> Judge:
         here = tuple(sorted(parts))
-        return self._judges.setdefault(here, Judge(submesh(self.mesh, here)))
+        is_whole = len(here) == len(self.ranks)
+        return self._judges.setdefault(here, Judge(submesh(self.mesh, here), is_whole=is_whole))
 
     def _row(self, row: ReportRow, found: Finding) -> ReportRow:
         row = row_of(Judged(row.module, row.tensor, row.kind, found))
@@ -791,6 +871,15 @@ def _renamed(tensors: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, 
 def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:
     """Whether a bound is so wide that a fault could hide below it; `scale`: of the largest tensor of the kind."""
     return found.bound > max(_COARSE * largest(full), _TINY * scale)
+
+
+def _blamed(rows: list[ReportRow], cause: tuple[str, str] | None) -> list[ReportRow]:
+    """Say in the first wrong loss or gradient which cause all wrong gradients have."""
+    bug = first_bug(rows)
+    if bug is None or cause is None or (bug.kind != "gradient" and bug.place != "the model's loss"):
+        return rows
+    sentence = cause[0] if bug.kind == "gradient" else f"{bug.sentence}; {cause[0]}"
+    return [replace(row, sentence=sentence, suggestion=cause[1]) if row is bug else row for row in rows]
 
 
 def _as_private(row: ReportRow) -> ReportRow:
@@ -850,6 +939,10 @@ def _sum(step: RecordedStep) -> torch.Tensor:
 def _there(parts: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
     """Return the parts of the ranks that have one."""
     return {rank: part for rank, part in parts.items() if part is not None}
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.empty(0), *(each.flatten() for each in tensors)])
 
 
 def _title(key: CallKey) -> str:

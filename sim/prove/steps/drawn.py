@@ -79,10 +79,7 @@ def give_shards(
         ways: of those that the shapes allow, which to take, by module; the first where it is not said.
     """
     result = DrawnWeights()
-    plain = [
-        {name: each for name, each in held.items() if not isinstance(each, DTensor) and not each.is_meta}
-        for held in ranks
-    ]
+    plain = [{at: x for at, x in held.items() if not isinstance(x, DTensor) and not x.is_meta} for held in ranks]
     drawn = _drawn(one, plain)
     if not drawn:
         return result

@@ -78,10 +78,8 @@ def mutants_of(events: Iterable[Any], names: Sequence[str]) -> list[Mutant]:
     )
     found = [Mutant(kind, *site) for site in sites for kind in _KINDS[site[0]]]
     chosen = list(names)[:: max(1, len(names) // _MOST_PARAMETERS)][:_MOST_PARAMETERS]
-    return [
-        *found,
-        *(Mutant(kind, op, "", name) for name in chosen for op in ("gradient", "parameter") for kind in _KINDS[op]),
-    ]
+    found += [Mutant(kind, op, "", name) for name in chosen for op in ("gradient", "parameter") for kind in _KINDS[op]]
+    return found
 
 
 def _plain(op: str) -> str:
@@ -106,13 +104,8 @@ def put_in(world: World, mutant: Mutant | None) -> Iterator[None]:
         if problem is None:
             right = [[tensor.clone() for tensor in call.outputs] for call in calls]
             _spoil(mutant, calls, given)
-            mutant.done.append(
-                sum(
-                    not torch.equal(now, was)
-                    for call, those in zip(calls, right, strict=True)
-                    for now, was in zip(call.outputs, those, strict=True)
-                )
-            )
+            both = (zip(call.outputs, those, strict=True) for call, those in zip(calls, right, strict=True))
+            mutant.done.append(sum(not torch.equal(now, was) for pairs in both for now, was in pairs))
         return problem
 
     messages = _Messages(mutant)
@@ -230,15 +223,10 @@ def run_mutants(mutants: Sequence[Mutant], prove: Callable[[Mutant], Report], mo
     for mutant in itertools.islice((each for turn in turns for each in turn if each is not None), most):
         try:
             report = prove(mutant)
-            found, said = (
-                not report.ok,
-                "" if report.first is None else f"{report.first.place}: {report.first.sentence}",
-            )
+            found, first = not report.ok, report.first
+            said = "" if first is None else f"{first.place}: {first.sentence}"
         except (SimError, ValueError, RuntimeError) as error:
             found, said = True, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        rows.append(
-            MutantRow(
-                mutant.kind, str(mutant), "none" if not mutant.has_effect else "found" if found else "missed", said
-            )
-        )
+        outcome = "none" if not mutant.has_effect else "found" if found else "missed"
+        rows.append(MutantRow(mutant.kind, str(mutant), outcome, said))
     return Sensitivity(tuple(rows), len(mutants))

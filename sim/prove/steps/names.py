@@ -121,15 +121,8 @@ def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping
         suffix = f".{leaf}"
         within = [name[: -len(suffix)] for name in one if name.endswith(suffix)] + [""] * (leaf in one)
         places = [place for place in dict.fromkeys([root, *within]) if place not in result.values()]
-        fits = (
-            place
-            for place in places
-            if all(
-                full is not None and is_piece(part, full)
-                for name, part in held.items()
-                for full in [one.get(f"{place}.{name}" if place else name)]
-            )
-        )
+        found = {at: [(part, one.get(f"{at}.{name}".lstrip("."))) for name, part in held.items()] for at in places}
+        fits = (at for at, both in found.items() if all(of is not None and is_piece(part, of) for part, of in both))
         result[root] = next(fits, root) if leaf is not None else root
     return result
 
@@ -188,9 +181,7 @@ def find_names(
         of = {names[0].rpartition(".")[0] for other, (names, _) in result.parts.items() if module_of(other) == module}
         known = [each for each in likely if each in free and module_of(each) in of and each.endswith(leaf)]
         rest = known or [each for each in likely if each in free]
-        siblings = [
-            names for other, (names, _) in result.parts.items() if module_of(other) == module and len(names) > 1
-        ]
+        siblings = [names for each, (names, _) in result.parts.items() if module_of(each) == module and len(names) > 1]
         beside = [f"{module_of(each)}.{leaf}" for each in siblings[0]] if siblings else []
         if beside and all(each in free for each in beside):
             _take(result, free, name, tuple(beside), 0)
@@ -299,14 +290,9 @@ def _is_regular(rows: Sequence[tuple[str, int]]) -> bool:
             runs[-1][2] += 1
         else:
             runs.append([name, row, 1])
-    return any(
-        all(
-            (name, row, count) == (before[0], before[1] + before[2], before[2])
-            for before, (name, row, count) in zip(runs, runs[period:], strict=False)
-        )
-        for period in range(2, len(runs) // 2 + 1)
-        if len(runs) % period == 0
-    )
+    periods = (period for period in range(2, len(runs) // 2 + 1) if len(runs) % period == 0)
+    follow = [[name, row + count, count] for name, row, count in runs]
+    return any(follow[:-period] == runs[period:] for period in periods)
 
 
 def _runs(places: Sequence[int]) -> list[int]:

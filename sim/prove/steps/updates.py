@@ -6,19 +6,21 @@ of it, within a few roundings, however wide the bounds of the gradients are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.evidence import gap, magnitude, top, unit_roundoff
 from sim.prove.judge import Finding
-from sim.prove.record import copy_of
+from sim.prove.record import copy_of, ranks_along
 
 ROUNDINGS = 16.0
 """Units of rounding that a step is granted, of the largest element: Adam's chain from gradient to parameter has 12."""
@@ -26,6 +28,7 @@ ROUNDINGS = 16.0
 _ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"}
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # options that change no values
 _MOST_SAID = 3
+_FEWEST = 4  # wrong elements that are off by one number times the weights, so that it is no accident
 _ALIKE = 1e-6  # factors of which only rounding can tell the difference
 
 
@@ -274,3 +277,111 @@ def _differences(one: UpdateRule, other: UpdateRule) -> list[tuple[str, str]]:
 
 def _plain(value: Any) -> str:
     return f"{value.item():g}" if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+
+
+# -- one cause of all wrong gradients ----------------------------------------------------------------------------------
+
+
+class RankGradients(NamedTuple):
+    """All gradients of a rank in one step, flattened, one parameter behind the other; nan where not known."""
+
+    wanted: torch.Tensor  # its parts of one device's
+    plain: torch.Tensor  # the same, when one device's backward ended
+    bounds: torch.Tensor  # of rounding, per element of `wanted`
+    taken: torch.Tensor  # by its optimizer
+    raw: torch.Tensor  # when its backward ended
+    weights: torch.Tensor  # before the step
+
+    @staticmethod
+    def cause_of(ranks: Mapping[int, RankGradients], mesh: Layout) -> tuple[str, str] | None:
+        """Return one cause of all wrong gradients, and a remedy, if one explains them within rounding."""
+        sizes = {name: size for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True) if size > 1}
+        ways = [axes for count in range(len(sizes) + 1) for axes in itertools.combinations(sizes, count)]
+        copies, every = [math.prod(sizes[name] for name in axes) for axes in ways], list(ranks.values())
+        found = filter(None, (_clipped_apart(ranks, mesh, axes) for axes in ways))
+        return next(found, None) or _off_by_weights(every, copies) or _off_by_factor(every, copies)
+
+
+def _off_by_factor(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tuple[str, str] | None:
+    """Say so if all gradients are the right ones times one number, which is no number of ranks."""
+    factor = _multiple([(each.taken, each.wanted, each.bounds) for each in ranks])
+    if not factor or any(math.isclose(max(factor, 1 / factor), count, rel_tol=_ALIKE) for count in copies):
+        return None
+    words = f"all gradients are {factor:.4g} times what they should be"
+    own = _multiple([(each.wanted, each.plain, each.bounds) for each in ranks])
+    if not own or math.isclose(own, 1, rel_tol=_ALIKE):
+        return words, "one scale of losses, or of gradients, on the ranks and on one device"
+    words += f": one device multiplies its own by {own:.4g} after backward, and the ranks by {factor * own:.4g}"
+    return words, "unscale and clip on the ranks as one device does: divide by the scale first, then clip"
+
+
+def _off_by_weights(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tuple[str, str] | None:
+    """Say so if what is wrong with the gradients are the weights, or their signs, times one number."""
+    for power, words in (1, "the weights"), (0, "the signs of the weights"):
+        odd = [gap(each.taken, each.wanted) > 2 * each.bounds for each in ranks]
+        bases = [each.weights.sign() * each.weights.abs() ** power * at for each, at in zip(ranks, odd, strict=True)]
+        both = list(zip(ranks, bases, strict=True))
+        off = _multiple([(each.taken - each.wanted, base, each.bounds) for each, base in both])
+        if off is None or max(int(base.count_nonzero()) for base in bases) < _FEWEST:
+            continue
+        own = _multiple([(each.wanted - each.plain, base, each.bounds) for each, base in both])
+        hint = "add a decay or a penalty of the weights once: after the sum over ranks, or 1/ranks of it on each"
+        if not own:
+            return f"the gradients are off by {off:.4g} times {words}: by a decay or a penalty of the weights", hint
+        times = round(1 + off / own, 6)
+        if not times:
+            return f"the gradients lack the decay of one device, which is {own:.4g} times {words}", hint
+        words = f"{times:.4g} times the decay of one device, which is {own:.4g} times {words}"
+        is_each = any(math.isclose(times, count, rel_tol=_ALIKE) for count in copies)
+        return f"the gradients have {words}{': each rank adds it before the sum' * is_each}", hint
+    return None
+
+
+def _clipped_apart(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Sequence[str]) -> tuple[str, str] | None:
+    """Say so if each rank clips by the norm of its own gradients, before they are reduced over some axes, if any."""
+    factors, pairs = dict[int, float](), []
+    for rank, own in ranks.items():
+        group = ranks_along(mesh, axes, rank)
+        raws = [ranks[each].raw for each in group if each in ranks]
+        is_known = all(len(each) == len(own.taken) and bool(each.isfinite().all()) for each in (*raws, own.taken))
+        if len(raws) < len(group) or not is_known:
+            return None
+        columns = torch.stack(raws, 1)
+        found = torch.linalg.lstsq(columns, own.taken[:, None]).solution.flatten()
+        few = ROUNDINGS * len(group) * unit_roundoff(own.taken.dtype) * max(magnitude(own.taken), magnitude(columns))
+        if not top(gap(columns @ found, own.taken)) <= few:
+            return None
+        factors[rank] = float(found[group.index(rank)])
+        pairs.append((own.wanted, columns.sum(1), own.bounds))
+    raw = {rank: each.raw for rank, each in ranks.items()}
+    if _multiple(pairs) is None or not any(_are_of_one_limit(factors, raw, times) for times in {1, len(group)}):
+        return None
+    over = " and ".join(map(repr, axes))
+    norms = ", ".join(f"{float(each.norm()):.4g} on rank {rank}" for rank, each in list(raw.items())[:_MOST_SAID])
+    if not axes:
+        hint = "clip by one norm, with the squares of all ranks added up"
+        return f"each rank clips by the norm of its own parts, not of all: {norms}", hint
+    words = f"each rank clips its gradients by their own norm, before they are reduced over {over}: {norms}"
+    return words, f"clip after the all_reduce over {over}"
+
+
+def _multiple(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> float | None:
+    """Return the number of times that the first of each pair is the second, within bounds; None: there is none."""
+    square = sum(float(base.square().sum()) for _, base, _ in pairs)
+    factor = sum(float((each * base).sum()) for each, base, _ in pairs) / square if square else 0.0
+    slack = 2 * max(1.0, abs(factor))
+    return factor if all(bool((gap(each, base * factor) <= slack * most).all()) for each, base, most in pairs) else None
+
+
+def _are_of_one_limit(factors: Mapping[int, float], raw: Mapping[int, torch.Tensor], times: int) -> bool:
+    """Return True if so many times each factor is the one that brings a rank's norm down to a limit of all."""
+    norms = {rank: float(each.norm()) for rank, each in raw.items()}
+    few = _ALIKE + max(64 * unit_roundoff(each.dtype) for each in raw.values())
+    few += 1e-6 / max(min(norms.values()), 1e-6)  # torch.nn.utils.clip_grad_norm_ adds that to the norm
+    own = {rank: factor * times for rank, factor in factors.items()}
+    if max(own.values()) > 1 + few or max(own.values()) - min(own.values()) <= 2 * few:
+        return False
+    limits = [factor * norms[rank] for rank, factor in own.items() if factor < 1 - few]
+    most = min(limits) * (1 + few)  # of one rank alone it is any number; one such as 0.5 is no accident
+    is_plain = len(limits) > 1 or math.isclose(limits[0], float(f"{limits[0]:.2g}"), rel_tol=few)
+    return is_plain and max(limits) <= most and all(norms[rank] <= most for rank in own if own[rank] >= 1 - few)

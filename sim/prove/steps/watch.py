@@ -65,6 +65,7 @@ class RecordedStep:
         clipped: the factor by which clipping has scaled the gradients.
         early: number of calls before the first update, by boundary; None: no update.
         turns: number of recorded tensors when its optimizer took the gradient, by parameter.
+        raw: of each parameter when the last `Tensor.backward` before its optimizer's step ended.
     """
 
     calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class RecordedStep:
     clipped: float = 1.0
     early: Mapping[CallKey, int] | None = None
     turns: dict[str, int] = field(default_factory=dict)
+    raw: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -148,6 +150,7 @@ class LoopRecord:
                 step,
                 calls={(new(path), side, way): values for (path, side, way), values in step.calls.items()},
                 gradients=named(step.gradients),
+                raw=named(step.raw),
                 updates=named(step.updates),
                 buffers=named(step.buffers),
                 partial={new(name) for name in step.partial},
@@ -429,6 +432,15 @@ class LoopWatch:
             step.nodes[LOSS, len(step.losses)] = loss.grad_fn
         self.note_loss(loss)
 
+    def after_backward(self) -> None:
+        """Copy the gradients before the step goes on to reduce, add to, or scale them; not those on a device."""
+        is_plain = self._keeps_graph or self._rank is not None  # perturbed runs need none
+        if is_plain and not self._is_over and not self._is_enough:
+            step, grads = self.record.steps[-1], {name: each.grad for name, each in self.parameters().items()}
+            there = {name: grad for name, grad in grads.items() if grad is not None and name not in step.gradients}
+            here = {name: grad for name, grad in there.items() if grad.device.type == "cpu" and not is_awaited(grad)}
+            step.raw.update({name: copy_of(grad) for name, grad in here.items()})
+
     def note_result(self, value: Any) -> None:
         """Keep what the step returned in place of what it differentiated."""
         step = self._step()
@@ -631,4 +643,7 @@ class _Losses(OnFunctions):
         """Call `func`."""
         if func is torch.Tensor.backward and args[0].numel() == 1:
             self._watch.on_backward(args[0])
-        return proceed(*args, **kwargs)
+        result = proceed(*args, **kwargs)
+        if func is torch.Tensor.backward:
+            self._watch.after_backward()
+        return result

@@ -50,6 +50,15 @@ def test_an_error_above_the_bound_is_wrong():
     assert within(1.5, 1.0, "off").sentence == "off"
 
 
+def test_ranks_that_alone_have_a_tensor_are_named():
+    wrong, full = torch.tensor([2.0, 1.0, 4.0]), torch.tensor([1.0, 2.0, 3.0])
+    for ranks, words in ((2, 3), "ranks 2-3 hold the same"), ((3,), "rank 3 alone has it"):
+        judge = Judge(Layout((len(ranks),), ("dp",), rank_list=ranks), is_whole=False)
+        assert judge.undeclared(dict.fromkeys(ranks, wrong), full, 1e-6).sentence.startswith(
+            f"{words}, and it is wrong"
+        )
+
+
 def test_of_layouts_that_explain_the_parts_the_nearest_to_the_declaration_is_named():
     mesh = Layout((2, 2), ("dp", "tp"))
     full = torch.ones(4, 4)  # its halves may be split over either axis

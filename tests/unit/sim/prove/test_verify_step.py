@@ -506,7 +506,7 @@ def test_placements_of_what_the_ranks_draw():
 def test_faults_of_constructors_that_draw_their_own_part(parallelize):
     first = verify_gated(parallelize=partial(parallelize, leave=False)).first
     assert (first.module, first.tensor) == ("1.down", "output"), first
-    assert "a bias that each of the 2 ranks adds" in first.sentence
+    assert "the reference plus 1.down.bias once more: each of the 2 ranks adds it" in first.sentence
 
 
 @pytest.mark.tier("full")

@@ -70,7 +70,8 @@ def test_the_fault_of_a_step_is_found(program, fault):
 def test_a_step_is_right_without_faults(program, fault):
     report = program.verify(fault)
     assert report.ok, str(report)
-    assert {row.verdict for row in report.rows} <= {"exact", "rounding"}, str(report)
+    pending = {"pending"} if "tp" in program.mesh else set()  # parts of sums between modules, as there should be
+    assert {row.verdict for row in report.rows} <= {"exact", "rounding", *pending}, str(report)
     for number in (1, program.steps):
         kinds = {row.kind for row in report.rows if row.tensor.endswith(f"of step {number}")}
         assert {"forward", "update"} <= kinds, str(report)

@@ -12,8 +12,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from zoo_case import Program, add_program, fault
-from zoo_kit import Collect, Gather, average, draw, made_of, rank_of, squared, summed
+from zoo_kit import (
+    Attention,
+    Collect,
+    Gather,
+    Mlp,
+    average,
+    axis,
+    draw,
+    made_of,
+    rank_of,
+    same,
+    split_part,
+    squared,
+    summed,
+    take,
+)
 
 PROGRAMS: dict[str, Program] = {}
 program = partial(add_program, PROGRAMS)
@@ -81,6 +97,74 @@ def _(model, batch, fault):
     if not on_last(fault, "clamp"):
         model[2].weight.data.clamp_(-0.1, 0.1)
     return total
+
+
+# -- gradients that change between backward and the optimizer ----------------------------------------------------------
+
+
+def clip(module, most=0.05, over=same):
+    norm = over(sum(each.grad.square().sum() for each in module.parameters())).sqrt()
+    for each in module.parameters():
+        each.grad *= (most / norm).clamp(max=1.0)
+
+
+ADDED = "the gradients are off by 0.1 times the weights: by a decay or a penalty"
+
+
+@program("a decay of weights in their gradients", tower, X, power=0)
+@program("a sum of squares of weights in the loss", tower, X, power=2)
+@program("a sum of sizes of weights in the loss", tower, X, power=1)
+@fault("a decay that is added up", "gradient", "the gradient of 2.weight of", "2 times the decay of one device", of=0)
+@fault("squares that are added up", "forward", "the model's loss of step 1", ADDED, of=2)
+@fault("sizes that are added up", "forward", "the model's loss of step 1", "0.05 times the signs of the weights", of=1)
+@fault(
+    "a decay that ranks lack", "gradient", "the gradient of 2.weight of step 1", "lack the decay of one device", of=0
+)
+def _(model, batch, fault, power):
+    """The losses of the ranks' rows are added up, and with them a part of what pulls weights to zero."""
+    part = 0 if "lack" in fault else 1 if fault or not parallel() else 1 / 2
+    loss = model(batch).square().sum() / (ROWS * WIDTH)
+    for each in (model[0].weight, model[2].weight) if power else ():
+        loss = loss + 0.05 * part * each.abs().pow(power).sum()
+    loss.backward()
+    for each in (model[0].weight, model[2].weight) if not power else ():
+        each.grad += 0.1 * part * each.detach()
+    summing(model)
+    sgd(model)
+    return loss
+
+
+@program("a loss that is scaled", tower, X, most=1e6)
+@program("a loss that is scaled, and clipping", tower, X, most=0.05)
+@fault("a scale that stays", "gradient", "the gradient of 2.bias of step 1", "own by 0.001 after backward", of=1e6)
+@fault("clipping before the scale", "gradient", "the gradient of 2.bias of step 1", "are 0.001 times", of=0.05)
+def _(model, batch, fault, most):
+    loss = model(batch).square().mean()
+    (1000 * loss).backward()
+    average(model)
+    if "before" in fault:
+        clip(model, most)
+    for each in model.parameters() if "stays" not in fault else ():
+        each.grad /= 1000
+    if "before" not in fault:
+        clip(model, most)
+    sgd(model)
+    return loss
+
+
+@program("clipping by the norm of the mean", tower, X, most=0.05)
+@program("clipping that not all need", tower, X, most=0.5)
+@fault("clipping before the mean", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
+@fault("clipping before the sum", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
+def _(model, batch, fault, most):
+    loss = squared(model, batch)
+    if fault:
+        clip(model, most)
+    (summing if "sum" in fault else average)(model)
+    if not fault:
+        clip(model, most)
+    sgd(model)
+    return loss
 
 
 # -- ZeRO over flat buffers --------------------------------------------------------------------------------------------
@@ -165,7 +249,7 @@ class Unit(nn.Module):
 
 
 def unsharded(model, mesh, fault):
-    for unit in (model[0], model[2]):
+    for unit in model[::2]:
         unit.flat, unit.fault = nn.Parameter(unit.flat.detach().chunk(2)[mesh.get_rank()].clone()), fault
 
 
@@ -185,6 +269,93 @@ def flattened(model, mesh, fault):
 @fault("stale weights in the second step", "forward", "0.output of step 2")
 def _(model, batch, fault):
     loss = squared(model, batch)
+    sgd(model)
+    return loss
+
+
+@program("ZeRO-3 with clipping", lambda: Unit(6, WIDTH), X, parallelize=lambda *args: unsharded([args[0]], *args[1:]))
+@fault("the norm of the rank's part", "gradient", "the gradient of the model's flat", "of its own parts, not of all")
+def _(model, batch, fault):
+    loss = squared(model, batch)
+    clip(model, over=same if fault else added)
+    sgd(model)
+    return loss
+
+
+# -- rows of the batch -------------------------------------------------------------------------------------------------
+
+
+ALIKE = "ranks 0-1 have rows 0, 2 of the batch; no rank has rows 1, 3"
+OTHERS = "rank 0 has rows 0, 2 of the batch; rank 1 has 2 rows of another step's batch; no rank has rows 1, 3"
+
+
+@program("a sampler of rows", tower, X, mesh="ranks=2")
+@fault("a sampler without the rank", "forward", "the model's input of step 1", ALIKE)
+@fault("a sampler of another epoch", "forward", "the model's input of step 1", "and 1 row of another step's batch")
+@fault("a sampler at another position", "forward", "the model's input of step 1", OTHERS)
+def _(model, batch, fault):
+    """The first half of a shuffled epoch, then the other one, each dealt to the ranks."""
+    model.count = getattr(model, "count", -1) + 1
+    order = torch.arange(len(batch)) * 3 % len(batch)
+    half = (order.roll(2) if on_last(fault, "epoch") else order).chunk(2)[model.count % 2 - on_last(fault, "position")]
+    loss = squared(model, batch[half[0 if "without" in fault else rank_of() :: 2 if parallel() else 1]])
+    average(model)
+    sgd(model)
+    return loss
+
+
+@program("a dict with a metric of unequal rows", tower, X[:7], result=lambda **each: each)
+@program("a tuple with a metric of unequal rows", tower, X[:7], result=lambda loss, **each: (loss, *each.values()))
+@fault("a mean of means", "forward", "the model's result", "all ranks hold the same, and it is wrong")
+def _(model, batch, fault, result):
+    """The losses of the ranks' rows are added up; the rate and the rows of each are its own."""
+    error = model(batch).square().sum(-1)
+    loss = error.sum() / 7
+    loss.backward()
+    summing(model)
+    metric = mean(error.detach().mean()) if fault else added(error.detach().sum()) / added(torch.tensor(len(batch)))
+    sgd(model)
+    return result(loss=loss, error=metric, rate=0.1 * (1 + parallel()), rows=len(batch), own=error.detach().mean())
+
+
+# -- weights that are split --------------------------------------------------------------------------------------------
+
+
+def by_columns_and_rows(model, mesh, fault):
+    split_part(model, (model.up,), model.down, *axis(mesh))
+    if fault:
+        del model.down.forward
+
+
+BIASES = "'tp' is the reference plus down.bias once more: each of the 2 ranks adds it"
+
+
+@program("tensor parallelism", partial(Mlp, WIDTH, 6), X, parallelize=by_columns_and_rows, mesh="tp=2")
+@fault("a bias on each rank", "forward", "down.output of step 1", BIASES)
+def _(model, batch, fault):
+    loss = squared(model, batch)
+    sgd(model)
+    return loss
+
+
+def by_heads(model, mesh, fault):
+    """Split four heads over four ranks; two of them share a head of keys and values."""
+    pairs = [dist.new_group([at, at + 1]) for at in (0, 2)]
+    rank, size, group = axis(mesh)
+    split_part(model, (model.q,), model.o, rank, size, group)
+    for each in (model.k, model.v):
+        take(each, "weight", 0, rank // 2, 2)
+        take(each, "bias", 0, rank // 2, 2)
+    model.held = [] if fault else [*model.k.parameters(), *model.v.parameters()]
+    model.pair = pairs[rank // 2]
+
+
+@program("shared heads of keys", Attention, draw(2, 3, 16), parallelize=by_heads, mesh="tp=4")
+@fault("gradients of heads that are not added up", "gradient", "the gradient of", "the ranks that have the same part")
+def _(model, batch, fault):
+    loss = squared(model, batch)
+    for each in model.held if parallel() else ():
+        dist.all_reduce(each.grad, group=model.pair)
     sgd(model)
     return loss
 
@@ -510,7 +681,7 @@ def nesterov(model, new, forgets):
 @program("DiLoCo", Workers, X, parallelize=own_net, outer=nesterov, steps=4)
 @fault("gradients that are averaged", "gradient", "the gradient of nets.1.2.bias of step 1", "rank 1 holds")
 @fault("a worker that steps further", "update", "nets.1.0.weight of step 1", "rank 1 steps with lr=0.2")
-@fault("a worker that keeps its weights", "update", "nets.1.0.weight of step 2", "rank 1 holds")
+@fault("a worker that keeps its weights", "update", "nets.1.0.weight of step 2", "rank 1 alone has it, and it is wrong")
 @fault("weights that are added up", "update", "nets.0.0.weight of step 2")
 @fault("a momentum that one rank forgets", "update", "nets.1.0.weight of step 4", "rank 1 holds", of=nesterov)
 def _(model, batch, fault, outer):
@@ -548,3 +719,71 @@ NOT_PROVED = {
     "ZeRO-3 whose flat shards are of whole weights": "values are compared by shape, so that flat ones have no name",
     "local SGD, a round in one step": "a step that calls its model more often on one device is none of the ranks'",
 }
+
+
+# -- sizes that depend on data -----------------------------------------------------------------------------------------
+
+
+@made_of(lambda: {
+    "first": nn.Linear(WIDTH, WIDTH), "router": nn.Linear(WIDTH, 4, bias=False), "last": nn.Linear(WIDTH, WIDTH),
+    "experts": nn.ModuleList(tower() for _ in range(4)),
+})  # fmt: skip
+def routed(self, x):
+    return x
+
+
+def exchanged(x, outs, ins):
+    return all_to_all_single_autograd(x, outs, ins, dist.group.WORLD) if parallel() else x
+
+
+@program("experts in a loop, each on a rank of its own", routed, X)
+@fault("tokens that return to other rows", "forward", "last.input of step 1")
+@fault("weights of other tokens", "forward", "last.input of step 1")
+@fault("rows of the next expert", "forward", "experts.0.input of step 1")
+@fault("experts whose gradients are added up", "gradient", "the gradient of experts.3.2.bias", "2 times what it should")
+def _(model, batch, fault):
+    ranks = dist.get_world_size() if parallel() else 1
+    x = model.first(batch)
+    weights, chosen = model.router(x).softmax(-1).topk(2)
+    order, counts = chosen.flatten().argsort(stable=True), chosen.flatten().bincount(minlength=4)
+    got = counts.clone()
+    if parallel():
+        dist.all_to_all_single(got, counts)
+    ins, outs = (each.view(ranks, -1).sum(1).tolist() for each in (counts, got))
+    held = exchanged(x[order // 2], outs, ins)
+    which = torch.arange(4).remainder(4 // ranks).repeat_interleave(got)
+    made, first = torch.zeros_like(held), rank_of() * 4 // ranks if parallel() else 0
+    for at in range(4 // ranks):
+        rows = (which == at).nonzero().flatten()
+        expert = model.experts[first + at ^ ("next expert" in fault)]
+        made = made.index_copy(0, rows, expert(held[rows]))
+    back = exchanged(made, ins, outs)
+    weights = weights.flatten() if "weights" in fault else weights.flatten()[order]
+    places = order % len(x) if "other rows" in fault else order // 2
+    out = model.last(torch.zeros_like(x).index_add(0, places, back * weights[:, None]))
+    loss = out.square().mean()
+    loss.backward()
+    for name, each in model.named_parameters() if parallel() else ():
+        each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        dist.all_reduce(each.grad, op=SUM if "experts" in name and "added up" in fault else AVG)
+    sgd(model)
+    return loss
+
+
+@program("tokens that are dropped beyond a capacity", routed, X)
+@fault("a capacity that counts the rows of all ranks", "forward", "experts.0.input of step 1")
+@fault("tokens that are dropped from the other end", "forward", "experts.0.input of step 1")
+def _(model, batch, fault):
+    """Each expert takes one token of the rows of a rank."""
+    x, most = model.first(batch), 2 if "all ranks" in fault else 1
+    weights, chosen = model.router(x).softmax(-1).max(-1)
+    out = torch.zeros_like(x)
+    for at, expert in enumerate(model.experts):
+        there = [each[chosen[each] == at] for each in torch.arange(len(x)).split(ROWS // 2)]
+        rows = torch.cat([each[-most:] if "other end" in fault else each[:most] for each in there])
+        out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+    loss = model.last(out).square().mean()
+    loss.backward()
+    average(model)
+    sgd(model)
+    return loss

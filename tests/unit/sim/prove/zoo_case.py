@@ -114,7 +114,7 @@ class Program:
     Args:
         step: called with the model, the batch and a fault, "" for none; one device takes it, too.
         model: makes the model of one device.
-        batch: of one device; ranks are given their rows.
+        batch: of one device; ranks along dp are given their rows.
         faults: for each, kind and place of the first row that is wrong, and what must stand in its sentence.
         parallelize: called with the model, the mesh and the fault.
     """
@@ -125,6 +125,7 @@ class Program:
     faults: dict[str, tuple[str, str, str]]
     parallelize: Callable[..., Any] = lambda model, mesh, fault: None
     steps: int = 2
+    mesh: str = "dp=2"
 
     def verify(self, fault: str = "") -> sim.Report:
         """Prove some steps, with a fault or without."""
@@ -132,10 +133,10 @@ class Program:
             partial(self.step, fault=""),
             self.model,
             self.batch,
-            "dp=2",
+            self.mesh,
             rank_step=partial(self.step, fault=fault),
             parallelize=lambda model, mesh: self.parallelize(model, mesh, fault),
-            shard_batch=rows,
+            shard_batch=rows if "dp" in self.mesh else None,
             optimizer_fn=None,
             steps=self.steps,
         )
