@@ -45,6 +45,7 @@ from sim.prove.steps.watch import LOSS, CallKey, LoopRecord, RecordedStep
 
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6
+_MOST_ELEMENTS = 2**25  # of the gradients of all ranks, among which one cause of all is looked for
 _MOST_ROUNDS = 16  # of choices that follow from others
 
 Permutation = tuple[int, ...]
@@ -492,7 +493,7 @@ class LoopComparison:
         for key, call in mine.grads:
             path = key[0]
             there = {rank: (theirs[rank], keys[key]) for rank, keys in named.items() if key in keys}
-            # Calls are those of one forward, one by one, or micro-batches, put together: what was computed tells.
+            # Calls are those of one forward, one by one, or micro-batches, put together: as was computed in forward.
             ways = [] if key in joined else [call, None]
             ways = [way for way in ways if self._is_forward_right(key, way, mine, others, there)][:1]
             if not ways:
@@ -641,7 +642,7 @@ class LoopComparison:
                 continue
             moved = [getattr(other, kind).get(name) for other in others]
             floor = ROUNDINGS * (number + 1) if kind != "gradients" else FEW
-            if kind == "gradients":  # as they were before clipping: a wrong norm is a fault of its own, and said once
+            if kind == "gradients":  # as they were before clipping: a wrong norm has a row of its own
                 parts = {rank: part / theirs[rank].clipped for rank, part in parts.items()}
                 full, clipped = full / mine.clipped, [other.clipped for other in others]
                 moved = [None if each is None else each / by for each, by in zip(moved, clipped, strict=True)]
@@ -684,6 +685,8 @@ class LoopComparison:
         if {*odd} != {"unexplained"} or len(odd) < sum(row.verdict == "bug" for row in rows):
             return None
         fulls = {name: full for name, full in mine.gradients.items() if full is not None and name in self._gradients}
+        if sum(full.numel() for full in fulls.values()) * len(theirs) > _MOST_ELEMENTS:
+            return None
         ranks = {}
         for rank, step in theirs.items():
             before = self.ranks[rank].steps[number - 1].updates if number else self.ranks[rank].initial

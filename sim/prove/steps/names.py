@@ -26,7 +26,7 @@ class NameMap:
         rows: for a name on the ranks whose rows take turns, such as q, k and v of each head: where the rows of each
             name on one device are, in their order.
         orders: for a name on both sides, of which the ranks hold the rows in another regular order: that order.
-        found: what the values told, in words.
+        found: matches by values, in words.
         missing: names on the ranks that stand for nothing.
     """
 

@@ -214,6 +214,8 @@ class Loop(Proof):
     def compared(self, references: Any, mutant: Mutant | None = None, *, is_varied: bool = False) -> Compared:
         """Take the steps on ranks, and compare."""
         (expected, moved), found = references, self.on_ranks(references[0], mutant)
+        if found.stopped is not None and self.device != "cpu":
+            raise found.stopped  # copies from the device may not have arrived
         if is_varied:
             check_varied([record.initial for record in found.loops], expected.initial)
         mesh, known = self.mesh_of(found), list(dict.fromkeys(name for loop in found.loops for name in loop.initial))

@@ -6,6 +6,7 @@ of it, within a few roundings, however wide the bounds of the gradients are.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ _ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", 
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # options that change no values
 _MOST_SAID = 3
 _FEWEST = 4  # wrong elements that are off by one number times the weights, so that it is no accident
+_ELEMENTS = 65_536  # of all gradients, from which the factors of ranks are found
 _ALIKE = 1e-6  # factors of which only rounding can tell the difference
 
 
@@ -346,14 +348,15 @@ def _clipped_apart(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Seque
         is_known = all(len(each) == len(own.taken) and bool(each.isfinite().all()) for each in (*raws, own.taken))
         if len(raws) < len(group) or not is_known:
             return None
-        columns = torch.stack(raws, 1)
-        found = torch.linalg.lstsq(columns, own.taken[:, None]).solution.flatten()
-        few = ROUNDINGS * len(group) * unit_roundoff(own.taken.dtype) * max(magnitude(own.taken), magnitude(columns))
-        if not top(gap(columns @ found, own.taken)) <= few:
+        step = max(1, len(own.taken) // _ELEMENTS)
+        columns, taken = torch.stack([each[::step] for each in raws], 1), own.taken[::step]
+        found = torch.linalg.lstsq(columns, taken[:, None]).solution.flatten()
+        few = ROUNDINGS * len(group) * unit_roundoff(taken.dtype) * max(magnitude(taken), magnitude(columns))
+        if not top(gap(columns @ found, taken)) <= few:
             return None
         factors[rank] = float(found[group.index(rank)])
-        pairs.append((own.wanted, columns.sum(1), own.bounds))
-    raw = {rank: each.raw for rank, each in ranks.items()}
+        pairs.append((own.wanted, functools.reduce(torch.add, raws), own.bounds))
+    raw = {rank: own.raw for rank, own in ranks.items()}
     if _multiple(pairs) is None or not any(_are_of_one_limit(factors, raw, times) for times in {1, len(group)}):
         return None
     over = " and ".join(map(repr, axes))

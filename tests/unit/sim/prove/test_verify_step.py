@@ -1241,22 +1241,27 @@ def test_tokens_that_see_another_document_are_found_where_they_do():
     assert "computed from qkv.output, which is right" in report.first.suggestion
 
 
-def test_a_gradient_of_zeros_moves_what_one_device_leaves():
-    def filled(model, batch):
-        loss = squared(model, batch)
-        model.unused.weight.grad = torch.zeros_like(model.unused.weight)
-        return loss
-
+@pytest.mark.parametrize(
+    ("weight", "fill", "place", "sentence"),
+    [
+        ("unused", torch.zeros_like, "unused.weight", "one device has no gradient of it, and the ranks one of zeros"),
+        ("unused", torch.ones_like, "the gradient of unused.weight", "only ranks 0-1 have one"),
+        ("used", lambda weight: None, "the gradient of used.weight", "no rank has one, and one device has"),
+    ],
+)
+def test_a_gradient_that_one_side_lacks(weight, fill, place, sentence):
     def model():
-        found = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-        found.unused = nn.Linear(WIDTH, WIDTH, bias=False)
-        found.forward = found[0].forward
+        found = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("used", "unused")})
+        found.forward = found["used"].forward
         return found
 
-    report = sim.verify_step(squared, model, draw(ROWS, WIDTH), "dp=2", rank_step=filled)
-    assert report.first.place == "unused.weight", report
-    assert report.first.sentence.startswith("one device has no gradient of it, and the ranks one of zeros")
-    assert report.first.suggestion == "leave its grad None on ranks, or fill it on one device"
+    def changed(model, batch):
+        loss, held = squared(model, batch), model[weight].weight
+        held.grad = fill(held)
+        return loss
+
+    report = sim.verify_step(squared, model, draw(ROWS, WIDTH), "dp=2", rank_step=changed)
+    assert (report.first.place, report.first.sentence.partition(":")[0]) == (place, sentence), report
 
 
 @made_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "up": nn.Linear(WIDTH, 16), "down": nn.Linear(16, WIDTH)})

@@ -54,7 +54,7 @@ CASES = {
     "fsdp2": (None, "losses = train(model, dist.get_rank(),", "losses = train(model, 0,", "input of step 1"),
     "tensor_parallel": (None, "manual_seed(step)", "manual_seed(step + dist.get_rank())", "input of step 1"),
     "moe": (ALONE, "dist.all_reduce(parameter.grad)", "pass", "parts of a sum over ranks"),
-    "pipeline": (ALONE, "loss_fn=F.mse_loss)", "loss_fn=F.mse_loss, scale_grads=False)", "8 times what it should be"),
+    "pipeline": (ALONE, "loss_fn=F.mse_loss)", "loss_fn=F.mse_loss, scale_grads=False)", "8 times what they should be"),
     "checkpoint": (
         None,
         "make_model(seed)",
