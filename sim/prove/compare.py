@@ -566,7 +566,8 @@ class Comparison:
         name = key[-1]
         parts = {rank: buffers[name] for rank, buffers in enumerate(runs) if name in buffers}
         if 0 < len(parts) < len(runs):  # of a module that only some ranks have
-            return Judge(submesh(self.task.mesh, tuple(parts))).undeclared(parts, mine, self.bounds.of(key, mine))
+            judge = Judge(submesh(self.task.mesh, tuple(parts)), is_whole=False)
+            return judge.undeclared(parts, mine, self.bounds.of(key, mine))
         return self._judge(parts, mine, self.bounds.of(key, mine), {}, None) if parts else None
 
     def _made(self, name: str, mine: torch.Tensor) -> Finding:

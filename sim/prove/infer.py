@@ -50,10 +50,10 @@ def submesh(mesh: Layout, ranks: Sequence[int]) -> Layout:
     return Layout(tuple(size for _, size in axes), tuple(name for name, _ in axes), rank_list=tuple(ranks))
 
 
-def finer(mesh: Layout, part: torch.Tensor, full: torch.Tensor) -> Iterator[Layout]:
+def split_axes(mesh: Layout, part: torch.Tensor, full: torch.Tensor) -> Iterator[Layout]:
     """Yield meshes with an axis cut in two, where a dim is in as many parts, e.g. 2 heads of keys over 4 ranks of tp.
 
-    >>> list(finer(Layout((4,), ("tp",)), torch.ones(1), torch.ones(2)))
+    >>> list(split_axes(Layout((4,), ("tp",)), torch.ones(1), torch.ones(2)))
     [Layout((2, 2), ('tp_1', 'tp_2'))]
     """
     counts = {size // held for size, held in zip(full.shape, part.shape, strict=False) if held}
@@ -455,15 +455,15 @@ def order_of_rows(
     return None if found is None else (found[0], [piece for piece in dict.fromkeys(found[1].values()) if piece])
 
 
-def evened(
+def pad_pieces(
     parts: Mapping[int, torch.Tensor], full: torch.Tensor, pieces: Mapping[int, tuple[int, ...]]
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor] | None:
-    """Return parts of different lengths, and the full tensor, filled up with zeros to the longest; None if none fit.
+    """Pad parts of different lengths, and the pieces of the full tensor, with zeros; return None if no dim fits.
 
-    So an even split explains what ranks hold of a ragged one, such as documents or the tokens of an expert.
+    An even split then explains a ragged one, e.g. packed documents, or the tokens of an expert.
 
     >>> held = {0: torch.tensor([1]), 1: torch.tensor([2, 3])}
-    >>> parts, full = evened(held, torch.tensor([1, 2, 3]), {0: (0,), 1: (1, 2)})
+    >>> parts, full = pad_pieces(held, torch.tensor([1, 2, 3]), {0: (0,), 1: (1, 2)})
     >>> parts[0].tolist(), full.tolist()
     ([1, 0], [1, 0, 2, 3])
     """

@@ -129,7 +129,8 @@ def verify_step(
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or names that there are not.
-        RankFailed: a rank raised, or ranks did not come together.
+        RankFailed: a rank raised, and everything before was right; the message names the module, and shapes that
+            differ from one device's. Deadlocks and collectives that do not match raise errors with the same lines.
         InFlightBufferRace: a rank touches a buffer of an operation that it has not waited for.
     """
     mesh = read_mesh(_ASKED, mesh_shape)

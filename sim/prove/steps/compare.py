@@ -15,7 +15,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.bound import FEW, bound_of
 from sim.prove.evidence import largest
 from sim.prove.faults import diagnose
-from sim.prove.infer import evened, finer, in_orders, pieces_of, submesh
+from sim.prove.infer import in_orders, pad_pieces, pieces_of, split_axes, submesh
 from sim.prove.judge import (
     NOTHING_TRAINED,
     AutogradGraph,
@@ -45,6 +45,7 @@ from sim.prove.steps.watch import LOSS, CallKey, LoopRecord, RecordedStep
 
 _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6
+_DIVIDE_ONCE = "add up sums and counts over all ranks, and divide once: a mean of means weighs unequal parts alike"
 _MOST_ELEMENTS = 2**25  # of the gradients of all ranks, among which one cause of all is looked for
 _MOST_ROUNDS = 16  # of choices that follow from others
 
@@ -590,17 +591,19 @@ class LoopComparison:
     ) -> Iterator[ReportRow]:
         """Judge other numbers that all ranks return alike; each may return its own, as it may return its own loss."""
         for (kind, title), full in mine.numbers.items():
+            if kind not in ("float", "tensor"):
+                continue
             parts = _there({rank: step.numbers.get((kind, title)) for rank, step in theirs.items()})
             moved = [each for each in (other.numbers.get((kind, title)) for other in others) if each is not None]
+            values = {float(part) for part in parts.values()}
             is_own = kind == "float" and all(torch.equal(each, full) for each in moved)  # e.g. a rate, or a size
-            if kind not in ("float", "tensor") or is_own or len({float(part) for part in parts.values()}) != 1:
+            if is_own or len(values) != 1 or len(parts) < len(theirs):
+                if values != {float(full)} or len(parts) < len(theirs):
+                    self._note(f"{title} is not compared, as ranks return their own, or none")
                 continue
             found = self._find(parts, full, bound_of(full, moved, next(iter(self.expected.initial.values())).dtype))
             if found.status != "pending" and not _is_coarse(found, full):
-                hint = (
-                    "add up sums and counts over all ranks, and divide once: a mean of means weighs unequal parts alike"
-                )
-                yield self._row(ReportRow("", title, "forward"), replace(found, suggestion=hint))
+                yield self._row(ReportRow("", title, "forward"), replace(found, suggestion=_DIVIDE_ONCE))
 
     def _named(
         self,
@@ -797,7 +800,7 @@ class LoopComparison:
         judge, full = self._judge(parts), _as_parts(full, parts)
         found = self._of_pieces(judge.unexplained, parts, full, bound)
         found = found or judge.unexplained(parts, full, bound, addends)
-        for mesh in finer(judge.mesh, next(iter(parts.values())), full):
+        for mesh in split_axes(judge.mesh, next(iter(parts.values())), full):
             again = Judge(mesh).explained(parts, full, bound)
             found = of_copies(found, again) if again is not None else found
         return found
@@ -808,7 +811,7 @@ class LoopComparison:
         """Judge a tensor as `_find` does; None where nothing explains it: to find out why takes far longer."""
         judge, full = self._judge(parts), _as_parts(full, parts)
         found = judge.explained(parts, full, bound)
-        for mesh in finer(judge.mesh, next(iter(parts.values())), full) if found is None else ():
+        for mesh in split_axes(judge.mesh, next(iter(parts.values())), full) if found is None else ():
             again = Judge(mesh).explained(parts, full, bound)
             if again is not None and again.status == "right":
                 return replace(again, found=None)
@@ -840,7 +843,7 @@ class LoopComparison:
     ) -> Finding | None:
         """Judge a tensor of which ranks hold pieces of different lengths, where these are known."""
         for pieces in self._pieces:
-            even = evened(parts, full, pieces)
+            even = pad_pieces(parts, full, pieces)
             found = judged(*even, bound) if even is not None else None
             if found is not None:
                 return replace(found, found=None) if found.status == "right" else found  # no layout of this tensor

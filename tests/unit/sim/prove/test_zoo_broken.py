@@ -66,6 +66,13 @@ def test_the_fault_of_a_step_is_found(program, fault):
     assert words in report.first.sentence, str(report)
 
 
+@pytest.mark.tier("test")
+def test_numbers_of_a_step_that_are_not_compared_are_named():
+    report = zoo_by_step.PROGRAMS["a dict with a metric of unequal rows"].verify()
+    notes = [note.partition(" is not compared")[0] for note in report.notes if "as ranks return their own" in note]
+    assert notes == ["result 'rate'", "result 'own'"], report
+
+
 @pytest.mark.parametrize(("program", "fault"), list(steps(of_faults=False)))
 def test_a_step_is_right_without_faults(program, fault):
     report = program.verify(fault)
