@@ -21,9 +21,7 @@ import sim
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 from sim.prove import verify as prove
-from sim.prove.bound import Perturbed
 from sim.prove.report import Report
-from sim.prove.runs import Ranks
 
 CONFIG = LlamaConfig(
     vocab_size=1024,
@@ -138,13 +136,14 @@ def _stages() -> Iterator[defaultdict[str, float]]:
 
         return call
 
-    def of_reference(_: Any, around: Any = None, *taken: Any) -> str:
-        del taken
-        return "perturbed" if isinstance(around, Perturbed) else "one device"
+    def of_one(loop: Any, taken: Any, seed: int | None) -> str:
+        del loop, taken
+        return "one device" if seed is None else "perturbed"
 
     with ExitStack() as stack:
-        patched: list[tuple[Any, str, Callable[..., str]]] = [(prove, "run_reference", of_reference)]
-        patched += [(Ranks, name, lambda *_: "ranks") for name in ("forward", "backward")]
+        loop: Any = prove._PlanLoop
+        patched: list[tuple[Any, str, Callable[..., str]]] = [(loop, "on_one", of_one)]
+        patched.append((loop, "on_ranks", lambda *_: "ranks"))
         for owner, name, stage in patched:
             stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), stage)))
         yield spent

@@ -18,7 +18,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.evidence import gap, top
 from sim.prove.faults import diagnose
 from sim.prove.infer import Fit, explanations, fit
-from sim.prove.record import Entry, ranks_along, spread_layout
+from sim.prove.record import ranks_along, spread_layout
 from sim.prove.report import ReportRow
 
 COARSE = "its bound is so wide beside its values that a fault could hide below it"
@@ -490,12 +490,6 @@ def row_of(event: Judged) -> ReportRow:
     return ReportRow(*place, found.declared, short(found.found), *numbers, verdict, sentence, hint)
 
 
-def title_of(entry: Entry) -> str:
-    """Name a tensor at a boundary, as "input x" or "output"."""
-    name = entry.title.lstrip(".")
-    return entry.key.side if name in ("", entry.key.side) else f"{entry.key.side} {name}"
-
-
 def settle(events: Sequence[Judged], later: Callable[[Judged, Judged], bool]) -> list[ReportRow]:
     """Return the rows of events, forgiving what does no harm, with the place to blame marked as a bug.
 
@@ -686,12 +680,15 @@ def leaf(parameter: torch.Tensor) -> tuple[Any, ...]:
     return (id(parameter),)
 
 
-def innermost(entries: Sequence[Entry]) -> Entry:
+def innermost(places: Sequence[tuple[str, str, str]]) -> tuple[str, str, str]:
     """Of the boundaries at which one gradient was seen, return the one that says best who computed it.
 
     That is the input of the innermost module, or, where several modules share it, whatever gave it to them.
+
+    >>> innermost([("", "output", ""), ("mlp", "input", "0"), ("mlp.up", "input", "0")])
+    ('mlp.up', 'input', '0')
     """
-    inputs = [entry for entry in entries if entry.key.side == "input"] or list(entries)
-    depth = max(entry.key.path.count(".") for entry in inputs)
-    deepest = [entry for entry in inputs if entry.key.path.count(".") == depth]
-    return deepest[0] if len(deepest) == 1 else entries[0]
+    inputs = [place for place in places if place[1] == "input"] or list(places)
+    depth = max(path.count(".") for path, *_ in inputs)
+    deepest = [place for place in inputs if place[0].count(".") == depth]
+    return deepest[0] if len(deepest) == 1 else places[0]

@@ -1,4 +1,4 @@
-"""Inputs and outputs of every module, forward and backward, in the order in which they happen."""
+"""Models and their tensors: names, copies, layouts that DTensors declare, and what the caller declares of others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,165 +28,6 @@ _INNER = {  # what a wrapper calls the module that it wraps, by the wrapper's cl
     "OffloadedBlock": "_checkpoint_wrapped_module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-
-
-class Key(NamedTuple):
-    """Which tensor it is: the same on one device and on every rank.
-
-    Attributes:
-        path: the module, without the names that wrappers add.
-        call: how often the module has been called before.
-        side: "input" or "output".
-        name: the argument's position or name, and the way to the tensor inside of it; "" for a lone output.
-    """
-
-    path: str
-    call: int
-    side: str
-    name: str
-
-
-@dataclass
-class Entry:
-    """One tensor at one boundary.
-
-    Attributes:
-        key: which tensor.
-        title: the argument as a person names it.
-        value: a copy of the tensor, or of the rank's part of it.
-        layout: what a DTensor declares; None for a plain tensor, and for one whose placements no layout can say.
-        known: the axes that the declaration speaks of.
-        order: when the value was seen.
-        shape: the shape of the tensor; of a DTensor, of all of it.
-        grad: a copy of the gradient with respect to it.
-        grad_layout: what that declares, if it is a DTensor.
-        grad_known: the axes that this speaks of.
-        grad_order: when the gradient was seen; -1: never.
-    """
-
-    key: Key
-    title: str
-    value: torch.Tensor
-    layout: Layout | None = None
-    known: tuple[str, ...] = ()
-    order: int = 0
-    shape: tuple[int, ...] = ()
-    grad: torch.Tensor | None = None
-    grad_layout: Layout | None = None
-    grad_known: tuple[str, ...] = ()
-    grad_order: int = -1
-
-
-@dataclass
-class _Seen:
-    """A tensor that was copied already, and the entries that show it."""
-
-    tensor: torch.Tensor  # kept, so that no other tensor gets its id
-    version: int
-    value: torch.Tensor
-    layout: Layout | None
-    known: tuple[str, ...]
-    entries: list[Entry] = field(default_factory=list)
-
-
-class ModuleRecorder:
-    """Watches a model while it is the target of a `with` statement; gradients are watched for as long as they come.
-
-    Args:
-        model: the model, parallel or not.
-        mesh: axes for the layouts of DTensors; None on one device.
-        rank: whose part is recorded.
-    """
-
-    def __init__(self, model: nn.Module, mesh: Layout | None = None, rank: int = 0) -> None:
-        self.entries: dict[Key, Entry] = {}
-        self.nodes: dict[Key, Any] = {}  # what computed the tensors, in autograd's graph of one device
-        self.calls: list[str] = []
-        self.inside: list[str] = []  # the modules that are running, outermost first
-        self.modules = named_modules(model)
-        self._mesh, self._rank = mesh, rank
-        self._layouts = AxesOf(mesh, rank) if mesh is not None else None
-        self._count: dict[str, int] = {}
-        self._clock = itertools.count()
-        self._seen: dict[int, _Seen] = {}
-        self._names = {path: argument_names(module) for path, module in self.modules.items()}
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> ModuleRecorder:
-        for path, module in self.modules.items():
-            self._hooks += [
-                module.register_forward_pre_hook(self._before(path), with_kwargs=True),
-                module.register_forward_hook(self._after(path)),
-            ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._seen.clear()
-
-    def _before(self, path: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            self.inside.append(path)
-            self.calls.append(path)
-            call = self._count[path] = self._count.get(path, -1) + 1
-            views: dict[int, torch.Tensor] = {}
-            args, kwargs = own_views(args, views), own_views(kwargs, views)
-            names = self._names[path]
-            given = [(str(index), value) for index, value in enumerate(args)]
-            given += [(str(names.index(name)) if name in names else name, value) for name, value in kwargs.items()]
-            for place, value in given:
-                title = names[int(place)] if place.isdecimal() and int(place) < len(names) else place
-                for way, tensor in tensors_in(value):
-                    self._note(Key(path, call, "input", place + way), title + way, tensor)
-            return args, kwargs
-
-        return hook
-
-    def _after(self, path: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            while self.inside and self.inside.pop() != path:
-                pass  # a module that an exception has ended, caught on the way
-            for way, tensor in tensors_in(output):
-                self._note(Key(path, self._count.get(path, 0), "output", way), way, tensor)
-
-        return hook
-
-    def _note(self, key: Key, title: str, tensor: torch.Tensor) -> None:
-        seen = self._look(tensor)
-        if self._mesh is None and tensor.grad_fn is not None:
-            self.nodes[key] = tensor.grad_fn
-        entry = Entry(key, title, seen.value, seen.layout, seen.known, next(self._clock), tuple(tensor.shape))
-        seen.entries.append(entry)
-        self.entries[key] = entry
-
-    def _look(self, tensor: torch.Tensor) -> _Seen:
-        """Return the copy of a tensor, made once for all the boundaries that it passes."""
-        known = self._seen.get(id(tensor))
-        if known is not None and known.version == tensor._version:
-            return known
-        layout, axes = declared_of(self._layouts, tensor)
-        seen = _Seen(tensor, tensor._version, copy_of(tensor), layout, axes)
-        self._seen[id(tensor)] = seen
-        if tensor.requires_grad:
-            tensor.register_hook(_grad_hook(seen.entries, self._layouts, self._clock))
-        return seen
-
-
-def _grad_hook(entries: list[Entry], axes: AxesOf | None, clock: Iterator[int]) -> Any:
-    """Return a hook that keeps a gradient; it holds neither recorder nor graph, as no collector sees that cycle."""
-
-    def hook(grad: torch.Tensor | None) -> None:
-        if grad is None:  # the tensor is named as an input, and its gradient takes another way
-            return
-        value, (layout, known), order = copy_of(grad), declared_of(axes, grad), next(clock)
-        if any(entry.grad is not None for entry in entries):  # of a second backward
-            settle(grad.device)
-        for entry in entries:
-            entry.grad = value if entry.grad is None else entry.grad + value
-            entry.grad_layout, entry.grad_known, entry.grad_order = layout, known, order
-
-    return hook
 
 
 def declared_of(axes: AxesOf | None, tensor: torch.Tensor) -> tuple[Layout | None, tuple[str, ...]]:
@@ -445,13 +286,20 @@ class Declarations:
     outputs: Mapping[str, LayoutTree] = field(default_factory=dict)
     parameters: Mapping[str, Layout] = field(default_factory=dict)
 
-    def of(self, key: Key, title: str) -> Layout | None:
-        """Return the layout of a plain tensor at a boundary."""
-        tree = (self.inputs if key.side == "input" else self.outputs).get(key.path)
-        ways = key.name.lstrip(".").split(".") if key.name else []
+    def of(self, path: str, side: str, name: str, title: str) -> Layout | None:
+        """Return the layout of a plain tensor at a boundary.
+
+        Args:
+            path: of the module.
+            side: "input" or "output".
+            name: the argument's position or name, and the way to the tensor inside of it; "" for a lone output.
+            title: the same as a person says it.
+        """
+        tree = (self.inputs if side == "input" else self.outputs).get(path)
+        ways = name.lstrip(".").split(".") if name else []
         names = title.lstrip(".").split(".") if title else []
         if isinstance(tree, Layout):  # of the first argument, or of all there is in the only result
-            return tree if key.side == "output" or key.name == "0" else None
+            return tree if side == "output" or name == "0" else None
         for place, (way, name) in enumerate(zip(ways, names, strict=False)):
             if isinstance(tree, Mapping):
                 tree = tree.get(name, tree.get(way)) if place == 0 else tree.get(way)

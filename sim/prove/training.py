@@ -33,7 +33,7 @@ from sim.prove.record import settle
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import offloaded_of
 from sim.prove.steps.mutants import Mutant, put_in, put_into_model
-from sim.prove.steps.proof import Loop, RanksRecord, Taken
+from sim.prove.steps.proof import Loop, RanksRecord, References, Taken
 from sim.prove.steps.watch import LoopRecord, LoopWatch, PerturbedSteps
 from sim.world import World, WorldOptions
 
@@ -221,7 +221,7 @@ class _RunLoop(Loop):
             world.run(_take_steps, args=(loops, _on_one_device(self.run), 1, seed, taken, None, numbers))
         return loops[0]
 
-    def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
+    def on_ranks(self, references: References, mutant: Mutant | None) -> RanksRecord:
         """Take the steps on the ranks."""
         device = None if self.device == "cpu" else self.device
         numbers = self.shared.ranks if self.shared is not None else ()

@@ -4,41 +4,44 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.checks import read_int
 from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import Machine
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
-from sim.explain.errors import CollectiveMismatch, RankFailed, SimError
+from sim.explain.errors import CollectiveMismatch, RankFailed
+from sim.observers.races import look
 from sim.prove.bound import Perturbed
-from sim.prove.compare import Comparison
-from sim.prove.evidence import machine_words, read_mesh, unit_roundoff
-from sim.prove.judge import Judge, first_bug, short, title_of
-from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
-from sim.prove.modes.draws import SharedDraws, shared_draws
-from sim.prove.modes.values import check_varied, proved_once, proved_twice, proved_varied, second_of, unreached
-from sim.prove.randomness import DrawPlace, DrawUse
-from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
+from sim.prove.compare import PlanComparison
+from sim.prove.evidence import read_mesh, unit_roundoff
+from sim.prove.modes.precision import WidePrecision
+from sim.prove.modes.values import proved_once, proved_twice, proved_varied, second_of
+from sim.prove.randomness import DrawPlace
+from sim.prove.record import AxesOf, named_inputs, named_parameters, read_cuts, read_declared, tensors_in
 from sim.prove.report import Report, ReportRow
-from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, adamw, cotangents, run_reference
-from sim.prove.steps.mutants import Mutant, put_in
-from sim.prove.steps.proof import Compared, Proof, Taken
-from sim.world import world
+from sim.prove.runs import Given, adamw, averages, converted, cotangents, like
+from sim.prove.steps.api import Made, StepLoop, Steps
+from sim.prove.steps.compare import LoopComparison, agreed_choices
+from sim.prove.steps.drawn import DrawnWeights
+from sim.prove.steps.proof import Loop, RanksRecord, References, Taken
+from sim.prove.steps.watch import LoopRecord, LoopWatch
+from sim.world import World
 
-_RUNS = 3
-_MOST_SHAPES = 6  # tensors that a message lists
-_MOST_ROUNDS = 16  # of choices that follow from others
+_ASKED = "cannot verify a plan"
 
 
 def verify_plan(
@@ -134,191 +137,312 @@ def verify_plan(
     _check_callables(model_fn, plan, parallelize, loss_fn, optimizer_fn, dtype, seed, steps)
     positional = not isinstance(inputs, Mapping)
     model = _make(model_fn, seed)
-    values = named_inputs(ASKED, model, inputs)
-    reading, said = read_declared(ASKED, model, mesh, plan, declared)
-    cuts, wrapped = read_cuts(ASKED, mesh, values, input_layouts, plan, reading)
-    chosen = adamw if optimizer_fn is True else optimizer_fn or None
-    task = Task(
-        model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
-        loss_fn, chosen, dtype, seed, steps or 1, train, machine=machine,
-    )  # fmt: skip
+    values = named_inputs(_ASKED, model, inputs)
+    reading, said = read_declared(_ASKED, model, mesh, plan, declared)
+    cuts, wrapped = read_cuts(_ASKED, mesh, values, input_layouts, plan, reading)
+    loop = _PlanLoop(
+        asked=_ASKED,
+        world_size=math.prod(mesh.mesh_shape),
+        dtype=dtype,
+        names={},
+        machine=machine,
+        step=model.forward,
+        model_fn=model_fn,
+        batch=values,
+        mesh=mesh,
+        parallelize=_application(plan, parallelize),
+        rank_step=model.forward,
+        shard_batch=None,
+        optimizer_fn=adamw if optimizer_fn is True else optimizer_fn or None,
+        seed=seed,
+        steps=steps or 1,
+        given=Given(tuple(values), positional, mesh, cuts, frozenset(wrapped), said),
+        loss_fn=loss_fn,
+        train=train,
+    )
 
-    def prove(task: Task) -> Report:
+    def prove(loop: _PlanLoop) -> Report:
         def made_by(made: Callable[[], nn.Module], is_varied: bool) -> Report:
-            return _proved(_PlanProof(replace(task, model_fn=made), said), is_varied)
+            return _proved(replace(loop, model_fn=made), is_varied)
 
         return proved_varied(model_fn, seed, made_by)
 
-    if steps is not None or chosen is None or dtype.itemsize < 4:
-        return proved_once(values, prove(task))
+    if steps is not None or loop.optimizer_fn is None or dtype.itemsize < 4:
+        return proved_once(values, prove(loop))
     second = second_of(values, seed)
-    twice = replace(task, steps=2, second=second[0])
-    return proved_twice(lambda: model, len(mesh.rank_list), values, second, lambda both: prove(twice if both else task))
+    twice = replace(loop, steps=2, second=second[0])
+    return proved_twice(lambda: model, len(mesh.rank_list), values, second, lambda both: prove(twice if both else loop))
 
 
-def _proved(program: _PlanProof, is_varied: bool) -> Report:
+def _proved(loop: _PlanLoop, is_varied: bool) -> Report:
     try:
-        return program.proved(program.references(), is_varied=is_varied)
+        return loop.proved(loop.references(), is_varied=is_varied)
     except CollectiveMismatch as error:
         if not error.meant:
             raise
         hint = "the same units and models on all ranks, in the same order"
         row = ReportRow("", "parameters", "forward", verdict="bug", sentence=error.meant, suggestion=hint)
         notes = ("nothing was compared: ranks got each other's parameters",)
-        return Report((row,), str(program.task.mesh.axes), notes)
+        return Report((row,), str(loop.mesh.axes), notes)
 
 
-@dataclass(frozen=True)
-class _PlanProof(Proof):
-    """A model that is made parallel.
+@dataclass(frozen=True, kw_only=True)
+class _PlanLoop(StepLoop):
+    """A model that is made parallel, and called in every step; what it returns is differentiated.
 
     Attributes:
-        task: what is computed.
-        said: what was declared of plain tensors.
+        given: what the ranks are given, and what is declared.
+        loss_fn: called with the output and the inputs, returns the loss; None: there is none.
+        train: whether models are in training mode.
+        grads: each rank's part of the gradients of its outputs, where these are known.
     """
 
-    task: Task
-    said: Declarations
+    given: Given
+    loss_fn: Callable[..., torch.Tensor] | None
+    train: bool
+    grads: Sequence[Mapping[str, torch.Tensor]] | None = None
 
-    @property
-    def shared(self) -> SharedDraws | None:  # type: ignore[override]
-        """Random numbers, in place of their means."""
-        return self.task.shared
+    # -- one device --------------------------------------------------------------------------------------------------
 
-    def references(self, taken: Taken | None = None) -> _Steps:
-        """Compute on one device."""
-        return _references(self.task, _make(self.task.model_fn, self.task.seed), taken)
+    def references(self, taken: Taken | None = None) -> References:
+        """Take the steps on one device, see `Loop`; refuse a model that computes nan, or is not the same each time."""
+        other_model = _make(self.model_fn, self.seed)  # kept, so that no parameter gets the id of one of its
+        expected, moved = Loop.references(self, taken)
+        if {*map(id, other_model.parameters())} & {*expected.leaves.values()}:
+            blame = "model_fn returned the same model twice, and each rank needs one of its own"
+            raise InvalidValue(_ASKED, blame, f"model: a {type(other_model).__name__}", "lambda: Model(config)")
+        _check_finite(expected)
+        for other in moved:
+            _check_same(expected, other)
+        return expected, moved
 
-    def compared(self, references: _Steps, mutant: Mutant | None = None, *, is_varied: bool = False) -> Compared:
-        """Compute on the ranks, and compare."""
-        task, steps, said, mesh = self.task, references, self.said, self.task.mesh
-        judge = Judge(mesh)
-        watched = mutant is None and task.shared is None  # once for each proof
-        made = world(math.prod(mesh.mesh_shape), seed=task.seed, machine=task.machine, check_races=watched)
-        with made as w, put_in(w, mutant):
-            ranks = Ranks(task, w, mutant)
-            try:
-                ranks.forward()
-            except (RankFailed, SimError) as error:
-                if isinstance(error, CollectiveMismatch) and error.meant:
-                    raise  # the cause of whatever was wrong before it stopped
-                if is_varied:
-                    check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
-                report = _until(error, Comparison(task, *steps[0], ranks.runs, said, judge))
-                if report is None:
-                    raise
-                return Compared(report)
-            if is_varied:
-                check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
-            taken: dict[ChoiceKey, torch.Tensor] = {}
-            steps = _agreed(task, steps, ranks.runs, taken)
-            compared = Comparison(task, *steps[0], ranks.runs, said, judge)
-            grads = _grads(task, steps[0][0], compared)
-            has_gone = grads is not None and _backward(ranks, grads, compared)
-            if has_gone and task.steps > 1:
-                first, steps = steps, _agreed(task, steps, ranks.runs, taken)  # what the steps since then have chosen
-                if steps is not first:
-                    compared = Comparison(task, *steps[0], ranks.runs, said, judge)
-            reference = steps[0][0]
-            compared.notes[:0] = [*_not_proved(reference), *agreed_words(taken), *_unreached([run for run, _ in steps])]
-            later = [
-                Comparison(task, *each, ranks.step(number), said, judge, before=compared)
-                for number, each in enumerate(steps[1:], 1)
-                if has_gone
-            ]
-            report = compared.report(later)
-            mine, runs = [run for run, _ in steps[: len(later) + 1]], [ranks.step(at) for at in range(len(later) + 1)]
-            if task.shared is not None:
-                uses = [_uses([step[rank] for step in runs]) for rank in range(len(mesh.rank_list))]
-                is_misfit = any(run.is_misfit for step in (mine, *runs) for run in step)
-                task.shared.check_used(_uses(mine), uses, misfit=is_misfit)
-            events = list(w.trace.kept())
-            unused = _unused_axes(mesh, report, {event.group for event in events})
-            notes = (*report.notes, *ranks.notes, *unused, *machine_words(task.machine, len(mesh.rank_list)))
-            offloads = has_gone and bool(ranks.offloaded)
-        return Compared(
-            replace(report, notes=notes),
-            events,
-            list(reference.leaves),
-            partial(_on_device, task, steps, said, grads or ()) if offloads else None,
-            draws=partial(_shared, mine, runs, [compared, *later])
-            if any(run.uses for step in (mine, *runs) for run in step)
-            else None,
+    def on_one(self, taken: Taken | None, seed: int | None) -> LoopRecord:
+        """Take the steps on one device."""
+        dtype = torch.float64 if self.dtype.itemsize < 8 else self.dtype
+        floor = None if self.dtype == torch.float64 else unit_roundoff(self.dtype)
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which seeds the user's accelerators, or keeps a stack for each kind that may come.
+            torch.default_generator.manual_seed(self.seed)
+            model = converted(converted(self.model_fn(), self.dtype), dtype).train(self.train)
+            torch.default_generator.manual_seed(self.seed + 1)
+            batches = [self.given.whole(batch, self.dtype, dtype) for batch in self._batches]
+            made = self._made_of(model, batches, dtype, None if self.shared is None else self.shared.one, seed is None)
+            made.watch.note_initial()
+            steps = Steps(self, made, taken)
+            with nullcontext() if seed is None else Perturbed(floor, seed=seed):
+                steps.go_on()
+            return made.watch.record
+
+    def _made_of(
+        self,
+        model: nn.Module,
+        batches: list[Any],
+        dtype: torch.dtype,
+        shared: Mapping[DrawPlace, torch.Tensor] | None,
+        keeps_graph: bool = False,
+        axes: AxesOf | None = None,
+    ) -> Made:
+        options: dict[str, Any] = {"calms_all": True, "explicit_steps": True, "of_plan": True, "axes": axes}
+        watch = LoopWatch([model], self.steps, keeps_graph=keeps_graph, shared=shared, **options)
+        wide = WidePrecision(dtype, lambda: watch.where if watch.is_inside else None)
+        watch.record.low, watch.record.averages = wide.by_hand, averages(model)
+        return Made(model, [model], batches, [], wide, self.step, watch)
+
+    def optimizer(self, made: Made) -> torch.optim.Optimizer | None:
+        """Make what updates the parameters; before forward, which may leave others in their place for a while."""
+        chosen = [parameter for parameter in made.model.parameters() if parameter.requires_grad]
+        if self.optimizer_fn is None or not chosen:
+            return None
+        hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
+        optimizer = self._asked_for(made, "optimizer_fn", hint, self.optimizer_fn, chosen)
+        if not hasattr(optimizer, "zero_grad"):
+            raise InvalidType(_ASKED, "optimizer_fn returned no optimizer", f"optimizer: {optimizer!r:.80}", hint)
+        return optimizer
+
+    def called(self, made: Made, batch: Any) -> Generator[Any, None, Any]:
+        """Call the model and the loss, let others look at that, and differentiate what they return."""
+        (args, kwargs), watch = batch, made.watch
+        output = self._output(made, args, kwargs)
+        outputs, loss = self._finished(made, output, args, kwargs)
+        look("the end of forward", [*([] if loss is None else [loss]), *(tensor for _, tensor in outputs)], ())
+        if loss is not None:
+            watch.note_loss(loss)
+        elif watch.axes is None:
+            with _disable_current_modes():
+                watch.record.cotangents = cotangents(outputs, self.seed)
+        yield
+        grads, watch.is_backward = watch.record.cotangents, True
+        chosen = [(tensor, grads[way]) for way, tensor in outputs if way in grads and tensor.requires_grad]
+        if loss is not None and loss.requires_grad:
+            loss.backward()
+        elif loss is None and chosen:
+            torch.autograd.backward([tensor for tensor, _ in chosen], [like(tensor, grad) for tensor, grad in chosen])
+        watch.is_backward = False
+        watch.note_gradients()
+        return loss
+
+    def _asked_for(self, made: Made, name: str, hint: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the caller's; what it raises on one device is a mistake in what was asked."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if made.watch.axes is not None:
+                raise
+            blame = f"{name} raises {type(error).__name__} on one device: {error}"
+            seen = f"{name}: {getattr(call, '__qualname__', call)!s:.80}"
+            raise InvalidValue(_ASKED, blame, seen, hint) from error
+
+    def _output(self, made: Made, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return made.model(*args, **kwargs)
+        except Exception as error:
+            if made.watch.axes is not None:
+                raise
+            blame = f"the model raises {type(error).__name__} on one device: {error}"
+            seen = f"in module {made.watch.failed_in or '(the model)'!r}"
+            raise InvalidValue(_ASKED, blame, seen, "inputs that the model takes") from error
+
+    def _finished(
+        self, made: Made, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
+        """Return the tensors in what the model returned, and the loss if there is one."""
+        outputs = list(tensors_in(output))
+        if self.loss_fn is not None:
+            hint = "a function of the model's output and of what the model took"
+            loss = self._asked_for(made, "loss_fn", hint, self.loss_fn, output, *args, **kwargs)
+            if not isinstance(loss, torch.Tensor) or loss.dim():
+                seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+                hint = "a loss of one number, such as output.square().mean()"
+                raise InvalidType(_ASKED, "loss_fn returned no scalar tensor", f"loss: {seen}", hint)
+            return outputs, loss.full_tensor() if isinstance(loss, DTensor) else loss
+        if not outputs:
+            blame = f"no tensors are seen in what the model returned, a {type(output).__name__}"
+            hint = "a model that returns tensors, or containers or dataclasses of them; or a loss_fn"
+            raise InvalidType(_ASKED, blame, f"output: {output!r:.80}", hint)
+        first = outputs[0][1]
+        scalar = len(outputs) == 1 and first.dim() == 0 and first.is_floating_point() and first.requires_grad
+        found = first if scalar else None
+        return outputs, found.full_tensor() if isinstance(found, DTensor) else found
+
+    # -- ranks -------------------------------------------------------------------------------------------------------
+
+    def _made(self, ranks: World) -> list[Made]:
+        try:
+            return super()._made(ranks)
+        except RankFailed as error:
+            line = f"  rank {error.rank} was making the model parallel"
+            error.args = ("\n".join([str(error.args[0]) if error.args else "", line]), *error.args[1:])
+            raise
+
+    def _make(self) -> Made:
+        rank = dist.get_rank()
+        mesh = init_device_mesh(self.device, self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
+        torch.default_generator.manual_seed(self.seed)
+        model = converted(self.model_fn(), self.dtype).to(self.device)
+        torch.default_generator.manual_seed(self.seed + 1 + self.given.part_of(mesh))
+        assert self.parallelize is not None
+        with WidePrecision(self.dtype):
+            made = self.parallelize(model, mesh)
+        if made is not None and not isinstance(made, nn.Module):
+            blame = f"parallelize returned a {type(made).__name__}, not a module"
+            hint = (
+                "return the parallel model, or None; sim.verify_step(step, model_fn, batch, ...) proves schedules, too"
+            )
+            raise InvalidType(_ASKED, blame, f"returned: {made!r:.80}", hint)
+        model = (model if made is None else made).train(self.train)
+        batches = [self.given.part(batch, self.dtype, mesh, self.device) for batch in self._batches]
+        return self._made_of(model, batches, self.dtype, self._shared_of(rank), axes=AxesOf(self.mesh, rank))
+
+    def _give_shards(self, one: Mapping[str, torch.Tensor], roots: Sequence[Sequence[nn.Module]]) -> DrawnWeights:
+        del one, roots
+        return DrawnWeights()  # what ranks draw by themselves is compared
+
+    def _take(
+        self,
+        ranks: World,
+        made: Sequence[Made],
+        begin: Callable[[], Steps],
+        references: References,
+        found: RanksRecord,
+    ) -> None:
+        """Go forward on the ranks; then backward, from gradients that fit the layouts of what they return."""
+        steps: dict[int, Steps] = {}
+
+        def forward() -> None:
+            rank = dist.get_rank()
+            steps[rank] = begin()
+            steps[rank].go_on(to_break=True)
+
+        def backward() -> None:
+            rank = dist.get_rank()
+            made[rank].watch.record.cotangents = dict(found.grads[rank])
+            steps[rank].go_on()
+            self._settle(made[rank])
+
+        ranks.run(forward)
+        loops = [each.watch.record for each in made]
+        grads = self.grads if self.grads is not None else self._grads_of(references, loops, found.notes)
+        if grads is not None:
+            found.grads = grads
+            ranks.run(backward)
+
+    def _grads_of(
+        self, references: References, loops: list[LoopRecord], notes: list[str]
+    ) -> Sequence[Mapping[str, torch.Tensor]] | None:
+        """Return each rank's part of the gradients of its outputs; None where it cannot be known what its outputs are.
+
+        Args:
+            references: of one device.
+            loops: the ranks' forward.
+            notes: says what is not known.
+        """
+        if references[0].steps[0].losses:
+            if all(loop.steps[0].losses for loop in loops):
+                return [{} for _ in loops]
+            notes.append("backward was not compared: some ranks have no loss")
+            return None
+        found = RanksRecord(loops=loops)
+        compared = self.comparison(self.agreed(references, found)[0], found)
+        sizes, scale = dict(zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)), compared.scale()
+        grads: list[dict[str, torch.Tensor]] = [{} for _ in loops]
+        for way, full in references[0].cotangents.items():
+            layout = compared.output_layout(way)
+            if layout is None:
+                notes.append("backward was not compared: no layout explains the output, or is declared for it")
+                return None
+            shares = math.prod(sizes[name] for name, kind in layout.partial.items() if kind == "avg")
+            for rank, own in enumerate(grads):
+                part = full[layout.reset_partial().local_slice(full.shape, rank)]
+                own[way] = (part * (scale / shares)).to(self.dtype).clone()
+        return grads
+
+    def on_device(self, kind: str, found: RanksRecord) -> Loop:
+        """Return the loop on a kind of device, whose host is not to wait for what the ranks return."""
+        return replace(self, device=kind, grads=found.grads)
+
+    # -- comparison --------------------------------------------------------------------------------------------------
+
+    def agreed(self, references: References, found: RanksRecord) -> tuple[References, list[str]]:
+        """Let one device choose as the ranks do; bounds are those of the ranks' dtype."""
+        return agreed_choices(references, found.loops, self.mesh, self.dtype, self.references)
+
+    def comparison(self, references: References, found: RanksRecord) -> PlanComparison:
+        """Make the comparison of the ranks with one device."""
+        return PlanComparison(
+            self.given,
+            *references,
+            found.loops,
+            self.dtype,
+            has_loss_fn=self.loss_fn is not None,
+            has_optimizer=self.optimizer_fn is not None and bool(references[0].trained),
+            has_second=self.second is not None,
+            stopped=found.stopped is not None,
         )
 
-    def make(self) -> None:
-        """Make the models of the ranks once more, in a world that compares what engines split."""
-        task = self.task
-        with world(math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, check_replicas=True) as w:
-            Ranks(task, w).make()
-
-    def with_draws(self, shared: SharedDraws) -> Proof:
-        """Return the program with random numbers in place of their means."""
-        return replace(self, task=replace(self.task, shared=shared))
-
-    def shortened(self) -> Proof:
-        """Return the program with the first inputs alone."""
-        return self if self.task.second is None else replace(self, task=replace(self.task, second=None, steps=1))
-
-
-_Steps = list[tuple[Run, Bounds]]
-"""What one device does in each step, and how far rounding can go."""
-
-
-def _on_device(
-    task: Task, steps: _Steps, said: Declarations, grads: Sequence[Mapping[str, torch.Tensor]], device: str
-) -> Report:
-    """Take the steps on devices, with races looked for, and compare once all of them are over."""
-    task = replace(task, device=device)
-    with world(
-        math.prod(task.mesh.mesh_shape), seed=task.seed, machine=task.machine, device=device, check_races=True
-    ) as w:
-        ranks = Ranks(task, w)
-        ranks.forward()
-        ranks.backward(grads)
-        ranks.settle()
-        judge = Judge(task.mesh)
-        compared = Comparison(task, *steps[0], ranks.runs, said, judge)
-        later = [
-            Comparison(task, *each, ranks.step(number), said, judge, before=compared)
-            for number, each in enumerate(steps[1:], 1)
-        ]
-        report = compared.report(later)
-        return report if any(block.has_moved for block in ranks.offloaded) else replace(report, rows=())
-
-
-def _uses(runs: Sequence[Run]) -> dict[DrawPlace, DrawUse]:
-    """Return what became of random numbers in all steps of one device, or of a rank."""
-    return {place: use for run in runs for place, use in run.uses.items()}
-
-
-def _shared(mine: Sequence[Run], runs: Sequence[Sequence[Run]], compared: Sequence[Comparison]) -> SharedDraws:
-    """Find each rank's part of one device's random numbers, in every step."""
-    first = compared[0]
-    ranks = list(zip(*runs, strict=True))
-    return shared_draws(
-        _uses(mine),
-        [_uses(steps) for steps in ranks],
-        first.task.mesh,
-        lambda place, given: compared[place[3]].bounds.of(("draw", place), given),
-        lambda step: compared[step].boundaries(),
-        list(dict.fromkeys(order for each in compared for order in each.row_orders)),
-        [steps[-1].repeats for steps in (mine, *ranks)],
-        lambda rank, path, step: _calls(runs[step][rank], path),
-    )
-
-
-def _calls(run: Run, path: str) -> bool:
-    """Whether a module has been called, with anything: experts may get no rows."""
-    return any(key.path == path and entry.value.numel() > 0 for key, entry in run.recorder.entries.items())
-
-
-def _unreached(runs: Sequence[Run]) -> list[str]:
-    """Say what no input of any step reaches."""
-    trained = [name for name, leaf in runs[0].leaves.items() if leaf.requires_grad]
-    modules = runs[0].recorder.modules.items()
-    tables = [f"{path}.weight".removeprefix(".") for path, module in modules if isinstance(module, nn.Embedding)]
-    return unreached([run.gradients for run in runs], trained, tables)
+    def explained(self, report: Report, comparison: LoopComparison, found: RanksRecord) -> Report:
+        """Say what is not proved, and which axes do no work."""
+        unused = _unused_axes(self.mesh, report, {event.group for event in found.events})
+        return replace(report, notes=(*_not_proved(comparison.expected), *report.notes, *unused))
 
 
 def _unused_axes(mesh: Layout, report: Report, groups: Iterable[Sequence[int]]) -> list[str]:
@@ -338,145 +462,39 @@ def _unused_axes(mesh: Layout, report: Report, groups: Iterable[Sequence[int]]) 
     return [f"nothing uses the axis {name}: the ranks along it all compute the same" for name in unused]
 
 
-def _until(error: Exception, compared: Comparison) -> Report | None:
-    """Return the report of a forward that has stopped, if something was wrong before it did."""
-    if not compared.runs:
-        return None
-    compared.stopped = True
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    where = [line for line in lines if line.startswith("rank ") and " was " in line]
-    compared.notes.append("; ".join([f"forward has stopped: {lines[0]}", *where[-1:]]))
-    report = compared.report()
-    if first_bug(report.rows) is not None:
-        return report
-    if isinstance(error, RankFailed):
-        error.args = ("\n".join([str(error.args[0]), *_split_shapes(compared, error.rank)]), *error.args[1:])
-    return None
-
-
-def _split_shapes(compared: Comparison, rank: int) -> list[str]:
-    """Say what went in and out of the module that a rank was in, where it has another shape than on one device."""
-    run = compared.runs[rank]
-    path = run.recorder.inside[-1] if run.recorder.inside else ""
-    rows = []
-    for key, full in compared.reference.recorder.entries.items():
-        held = run.recorder.entries.get(key)
-        within = key.path == path or key.path.startswith(f"{path}." if path else "")
-        if held is not None and within and held.value.shape != full.value.shape:
-            found = compared.value(key)
-            layout = f", found {short(found.found)}" if found is not None and found.found is not None else ""
-            shapes = f"{tuple(held.value.shape)} of {tuple(full.value.shape)}{layout}"
-            rows.append(f"    {key.path or 'the model'}.{title_of(full)}: {shapes}".replace("put ", "put."))
-    return rows[-_MOST_SHAPES:]
-
-
-def _not_proved(reference: Run) -> list[str]:
+def _not_proved(expected: LoopRecord) -> list[str]:
     """Say if backward is nothing on one device, though there are parameters to train."""
-    trained = any(leaf.requires_grad for leaf in reference.leaves.values())
-    if not trained or any(grad is not None for grad in reference.gradients.values()):
+    step = expected.steps[0]
+    if not expected.trained or any(grad is not None for grad in step.gradients.values()):
         return []
-    what = "the loss" if reference.loss is not None else "nothing that the model returns"
-    how = "cannot" if reference.loss is not None else "can"
+    what = "the loss" if step.losses else "nothing that the model returns"
+    how = "cannot" if step.losses else "can"
     return [f"no gradients were compared, as {what} {how} be differentiated"]
 
 
-def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> bool:
-    """Go backward, and say whether all ranks did; what a wrong forward leads to does not hide the report of that."""
-    try:
-        ranks.backward(grads)
-    except (RankFailed, SimError) as error:
-        if first_bug(compared.forward_rows) is None or (isinstance(error, CollectiveMismatch) and error.meant):
-            raise
-        for run in compared.runs:
-            run.gradients.clear()
-        compared.notes.append(f"backward was not compared: {str(error).splitlines()[0]}")
-        return False
-    return True
-
-
-def _agreed(task: Task, steps: _Steps, runs: Sequence[Run], taken: dict[ChoiceKey, torch.Tensor]) -> _Steps:
-    """Let one device choose as the ranks do, where candidates lie within the bound; note it in `taken`.
-
-    All choices are seen that the ranks have made so far, those of later steps too.
-    """
-    for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
-        reference, bounds = steps[0]
-        limit = partial(_limit, bounds)
-        free = free_choices(reference.choices, [run.choices for run in runs], task.mesh, limit)
-        if not free:
-            break
-        taken |= free
-        steps = _references(task, _make(task.model_fn, task.seed), taken)
-    return steps
-
-
-def _limit(bounds: Bounds, key: ChoiceKey, given: torch.Tensor) -> float:
-    return bounds.of(("choice", key), given)
-
-
-def _references(task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> _Steps:
-    """Run one device plainly and perturbed, the latter with the choices of the first."""
-    plain = run_reference(task, taken=taken)
-    same = {key: choice.indices for key, choice in plain[0].choices.items()}
-    known = {id(parameter) for parameter in made.parameters()}
-    if any(id(parameter) in known for parameter in plain[0].leaves.values()):
-        blame = "model_fn returned the same model twice, and each rank needs one of its own"
-        raise InvalidValue(ASKED, blame, f"model: a {type(made).__name__}", "lambda: Model(config)")
-    for run in plain:
-        _check_finite(run)
-    floor = None if task.dtype == torch.float64 else unit_roundoff(task.dtype)
-    others = [run_reference(task, Perturbed(floor, seed=index), same) for index in range(_RUNS)]
-    for other in others:
-        _check_same(plain[0], other[0])
-    pairs = zip(plain, zip(*others, strict=True), strict=True)
-    return [(run, Bounds(run, perturbed, task.dtype)) for run, perturbed in pairs]
-
-
-def _check_finite(reference: Run) -> None:
+def _check_finite(expected: LoopRecord) -> None:
     """Refuse a model that computes nan on one device: nan is equal to any other, and nothing would be proved."""
-    results = [("output", tensor) for _, tensor in reference.outputs]
-    results += [("loss", reference.loss)] if reference.loss is not None else []
-    results += [(f"gradient of {name}", grad) for name, grad in reference.gradients.items() if grad is not None]
-    bad = next((title for title, value in results if value.isnan().any()), None)
-    if bad is None:
-        return
-    entries = reference.recorder.entries.items()
-    first = next((f"{key.path or 'the model'}.{key.side}" for key, entry in entries if entry.value.isnan().any()), bad)
-    blame = f"one device computes nan, first seen in {first}, and nan cannot be compared"
-    raise InvalidValue(ASKED, blame, f"nan in the {bad}", "inputs and initial values that give finite numbers")
-
-
-def _grads(task: Task, reference: Run, compared: Comparison) -> list[dict[str, torch.Tensor]] | None:
-    """Return each rank's part of the gradients of its outputs; None where it cannot be known what its outputs are."""
-    number = math.prod(task.mesh.mesh_shape)
-    if reference.loss is not None:
-        if any(run.loss is None for run in compared.runs):
-            compared.notes.append("backward was not compared: some ranks have no loss")
-            return None
-        return [{} for _ in range(number)]
-    scale = compared.scale()
-    grads: list[dict[str, torch.Tensor]] = [{} for _ in range(number)]
-    for way, full in cotangents(reference, task.seed).items():
-        layout = compared.output_layout(way)
-        if layout is None:
-            compared.notes.append("backward was not compared: no layout explains the output, or is declared for it")
-            return None
-        sizes = dict(zip(task.mesh.alias_name, task.mesh.mesh_shape, strict=True))
-        shares = math.prod(sizes[name] for name, kind in layout.partial.items() if kind == "avg")
-        for rank in range(number):
-            part = full[layout.reset_partial().local_slice(full.shape, rank)]
-            grads[rank][way] = (part * (scale / shares)).to(task.dtype).clone()
-    return grads
+    for step in expected.steps:
+        values = [(path, side, tensor) for (path, side, _), each in step.calls.items() for tensor in each]
+        results = [("output", tensor) for path, side, tensor in values if (path, side) == ("", "output")]
+        results += [("loss", loss) for loss in step.losses]
+        results += [(f"gradient of {name}", grad) for name, grad in step.gradients.items() if grad is not None]
+        bad = next((title for title, value in results if value.isnan().any()), None)
+        if bad is None:
+            continue
+        first = next((f"{path or 'the model'}.{side}" for path, side, tensor in values if tensor.isnan().any()), bad)
+        blame = f"one device computes nan, first seen in {first}, and nan cannot be compared"
+        raise InvalidValue(_ASKED, blame, f"nan in the {bad}", "inputs and initial values that give finite numbers")
 
 
 # -- what the caller gave ----------------------------------------------------------------------------------------------
 
 
 def _read_mesh(mesh_shape: Any) -> Layout:
-    mesh = read_mesh(ASKED, mesh_shape)
+    mesh = read_mesh(_ASKED, mesh_shape)
     if mesh.rank_list != tuple(range(len(mesh.rank_list))):
         blame, hint = "the mesh is of other ranks than 0, 1, 2, ...", "a Layout without a rank_list"
-        raise InvalidValue(ASKED, blame, f"mesh_shape: {mesh_shape!r}", hint)
+        raise InvalidValue(_ASKED, blame, f"mesh_shape: {mesh_shape!r}", hint)
     return Layout(mesh.mesh_shape, mesh.alias_name)
 
 
@@ -485,18 +503,18 @@ def _check_callables(
 ) -> None:
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         blame = f"model_fn is a {type(model_fn).__name__}, and has to make a new model at each call"
-        raise InvalidType(ASKED, blame, "model_fn: a function without arguments", "lambda: Model(config)")
+        raise InvalidType(_ASKED, blame, "model_fn: a function without arguments", "lambda: Model(config)")
     if (plan is None) == (parallelize is None):
         blame = (
             f"{'neither' if plan is None else 'both'} of plan and parallelize {'is' if plan is None else 'are'} given"
         )
         hint = "plan=ShardingPlan(...), or parallelize=a function of the model and the mesh"
-        raise InvalidValue(ASKED, blame, "one of them makes the model parallel", hint)
+        raise InvalidValue(_ASKED, blame, "one of them makes the model parallel", hint)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InvalidType(ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64")
-    read_int(ASKED, "seed", seed, hint="seed=0")
+        raise InvalidType(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64")
+    read_int(_ASKED, "seed", seed, hint="seed=0")
     if steps is not None:
-        read_int(ASKED, "steps", steps, 1)
+        read_int(_ASKED, "steps", steps, 1)
 
 
 def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
@@ -506,30 +524,30 @@ def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
         model = model_fn()
     if not isinstance(model, nn.Module):
         blame = f"model_fn returned a {type(model).__name__}, not a module"
-        raise InvalidType(ASKED, blame, f"model: {model!r:.80}", "a function that returns the model")
+        raise InvalidType(_ASKED, blame, f"model: {model!r:.80}", "a function that returns the model")
     lazy = [name for name, parameter in named_parameters(model).items() if is_lazy(parameter)]
     if lazy:
         blame = f"parameters of the model have no shape yet: {', '.join(lazy[:3])}"
-        raise InvalidValue(ASKED, blame, "lazy modules get one in their first forward", "nn.Linear(in, out)")
+        raise InvalidValue(_ASKED, blame, "lazy modules get one in their first forward", "nn.Linear(in, out)")
     lacking = [name for name, parameter in named_parameters(model).items() if parameter.is_meta]
     if lacking:
         blame = f"parameters of the model are on meta, and have no values: {', '.join(lacking[:3])}"
-        raise InvalidValue(ASKED, blame, f"{len(lacking)} parameters", "make them on the CPU")
+        raise InvalidValue(_ASKED, blame, f"{len(lacking)} parameters", "make them on the CPU")
     return model
 
 
-def _check_same(reference: Run, other: Run) -> None:
+def _check_same(expected: LoopRecord, other: LoopRecord) -> None:
     odd = [
         name
-        for name, value in reference.initial.items()
+        for name, value in expected.initial.items()
         if name not in other.initial
         or value.shape != other.initial[name].shape
         or not torch.equal(value, other.initial[name])
     ]
-    if odd or len(reference.initial) != len(other.initial):
+    if odd or len(expected.initial) != len(other.initial):
         blame = f"model_fn made different models from one seed: parameter {odd[0] if odd else '?'!r} differs"
         hint = "let all random numbers in it come from torch's default generator"
-        raise InvalidValue(ASKED, blame, f"{len(odd)} of {len(reference.initial)} parameters differ", hint)
+        raise InvalidValue(_ASKED, blame, f"{len(odd)} of {len(expected.initial)} parameters differ", hint)
 
 
 def _application(plan: ShardingPlan | None, parallelize: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module | None]:

@@ -38,7 +38,7 @@ from sim.prove.report import Report
 from sim.prove.steps.compare import LoopComparison
 from sim.prove.steps.mutants import Mutant, put_in
 from sim.prove.steps.names import roots_by_value
-from sim.prove.steps.proof import Loop, RanksRecord, Taken
+from sim.prove.steps.proof import Loop, RanksRecord, References, Taken
 from sim.prove.steps.watch import LoopRecord, LoopWatch, PerturbedSteps
 from sim.script.arguments import HARDWARE_HELP, new_parser
 from sim.script.changes import without_compiler_and_workers
@@ -187,7 +187,7 @@ class _ScriptLoop(Loop):
             raise found.stopped
         return found.loops[0]
 
-    def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
+    def on_ranks(self, references: References, mutant: Mutant | None) -> RanksRecord:
         """Execute the script on its ranks."""
         numbers = self.shared.ranks if self.shared is not None else ()
         launch = self.launch if mutant is None and not numbers else replace(self.launch, show=())
@@ -195,7 +195,7 @@ class _ScriptLoop(Loop):
             found = self._execute(launch, self.source, None, mutant, numbers=numbers, is_watched=launch is self.launch)
         if found.stopped is None and not any(step.updates for loop in found.loops for step in loop.steps):
             raise InvalidValue(*_no_steps(self.launch.script, "no rank has made a step"))
-        return replace(found, loops=[_told_by_values(loop, expected) for loop in found.loops])
+        return replace(found, loops=[_told_by_values(loop, references[0]) for loop in found.loops])
 
     def make(self) -> None:
         """Execute the script on its ranks until the first forward, and compare what engines split."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,9 +22,9 @@ from hyper_parallel.core.common.errors import InvalidType, InvalidValue
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.machine import Machine
 from sim.observers.races import look
-from sim.prove.bound import Perturbed
+from sim.prove.bound import DoubleGroupedProducts, Perturbed
 from sim.prove.evidence import read_mesh, unit_roundoff
-from sim.prove.modes.choices import ChoiceKey, Choices
+from sim.prove.modes.choices import Choices
 from sim.prove.modes.precision import WidePrecision
 from sim.prove.modes.values import proved_once, proved_twice, proved_varied, second_of
 from sim.prove.randomness import DrawPlace
@@ -34,9 +35,10 @@ from sim.prove.steps.compare import Permutation
 from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
 from sim.prove.steps.mutants import Mutant, put_in, put_into_model
 from sim.prove.steps.names import read_names
-from sim.prove.steps.proof import Loop, RanksRecord, Taken
+from sim.prove.steps.proof import Loop, RanksRecord, References, Taken
+from sim.prove.steps.updates import is_elementwise
 from sim.prove.steps.watch import LoopRecord, LoopWatch
-from sim.world import world
+from sim.world import World, world
 
 __all__ = ["verify_step"]
 
@@ -145,7 +147,7 @@ def verify_step(
     if steps is not None:
         read_int(_ASKED, "steps", steps, 1)
     optimizer = adamw if optimizer_fn is True else optimizer_fn or None
-    task = _StepLoop(
+    task = StepLoop(
         asked=_ASKED,
         world_size=math.prod(mesh.mesh_shape),
         dtype=dtype,
@@ -169,7 +171,7 @@ def verify_step(
     return proved_twice(model_fn, task.world_size, batch, second, lambda both: _proved(twice if both else task))
 
 
-def _proved(task: _StepLoop) -> Report:
+def _proved(task: StepLoop) -> Report:
     """Take the steps on one device and on the ranks, and compare."""
 
     def prove(made: Callable[[], nn.Module], is_varied: bool) -> Report:
@@ -186,7 +188,7 @@ def _proved(task: _StepLoop) -> Report:
 
 
 @dataclass(frozen=True)
-class _StepLoop(Loop):
+class StepLoop(Loop):
     """A step function, called several times with a model and a batch."""
 
     step: Callable[[Any, Any], Any]
@@ -212,7 +214,7 @@ class _StepLoop(Loop):
         """Return the loop with the first batch alone."""
         return self if self.second is None else replace(self, second=None, steps=1)
 
-    def references(self, taken: Taken | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
+    def references(self, taken: Taken | None = None) -> References:
         """Take the steps on one device, see `Loop`; refuse a program that computes nan there."""
         expected, moved = super().references(taken)
         grads = ((name, grad) for step in expected.steps for name, grad in step.gradients.items() if grad is not None)
@@ -237,7 +239,9 @@ class _StepLoop(Loop):
             with nullcontext() if seed is None else Perturbed(floor, seed=seed):
                 batches = [_copied(batch, self.dtype) for batch in self._batches]
                 watch = self._watch([model], None if self.shared is None else self.shared.one, keeps_graph=seed is None)
-                self._take(watch, model, self.step, batches, WidePrecision(self.dtype), taken)
+                watch.note_initial()
+                made = Made(model, [model], batches, [], WidePrecision(self.dtype), self.step, watch)
+                Steps(self, made, taken).go_on()
                 return watch.record
 
     def _watch(
@@ -245,55 +249,51 @@ class _StepLoop(Loop):
     ) -> LoopWatch:
         """Make the recorder of one device or a rank."""
         options: dict[str, Any] = {"calms_all": True, "explicit_steps": True}
-        watch = LoopWatch(roots, self.steps, keeps_graph=keeps_graph, shared=shared, **options)
-        watch.note_initial()
-        return watch
+        return LoopWatch(roots, self.steps, keeps_graph=keeps_graph, shared=shared, **options)
 
-    def _take(
-        self,
-        watch: LoopWatch,
-        model: Any,
-        step: Callable[[Any, Any], Any],
-        batches: Sequence[Any],
-        wide: WidePrecision,
-        taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
-    ) -> None:
-        """Take the steps on one device or a rank."""
-        chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
-        optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
-        choices = Choices(lambda: watch.where if watch.is_inside else None, taken)
-        watch.record.choices = choices.made
-        with watch, wide, choices:
-            for number in range(self.steps):
-                loss, numbers = _parted(step(model, batches[min(number, len(batches) - 1)]))
-                there = [parameter.grad is not None for parameter in watch.parameters().values()]
-                is_called = any(there) or watch.has_differentiated or watch.has_updated
-                if isinstance(loss, torch.Tensor) and loss.requires_grad and not is_called:
-                    loss.backward()
-                is_own = watch.has_updated
-                look("the end of the step", [loss] if isinstance(loss, torch.Tensor) else [], ())
-                watch.note_result(loss)
-                watch.note_numbers(numbers)
-                if not is_own:
-                    look_at_gradients(watch.parameters().values())
-                if not is_own and optimizer is not None:
-                    # Imported here: whoever imports `sim` needs no trainer.
-                    from hyper_parallel.trainer.optimizer import update
+    def optimizer(self, made: Made) -> torch.optim.Optimizer | None:
+        """Make what updates the parameters, if anything does."""
+        chosen = [parameter for parameter in made.watch.parameters().values() if parameter.requires_grad]
+        return self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
 
-                    with _disable_current_modes():
-                        update(optimizer)
-                elif not is_own:
-                    watch.note_gradients()
-                for parameter in () if is_own else watch.parameters().values():  # else the step clears them
-                    parameter.grad = None
-                watch.end_step()
+    def called(self, made: Made, batch: Any) -> Generator[Any, None, Any]:
+        """Call the step."""
+        yield from ()
+        return made.step(made.model, batch)
+
+    def taken(self, made: Made, optimizer: torch.optim.Optimizer | None) -> Iterator[Any]:
+        """Take the steps, on one device or a rank, with breaks where calls have some."""
+        watch, batches = made.watch, made.batches
+        for number in range(self.steps):
+            loss, numbers = _parted((yield from self.called(made, batches[min(number, len(batches) - 1)])))
+            there = [parameter.grad is not None for parameter in watch.parameters().values()]
+            is_called = any(there) or watch.has_differentiated or watch.has_updated
+            if isinstance(loss, torch.Tensor) and loss.requires_grad and not is_called:
+                loss.backward()
+            is_own = watch.has_updated
+            look("the end of the step", [loss] if isinstance(loss, torch.Tensor) else [], ())
+            watch.note_result(loss)
+            watch.note_numbers(numbers)
+            if not is_own:
+                look_at_gradients(watch.parameters().values())
+            if not is_own and optimizer is not None:
+                # Imported here: whoever imports `sim` needs no trainer.
+                from hyper_parallel.trainer.optimizer import update
+
+                with _disable_current_modes() if is_elementwise(optimizer) else nullcontext():
+                    update(optimizer)
+            elif not is_own:
+                watch.note_gradients()
+            for parameter in () if is_own else watch.parameters().values():  # else the step clears them
+                parameter.grad = None
+            watch.end_step()
 
     def make(self) -> None:
         """Make the ranks' models once more, in a world that compares what engines split."""
         with world(self.world_size, seed=self.seed, machine=self.machine, check_replicas=True) as ranks:
             ranks.run(self._make)
 
-    def _make(self) -> _Made:
+    def _make(self) -> Made:
         """Make what the calling rank takes steps with."""
         mesh = init_device_mesh(self.device, self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
         torch.default_generator.manual_seed(self.seed)
@@ -307,7 +307,11 @@ class _StepLoop(Loop):
             batches = [_copied(self.shard_batch(batch, mesh), self.dtype) for batch in batches]
             order = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
         batches = [mapped(batch, lambda tensor, _: tensor.to(self.device)) for batch in batches]
-        return _Made(made, list(_modules_in(made)), batches, order, wide, self._step_on(mesh))
+        roots, shared = list(_modules_in(made)), self._shared_of(dist.get_rank())
+        return Made(made, roots, batches, order, wide, self._step_on(mesh), self._watch(roots, shared))
+
+    def _shared_of(self, rank: int) -> Mapping[DrawPlace, torch.Tensor] | None:
+        return None if self.shared is None else self.shared.ranks[rank]
 
     def _step_on(self, mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
         """Return the ranks' step, with the mesh if it needs a third argument."""
@@ -318,32 +322,27 @@ class _StepLoop(Loop):
         needed = [each for each in given if each.default is each.empty and each.kind in _POSITIONAL]
         return (lambda model, batch: self.rank_step(model, batch, mesh)) if len(needed) == 3 else self.rank_step
 
-    def on_ranks(self, expected: LoopRecord, mutant: Mutant | None) -> RanksRecord:
+    def on_ranks(self, references: References, mutant: Mutant | None) -> RanksRecord:
         """Take the steps on the ranks."""
         moves = self.device != "cpu"
         options: dict[str, Any] = {"device": self.device if moves else None, "machine": self.machine}
         watched = mutant is None and self.shared is None
         with world(self.world_size, seed=self.seed, check_races=watched, **options) as ranks:
             with put_in(ranks, mutant):
-                made: list[_Made] = ranks.run(self._make)
+                made = self._made(ranks)
                 roots = [each.roots for each in made]
-                drawn = DrawnWeights() if moves else self._give_shards(expected.initial, roots)
-
+                drawn = DrawnWeights() if moves else self._give_shards(references[0].initial, roots)
                 found, loops = RanksRecord(rows=drawn.rows, notes=drawn.notes), dict[int, LoopRecord]()
 
-                def take() -> None:
+                def begin() -> Steps:
                     rank = dist.get_rank()
-                    own = made[rank]
-                    put_into_model(mutant, own.roots, rank)
-                    watch = self._watch(own.roots, None if self.shared is None else self.shared.ranks[rank])
-                    loops[rank] = watch.record
-                    self._take(watch, own.model, own.step, own.batches, own.wide)
-                    settle(self.device)
-                    if moves:
-                        watch.record.uses, watch.record.choices = {}, {}
+                    put_into_model(mutant, made[rank].roots, rank)
+                    made[rank].watch.note_initial()
+                    loops[rank] = made[rank].watch.record
+                    return Steps(self, made[rank])
 
                 with found.until_stopped(loops, self.world_size):
-                    ranks.run(take)
+                    self._take(ranks, made, begin, references, found)
             offloaded = [block for each in roots for root in each for block in offloaded_of(root)]
             return replace(
                 found,
@@ -354,6 +353,33 @@ class _StepLoop(Loop):
                 why_not="ranks draw weights by themselves" if drawn.said else "",
                 has_moved=any(block.has_moved for block in offloaded),
             )
+
+    def _made(self, ranks: World) -> list[Made]:
+        """Let each rank make what it takes steps with."""
+        return ranks.run(self._make)
+
+    def _take(
+        self,
+        ranks: World,
+        made: Sequence[Made],
+        begin: Callable[[], Steps],
+        references: References,
+        found: RanksRecord,
+    ) -> None:
+        """Take the steps on the ranks, each of which begins its own."""
+        del references, found
+
+        def take() -> None:
+            begin().go_on()
+            self._settle(made[dist.get_rank()])
+
+        ranks.run(take)
+
+    def _settle(self, made: Made) -> None:
+        """Have on the host what the calling rank has noted on a device, but for what is proved without."""
+        settle(self.device)
+        if self.device != "cpu":
+            made.watch.record.uses, made.watch.record.choices = {}, {}
 
     def _give_shards(self, one: Mapping[str, torch.Tensor], roots: Sequence[Sequence[nn.Module]]) -> DrawnWeights:
         """Let parameters that ranks have drawn by themselves be those of one device."""
@@ -369,8 +395,8 @@ class _StepLoop(Loop):
         return drawn
 
 
-class _Made(NamedTuple):
-    """Model, batches and step of a rank.
+class Made(NamedTuple):
+    """Model, batches and step of one device or a rank.
 
     Attributes:
         model: what the step is called with.
@@ -379,6 +405,7 @@ class _Made(NamedTuple):
         order: the numbers of the batch's elements that it has.
         wide: the mode in which it computes.
         step: is called with model and batch.
+        watch: records the steps.
     """
 
     model: Any
@@ -387,6 +414,29 @@ class _Made(NamedTuple):
     order: list[torch.Tensor]
     wide: WidePrecision
     step: Callable[[Any, Any], Any]
+    watch: LoopWatch
+
+
+class Steps:
+    """The steps of one device or a rank, which may be taken in several parts.
+
+    Args:
+        loop: whose.
+        made: what they are taken with.
+        taken: what `topk` and its like shall take.
+    """
+
+    def __init__(self, loop: StepLoop, made: Made, taken: Taken | None = None) -> None:
+        watch = made.watch
+        self._made = made
+        self._choices = Choices(lambda: watch.where if watch.is_inside else None, taken)
+        watch.record.choices = self._choices.made
+        self._parts = loop.taken(made, loop.optimizer(made))
+
+    def go_on(self, *, to_break: bool = False) -> Any:
+        """Take steps to their end, or up to the next break; return what it gives."""
+        with DoubleGroupedProducts(), self._made.watch, self._made.wide, self._choices:
+            return next(self._parts) if to_break else deque(self._parts, maxlen=0)
 
 
 def _modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:

@@ -39,7 +39,7 @@ from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.modes.draws import ModuleTensor, SharedDraws, shared_draws
 from sim.prove.randomness import THE_STEP, DrawPlace, DrawUse, redrawn_row
 from sim.prove.report import Report, ReportRow
-from sim.prove.steps.names import find_names
+from sim.prove.steps.names import NameMap, find_names
 from sim.prove.steps.updates import ROUNDINGS, RankGradients, UpdateReplay, UpdateRule, UpdatesOfStep, UpdateStarts
 from sim.prove.steps.watch import LOSS, CallKey, LoopRecord, RecordedStep
 
@@ -54,25 +54,26 @@ Parts = Mapping[int, torch.Tensor]
 
 
 def agreed_choices(
-    expected: LoopRecord,
-    moved: Sequence[LoopRecord],
+    references: tuple[LoopRecord, Sequence[LoopRecord]],
     records: Sequence[LoopRecord],
     mesh: Layout,
+    dtype: torch.dtype | None,
     again: Callable[[Mapping[ChoiceKey, torch.Tensor]], tuple[LoopRecord, Sequence[LoopRecord]]],
-) -> tuple[LoopRecord, Sequence[LoopRecord], list[str]]:
+) -> tuple[tuple[LoopRecord, Sequence[LoopRecord]], list[str]]:
     """Let one device choose as the ranks do in all steps, where candidates lie within the bound; say where."""
     taken: dict[ChoiceKey, torch.Tensor] = {}
     for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
+        expected, moved = references
 
         def limit(key: ChoiceKey, given: torch.Tensor, others: Sequence[LoopRecord] = moved) -> float:
-            return bound_of(given, [other.choices[key].given for other in others if key in other.choices])
+            return bound_of(given, [other.choices[key].given for other in others if key in other.choices], dtype)
 
         free = free_choices(expected.choices, [record.choices for record in records], mesh, limit)
         if not free:
             break
         taken |= free
-        expected, moved = again(taken)
-    return expected, moved, agreed_words(taken)
+        references = again(taken)
+    return references, agreed_words(taken)
 
 
 class LoopComparison:
@@ -105,7 +106,7 @@ class LoopComparison:
     ) -> None:
         self._stopped = stopped
         self.expected, self.moved, self.ranks, self.mesh = expected, moved, ranks, mesh
-        self.names = find_names(expected.initial, [rank.initial for rank in ranks], mesh, names)
+        self.names = self._find_names(names)
         self.before: list[ReportRow] = []  # what has been found already
         self.notes: list[str] = []
         self._orders = list(dict.fromkeys(orders))
@@ -134,15 +135,30 @@ class LoopComparison:
             return self._until_stopped(rows)
         for number in range(len(self.expected.steps)):
             rows += self._of_step(number)
-        rows += self._redrawn()
+        rows += [*self._redrawn(), *self._miscounted()]
+        if self._is_unproved() and first_bug(rows) is None:
+            rows.append(NOTHING_TRAINED)
+        rows = advised(rows)
+        self._note_rest()
+        return Report(tuple(rows), str(self.mesh.axes), tuple(self.notes))
+
+    def _find_names(self, given: Mapping[str, Any]) -> NameMap:
+        """Return which parameter of one device each parameter of a rank stands for."""
+        return find_names(self.expected.initial, [rank.initial for rank in self.ranks], self.mesh, given)
+
+    def _is_unproved(self) -> bool:
+        """Return True if there are weights to train, and no gradient and no update was compared."""
+        return bool(self.expected.trained) and not self._proved
+
+    def _miscounted(self) -> Iterator[ReportRow]:
         counts = {len(self.expected.steps), *(len(rank.steps) for rank in self.ranks)}
         if len(counts) > 1:
             counted = ", ".join(str(len(rank.steps)) for rank in self.ranks[:_MOST_SAID])
             sentence = f"one device takes {len(self.expected.steps)} steps, the ranks {counted}"
-            rows.append(ReportRow("", "steps", "update", verdict="bug", sentence=sentence))
-        if self.expected.trained and not self._proved and first_bug(rows) is None:
-            rows.append(NOTHING_TRAINED)
-        rows = advised(rows)
+            yield ReportRow("", "steps", "update", verdict="bug", sentence=sentence)
+
+    def _note_rest(self) -> None:
+        """Note what was compared otherwise, or not at all."""
         self.notes += [f"by their values, {text}" for text in self._said(self.names.found)]
         if self._left:
             self.notes.append(f"not compared, as no rank has them by a name that is known: {self._some(self._left)}")
@@ -152,7 +168,6 @@ class LoopComparison:
             self.notes.append(f"of each rank's own rows, as nothing synchronises them: {self._some(self._own)}")
         if self._made:
             self.notes.append(f"the ranks' own, which no step changes: {self._some(self._made)}")
-        return Report(tuple(rows), str(self.mesh.axes), tuple(self.notes))
 
     def _until_stopped(self, rows: list[ReportRow]) -> Report:
         """Judge the steps that all ranks have taken, and forward of the one in which they failed."""

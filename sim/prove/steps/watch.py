@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,15 +17,19 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from hyper_parallel.core.common.torch_compat import own_statistics
+from hyper_parallel.core.dtensor.layout import Layout
 from sim.kernel.context import current_rank
 from sim.observers.races import is_awaited
 from sim.ops import Level, OnFunctions, Proceed
 from sim.prove.bound import Perturbed
+from sim.prove.infer import order_said
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
 from sim.prove.record import (
+    AxesOf,
     argument_names,
     copy_of,
+    declared_of,
     local_of,
     named_buffers,
     named_modules,
@@ -36,13 +40,32 @@ from sim.prove.record import (
 )
 from sim.prove.steps.updates import UpdateStarts
 
-_NEAR = 12  # frames of torch's own between a stage and the hook of its module
+_NEAR = 13  # frames of torch's own between a stage and the hook of its module
 
 CallKey = tuple[str, str, str]
 """A tensor at a module's boundary: the module's path, "input" or "output", and the way to the tensor."""
 
 LOSS: CallKey = ("", "loss", "")
 """The scalars that are differentiated, among the places in autograd's graph."""
+
+
+class Declared(NamedTuple):
+    """The layout that a DTensor declares.
+
+    Attributes:
+        layout: on the mesh of all ranks; None for a plain tensor, and for placements that no layout can say.
+        known: the axes that it speaks of.
+        shape: of the tensor, of a DTensor all of it.
+    """
+
+    layout: Layout | None = None
+    known: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, axes: AxesOf | None) -> Declared:
+        """Read a tensor's layout on the axes of all ranks; None: on one device."""
+        return cls(*declared_of(axes, tensor), tuple(tensor.shape))
 
 
 @dataclass
@@ -66,6 +89,12 @@ class RecordedStep:
         early: number of calls before the first update, by boundary; None: no update.
         turns: number of recorded tensors when its optimizer took the gradient, by parameter.
         raw: of each parameter when the last `Tensor.backward` before its optimizer's step ended.
+        declared: of what stood at each boundary of a plan's model.
+        grads_declared: of the gradients with respect to it.
+        gradients_declared: of the parameters' gradients.
+        called: modules of a plan's model, in the order of their calls.
+        after_forward: buffers of a plan's model then.
+        redraw: random numbers of its forward that a recomputation in backward has drawn otherwise.
     """
 
     calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -83,6 +112,23 @@ class RecordedStep:
     early: Mapping[CallKey, int] | None = None
     turns: dict[str, int] = field(default_factory=dict)
     raw: dict[str, torch.Tensor] = field(default_factory=dict)
+    declared: dict[tuple[CallKey, int], Declared] = field(default_factory=dict)
+    grads_declared: dict[tuple[CallKey, int], Declared] = field(default_factory=dict)
+    gradients_declared: dict[str, Declared] = field(default_factory=dict)
+    called: list[str] = field(default_factory=list)
+    after_forward: dict[str, torch.Tensor] = field(default_factory=dict)
+    redraw: Draw | None = None
+
+
+@dataclass
+class _Seen:
+    """A tensor that was copied already, and the boundaries at which it stood."""
+
+    tensor: torch.Tensor  # kept, so that no other tensor gets its id
+    version: int
+    value: torch.Tensor
+    declared: Declared
+    places: list[tuple[CallKey, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -109,6 +155,15 @@ class LoopRecord:
         is_misfit: they have other shapes than those that were shared.
         bare: where numbers are drawn that nothing is put in place of.
         stopped_in: path of the module that was running when the loop failed; None: none.
+        stopped_while: it went "forward" or "backward".
+        arguments: names of the positional arguments of each module of a plan's model, by path.
+        declared: of its parameters, by name.
+        same: for each name of a parameter, the first name of the same tensor.
+        places: where a rank's elements are, of parameters that are DTensors on axes which the mesh does not have.
+        draws: random numbers in its first forward.
+        low: its modules that cast by hand, and to what.
+        averages: some wrapper takes the mean of gradients over ranks.
+        cotangents: gradients that what its model returned was given, by the way to each.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -129,6 +184,33 @@ class LoopRecord:
     is_misfit: bool = False
     bare: Mapping[str, None] = field(default_factory=dict)
     stopped_in: str | None = None
+    stopped_while: str = "forward"
+    arguments: dict[str, list[str]] = field(default_factory=dict)
+    declared: dict[str, Declared] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
+    places: dict[str, torch.Tensor] = field(default_factory=dict)
+    draws: list[Draw] = field(default_factory=list)
+    low: Mapping[str, torch.dtype] = field(default_factory=dict)
+    averages: bool = False
+    cotangents: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def note_layouts(
+        self, named: Mapping[str, nn.Parameter], first: Mapping[str, nn.Parameter], axes: AxesOf | None
+    ) -> None:
+        """Note the layouts that the parameters of a plan's model declare, and which are tied.
+
+        Args:
+            named: all of them.
+            first: those of other tensors than the ones before.
+            axes: reads layouts; None: on one device.
+        """
+        names = {id(parameter): name for name, parameter in first.items()}
+        self.same = {name: names[id(parameter)] for name, parameter in named.items()}
+        for name, parameter in first.items():
+            self.declared[name] = Declared.of(parameter, axes)
+            is_apart = isinstance(parameter, DTensor) and self.declared[name].layout is None
+            places = order_said(parameter, axes.rank) if is_apart and axes is not None else None
+            self.places |= {} if places is None else {name: places}
 
     def root_of(self, path: str) -> str:
         """Return the root that a module or a tensor belongs to."""
@@ -201,6 +283,8 @@ class LoopWatch:
         calms_all: do so with those outside of modules, too: they are a step's own, and no weights or batches.
         one_model: the modules are parts of one model and have its names, e.g. several stages of a pipeline.
         explicit_steps: steps end at `end_step` only; else also where a forward or a loss follows an update.
+        of_plan: there is one model, with hooks of its own that see what its plan has converted, without gradients too.
+        axes: reads what its DTensors declare; None: on one device.
     """
 
     def __init__(
@@ -214,8 +298,12 @@ class LoopWatch:
         calms_all: bool = False,
         one_model: bool = False,
         explicit_steps: bool = False,
+        of_plan: bool = False,
+        axes: AxesOf | None = None,
     ) -> None:
         self.record = LoopRecord()
+        self._of_plan, self.axes = of_plan, axes
+        self._seen: dict[int, _Seen] = {}
         self.calms_all, self._keeps_graph = calms_all, keeps_graph
         self.is_updating = False  # an optimizer is at work
         self._most, self._on_more = most, on_more
@@ -227,7 +315,8 @@ class LoopWatch:
         self._explicit_steps = explicit_steps
         self._is_over = True
         self._is_enough = self._is_for_shapes = self._has_optimizer = False
-        self._failed_in: str | None = None  # the innermost module that an exception has left
+        self.is_backward = False  # a loss is being differentiated
+        self.failed_in: str | None = None  # the innermost module that an exception has left
         self._rank: int | None = None
         self._stack = ExitStack()
         self._calm = _CalmInSteps(self, shared)
@@ -258,8 +347,7 @@ class LoopWatch:
     def __enter__(self) -> LoopWatch:
         self._rank = current_rank()
         hooks = [
-            module_hooks.register_module_forward_pre_hook(self._enter_module),  # type: ignore[arg-type]
-            module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
+            *_hooks_on(self._kept if self._of_plan else None, self._enter, self._enter_module, self._leave_module),
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
         ]
@@ -273,9 +361,11 @@ class LoopWatch:
         self._stack.close()
         has_failed = kind is not None and not self._is_enough and (self._inside or issubclass(kind, Exception))
         if has_failed:
-            self.record.stopped_in = self.where if self._inside else self._failed_in
+            self.record.stopped_in = self.where if self._inside else self.failed_in
+            self.record.stopped_while = "backward" if self.is_backward else "forward"
         if not (has_failed and self._explicit_steps) and (self._taken or self._have_weights_moved()):
             self._note_end()
+        self._note_draws()
         self.record.redraw = redrawn(self._calm.draws, self._calm.again)
         self.record.repeats, self.record.is_misfit = self._calm.repeats, self._calm.is_misfit
         if has_failed:
@@ -298,6 +388,8 @@ class LoopWatch:
                 self._kept.append(module)
                 self._paths[id(module)] = ".".join(part for part in (prefix, path) if part)
                 self.record.paths.append(self._paths[id(module)])
+                if self._of_plan:
+                    self.record.arguments[path] = argument_names(module)
                 if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                     self.record.batch_norms.add(self._paths[id(module)])
                 here = f"{self._paths[id(module)]}."
@@ -342,9 +434,20 @@ class LoopWatch:
                 self.record.initial[name] = copy_of(parameter)
                 self.record.trained.update([name] if parameter.requires_grad else [])
                 self.record.leaves[name] = id(parameter)
+        if self._of_plan and not self.record.same:  # a forward that has begun may have put others in their place
+            self.record.note_layouts(named_parameters(self._roots[0][1]), self.parameters(), self.axes)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        self._failed_in = None
+        kwargs = _keywords()
+        args, views = self._enter(module, args, kwargs)
+        kwargs.update(views)
+        return args
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Note what a module is given, and return it with tensors of its own."""
+        self.failed_in = None
         if not self._inside:
             self._is_for_shapes = _asks_for_shapes()
             if id(module) not in self._paths:
@@ -352,32 +455,39 @@ class LoopWatch:
             self._is_over = self._is_over or (
                 self._counts() and not self._explicit_steps and self._have_weights_moved()
             )
-        if id(module) in self._paths and self._counts():
-            self._begin()  # before the module gathers its parameters, which are noted as they are
+        is_noted = id(module) in self._paths and self._counts()
+        step = self._begin() if is_noted else None  # before it gathers its parameters, which are noted as they are
         self._inside.append(id(module))
-        kwargs = _keywords()
-        if id(module) in self._paths and self._counts():
+        if is_noted:
             views: dict[int, torch.Tensor] = {}
-            args = own_views(args, views, quick=True)
-            kwargs.update(own_views(kwargs, views, quick=True))
+            args = own_views(args, views, quick=not self._of_plan)
+            kwargs = own_views(kwargs, views, quick=not self._of_plan)
+        if step is not None and self._of_plan:
+            step.called.append(self.where)
         for index, value in enumerate(args):
             self._note(module, "input", str(index), value)
         names = argument_names(module) if kwargs else []
         for name, value in kwargs.items():
             self._note(module, "input", str(names.index(name)) if name in names else name, value)
-        return args
+        return args, kwargs
 
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del args
         while self._inside and self._inside.pop() != id(module):
             pass  # a module that an exception has ended, caught on the way
         if sys.exc_info()[0] is not None:
-            self._failed_in = self._failed_in or self._paths.get(id(module))
+            self.failed_in = self.failed_in or self._paths.get(id(module))
         self._note(module, "output", "", output)
+        if not self._inside:
+            self._seen.clear()
+            step = self._begin() if self._of_plan and self._counts() else None
+            if step is not None:
+                step.after_forward = {name: copy_of(buffer) for name, buffer in self.buffers().items()}
 
     def _counts(self) -> bool:
         """Whether a call is one of training, and none of a validation, a repeated forward or a question for shapes."""
-        return not self._is_for_shapes and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        is_training = self._of_plan or torch.is_grad_enabled()
+        return not self._is_for_shapes and is_training and torch._C._current_graph_task_id() == -1
 
     def _begin(self) -> RecordedStep | None:
         if not self._explicit_steps:
@@ -391,29 +501,25 @@ class LoopWatch:
         step = self._begin()
         if step is not None:
             for way, tensor in tensors_in(value):
-                if tensor.is_meta or is_awaited(tensor):
+                if not self._of_plan and (tensor.is_meta or is_awaited(tensor)):
                     continue  # a schedule that asks for shapes; an exchange that the module is to wait for
-                calls = step.calls.setdefault((path, side, place + way), [])
-                calls.append(copy_of(tensor))
-                if tensor.requires_grad and not tensor.is_leaf:
-                    self._note_grad(step, ((path, side, place + way), len(calls) - 1), tensor)
+                calls, seen = step.calls.setdefault((path, side, place + way), []), self._look(step, tensor)
+                seen.places.append(((path, side, place + way), len(calls)))
+                if self._of_plan:
+                    step.declared[seen.places[-1]] = seen.declared
+                if self._keeps_graph and tensor.grad_fn is not None:
+                    step.nodes[seen.places[-1]] = tensor.grad_fn
+                calls.append(seen.value)
 
-    def _note_grad(self, step: RecordedStep, key: tuple[CallKey, int], tensor: torch.Tensor) -> None:
-        """Keep the gradient with respect to what stands at a boundary, once it is computed."""
-        grads = step.grads  # the hook must not hold the step, which holds the graph: no collector sees that cycle
-
-        def hook(grad: torch.Tensor | None) -> None:
-            if grad is None:  # of a function that returns none, such as for rows that no rank has sent
-                return
-            value = copy_of(grad)
-            if key in grads:  # of a second backward
-                settle(grad.device)
-                value = grads[key] + value
-            grads[key] = value
-
-        tensor.register_hook(hook)
-        if self._keeps_graph:
-            step.nodes[key] = tensor.grad_fn
+    def _look(self, step: RecordedStep, tensor: torch.Tensor) -> _Seen:
+        """Return the copy of a tensor, made once for all the boundaries that it passes in a forward."""
+        known, version = self._seen.get(id(tensor)), -1 if tensor.is_inference() else tensor._version
+        if known is not None and known.version == version >= 0:
+            return known
+        seen = self._seen[id(tensor)] = _Seen(tensor, version, copy_of(tensor), Declared.of(tensor, self.axes))
+        if tensor.requires_grad and (self._of_plan or not tensor.is_leaf):
+            tensor.register_hook(_grad_hook(step, seen.places, self.axes))
+        return seen
 
     # -- backward and updates ----------------------------------------------------------------------------------------
 
@@ -434,7 +540,7 @@ class LoopWatch:
 
     def after_backward(self) -> None:
         """Copy the gradients before the step goes on to reduce, add to, or scale them; not those on a device."""
-        is_plain = self._keeps_graph or self._rank is not None  # perturbed runs need none
+        is_plain = not self._of_plan and (self._keeps_graph or self._rank is not None)  # perturbed runs need none
         if is_plain and not self._is_over and not self._is_enough:
             step, grads = self.record.steps[-1], {name: each.grad for name, each in self.parameters().items()}
             there = {name: grad for name, grad in grads.items() if grad is not None and name not in step.gradients}
@@ -473,12 +579,22 @@ class LoopWatch:
                     step.gradients[name] = None if grad is None else copy_of(grad)
                     if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
                         step.partial.add(name)
+                    if self._of_plan:
+                        step.gradients_declared[name] = Declared() if grad is None else Declared.of(grad, self.axes)
 
     def end_step(self) -> None:
         """Copy the weights and buffers that the step leaves; what comes belongs to the next."""
-        self._step()
+        step = self._step()
+        self._note_draws()
+        if step is not None and self._of_plan:
+            step.redraw = redrawn(self._calm.draws, self._calm.again)
+            self._calm.next_step()
         self._is_over = True
         self._note_end()
+
+    def _note_draws(self) -> None:
+        if len(self.record.steps) == 1 and not self.record.draws:
+            self.record.draws = [draw for draw in self._calm.draws if not draw.spread]
 
     def _note_end(self) -> None:
         """Copy all parameters and buffers at the end of the last step, unless that is done."""
@@ -511,7 +627,8 @@ class LoopWatch:
         again = id(optimizer) in self._taken
         self._is_over = self._is_over or (again and not self._explicit_steps)
         step = self._step()
-        self.note_gradients(_params_of(optimizer))
+        if not self._of_plan:
+            self.note_gradients(_params_of(optimizer))
         if step is not None:
             starts = step.starts.joined(UpdateStarts.of(optimizer, self.parameters()))
             step.starts = (
@@ -540,6 +657,44 @@ class LoopWatch:
     def has_updated(self) -> bool:
         """Whether an optimizer has stepped in the current step."""
         return bool(self._taken)
+
+
+def _hooks_on(modules: Sequence[nn.Module] | None, enter: Any, enter_any: Any, leave: Any) -> Iterator[Any]:
+    """Let modules call functions when they are entered and left; None: all modules there are."""
+    if modules is None:
+        yield module_hooks.register_module_forward_pre_hook(enter_any)
+        yield module_hooks.register_module_forward_hook(leave, always_call=True)
+        return
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return enter(module, args, kwargs)  # a function of its own: a copy of the model keeps it as it is
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        leave(module, args, output)
+
+    for module in modules:
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_hook(after, always_call=True)
+
+
+def _grad_hook(
+    step: RecordedStep, places: Sequence[tuple[CallKey, int]], axes: AxesOf | None
+) -> Callable[[torch.Tensor | None], None]:
+    """Return a hook that keeps a gradient; it holds neither step nor graph, as no collector sees that cycle."""
+    grads, declared = step.grads, step.grads_declared
+
+    def hook(grad: torch.Tensor | None) -> None:
+        if grad is None:  # of a function that returns none, such as for rows that no rank has sent
+            return
+        value = copy_of(grad)
+        if places[0] in grads:  # of a second backward
+            settle(grad.device)
+            value = grads[places[0]] + value
+        grads.update(dict.fromkeys(places, value))
+        if axes is not None:
+            declared.update(dict.fromkeys(places, Declared.of(grad, axes)))
+
+    return hook
 
 
 def _is_equal(parameter: nn.Parameter, value: torch.Tensor) -> bool:
@@ -641,9 +796,11 @@ class _Losses(OnFunctions):
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
         """Call `func`."""
+        self._watch.is_backward = self._watch.is_backward or func is torch.Tensor.backward
         if func is torch.Tensor.backward and args[0].numel() == 1:
             self._watch.on_backward(args[0])
         result = proceed(*args, **kwargs)
         if func is torch.Tensor.backward:
+            self._watch.is_backward = False
             self._watch.after_backward()
         return result

@@ -256,12 +256,12 @@ def test_a_model_that_draws_more_where_its_values_are_others():
 
 
 def test_a_proof_without_random_numbers_takes_no_further_step(monkeypatch):
-    import sim.prove.verify as verify_module
+    import sim.prove.steps.compare as steps_module
 
     def never(*given):
         raise AssertionError
 
-    monkeypatch.setattr(verify_module, "shared_draws", never)
+    monkeypatch.setattr(steps_module, "shared_draws", never)
     assert plan(data_parallel(p=0.0), stack(p=0.0)).ok
 
 

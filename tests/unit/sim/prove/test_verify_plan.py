@@ -20,8 +20,8 @@ from hyper_parallel import checkpoint_blocks, fully_shard
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.platform.cpu import CpuPlatform
 from sim.prove import faults
-from sim.prove.record import ModuleRecorder
 from sim.prove.runs import converted
+from sim.prove.steps.watch import LoopWatch
 
 pytestmark = pytest.mark.tier("test")
 
@@ -454,7 +454,7 @@ def test_a_forward_that_stops_is_reported_up_to_there_if_something_was_wrong_bef
 
     report = verify(stopping)
     assert place(report) == ("forward", "blocks.0.mlp.down", "output")
-    assert any("forward has stopped: rank" in note and "module 'head'" in note for note in report.notes)
+    assert any("the ranks have stopped: rank" in note and "module 'head', forward" in note for note in report.notes)
 
 
 @pytest.mark.tier("full")
@@ -632,7 +632,7 @@ def test_what_a_second_step_leaves_open_is_told():
 def test_proofs_leave_no_tensors_behind():
     def alive():
         gc.collect()
-        return sum(type(each) is ModuleRecorder for each in gc.get_objects())
+        return sum(type(each) is LoopWatch for each in gc.get_objects())
 
     def doubled(model, mesh):
         model.head.register_forward_hook(lambda module, args, output: output * 2)

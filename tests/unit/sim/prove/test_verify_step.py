@@ -1291,7 +1291,7 @@ def test_a_rank_that_fails_says_in_which_module_and_what_that_was_given(rank_ste
     assert isinstance(caught.value, sim.RankFailed)
     rows = 2 if rank_step is squared else 1
     assert str(caught.value).splitlines()[2:] == [
-        f"  rank {caught.value.rank} was in module 'down'",
+        f"  rank {caught.value.rank} was in module 'down', forward",
         "    weight: (8, 16)",
         "    bias: (8,)",
         f"    down.input: ({rows}, 8) of (2, 16)" + ", found (-, tp)" * (rows == 2),
@@ -1305,7 +1305,7 @@ def test_what_was_wrong_before_a_rank_failed_is_reported():
     assert report.first.sentence.startswith("every part is 2 times what it should be")
     (note,) = [note for note in report.notes if "stopped" in note]
     assert "cannot be multiplied" in note
-    assert note.endswith("was in module 'down'")
+    assert note.endswith("was in module 'down', forward")
 
 
 def test_ranks_that_wait_for_each_other_say_where_each_is():
@@ -1315,8 +1315,8 @@ def test_ranks_that_wait_for_each_other_say_where_each_is():
 
     with pytest.raises(sim.Deadlock) as caught:
         sim.verify_step(squared, narrowing, draw(2, WIDTH), "tp=2", parallelize=alone)
-    assert "  rank 0 was in module 'down'\n" in str(caught.value)
-    assert "  rank 1 was in no module" in str(caught.value)
+    assert "  rank 0 was in module 'down', forward\n" in str(caught.value)
+    assert "  rank 1 was in no module, forward" in str(caught.value)
 
 
 @pytest.mark.parametrize(
