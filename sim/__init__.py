@@ -38,6 +38,7 @@ from sim.trace import Event, Row, Span, Trace
 from sim.world import World, run, world
 
 if TYPE_CHECKING:
+    from sim.script.verify import verify
     from sim.testing.ranks import RankTest, ranks
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "scatter_full",
     "gather_full",
     "infer_layout",
+    "verify",
     "verify_plan",
     "verify_step",
     "check_determinism",
@@ -87,4 +89,6 @@ def __getattr__(name: str) -> Any:
         return import_module(f"sim.{name}")
     if name in ("RankTest", "ranks"):
         return getattr(import_module("sim.testing.ranks"), name)
+    if name == "verify":
+        return import_module("sim.script.verify").verify
     raise AttributeError(f"module 'sim' has no attribute {name!r}")

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.common.errors import InvalidValue, explain
+from hyper_parallel.core.common.checks import read_int
+from hyper_parallel.core.common.errors import InvalidType, InvalidValue, explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import mesh_lines
 from sim.explain.errors import InFlightBufferRace, RankFailed, SimError
@@ -35,11 +36,13 @@ from sim.prove.modes.precision import WidePrecision
 from sim.prove.modes.values import is_constant, listed
 from sim.prove.randomness import DrawPlace
 from sim.prove.report import Report
+from sim.prove.steps.api import verify_step
 from sim.prove.steps.compare import LoopComparison
 from sim.prove.steps.mutants import Mutant, put_in
 from sim.prove.steps.names import roots_by_value
 from sim.prove.steps.proof import Loop, RanksRecord, References, Taken
 from sim.prove.steps.watch import LoopRecord, LoopWatch, PerturbedSteps
+from sim.prove.verify import verify_plan
 from sim.script.arguments import HARDWARE_HELP, new_parser
 from sim.script.changes import without_compiler_and_workers
 from sim.script.launch import (
@@ -53,7 +56,7 @@ from sim.script.launch import (
 from sim.script.options import Launch, launch_of
 from sim.world import World, world
 
-__all__ = ["main", "mesh_of_groups", "verify_script"]
+__all__ = ["main", "mesh_of_groups", "verify", "verify_script"]
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 _COMMAND = "python -m sim verify"
@@ -86,9 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = f"{own['steps']} step{'s' * (own['steps'] > 1)}"
     print(f"{launch.script} on {launch.nproc} simulated ranks, and {beside} on one device: the first {steps} ...")
     sys.stdout.flush()
-    report = verify_script(launch, reference, own["steps"], mesh, names)
-    if isinstance(report, int):
-        return report
+    if read_script(launch) is None or read_script(reference) is None:
+        return FAILURE if read_script(launch) is None else USER_ERROR
+    try:
+        report = verify_script(launch, reference, own["steps"], mesh, names)
+    except (SimError, KeyboardInterrupt) as error:
+        return _failed(launch, reference, error)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
     print(f"\n{report.table(verbose=own['all'])}")
     if own["sensitivity"] and report.bug is None:
         print(f"\n{report.sensitivity()}")
@@ -305,13 +314,81 @@ class _ScriptLoop(Loop):
         )
 
 
+def verify(program: Any, *given: Any, **options: Any) -> Report:
+    """Prove that a parallel program computes on its ranks what it computes on one device.
+
+    >>> from torch import nn
+    >>> report = verify(lambda: nn.Linear(4, 2), (torch.randn(3, 4),), "dp=2", parallelize=lambda model, mesh: model)
+    >>> report.ok
+    True
+
+    The program tells which form of proof is meant, and its docstring what it takes:
+
+    - a function that makes a model: `verify_plan(model_fn, inputs, mesh_shape, plan, ...)`;
+    - the same, with `step=`: `verify_step(step, model_fn, batch, mesh_shape, ...)`;
+    - a `hyper_parallel.trainer.Config`, or the path of its TOML file: the first steps of that run, with the number of
+      its ranks, as `hyper-parallel verify` takes them;
+    - the path of a script: its first steps, with the number of its ranks, as `python -m sim verify` takes them, and
+      options of the same names: `reference="one_device.py --batch 4"`, `arguments=["--batch", "4"]`, `steps=2`,
+      `mesh="dp=2"`, `names={"<on the ranks>": "<on one device>"}`, `machine=`, `seed=`, `map_device="cuda"`, `own=`.
+
+    Args:
+        program: what is proved.
+        given: the other arguments of its form.
+        options: those that are given by name.
+
+    Returns:
+        The rows that were compared and the first that is wrong; print it, or call `raise_if_bug()`.
+
+    Raises:
+        TypeError: the program is none of these; and what its form raises.
+    """
+    if isinstance(program, (str, os.PathLike)) and os.fspath(program).endswith(".toml"):
+        from hyper_parallel.trainer.config import load_config
+
+        program = load_config(os.fspath(program))
+    elif isinstance(program, (str, os.PathLike)):
+        return _verify_file(os.fspath(program), *given, **options)
+    trainer = sys.modules.get("hyper_parallel.trainer.config")  # of which a run is, so that it is imported
+    if trainer is not None and isinstance(program, trainer.Config):
+        from sim.prove.training import verify_run
+
+        return verify_run(program, *given, **options)
+    if not callable(program):
+        blame = f"it is a {type(program).__name__}, and no program"
+        hint = "a function that makes a model, a script's path, or a Config"
+        raise InvalidType("cannot verify a program", blame, f"program: {program!r:.80}", hint)
+    step = options.pop("step", None)
+    return verify_plan(program, *given, **options) if step is None else verify_step(step, program, *given, **options)
+
+
+def _verify_file(
+    script: str,
+    nproc: int,
+    *,
+    reference: str | None = None,
+    arguments: Sequence[str] = (),
+    mesh: str | None = None,
+    machine: str | None = None,
+    steps: int = 2,
+    names: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Report:
+    read_int(f"cannot verify {script}", "nproc", nproc, 1)
+    read_int(f"cannot verify {script}", "steps", steps, 1)
+    usual: dict[str, Any] = {"seed": 0, "map_device": None, "env": (), "own": "", "show": "0", "module": False}
+    launch = launch_of(_COMMAND, script, arguments, nproc=nproc, hardware=machine, **{**usual, **options})
+    one, axes = _reference(launch, reference), None if mesh is None else _mesh(launch, mesh)
+    return verify_script(launch, one, steps, axes, names)
+
+
 def verify_script(
     launch: Launch,
     reference: Launch,
     steps: int = 2,
     mesh: Layout | None = None,
     names: Mapping[str, Any] | None = None,
-) -> Report | int:
+) -> Report:
     """Compare the first steps of a script on its ranks with those of its one-device form.
 
     Both run in float64, also where they ask for fewer bits by name. If that fails, in their own dtypes.
@@ -323,39 +400,34 @@ def verify_script(
         mesh: axes of the ranks; None: those of the groups that the script makes.
         names: names of parameters on the ranks -> names on one device.
 
-    Returns:
-        The report; or the exit code, where that has been said on the error output.
+    Raises:
+        ValueError: a file that cannot be read, or that trains nothing.
+        SimError: a rank has failed, or one device.
     """
-    source, reference_source = read_script(launch), read_script(reference)
-    if source is None or reference_source is None:
-        return FAILURE if source is None else USER_ERROR
+    asked, sources = f"cannot verify {launch.script}", [read_script(each) for each in (launch, reference)]
+    if sources[0] is None or sources[1] is None:
+        raise InvalidValue(asked, "a file cannot be read", "the error output has the reason", "a Python file's path")
     loop = _ScriptLoop(
-        asked=f"cannot verify {launch.script}",
+        asked=asked,
         world_size=launch.nproc,
         dtype=torch.float64,
         names=names or {},
         machine=launch.hardware,
         launch=launch,
-        source=source,
+        source=sources[0],
         reference=reference,
-        reference_source=reference_source,
+        reference_source=sources[1],
         steps=steps,
         mesh=mesh,
     )
     try:
-        try:
-            return _prove(loop)
-        except SimError as error:
-            if isinstance(error, InFlightBufferRace) or not _OF_DTYPES.search(str(error)):
-                raise
-            said = str(error.__cause__ or error).splitlines()[0]
-        report = _prove(replace(loop, dtype=torch.get_default_dtype()))
-        return replace(report, notes=(*report.notes, f"in the script's own dtypes, as in float64: {said}"))
-    except (SimError, KeyboardInterrupt) as error:
-        return _failed(loop, error)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return _prove(loop)
+    except SimError as error:
+        if isinstance(error, InFlightBufferRace) or not _OF_DTYPES.search(str(error)):
+            raise
+        said = str(error.__cause__ or error).splitlines()[0]
+    report = _prove(replace(loop, dtype=torch.get_default_dtype()))
+    return replace(report, notes=(*report.notes, f"in the script's own dtypes, as in float64: {said}"))
 
 
 class _ReferenceFailed(SimError):
@@ -372,15 +444,15 @@ def _prove(loop: _ScriptLoop) -> Report:
     return loop.proved(references)
 
 
-def _failed(task: _ScriptLoop, error: BaseException) -> int:
+def _failed(launch: Launch, reference: Launch, error: BaseException) -> int:
     if not isinstance(error, _ReferenceFailed):
-        return report_failure(error, task.launch.nproc, task.launch.map_device, task.launch.replay())
-    report_failure(error.__cause__ or error, 1, task.launch.map_device, task.reference.replay())
-    itself = task.reference.script == task.launch.script
-    what = f"{task.launch.script} as its only rank" if itself else f"the reference {task.reference.script}"
-    hint = "--reference FILE, one that trains the same on one device" if itself else f"python {task.reference.script}"
-    blame = f"{what} has failed on one device"
-    print(f"error: {explain(f'cannot verify {task.launch.script}', blame, 'above', hint)}", file=sys.stderr)
+        return report_failure(error, launch.nproc, launch.map_device, launch.replay())
+    report_failure(error.__cause__ or error, 1, launch.map_device, reference.replay())
+    itself = reference.script == launch.script
+    who = f"{launch.script} as its only rank" if itself else f"the reference {reference.script}"
+    hint = "--reference FILE, one that trains the same on one device" if itself else f"python {reference.script}"
+    blame = f"{who} has failed on one device"
+    print(f"error: {explain(f'cannot verify {launch.script}', blame, 'above', hint)}", file=sys.stderr)
     return USER_ERROR
 
 

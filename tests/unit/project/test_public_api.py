@@ -118,6 +118,7 @@ SIM_API = [
     "run",
     "scatter_full",
     "swarm",
+    "verify",
     "verify_plan",
     "verify_step",
     "world",

@@ -29,8 +29,6 @@ from zoo_kit import (
 
 import sim
 from sim.prove.steps.watch import LOSS, LoopWatch
-from sim.script.options import Launch
-from sim.script.verify import verify_script
 
 pytestmark = pytest.mark.tier("test")
 
@@ -120,7 +118,7 @@ for _ in range(2):
 """
     (tmp_path / "one.py").write_text(one.replace("RANKS", "False"))
     (tmp_path / "ranks.py").write_text(one.replace("RANKS", "True"))
-    report = verify_script(Launch(f"{tmp_path}/ranks.py", nproc=2), Launch(f"{tmp_path}/one.py"), 1)
+    report = sim.verify(f"{tmp_path}/ranks.py", 2, reference=f"{tmp_path}/one.py", steps=1)
     assert report.first.place == "the gradient of blocks.1.mlp.up.input", report
 
 

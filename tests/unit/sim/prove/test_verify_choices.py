@@ -11,8 +11,6 @@ from torch import nn
 from zoo_kit import Tied, draw, made_of, rounding, squared
 
 import sim
-from sim.script.options import Launch
-from sim.script.verify import verify_script
 
 pytestmark = pytest.mark.tier("test")
 
@@ -113,6 +111,6 @@ for _ in range(2):
 def test_what_a_script_chooses_near_a_tie_is_free(tmp_path, options, ok):
     for name, ranks in (("one.py", "False"), ("ranks.py", "True")):
         (tmp_path / name).write_text(SCRIPT.replace("RANKS", ranks).replace("OPTIONS", repr(options)))
-    report = verify_script(Launch(f"{tmp_path}/ranks.py", nproc=2), Launch(f"{tmp_path}/one.py"))
+    report = sim.verify(f"{tmp_path}/ranks.py", 2, reference=f"{tmp_path}/one.py")
     assert report.ok == ok, report
     assert ok == any("topk of the model, candidates lie" in note for note in report.notes), report.notes

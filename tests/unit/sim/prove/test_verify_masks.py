@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from zoo_kit import average, ddp, made_of, proved_plan, proved_step, right
 
+import sim
 from hyper_parallel import fully_shard
 from sim.prove.randomness import is_random, mean_of
-from sim.script.options import Launch
-from sim.script.verify import verify_script
 
 pytestmark = pytest.mark.tier("test")
 
@@ -579,7 +578,7 @@ for batch in data.chunk(dist.get_world_size(), 1)[dist.get_rank()]:
 def test_masks_of_scripts(change, words, tmp_path):
     (tmp_path / "one.py").write_text(SCRIPT)
     (tmp_path / "train.py").write_text(SCRIPT.replace(*change))
-    report = verify_script(Launch(f"{tmp_path}/train.py", nproc=2), Launch(f"{tmp_path}/one.py"))
+    report = sim.verify(f"{tmp_path}/train.py", 2, reference=f"{tmp_path}/one.py")
     if words is None:
         is_right(report)
     else:

@@ -443,3 +443,56 @@ def test_a_run_that_is_refused_is_refused_before_anything_runs() -> None:
         verify_run(DENSE.with_changes("train", {"batch_size": 3}), 2)
     with pytest.raises(ValueError, match="cannot reduce gradients in each micro-batch: a pipeline"):
         verify_run(of(TIED, pp=2, reduce_each=True), 2)
+
+
+# -- the one verb ------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch, torch.distributed as dist
+RANKS
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.randn(4, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def squared(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def scaled(model: torch.nn.Module, mesh: Any) -> None:
+    model.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+@pytest.mark.tier("check")
+def test_the_one_verb_takes_models_and_steps() -> None:
+    model, x, wrong = lambda: torch.nn.Linear(4, 2), torch.ones(4, 4), {"parallelize": scaled}
+    one = sim.verify(model, (x,), "dp=2", **wrong)
+    assert one.rows == sim.verify_plan(model, (x,), "dp=2", **wrong).rows
+    assert one.first.place == "the model's output"
+    one = sim.verify(model, x, "dp=2", step=squared, **wrong)
+    assert one.rows == sim.verify_step(squared, model, x, "dp=2", **wrong).rows
+    assert one.first.place == "the model's loss"
+    with pytest.raises(TypeError, match="cannot verify a program: it is a int"):
+        sim.verify(3, 2)
+
+
+@pytest.mark.tier("test")
+def test_the_one_verb_takes_runs_and_scripts(tmp_path: Any) -> None:
+    (tmp_path / "run.toml").write_text("[parallel]\ntp = 2\n")
+    assert sim.verify(tmp_path / "run.toml", 2).rows == sim.verify(Config(parallel=ParallelConfig(tp=2)), 2).rows
+    (tmp_path / "train.py").write_text(SCRIPT.replace("RANKS", "dist.init_process_group()"))
+    (tmp_path / "one.py").write_text(SCRIPT.replace("RANKS", ""))
+    train, reference = tmp_path / "train.py", f"{tmp_path}/one.py"
+    assert sim.verify(train, 2, reference=reference, mesh="dp=2").mesh == "dp=2"
+    with pytest.raises(ValueError, match=r"cannot run .*nothing.py on 2 ranks: it does not exist"):
+        sim.verify(tmp_path / "nothing.py", 2)
+    (tmp_path / "one.py").write_text("")
+    with pytest.raises(ValueError, match="one device has made no step"):
+        sim.verify(train, 2, reference=reference)
+    with pytest.raises(TypeError, match="steps"):
+        sim.verify(train, 2, steps="2")

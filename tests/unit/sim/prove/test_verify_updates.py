@@ -10,9 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from zoo_kit import ddp, draw, made_of, proved_plan, proved_step, squared, with_averages
 
+import sim
 from sim.prove.steps.updates import UpdateReplay, UpdateStarts
-from sim.script.options import Launch
-from sim.script.verify import verify_script
 
 pytestmark = pytest.mark.tier("test")
 
@@ -190,7 +189,7 @@ def test_the_optimizer_of_a_script(tmp_path, rate, said):
         "torch.manual_seed(0)", "dist.init_process_group(); torch.manual_seed(0)"
     )
     (tmp_path / "ranks.py").write_text(started)
-    report = verify_script(Launch(f"{tmp_path}/ranks.py", nproc=2), Launch(f"{tmp_path}/one.py"))
+    report = sim.verify(f"{tmp_path}/ranks.py", 2, reference=f"{tmp_path}/one.py")
     assert (report.first is None) == (not said), report
     if said:
         assert report.first.place == "layers.score.bias of step 1"
