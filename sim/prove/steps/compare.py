@@ -420,12 +420,9 @@ class LoopComparison:
             addends = {bias: self._weights[bias]} if side == "output" and bias in self._weights else {}
             found = self._find(parts, full, bound, addends, may_reorder=True)
             if found.status == "unexplained":
-                calls_apart = self._call_by_call(key, mine, others, there)
                 early = len(values) if mine.early is None else mine.early.get(key, 0)
-                is_right = [each.status in ("right", "pending") for each in calls_apart[:early]]
-                if early == 0 or (len(calls_apart) > early and all(is_right)):
+                if early < len(values) and self._are_right(key, early, mine, others, there):
                     self._late.add(ReportRow(path, _title(key), "forward").place)
-                found = _all_right(calls_apart) or found
             if side == "input":
                 given.setdefault(path, found.found)
                 if path in self.expected.roots:
@@ -453,20 +450,23 @@ class LoopComparison:
             distinct += [] if any(torch.equal(value, other) for other in distinct) else [value]
         return sum(value.numel() for value in distinct) >= full.numel()
 
-    def _call_by_call(
+    def _are_right(
         self,
         key: CallKey,
+        count: int,
         mine: RecordedStep,
         others: Sequence[RecordedStep],
         there: Mapping[int, Sequence[torch.Tensor]],
-    ) -> list[Finding]:
-        """Judge each call by itself, e.g. a GAN's two of its generator, if the ranks make as many."""
-        values, found = mine.calls[key], []
-        if len(values) > 1 and all(len(each) == len(values) for each in there.values()):
-            for at, full in enumerate(values):
-                bound = bound_of(full, (each.calls[key][at] for each in others if len(each.calls.get(key, ())) > at))
-                found.append(self._find({rank: each[at] for rank, each in there.items()}, full, bound))
-        return found
+    ) -> bool:
+        """Whether the first calls of a module are right, each by itself, if the ranks make as many as one device."""
+        values = mine.calls[key]
+        if count and any(len(each) != len(values) for each in there.values()):
+            return False
+        for at, full in enumerate(values[:count]):
+            bound = bound_of(full, [_value_of(other, key, at) for other in others])
+            if self._explained({rank: each[at] for rank, each in there.items()}, full, bound) is None:
+                return False
+        return True
 
     def _backward(
         self,
@@ -925,12 +925,6 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if values[0].dim() == 0 or any(value.shape[1:] != values[0].shape[1:] for value in values):
         return None
     return torch.cat(list(values))
-
-
-def _all_right(calls: Sequence[Finding]) -> Finding | None:
-    """Return the finding of the call that is furthest off, if all are explained."""
-    explained = [each for each in calls if each.status in ("right", "pending")]
-    return max(calls, key=lambda each: (each.status == "pending", each.ratio)) if calls and calls == explained else None
 
 
 def _value_of(step: RecordedStep, key: CallKey, call: int | None) -> torch.Tensor | None:
