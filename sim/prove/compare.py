@@ -12,7 +12,7 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
-from sim.prove.bound import FEW, SAFETY, bound_of, largest_move
+from sim.prove.bound import FEW, SAFETY
 from sim.prove.evidence import largest, unit_roundoff
 from sim.prove.infer import Order, furthest, in_orders, order_of, order_of_rows
 from sim.prove.judge import (
@@ -34,6 +34,7 @@ from sim.prove.judge import (
     split_name,
     within,
 )
+from sim.prove.modes.draws import ModuleTensor
 from sim.prove.modes.values import listed
 from sim.prove.randomness import Draw, masks_problem, redrawn_row
 from sim.prove.record import spread_layout
@@ -50,8 +51,6 @@ _TINY, _MANY = 1e-5, 1024.0  # beside the largest tensor of its kind; and in uni
 
 Boundary: TypeAlias = tuple[CallKey, int]
 """A tensor at a module's boundary, in one of its calls."""
-
-Moved: TypeAlias = Iterable[torch.Tensor | None]
 
 
 class PlanComparison(LoopComparison):
@@ -85,11 +84,11 @@ class PlanComparison(LoopComparison):
         stopped: bool = False,
     ) -> None:
         super().__init__(expected, moved, ranks, given.mesh, {}, stopped=stopped)
-        self.given, self._dtype, self._unit = given, dtype, unit_roundoff(dtype)
+        self.given, self._unit = given, unit_roundoff(dtype)
         self._has_loss_fn, self._has_optimizer, self._has_second = has_loss_fn, has_optimizer, has_second
         self._every = range(len(ranks))
         self._memo: dict[Any, Finding] = {}
-        self._bounds: dict[tuple[int, ...], float] = {}
+        self._bounds: dict[int, float] = {}
         self._sizes: dict[int, float] = {}
         self._coarse: set[int] = set()  # tensors with so wide a bound that they are not proved
         self._made_as: dict[str, Finding] = {}  # parameters
@@ -109,7 +108,7 @@ class PlanComparison(LoopComparison):
     def _enter(self, number: int) -> None:
         """Begin to judge a step."""
         self.number = number
-        self.mine, self.others, self.theirs = self._sides(number)
+        self.mine, _, self.theirs = self._sides(number)
         self._graph = AutogradGraph()
         self._forward_of: dict[Boundary, Finding] = {}
         self._keys: list[Boundary] = []  # of forward, in order
@@ -120,18 +119,17 @@ class PlanComparison(LoopComparison):
 
     # -- bounds ------------------------------------------------------------------------------------------------------
 
-    def _bound(self, kind: str, full: torch.Tensor, moved: Moved = (), floor: float = FEW) -> float:
+    def _bound(self, kind: str, full: torch.Tensor, floor: float = FEW) -> float:
         """Return what rounding can do to a tensor; note if it is so much that the tensor is not proved."""
-        others = [other for other in moved if other is not None]
-        key = (id(full), *map(id, others))
-        if key not in self._bounds:
-            self._bounds[key] = bound_of(full, others, self._dtype, floor)
-            # What is zero but for rounding has a bound above its own size, and one that is tiny beside its like.
+        if id(full) not in self._bounds:
+            size, move = self._size(full), SAFETY * self.expected.moves.get(id(full), 0.0)
+            self._bounds[id(full)] = max(move, floor * self._unit * size, torch.finfo(torch.float64).tiny)
+            # A tensor that is zero but for rounding has a bound above its own size, and so has one that is tiny.
             least = max(_TINY, _MANY * self._unit) * self._scale_of(kind, full)
-            # Adam steps by the sign of a gradient, also of one that is zero but for rounding: the gradient's tells.
-            wide = SAFETY * largest_move(full, others) > max(_COARSE * self._size(full), least)
-            self._coarse.update([id(full)] if wide and kind not in ("update", "stepped buffer") else [])
-        return self._bounds[key]
+            # Adam steps by the sign of a gradient, also of one that is zero but for rounding: its own bound shows it.
+            is_wide = kind not in ("update", "stepped buffer") and move > max(_COARSE * size, least)
+            self._coarse.update([id(full)] if is_wide else [])
+        return self._bounds[id(full)]
 
     def _size(self, full: torch.Tensor) -> float:
         if id(full) not in self._sizes:
@@ -150,11 +148,6 @@ class PlanComparison(LoopComparison):
             sizes = (self._size(each) for each in kinds.get(kind, [full]) if each is not None)
             self._scales[kind] = max(sizes, default=0.0)
         return self._scales[kind]
-
-    def _bound_of_value(self, boundary: Boundary, full: torch.Tensor) -> float:
-        key, call = boundary
-        held = (other.calls.get(key, []) for other in self.others)
-        return self._bound("value", full, [values[call] for values in held if call < len(values)])
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +175,7 @@ class PlanComparison(LoopComparison):
     def _value(self, boundary: Boundary, parts: Mapping[int, torch.Tensor]) -> Finding:
         (path, side, way), full, title = boundary[0], self._full(boundary), self._argument(boundary[0])
         said = {rank: self.theirs[rank].declared[boundary] for rank in parts}
-        bound = self._bound_of_value(boundary, full)
+        bound = self._bound("value", full)
         every = len(self.mesh.alias_name)  # a DTensor on a slice of the mesh may be a part itself
         shapes = {each.shape for each in said.values() if each.layout is not None and len(each.known) == every}
         shape = self.mine.declared[boundary].shape
@@ -282,8 +275,7 @@ class PlanComparison(LoopComparison):
         parts = {rank: step.losses[0] for rank, step in self.theirs.items() if step.losses}
         if len(parts) < len(self.ranks):
             return absent(list(parts), self._every)
-        moved = [other.losses[0] for other in self.others if other.losses]
-        found = self._judged(parts, full, self._bound("loss", full, moved))
+        found = self._judged(parts, full, self._bound("loss", full))
         spread = found.found is not None and set(found.found.partial) <= set(self.given.input_axes)
         spread = spread or bool(self._orders)  # the model has split its input by itself
         if found.status == "pending" and spread:
@@ -445,7 +437,7 @@ class PlanComparison(LoopComparison):
             return absent(list(grads), list(there))
         mine = self.mine.grads[boundary]
         full = mine if scale == 1 else mine * scale
-        bound = self._bound("grad", mine, [other.grads.get(boundary) for other in self.others]) * scale
+        bound = self._bound("grad", mine) * scale
         said = {rank: self.theirs[rank].grads_declared.get(boundary, Declared()) for rank in there}
         if any(each.layout is None for each in said.values()):
             forward, (path, side, way) = self.value(boundary), boundary[0]
@@ -481,7 +473,7 @@ class PlanComparison(LoopComparison):
                 return incomparable(sentence, declared=made.declared)
         if not there:
             return incomparable("no rank has a gradient, and one device has", CUT_OFF, made.declared)
-        bound = self._bound("gradient", mine, [other.gradients.get(name) for other in self.others])
+        bound = self._bound("gradient", mine)
         if made.status == "absent":
             return self._of_owners(there, mine, bound)
         if len(there) < len(self.ranks):
@@ -659,7 +651,7 @@ class PlanComparison(LoopComparison):
         for name, mine in self.mine.after_forward.items():
             pairs = [(before, after) for before, after, _ in self._states(name)]
             if self._is_right_and_changed(name, pairs):
-                bound = self._bound("changed buffer", mine, [other.after_forward.get(name) for other in self.others])
+                bound = self._bound("changed buffer", mine)
                 found = self._buffer(name, mine, [step.after_forward for step in self.theirs.values()], bound)
                 if found is not None:
                     yield self._buffer_row(name, found, " after forward")
@@ -669,8 +661,7 @@ class PlanComparison(LoopComparison):
         for name, mine in self.mine.buffers.items():
             pairs = [(before, after) for _, before, after in self._states(name)]
             if self._is_right_and_changed(name, pairs):
-                moved = [other.buffers.get(name) for other in self.others]
-                bound = self._bound("stepped buffer", mine, moved, ROUNDINGS * (self.number + 1))
+                bound = self._bound("stepped buffer", mine, ROUNDINGS * (self.number + 1))
                 found = self._buffer(name, mine, [step.buffers for step in self.theirs.values()], bound)
                 if found is not None:
                     yield self._buffer_row(name, found, f" after step {self.number + 1}")
@@ -702,8 +693,7 @@ class PlanComparison(LoopComparison):
             if made is None:
                 continue
             there = self._there("updates", name)
-            moved = [other.updates.get(name) for other in self.others]
-            bound = self._bound("update", mine, moved, ROUNDINGS * (self.number + 1))
+            bound = self._bound("update", mine, ROUNDINGS * (self.number + 1))
             found = updates.judged(name, there, self._updated(name, mine, there, made, bound))
             module, tensor = split_name(name)
             only = len(self.expected.steps) == 1 or (self._has_second and not self.number)
@@ -793,6 +783,12 @@ class PlanComparison(LoopComparison):
                     f"rank 0, of {other or '(the model)'} on rank {rank}"
                 )
                 return
+
+    def _boundaries(self, step: int) -> Iterator[ModuleTensor]:
+        for boundary in self.expected.steps[step].declared:
+            full = self.expected.steps[step].calls[boundary[0]][boundary[1]]
+            if full.is_floating_point():
+                yield ModuleTensor(self._place(boundary), full, self._bound("value", full))
 
     def _is_repeated(self, step: int, path: str) -> bool:
         del step, path

@@ -214,7 +214,7 @@ class _PlanLoop(StepLoop):
         _check_finite(expected)
         for other in moved:
             _check_same(expected, other)
-        return expected, moved
+        return expected, expected.measure_moves(moved)
 
     def on_one(self, taken: Taken | None, seed: int | None) -> LoopRecord:
         """Take the steps on one device."""
@@ -266,7 +266,7 @@ class _PlanLoop(StepLoop):
         outputs, loss = self._finished(made, output, args, kwargs)
         look("the end of forward", [*([] if loss is None else [loss]), *(tensor for _, tensor in outputs)], ())
         if loss is not None:
-            watch.note_loss(loss)
+            watch.on_backward(loss)
         elif watch.axes is None:
             with _disable_current_modes():
                 watch.record.cotangents = cotangents(outputs, self.seed)

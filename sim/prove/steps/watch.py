@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.kernel.context import current_rank
 from sim.observers.races import is_awaited
 from sim.ops import Level, OnFunctions, Proceed
-from sim.prove.bound import Perturbed
+from sim.prove.bound import Perturbed, largest_move
 from sim.prove.infer import order_said
 from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import THE_STEP, Draw, DrawPlace, DrawUse, NoRandomness, redrawn
@@ -164,6 +164,7 @@ class LoopRecord:
         low: its modules that cast by hand, and to what.
         averages: some wrapper takes the mean of gradients over ranks.
         cotangents: gradients that what its model returned was given, by the way to each.
+        moves: how far perturbed runs of it have moved its tensors at most, by id.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -193,6 +194,26 @@ class LoopRecord:
     low: Mapping[str, torch.dtype] = field(default_factory=dict)
     averages: bool = False
     cotangents: dict[str, torch.Tensor] = field(default_factory=dict)
+    moves: dict[int, float] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield all tensors of the steps, each with its kind and place."""
+        for number, step in enumerate(self.steps):
+            for key, values in step.calls.items():
+                yield from (((number, key, call), value) for call, value in enumerate(values))
+            yield from (((number, "loss", at), loss) for at, loss in enumerate(step.losses))
+            held: list[Mapping[Any, torch.Tensor | None]] = [step.grads, step.gradients, step.updates, step.buffers]
+            held.append(step.after_forward)
+            for kind, named in enumerate(held):
+                yield from (((number, kind, name), each) for name, each in named.items() if each is not None)
+
+    def measure_moves(self, perturbed: Sequence[LoopRecord]) -> list[LoopRecord]:
+        """Fill in `moves`; return the perturbed runs without tensors, but for choices and random numbers."""
+        others = [dict(each.tensors()) for each in perturbed]
+        for key, tensor in self.tensors():
+            move = largest_move(tensor, [other.get(key) for other in others])
+            self.moves[id(tensor)] = max(self.moves.get(id(tensor), 0.0), move)
+        return [LoopRecord(choices=each.choices, uses=each.uses, repeats=each.repeats) for each in perturbed]
 
     def note_layouts(
         self, named: Mapping[str, nn.Parameter], first: Mapping[str, nn.Parameter], axes: AxesOf | None
@@ -354,7 +375,8 @@ class LoopWatch:
         for hook in hooks:
             self._stack.callback(hook.remove)
         self._stack.enter_context(self._calm)
-        self._stack.enter_context(_Losses(self))
+        if not self._of_plan:  # else it is known where a loss is differentiated
+            self._stack.enter_context(_Losses(self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
