@@ -675,11 +675,6 @@ def split_name(name: str) -> tuple[str, str]:
     return module, tensor
 
 
-def leaf(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a parameter stands in the graph: nothing is before it."""
-    return (id(parameter),)
-
-
 def innermost(places: Sequence[tuple[str, str, str]]) -> tuple[str, str, str]:
     """Of the boundaries at which one gradient was seen, return the one that says best who computed it.
 
