@@ -247,7 +247,9 @@ class LoopComparison:
         """Refuse, as `SharedDraws.check_used` does, what drew otherwise than these numbers are for."""
         records = (self.expected, *self.ranks)
         misfit = any(record.is_misfit for record in records)
-        shared.check_used(self.expected.uses, [_own(rank.uses) for rank in self.ranks], misfit=misfit)
+        taken = min(len(rank.steps) for rank in self.ranks)  # ranks may have ended where all is wrong
+        mine = [place for place in self.expected.uses if place[3] < taken]
+        shared.check_used(mine, [_own(rank.uses) for rank in self.ranks], misfit=misfit)
 
     def _bound_of_draw(self, place: DrawPlace, given: torch.Tensor) -> float:
         return bound_of(given, [other.uses[place].given for other in self.moved if place in other.uses])

@@ -134,6 +134,12 @@ def test_a_mask_on_another_tensor_or_scaled_otherwise_is_found(name, preserve):
     assert report.first.place == "0.output with random numbers" or name == "scaled otherwise"
 
 
+def test_a_mask_on_another_tensor_is_found_where_ranks_take_no_second_step():
+    """Nothing explains what the model returns, so that the ranks have no backward."""
+    changes, words = WRONG["on the input"]
+    is_wrong(plan(data_parallel(**changes), optimizer_fn=True), words=words)
+
+
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_wrong_masks_are_found_in_steps(name, parts):
