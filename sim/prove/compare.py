@@ -314,7 +314,7 @@ class PlanComparison(LoopComparison):
                 if layout is not None
                 else judge.undeclared(parts, full, bound, addends)
             )
-            self._memo[memo] = replace(found, is_zero=self._size(full) <= bound, is_coarse=id(full) in self._coarse)
+            self._memo[memo] = replace(found, is_zero=largest(full) <= bound, is_coarse=id(full) in self._coarse)
         return self._memo[memo]
 
     @property

@@ -89,8 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = f"{own['steps']} step{'s' * (own['steps'] > 1)}"
     print(f"{launch.script} on {launch.nproc} simulated ranks, and {beside} on one device: the first {steps} ...")
     sys.stdout.flush()
-    if read_script(launch) is None or read_script(reference) is None:
-        return FAILURE if read_script(launch) is None else USER_ERROR
+    unreadable = next((each for each in (launch, reference) if read_script(each) is None), None)
+    if unreadable is not None:
+        return FAILURE if unreadable is launch else USER_ERROR
     try:
         report = verify_script(launch, reference, own["steps"], mesh, names)
     except (SimError, KeyboardInterrupt) as error:

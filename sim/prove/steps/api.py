@@ -433,10 +433,13 @@ class Steps:
         watch.record.choices = self._choices.made
         self._parts = loop.taken(made, loop.optimizer(made))
 
-    def go_on(self, *, to_break: bool = False) -> Any:
-        """Take steps to their end, or up to the next break; return what it gives."""
+    def go_on(self, *, to_break: bool = False) -> None:
+        """Take steps to their end, or up to the next break."""
         with DoubleGroupedProducts(), self._made.watch, self._made.wide, self._choices:
-            return next(self._parts) if to_break else deque(self._parts, maxlen=0)
+            if to_break:
+                next(self._parts)
+            else:
+                deque(self._parts, maxlen=0)
 
 
 def _modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:

@@ -341,6 +341,9 @@ def test_other_mistakes(verify: Verify) -> None:
         code, out, err = verify(MODEL + RANKS, None, *options)
         assert (code, out) == (2, "")
         assert words in err, err
+    for files, expected in ((["model ="], 1), (["pass", "model ="], 2)):  # no Python, which is said once
+        code, out, err = verify(*files)
+        assert (code, err.count("invalid syntax")) == (expected, 1)
 
 
 def test_meshes_of_a_number_of_ranks() -> None:
