@@ -508,7 +508,7 @@ def _check_callables(
         blame = (
             f"{'neither' if plan is None else 'both'} of plan and parallelize {'is' if plan is None else 'are'} given"
         )
-        hint = "plan=ShardingPlan(...), or parallelize=a function of the model and the mesh"
+        hint = "plan=ShardingPlan(...), or parallelize=a function of the model and the mesh; or step=, for verify_step"
         raise InvalidValue(_ASKED, blame, "one of them makes the model parallel", hint)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InvalidType(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64")

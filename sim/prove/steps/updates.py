@@ -300,8 +300,10 @@ class RankGradients(NamedTuple):
         sizes = {name: size for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True) if size > 1}
         ways = [axes for count in range(len(sizes) + 1) for axes in itertools.combinations(sizes, count)]
         copies, every = [math.prod(sizes[name] for name in axes) for axes in ways], list(ranks.values())
-        found = filter(None, (_clipped_apart(ranks, mesh, axes) for axes in ways))
-        return next(found, None) or _off_by_weights(every, copies) or _off_by_factor(every, copies)
+        clipped = itertools.chain.from_iterable(
+            (_clipped_apart(ranks, mesh, axes), _clipped_by_value(ranks, mesh, axes)) for axes in ways
+        )
+        return next(filter(None, clipped), None) or _off_by_weights(every, copies) or _off_by_factor(every, copies)
 
 
 def _off_by_factor(ranks: Sequence[RankGradients], copies: Sequence[int]) -> tuple[str, str] | None:
@@ -365,6 +367,30 @@ def _clipped_apart(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Seque
         hint = "clip by one norm, with the squares of all ranks added up"
         return f"each rank clips by the norm of its own parts, not of all: {norms}", hint
     words = f"each rank clips its gradients by their own norm, before they are reduced over {over}: {norms}"
+    return words, f"clip after the all_reduce over {over}"
+
+
+def _clipped_by_value(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Sequence[str]) -> tuple[str, str] | None:
+    """Explain gradients that each rank clips by value before their reduction over some axes, e.g. with DDP's hooks.
+
+    The limit is the largest gradient of one device, which clips after the reduction.
+    """
+    limit = max((magnitude(each.wanted) for each in ranks.values()), default=0.0)
+    times: set[float] = set()
+    for rank, own in ranks.items() if axes and limit else ():
+        group = ranks_along(mesh, axes, rank)
+        raws = [ranks[each].raw for each in group if each in ranks]
+        if len(raws) < len(group) or any(
+            len(each) != len(own.taken) or not bool(each.isfinite().all()) for each in raws
+        ):
+            return None
+        clipped = torch.stack([each.clamp(-limit, limit) for each in raws]).sum(0)
+        factor = _multiple([(own.taken, clipped, own.bounds)])
+        times.add(round(factor, 6) if factor else 0.0)
+    if len(times) != 1 or not times <= {1.0, round(1 / len(raws), 6)}:
+        return None
+    over = " and ".join(map(repr, axes))
+    words = f"each rank clips its gradients by value, to {limit:.4g}, before they are reduced over {over}"
     return words, f"clip after the all_reduce over {over}"
 
 

@@ -108,6 +108,10 @@ def clip(module, most=0.05, over=same):
         each.grad *= (most / norm).clamp(max=1.0)
 
 
+def clip_values(module, most):
+    nn.utils.clip_grad_value_(module.parameters(), most)
+
+
 ADDED = "the gradients are off by 0.1 times the weights: by a decay or a penalty"
 
 
@@ -154,15 +158,17 @@ def _(model, batch, fault, most):
 
 @program("clipping by the norm of the mean", tower, X, most=0.05)
 @program("clipping that not all need", tower, X, most=0.5)
+@program("clipping by value", tower, X, most=0.02)
 @fault("clipping before the mean", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
 @fault("clipping before the sum", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
+@fault("values before the mean", "gradient", "the gradient of 2.bias of step 1", "by value, to 0.02, before", of=0.02)
 def _(model, batch, fault, most):
-    loss = squared(model, batch)
+    loss, limited = squared(model, batch), clip if most > 0.02 else clip_values
     if fault:
-        clip(model, most)
+        limited(model, most)
     (summing if "sum" in fault else average)(model)
     if not fault:
-        clip(model, most)
+        limited(model, most)
     sgd(model)
     return loss
 
