@@ -35,7 +35,8 @@ from sim.prove.record import AxesOf, named_inputs, named_parameters, read_cuts, 
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import Given, adamw, averages, converted, cotangents, like
 from sim.prove.steps.api import Made, StepLoop, Steps
-from sim.prove.steps.compare import LoopComparison, agreed_choices
+from sim.prove.steps.compare import agreed_choices
+from sim.prove.steps.comparison import Comparison
 from sim.prove.steps.drawn import DrawnWeights
 from sim.prove.steps.proof import Loop, RanksRecord, References, Taken
 from sim.prove.steps.watch import LoopRecord, LoopWatch
@@ -402,11 +403,11 @@ class _PlanLoop(StepLoop):
             notes.append("backward was not compared: some ranks have no loss")
             return None
         found = RanksRecord(loops=loops)
-        compared = self.comparison(self.agreed(references, found)[0], found)
-        sizes, scale = dict(zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)), compared.scale()
+        step = self.comparison(self.agreed(references, found)[0], found).step
+        sizes, scale = dict(zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)), step.scale()
         grads: list[dict[str, torch.Tensor]] = [{} for _ in loops]
         for way, full in references[0].cotangents.items():
-            layout = compared.output_layout(way)
+            layout = step.output_layout(way)
             if layout is None:
                 notes.append("backward was not compared: no layout explains the output, or is declared for it")
                 return None
@@ -439,7 +440,7 @@ class _PlanLoop(StepLoop):
             stopped=found.stopped is not None,
         )
 
-    def explained(self, report: Report, comparison: LoopComparison, found: RanksRecord) -> Report:
+    def explained(self, report: Report, comparison: Comparison, found: RanksRecord) -> Report:
         """Say what is not proved, and which axes do no work."""
         unused = _unused_axes(self.mesh, report, {event.group for event in found.events})
         return replace(report, notes=(*_not_proved(comparison.expected), *report.notes, *unused))

@@ -37,7 +37,7 @@ from sim.prove.modes.values import is_constant, listed
 from sim.prove.randomness import DrawPlace
 from sim.prove.report import Report
 from sim.prove.steps.api import verify_step
-from sim.prove.steps.compare import LoopComparison
+from sim.prove.steps.comparison import Comparison
 from sim.prove.steps.mutants import Mutant, put_in
 from sim.prove.steps.names import roots_by_value
 from sim.prove.steps.proof import Loop, RanksRecord, References, Taken
@@ -227,7 +227,7 @@ class _ScriptLoop(Loop):
         groups = [*found.groups, *((event.axis, event.members) for event in found.events)]
         return mesh_of_groups(self.launch.nproc, groups)
 
-    def explained(self, report: Report, comparison: LoopComparison, found: RanksRecord) -> Report:
+    def explained(self, report: Report, comparison: Comparison, found: RanksRecord) -> Report:
         """Say what it may be due to that script and reference are two programs."""
         script, expected, loops = self.launch.script, comparison.expected, found.loops
         if not comparison.names.parts:

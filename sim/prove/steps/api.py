@@ -31,8 +31,8 @@ from sim.prove.randomness import DrawPlace
 from sim.prove.record import mapped, settle, tensors_in
 from sim.prove.report import Report
 from sim.prove.runs import adamw, converted, look_at_gradients, offloaded_of
-from sim.prove.steps.compare import Permutation
 from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
+from sim.prove.steps.finder import Permutation
 from sim.prove.steps.mutants import Mutant, put_in, put_into_model
 from sim.prove.steps.names import read_names
 from sim.prove.steps.proof import Loop, RanksRecord, References, Taken

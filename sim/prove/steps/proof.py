@@ -23,8 +23,10 @@ from sim.prove.randomness import bare_words
 from sim.prove.record import spread_layout
 from sim.prove.report import Report, ReportRow, Sensitivity
 from sim.prove.runs import proved_on_device
-from sim.prove.steps.compare import LoopComparison, Permutation, agreed_choices
+from sim.prove.steps.compare import LoopComparison, agreed_choices
+from sim.prove.steps.comparison import Comparison
 from sim.prove.steps.drawn import with_cause
+from sim.prove.steps.finder import Permutation
 from sim.prove.steps.mutants import Mutant, mutants_of, run_mutants
 from sim.prove.steps.names import read_names
 from sim.prove.steps.watch import Declared, LoopRecord
@@ -148,7 +150,7 @@ class Loop(ABC):
     def mesh_of(self, found: RanksRecord) -> Layout:
         """Return the axes of the ranks."""
 
-    def explained(self, report: Report, comparison: LoopComparison, found: RanksRecord) -> Report:
+    def explained(self, report: Report, comparison: Comparison, found: RanksRecord) -> Report:
         """Add notes and hints of this kind of program to a report."""
         del comparison, found
         return report
@@ -165,7 +167,7 @@ class Loop(ABC):
         """Return the faults that can be put into this kind of program."""
         return mutants
 
-    def comparison(self, references: References, found: RanksRecord) -> LoopComparison:
+    def comparison(self, references: References, found: RanksRecord) -> Comparison:
         """Make the comparison of the ranks with one device."""
         known = list(dict.fromkeys(name for loop in found.loops for name in loop.initial))
         names = read_names(self.asked, self.names, known, list(references[0].initial))
@@ -254,7 +256,7 @@ def place_words(path: str | None, record: LoopRecord) -> list[str]:
     return rows if len(rows) <= _MOST_HELD else [*rows[:_MOST_HELD], f"... and {len(rows) - _MOST_HELD} more"]
 
 
-def _until(error: SimError, comparison: LoopComparison) -> Report:
+def _until(error: SimError, comparison: Comparison) -> Report:
     """Return the report of what came before a failure, if something was wrong there; else raise it, with its place."""
     report = comparison.report()
     ranks = [error.rank] if isinstance(error, RankFailed) else list(range(len(comparison.ranks)))

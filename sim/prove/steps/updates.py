@@ -377,17 +377,16 @@ def _clipped_by_value(ranks: Mapping[int, RankGradients], mesh: Layout, axes: Se
     """
     limit = max((magnitude(each.wanted) for each in ranks.values()), default=0.0)
     times: set[float] = set()
+    is_clipped = False
     for rank, own in ranks.items() if axes and limit else ():
         group = ranks_along(mesh, axes, rank)
-        raws = [ranks[each].raw for each in group if each in ranks]
-        if len(raws) < len(group) or any(
-            len(each) != len(own.taken) or not bool(each.isfinite().all()) for each in raws
-        ):
+        raws = [ranks[each].raw for each in group if each in ranks and len(ranks[each].raw) == len(own.taken)]
+        if len(raws) < len(group) or not all(bool(each.isfinite().all()) for each in raws):
             return None
-        clipped = torch.stack([each.clamp(-limit, limit) for each in raws]).sum(0)
-        factor = _multiple([(own.taken, clipped, own.bounds)])
-        times.add(round(factor, 6) if factor else 0.0)
-    if len(times) != 1 or not times <= {1.0, round(1 / len(raws), 6)}:
+        is_clipped = is_clipped or max(map(magnitude, raws)) > limit
+        factor = _multiple([(own.taken, torch.stack(raws).clamp(-limit, limit).sum(0), own.bounds)])
+        times.add(round(factor * len(group), 6) if factor else 0.0)
+    if not is_clipped or times not in ({1.0}, {float(len(group))}):
         return None
     over = " and ".join(map(repr, axes))
     words = f"each rank clips its gradients by value, to {limit:.4g}, before they are reduced over {over}"

@@ -196,6 +196,10 @@ class LoopRecord:
     cotangents: dict[str, torch.Tensor] = field(default_factory=dict)
     moves: dict[int, float] = field(default_factory=dict)
 
+    def weights(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the parameters before a step."""
+        return self.steps[number - 1].updates if number else self.initial
+
     def tensors(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield all tensors of the steps, each with its kind and place."""
         for number, step in enumerate(self.steps):

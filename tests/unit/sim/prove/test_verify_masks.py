@@ -261,7 +261,7 @@ def test_a_model_that_draws_more_where_its_values_are_others():
 
 
 def test_a_proof_without_random_numbers_takes_no_further_step(monkeypatch):
-    import sim.prove.steps.compare as steps_module
+    import sim.prove.steps.comparison as steps_module
 
     def never(*given):
         raise AssertionError

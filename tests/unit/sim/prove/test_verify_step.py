@@ -35,8 +35,9 @@ from zoo_kit import (
 
 import sim
 from hyper_parallel import fully_shard, hsdp
-from sim.prove.judge import Finding
-from sim.prove.steps.compare import LoopComparison, _is_coarse
+from hyper_parallel.core.dtensor.layout import Layout
+from sim.prove.steps.compare import LoopComparison
+from sim.prove.steps.watch import LoopRecord, RecordedStep
 
 pytestmark = pytest.mark.tier("test")
 
@@ -107,15 +108,10 @@ def verify(mesh, model=Gpt, parallelize=None, **options):
     return proved_step(parallelize, model, options.pop("batch"), mesh, **options)
 
 
-def test_a_bound_beside_which_the_tensor_is_small_proves_nothing():
-    coarse = {bound: _is_coarse(Finding("right", bound=bound), torch.ones(3)) for bound in (1e-6, 0.1)}
-    assert coarse == {1e-6: False, 0.1: True}
-
-
 def test_a_step_changes_what_the_step_before_has_left():
-    steps = [SimpleNamespace(updates={"w": torch.tensor([value])}) for value in (3.0, 4.0)]
-    loops = SimpleNamespace(expected=SimpleNamespace(initial={"w": torch.tensor([1.0])}, steps=steps), _moves={})
-    assert [LoopComparison._changes(loops, number) for number in (0, 1)] == [{"w": 2.0}, {"w": 1.0}]
+    steps = [RecordedStep(updates={"w": torch.tensor([value])}) for value in (3.0, 4.0)]
+    loops = LoopComparison(LoopRecord({"w": torch.tensor([1.0])}, steps=steps), [], [], Layout((1,), ("dp",)), {})
+    assert [loops.changes(number) for number in (0, 1)] == [{"w": 2.0}, {"w": 1.0}]
 
 
 def test_a_fault_in_backward_is_named_where_the_loss_is_scaled():

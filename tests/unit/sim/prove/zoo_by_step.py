@@ -108,10 +108,6 @@ def clip(module, most=0.05, over=same):
         each.grad *= (most / norm).clamp(max=1.0)
 
 
-def clip_values(module, most):
-    nn.utils.clip_grad_value_(module.parameters(), most)
-
-
 ADDED = "the gradients are off by 0.1 times the weights: by a decay or a penalty"
 
 
@@ -163,12 +159,14 @@ def _(model, batch, fault, most):
 @fault("clipping before the sum", "gradient", "the gradient of 2.bias of step 1", "before they are reduced over 'dp'")
 @fault("values before the mean", "gradient", "the gradient of 2.bias of step 1", "by value, to 0.02, before", of=0.02)
 def _(model, batch, fault, most):
-    loss, limited = squared(model, batch), clip if most > 0.02 else clip_values
+    loss = squared(model, batch)
+    by_value = partial(nn.utils.clip_grad_value_, [*model.parameters()], most)
+    limit = partial(clip, model, most) if most > 0.02 else by_value
     if fault:
-        limited(model, most)
+        limit()
     (summing if "sum" in fault else average)(model)
     if not fault:
-        limited(model, most)
+        limit()
     sgd(model)
     return loss
 
