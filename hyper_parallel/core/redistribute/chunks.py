@@ -5,7 +5,7 @@ same bytes are communicated during the matrix products, not before and after the
 communication with dependent computation via decomposition in large deep learning models", ASPLOS):
 
     forward    start all gathers -> [wait for gather i, compute i, start reduction i] for each i -> wait for reductions
-        backward   the same for gradients, from the last chunk to the first
+    backward   the same for gradients, from the last chunk to the first
 
 Each transfer has one autograd operation at its start and one at its end. They are linked by a placeholder of the right
 shape without memory, so that no code can read data before it arrives.

@@ -4,8 +4,8 @@ Each fuses a redistribution with a `to_local` or `from_local`, with one communic
 example, the gradient of a gathered input is reduce-scattered to the input's shards. Separate steps would all-reduce
 it and then drop most of the result.
 
-        forward    enter: x -> target, take the shard         leave: the shards in produced -> target
-        backward   enter: shards in grad_layout -> as x       leave: the gradient -> as the shards, of sums in full
+    forward    enter: x -> target, take the shard         leave: the shards in produced -> target
+    backward   enter: shards in grad_layout -> as x       leave: the gradient -> as the shards, of sums in full
 
 Callers check layouts and shapes once, because an entry or exit without communication takes only microseconds.
 """

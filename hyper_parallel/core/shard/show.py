@@ -39,12 +39,12 @@ _CAN_BE_SHOWN = (
 def show(x: Any, shape: Sequence[int] | None = None) -> None:
     """Print the ranks that hold each part: with colours in a terminal, as an HTML table in a notebook.
 
-            hp.show(x)  # a DTensor: the ranks that hold each block of rows and columns
-            hp.show(layout, (4096, 1024))  # the same without a tensor, and without ranks
-            hp.show(model)  # the layout of each parameter, and its bytes per rank
+        hp.show(x)  # a DTensor: the ranks that hold each block of rows and columns
+        hp.show(layout, (4096, 1024))  # the same without a tensor, and without ranks
+        hp.show(model)  # the layout of each parameter, and its bytes per rank
 
-        It communicates nothing and reads no values. It therefore works on one rank alone, on meta tensors, and without
-        torch.distributed. Each calling rank prints.
+    It communicates nothing and reads no values. It therefore works on one rank alone, on meta tensors, and without
+    torch.distributed. Each calling rank prints.
 
     Args:
         x: a DTensor, a `Layout`, a DeviceMesh, a model (its DTensors), a `ShardingPlan`, or a redistribution's plan.
